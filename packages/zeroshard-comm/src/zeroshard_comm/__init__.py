@@ -1,0 +1,39 @@
+"""Moving shards between ranks: exchanges, agreement, state transfer, rank arithmetic and traffic counters."""
+
+from zeroshard_comm.agreement import Declaration, agree, agree_over
+from zeroshard_comm.choice import exchange_for
+from zeroshard_comm.collective import CollectiveExchange
+from zeroshard_comm.control import Control
+from zeroshard_comm.exchange import Exchange, Pending, Segment, Share, shared_bytes
+from zeroshard_comm.failures import DisagreementError, PeerLostError
+from zeroshard_comm.packing import PACK_BELOW, PackedShare, Shipment
+from zeroshard_comm.point_to_point import PointToPointExchange
+from zeroshard_comm.ranks import RankGroup
+from zeroshard_comm.traffic import Traffic, Volume
+from zeroshard_comm.transfer import CHUNK_BYTES, Consignment, gather
+
+__all__ = [
+    "CHUNK_BYTES",
+    "PACK_BELOW",
+    "CollectiveExchange",
+    "Consignment",
+    "Control",
+    "Declaration",
+    "DisagreementError",
+    "Exchange",
+    "PackedShare",
+    "PeerLostError",
+    "Pending",
+    "PointToPointExchange",
+    "RankGroup",
+    "Segment",
+    "Share",
+    "Shipment",
+    "Traffic",
+    "Volume",
+    "agree",
+    "agree_over",
+    "exchange_for",
+    "gather",
+    "shared_bytes",
+]

@@ -1,0 +1,79 @@
+"""What was sent, received and waited for, per kind of move."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+KINDS = ("share", "reduce", "state", "control")
+
+
+@dataclass(frozen=True, slots=True)
+class Volume:
+    """An amount of traffic.
+
+    Attributes:
+        bytes_sent: payload bytes this rank sent, counted once per receiver.
+        bytes_received: payload bytes this rank received.
+        calls: messages or collectives issued.
+        seconds_waited: wall time this rank's host spent blocked on them, in seconds.
+    """
+
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    calls: int = 0
+    seconds_waited: float = 0.0
+
+    def __add__(self, other: Volume) -> Volume:
+        """Return the sum of two volumes."""
+        return Volume(
+            self.bytes_sent + other.bytes_sent,
+            self.bytes_received + other.bytes_received,
+            self.calls + other.calls,
+            self.seconds_waited + other.seconds_waited,
+        )
+
+    def __sub__(self, other: Volume) -> Volume:
+        """Return what was added since ``other`` was read."""
+        return Volume(
+            self.bytes_sent - other.bytes_sent,
+            self.bytes_received - other.bytes_received,
+            self.calls - other.calls,
+            self.seconds_waited - other.seconds_waited,
+        )
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Running totals of one object's communication; the exchanges and the control channel it was handed to add to it.
+
+    Kinds are ``"share"`` (parameters from owners), ``"reduce"`` (gradients to owners), ``"state"`` (optimizer state) and
+    ``"control"`` (agreement and status). Bytes are counted as the plan predicts them: an owner that shares ``b`` bytes
+    with ``n`` ranks counts ``b * (n - 1)`` bytes sent, also where a backend forwards them along a tree or a ring.
+    """
+
+    totals: dict[str, Volume] = field(default_factory=lambda: dict.fromkeys(KINDS, Volume()))
+
+    def add(
+        self, kind: str, *, sent: int = 0, received: int = 0, calls: int = 0, waited: float = 0.0
+    ) -> None:
+        """Add to the totals of ``kind``; sizes in bytes, ``waited`` in seconds."""
+        old = self.totals[kind]
+        self.totals[kind] = Volume(
+            old.bytes_sent + sent, old.bytes_received + received, old.calls + calls, old.seconds_waited + waited
+        )
+
+    def of(self, kind: str) -> Volume:
+        """Return the totals of one kind.
+
+        Raises:
+            KeyError: if there is no such kind.
+        """
+        return self.totals[kind]
+
+    def total(self) -> Volume:
+        """Return the totals over all kinds."""
+        return sum(self.totals.values(), Volume())
+
+    def reset(self) -> None:
+        """Set every total back to zero."""
+        self.totals = dict.fromkeys(KINDS, Volume())

@@ -1,0 +1,192 @@
+"""Moving optimizer state to one rank: tensor by tensor, in bounded chunks, without pickle.
+
+Protocol, over the control channel's gloo group and CPU memory. Every rank but the target describes its tensors in JSON
+(the caller's description plus the size of each tensor in bytes) and sends that text; the target makes room for all of
+them; all ranks meet, so that a target without memory is an error on every rank instead of a hang; then the bytes of each
+tensor follow in order, cut in chunks. The target receives straight into the room it made. A sender copies nothing when
+its tensor lies contiguous in CPU memory, else one chunk at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zeroshard_comm.control import Control, wait_for
+from zeroshard_comm.failures import DisagreementError
+
+TAG_STATE_SIZE = 0x5A530020
+TAG_STATE_TEXT = 0x5A530021
+TAG_STATE_DATA = 0x5A530022
+
+CHUNK_BYTES = 16 * 1024 * 1024
+"""Largest message, and the most that a sender copies at a time, in bytes."""
+
+_IN_FLIGHT = 4
+
+
+@dataclass(frozen=True)
+class Consignment:
+    """What one rank sends.
+
+    Attributes:
+        description: JSON-serialisable; tells the target what the tensors are.
+        tensors: dense tensors on any device, in the order of the description; sent as their bytes in storage order.
+    """
+
+    description: Any
+    tensors: Sequence[torch.Tensor]
+
+
+Place = Callable[[int, Any], Sequence[torch.Tensor]]
+Progress = Callable[[int, int], None]
+
+
+def gather(
+    control: Control,
+    consignment: Consignment,
+    target: int,
+    place: Place,
+    *,
+    operation: str = "gather()",
+    progress: Progress | None = None,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> None:
+    """Bring the tensors of all ranks to ``target``. Collective.
+
+    Args:
+        control: the channel of the group; its gloo group carries the data.
+        consignment: what this rank has.
+        target: group rank that receives; its own consignment is placed as well, by copying.
+        place: called on the target once per rank, in rank order, with the rank and its description; returns one 1-D
+            contiguous CPU tensor per tensor of that rank, of the same number of bytes.
+        operation: named in errors.
+        progress: called on the target as ``progress(bytes_done, bytes_total)`` after every chunk.
+        chunk_bytes: size of a chunk, in bytes, the same on all ranks.
+
+    Raises:
+        RuntimeError: on the ``fake`` backend with more than one rank, which moves no data.
+        PeerLostError: if a rank is gone.
+        Exception: if ``place`` raised on the target: that error, on every rank.
+    """
+    ranks = control.ranks
+    if control.channel is None and ranks.world_size > 1:
+        raise RuntimeError(f"{operation}: torch's 'fake' backend moves no data, so state cannot be gathered over it")
+    if ranks.rank == target:
+        _receive_all(control, consignment, place, operation, progress, chunk_bytes)
+    else:
+        _send_all(control, consignment, target, operation, chunk_bytes)
+
+
+def _send_all(control: Control, consignment: Consignment, target: int, operation: str, chunk_bytes: int) -> None:
+    assert control.channel is not None
+    group, rank = control.channel.group, control.ranks.rank
+    sizes = [tensor.nbytes for tensor in consignment.tensors]
+    text = json.dumps({"description": consignment.description, "sizes": sizes}).encode()
+    size, body = torch.tensor([len(text)]), torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    for payload, tag in ((size, TAG_STATE_SIZE), (body, TAG_STATE_TEXT)):
+        wait_for(dist.isend(payload, group=group, group_dst=target, tag=tag), target, rank, operation)
+    control.meet(f"{operation}: making room")
+    started = time.perf_counter()
+    in_flight: deque[tuple[dist.Work | None, torch.Tensor]] = deque()
+    for tensor in consignment.tensors:
+        # What must be copied is sent one chunk at a time; what lies ready may have several chunks on their way.
+        ready = tensor.device.type == "cpu"
+        flat = _bytes_of(tensor)
+        for start in range(0, flat.numel(), chunk_bytes):
+            chunk = flat[start : start + chunk_bytes]
+            while len(in_flight) >= (_IN_FLIGHT if ready else 1):
+                wait_for(in_flight.popleft()[0], target, rank, operation)
+            chunk = chunk if ready else chunk.cpu()
+            in_flight.append((dist.isend(chunk, group=group, group_dst=target, tag=TAG_STATE_DATA), chunk))
+    for work, _ in in_flight:
+        wait_for(work, target, rank, operation)
+    control.traffic.add("state", sent=sum(sizes) + len(text), calls=2, waited=time.perf_counter() - started)
+
+
+def _receive_all(
+    control: Control,
+    consignment: Consignment,
+    place: Place,
+    operation: str,
+    progress: Progress | None,
+    chunk_bytes: int,
+) -> None:
+    ranks = control.ranks
+    failure: Exception | None = None
+    rooms: dict[int, Sequence[torch.Tensor]] = {}
+    for source in range(ranks.world_size):
+        description, sizes = consignment.description, [tensor.nbytes for tensor in consignment.tensors]
+        if source != ranks.rank:
+            description, sizes = _receive_text(control, source, operation)
+        try:
+            if failure is None:
+                rooms[source] = _checked(place(source, description), sizes, source)
+        except Exception as error:  # noqa: BLE001 - whatever it is, every rank must hear of it before it is raised
+            failure = error
+    control.meet(f"{operation}: making room", error=failure)
+    total = sum(room.nbytes for of_rank in rooms.values() for room in of_rank)
+    done = 0
+    for room, tensor in zip(rooms[ranks.rank], consignment.tensors, strict=True):
+        room.view(torch.uint8).copy_(_bytes_of(tensor))
+        done += room.nbytes
+        if progress is not None:
+            progress(done, total)
+    started = time.perf_counter()
+    received = 0
+    for source in ranks.peers:
+        assert control.channel is not None
+        chunks = [
+            chunk
+            for room in rooms[source]
+            for chunk in room.view(torch.uint8).split(chunk_bytes)
+            if chunk.numel() > 0
+        ]
+        in_flight: deque[tuple[dist.Work | None, int]] = deque()
+        # Trailing Nones drain what is still under way.
+        for chunk in (*chunks, *[None] * _IN_FLIGHT):
+            if len(in_flight) == _IN_FLIGHT or (chunk is None and in_flight):
+                oldest, size = in_flight.popleft()
+                wait_for(oldest, source, ranks.rank, operation)
+                received += size
+                if progress is not None:
+                    progress(done + received, total)
+            if chunk is not None:
+                work = dist.irecv(chunk, group=control.channel.group, group_src=source, tag=TAG_STATE_DATA)
+                in_flight.append((work, chunk.numel()))
+    control.traffic.add("state", received=received, calls=2 * len(ranks.peers), waited=time.perf_counter() - started)
+
+
+def _receive_text(control: Control, source: int, operation: str) -> tuple[Any, list[int]]:
+    assert control.channel is not None
+    group, rank = control.channel.group, control.ranks.rank
+    size = torch.zeros(1, dtype=torch.int64)
+    wait_for(dist.irecv(size, group=group, group_src=source, tag=TAG_STATE_SIZE), source, rank, operation)
+    body = torch.zeros(int(size), dtype=torch.uint8)
+    wait_for(dist.irecv(body, group=group, group_src=source, tag=TAG_STATE_TEXT), source, rank, operation)
+    parts = json.loads(bytes(body.tolist()))
+    return parts["description"], parts["sizes"]
+
+
+def _checked(rooms: Sequence[torch.Tensor], sizes: Sequence[int], source: int) -> Sequence[torch.Tensor]:
+    given = [room.nbytes for room in rooms]
+    if given != list(sizes):
+        raise DisagreementError(f"rank {source} sends tensors of {list(sizes)} bytes, but there is room for {given}")
+    return rooms
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a dense tensor in storage order, without a copy where it has no gaps."""
+    detached = tensor.detach()
+    if detached.is_contiguous():
+        return detached.reshape(-1).view(torch.uint8)
+    if torch._prims_common.is_non_overlapping_and_dense(detached):
+        return detached.as_strided((detached.numel(),), (1,)).view(torch.uint8)
+    return detached.contiguous().reshape(-1).view(torch.uint8)

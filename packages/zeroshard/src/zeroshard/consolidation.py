@@ -1,0 +1,203 @@
+"""Saving: the state of all shards, as one optimizer without sharding would have it, on one rank's CPU."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from zeroshard_comm import Consignment, Control, gather
+from zeroshard_core import Plan, StateMapError, storage_view
+
+from zeroshard.local import LocalOptimizer
+from zeroshard.parameters import ParamGroup
+from zeroshard.statevalues import read_value, write_value
+
+StateDict = dict[str, Any]
+
+
+def describe_local(local: LocalOptimizer, plan: Plan) -> Consignment:
+    """Describe all state that this rank holds.
+
+    Returns:
+        A consignment; its description is a list of ``[tensor, start, stop, {key: entry}]``, one per owned shard with
+        state, and a last item with the state that belongs to no parameter.
+
+    Raises:
+        StateMapError: if an entry cannot be moved, naming it.
+    """
+    tensors: list[torch.Tensor] = []
+    shards = []
+    owned = {piece.tensor: index for index, piece in local.pieces.items()}
+    for index, piece in local.pieces.items():
+        entries = local.optim.state.get(piece.tensor)
+        if not entries:
+            continue
+        name = plan.tensors[index].name
+        written = {}
+        for key, value in entries.items():
+            if not isinstance(key, str):
+                raise StateMapError(f"the state of {name!r} has the key {key!r}; only strings can be saved")
+            if piece.is_cut:
+                _check_cut(name, key, value, piece.shard.numel)
+            written[key] = write_value(value, tensors, f"state entry {key!r} of {name!r}")
+        shards.append([index, piece.shard.start, piece.shard.stop, written])
+    loose = {
+        key: write_value(value, tensors, f"state entry {key!r}")
+        for key, value in local.optim.state.items()
+        if isinstance(key, str) and key not in owned
+    }
+    return Consignment([shards, loose], tensors)
+
+
+class Assembly:
+    """Makes room for the shards of all ranks and holds the whole state once they have arrived.
+
+    Args:
+        plan: who owns what.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self.state: dict[Any, dict[str, Any]] = {}
+        """State by tensor index, tensors on the CPU; complete only after the transfer."""
+
+    def place(self, rank: int, description: Any) -> Sequence[torch.Tensor]:  # noqa: ANN401 - JSON
+        """Make room for what one rank sends; see :func:`zeroshard_comm.gather`.
+
+        Raises:
+            StateMapError: if the description names shards that the plan does not give to that rank.
+        """
+        rooms: list[torch.Tensor] = []
+        shards, loose = description
+        owned = {shard.tensor: shard for shard in self._plan.of_rank(rank)}
+        for index, start, stop, written in shards:
+            shard = owned.get(index)
+            if shard is None or (shard.start, shard.stop) != (start, stop):
+                raise StateMapError(f"rank {rank} sends state of tensor {index} [{start}:{stop}], which it does not own")
+            whole = stop - start == self._plan.tensors[index].numel
+            entries = self.state.setdefault(index, {})
+            for key, entry in written.items():
+                if whole:
+                    entries[key] = read_value(entry, _room_maker(rooms))
+                else:
+                    self._place_part(entries, key, entry, (index, start, stop), rooms)
+        for key, entry in loose.items():
+            value = read_value(entry, _room_maker(rooms))
+            self.state.setdefault(key, value)
+        return rooms
+
+    def finished(self) -> dict[Any, Any]:
+        """Return the state with tensor indices ascending, and what belongs to no tensor behind them."""
+        indices = sorted(key for key in self.state if isinstance(key, int))
+        return {key: self.state[key] for key in (*indices, *(k for k in self.state if not isinstance(k, int)))}
+
+    def _place_part(
+        self, entries: dict[str, Any], key: str, entry: Any, part: tuple[int, int, int], rooms: list[torch.Tensor]  # noqa: ANN401 - JSON
+    ) -> None:
+        index, start, stop = part
+        spec = self._plan.tensors[index]
+        if isinstance(entry, dict) and "tensor" in entry and entry["tensor"][1] == [stop - start]:
+            if key not in entries:
+                dtype = read_value(entry, lambda dtype, shape, stride: torch.empty(0, dtype=dtype)).dtype
+                entries[key] = (
+                    torch.empty(spec.shape, dtype=dtype)
+                    if spec.stride is None
+                    else torch.empty_strided(spec.shape, spec.stride, dtype=dtype)
+                )
+            rooms.append(storage_view(entries[key])[start:stop])
+            return
+        # Numbers of the whole tensor, such as a step count, are the same with every part.
+        value = read_value(entry, _room_maker(rooms))
+        entries.setdefault(key, value)
+
+
+def consolidate(
+    control: Control,
+    local: LocalOptimizer,
+    plan: Plan,
+    groups: Sequence[ParamGroup],
+    target: int,
+    operation: str,
+) -> StateDict | None:
+    """Bring the state of all ranks to the CPU of ``target``. Collective.
+
+    Each rank sends its tensors one by one; a rank that is not the target allocates at most one chunk.
+
+    Args:
+        control: the channel of the group.
+        local: this rank's local optimizer.
+        plan: who owns what.
+        groups: the public param groups, whose hyperparameters are saved.
+        target: group rank.
+        operation: named in errors.
+
+    Returns:
+        On ``target`` a state_dict as the unsharded optimizer would give it; None elsewhere.
+
+    Raises:
+        StateMapError: if an entry cannot be moved, on every rank.
+        PeerLostError: if a rank is gone.
+    """
+    consignment, failure = Consignment([[], {}], []), None
+    try:
+        consignment = describe_local(local, plan)
+    except StateMapError as error:
+        failure = error
+    control.meet(f"{operation}: describing state", error=failure)
+    assembly = Assembly(plan)
+    gather(control, consignment, target, assembly.place, operation=operation)
+    if control.ranks.rank != target:
+        return None
+    state = assembly.finished()
+    return {"state": _mark_unstepped(state, plan), "param_groups": pack_groups(groups)}
+
+
+def pack_groups(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Copy param groups with integer indices in place of parameters, tensors in them brought to the CPU."""
+    packed = []
+    first = 0
+    for group in groups:
+        attributes = {key: _on_cpu(value) for key, value in group.items() if key != "params"}
+        packed.append({**attributes, "params": list(range(first, first + len(group["params"])))})
+        first += len(group["params"])
+    return packed
+
+
+def _mark_unstepped(state: dict[Any, Any], plan: Plan) -> dict[Any, Any]:
+    """Say of trainable tensors that were never stepped that they have no state, so that a load can tell them from lost ones."""
+    stateful_groups = {plan.tensors[key].group for key in state if isinstance(key, int)}
+    unstepped = {
+        index: {}
+        for index, spec in enumerate(plan.tensors)
+        if spec.trainable and spec.group in stateful_groups and index not in state
+    }
+    indices = sorted({*unstepped, *(key for key in state if isinstance(key, int))})
+    rest = {key: value for key, value in state.items() if not isinstance(key, int)}
+    return {**{index: state.get(index, {}) for index in indices}, **rest}
+
+
+def _check_cut(name: str, key: str, value: object, numel: int) -> None:
+    if isinstance(value, torch.Tensor) and value.dim() > 0 and tuple(value.shape) != (numel,):
+        raise StateMapError(
+            f"state entry {key!r} of {name!r} has shape {tuple(value.shape)} for a shard of {numel} elements, so it is "
+            f"not elementwise and cannot be joined; use partition='whole' for this optimizer"
+        )
+
+
+def _room_maker(rooms: list[torch.Tensor]) -> Any:  # noqa: ANN401 - a callback of read_value
+    def make(dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int] | None) -> torch.Tensor:
+        made = (
+            torch.empty(tuple(shape), dtype=dtype)
+            if stride is None
+            else torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype)
+        )
+        rooms.append(storage_view(made))
+        return made
+
+    return make
+
+
+def _on_cpu(value: object) -> object:
+    return value.detach().clone().cpu() if isinstance(value, torch.Tensor) else copy.deepcopy(value)

@@ -1,0 +1,124 @@
+"""Following the model: what changes the plan of a running optimizer, computed without touching anything.
+
+The plan depends on the parameters' shapes, dtypes and memory formats, on which of them have ever been trainable, and on
+the order in which groups were added. Every rank derives it alone; that all derive the same is checked at the next
+meeting of the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from zeroshard_comm import Declaration
+from zeroshard_core import Cost, Plan, Strategy, partition, repartition
+
+from zeroshard.elementwise import OptimizerFactory, is_elementwise, refuse_cuts
+from zeroshard.parameters import ParamGroup, is_active, parameters_of, specs_of
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How this optimizer is partitioned; fixed at construction.
+
+    Attributes:
+        strategy: ``"whole"``, ``"split"``, ``"hybrid"`` or a callable.
+        cost: what a tensor weighs.
+        factory: the optimizer class, which decides whether tensors may be cut.
+        elementwise: the user's word that they may.
+        as_bucket_view: whether parameters become views of flat buffers, which changes the messages.
+        world_size: number of ranks.
+    """
+
+    strategy: str | Strategy
+    cost: Cost
+    factory: OptimizerFactory
+    elementwise: bool
+    as_bucket_view: bool
+    world_size: int
+
+    @property
+    def name(self) -> str:
+        """The strategy's name, for messages."""
+        return self.strategy if isinstance(self.strategy, str) else getattr(self.strategy, "__name__", "callable")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A plan and what else decides which messages a step sends.
+
+    Attributes:
+        plan: who owns what.
+        active: per tensor, whether a step may change it.
+        settled: tensors that have been active once, or have been given state; they keep their owner.
+        declaration: what this rank tells the others of it.
+    """
+
+    plan: Plan
+    active: tuple[bool, ...]
+    settled: frozenset[int]
+    declaration: Declaration
+
+
+def first_layout(policy: Policy, groups: Sequence[ParamGroup], optimizer_name: str) -> Layout:
+    """Plan for the first time.
+
+    Raises:
+        ValueError: if the strategy is unknown, or cuts tensors of an optimizer that is not known to be elementwise.
+    """
+    return _layout(policy, groups, None, frozenset(), optimizer_name)
+
+
+def next_layout(policy: Policy, layout: Layout, groups: Sequence[ParamGroup]) -> Layout:
+    """Plan again after parameters were frozen, unfrozen, added, or changed their dtype or memory format.
+
+    Tensors that are new, or active for the first time, are placed on top of the loads of the others, which stay.
+
+    Raises:
+        ValueError: as :func:`first_layout`, or if a parameter has changed its shape.
+    """
+    return _layout(policy, groups, layout.plan, layout.settled, str(layout.declaration.settings["optimizer"]))
+
+
+def activity(params: Sequence[torch.Tensor]) -> tuple[bool, ...]:
+    """Tell per parameter whether a step may change it."""
+    return tuple([is_active(param) for param in params])
+
+
+def _layout(
+    policy: Policy, groups: Sequence[ParamGroup], old: Plan | None, settled: frozenset[int], optimizer_name: str
+) -> Layout:
+    active = activity(parameters_of(groups))
+    # A tensor that was trainable once keeps its weight: its state is still held.
+    weighs = [is_active or index in settled for index, is_active in enumerate(active)]
+    specs = specs_of(groups, weighs)
+    if old is None:
+        plan = partition(specs, policy.world_size, strategy=policy.strategy, cost=policy.cost)
+    else:
+        for index, (before, now) in enumerate(zip(old.tensors, specs, strict=False)):
+            if before.shape != now.shape:
+                raise ValueError(
+                    f"tensor {index} {now.name!r} has changed its shape from {before.shape} to {now.shape}; its "
+                    f"optimizer state no longer fits, so build a new optimizer"
+                )
+        place = [
+            index
+            for index, spec in enumerate(specs)
+            if index >= len(old.tensors) or (spec.trainable and index not in settled)
+        ]
+        plan = repartition(old, specs, place=place, strategy=policy.strategy, cost=policy.cost)
+    if not is_elementwise(policy.factory, declared=policy.elementwise) and any(
+        len(plan.of_tensor(index)) > 1 for index in range(len(specs))
+    ):
+        refuse_cuts(policy.factory, policy.name)
+    newly = frozenset(index for index, is_heavy in enumerate(weighs) if is_heavy)
+    declaration = Declaration(
+        plan,
+        {
+            "optimizer": optimizer_name,
+            "parameters_as_bucket_view": policy.as_bucket_view,
+        },
+        active,
+    )
+    return Layout(plan, active, newly, declaration)

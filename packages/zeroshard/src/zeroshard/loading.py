@@ -1,0 +1,245 @@
+"""Loading: a whole checkpoint is checked on every rank, then each rank takes what it owns, or nobody takes anything."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import optim
+from zeroshard_core import Plan, StateMapError, cut_state
+
+from zeroshard.elementwise import OptimizerFactory, is_elementwise
+from zeroshard.local import NOT_SYNCED, LocalOptimizer
+from zeroshard.parameters import ParamGroup
+from zeroshard.statevalues import copy_value
+
+StateDict = dict[str, Any]
+
+
+def checked(
+    state_dict: Mapping[str, Any], groups: Sequence[ParamGroup], plan: Plan, expectations: Expectations
+) -> dict[Any, Any]:
+    """Check a checkpoint against the optimizer and return its state by tensor index.
+
+    Nothing is modified, and nothing is copied.
+
+    Args:
+        state_dict: from the plain optimizer, torch's ZeroRedundancyOptimizer, or this one at any world size.
+        groups: the public param groups.
+        plan: describes the parameters.
+        expectations: what state the optimizer class keeps.
+
+    Returns:
+        State entries by tensor index; state that belongs to no tensor under its own key.
+
+    Raises:
+        TypeError: if it is no state_dict.
+        ValueError: for another number of groups or parameters, or entries that are missing, extra or of a wrong shape.
+    """
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
+        raise TypeError(
+            "load_state_dict() expects a dict with 'state' and 'param_groups', as state_dict() of an optimizer gives it; "
+            f"got {sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else torch.typename(state_dict)}"
+        )
+    saved_groups = state_dict["param_groups"]
+    if len(saved_groups) != len(groups):
+        raise ValueError(
+            f"loaded state dict has a different number of parameter groups: {len(saved_groups)}, but this optimizer has "
+            f"{len(groups)}"
+        )
+    index_of: dict[Any, int] = {}
+    for number, (saved, group) in enumerate(zip(saved_groups, groups, strict=True)):
+        if len(saved["params"]) != len(group["params"]):
+            raise ValueError(
+                f"loaded state dict contains a parameter group that doesn't match the size of optimizer's group: "
+                f"group {number} has {len(saved['params'])} parameters there and {len(group['params'])} here"
+            )
+        for key in saved["params"]:
+            if key in index_of:
+                raise ValueError(f"loaded state dict names parameter {key!r} twice in its param_groups")
+            index_of[key] = len(index_of)
+    key_types = {type(key) for key in index_of}
+    by_index: dict[Any, Any] = {}
+    for key, entries in state_dict["state"].items():
+        if key in index_of:
+            by_index[index_of[key]] = _entries(entries, key, plan.tensors[index_of[key]].name)
+        elif type(key) in key_types:
+            raise ValueError(
+                f"loaded state dict has an extra entry: state for parameter {key!r}, which none of its param_groups names"
+            )
+        else:
+            by_index[key] = entries
+    _check_presence(by_index, plan)
+    for index, entries in by_index.items():
+        if isinstance(index, int) and entries:
+            expectations.check(entries, index, saved_groups[plan.tensors[index].group], plan)
+    return by_index
+
+
+class Expectations:
+    """What state an optimizer class keeps per tensor, found out by stepping it on two elements.
+
+    Only classes whose state has one form for every tensor are probed: those of torch.optim that are elementwise, and
+    those declared so. Of any other class nothing is expected.
+
+    Args:
+        factory: the optimizer class.
+        defaults: the user's keyword arguments for it.
+        elementwise: the user's word that it is elementwise.
+    """
+
+    def __init__(self, factory: OptimizerFactory, defaults: Mapping[str, Any], *, elementwise: bool) -> None:
+        self._factory, self._defaults = factory, dict(defaults)
+        self._applies = is_elementwise(factory, declared=elementwise)
+        self._known: dict[str, dict[str, bool] | None] = {}
+
+    def check(self, entries: Mapping[str, Any], index: int, saved_group: Mapping[str, Any], plan: Plan) -> None:
+        """Check the state of one tensor.
+
+        Raises:
+            ValueError: naming the tensor and the entry that is missing, extra or misshapen.
+        """
+        spec = plan.tensors[index]
+        where = f"loaded state dict, parameter {index} {spec.name!r}"
+        if not self._applies:
+            return
+        expected = self._of(saved_group)
+        if expected is None:
+            return
+        missing = sorted(set(expected) - set(entries))
+        extra = sorted(set(map(str, entries)) - set(expected))
+        if missing or extra:
+            what = f"missing entry {missing[0]!r}" if missing else f"extra entry {extra[0]!r}"
+            raise ValueError(f"{where}: {what}; expected the entries {sorted(expected)}")
+        for key, per_element in expected.items():
+            value = entries[key]
+            if not isinstance(value, torch.Tensor):
+                if per_element and value is not None:
+                    raise ValueError(f"{where}: entry {key!r} is a {type(value).__name__}, expected a tensor")
+                continue
+            shape = tuple(value.shape)
+            if per_element and shape != spec.shape:
+                raise ValueError(f"{where}: entry {key!r} has shape {shape}, expected {spec.shape}")
+            if not per_element and value.numel() != 1:
+                raise ValueError(f"{where}: entry {key!r} has shape {shape}, expected a single number")
+
+    def _of(self, saved_group: Mapping[str, Any]) -> dict[str, bool] | None:
+        """Per entry, whether it is per element; None if the class cannot be probed with these hyperparameters."""
+        attributes = {
+            key: False if key in ("foreach", "fused", "capturable", "differentiable") else value
+            for key, value in saved_group.items()
+            if key not in NOT_SYNCED
+        }
+        known_by = repr(sorted((key, repr(value)) for key, value in attributes.items()))
+        if known_by not in self._known:
+            self._known[known_by] = self._probe(attributes)
+        return self._known[known_by]
+
+    def _probe(self, attributes: Mapping[str, Any]) -> dict[str, bool] | None:
+        probe = torch.zeros(2, requires_grad=True)
+        probe.grad = torch.ones(2)
+        group = {key: copy_value(value) for key, value in attributes.items()}
+        quiet = {k: v for k, v in self._defaults.items() if k not in ("foreach", "fused", "capturable")}
+        try:
+            built = self._factory([{**group, "params": [probe]}], **quiet)
+            step = type(built).step
+            (getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step)(built)
+        except (RuntimeError, TypeError, ValueError, KeyError, AttributeError):
+            return None
+        return {
+            key: isinstance(value, torch.Tensor) and value.shape == probe.shape
+            for key, value in built.state[probe].items()
+        }
+
+
+def digest_of(state_dict: Mapping[str, Any]) -> int:
+    """A 63-bit number by which ranks find out that they were handed different checkpoints: structure and hyperparameters."""
+    state = [
+        [str(key), sorted((str(name), _outline(value)) for name, value in entries.items())]
+        for key, entries in state_dict["state"].items()
+        if isinstance(entries, Mapping)
+    ]
+    groups = [
+        sorted((str(key), _outline(value)) for key, value in group.items()) for group in state_dict["param_groups"]
+    ]
+    text = json.dumps([sorted(state), groups])
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def local_state(by_index: Mapping[Any, Any], local: LocalOptimizer, plan: Plan) -> dict[torch.Tensor | Any, Any]:
+    """Copy what this rank owns, cut to its shards; tensors stay where they were, and share nothing with the checkpoint.
+
+    Raises:
+        StateMapError: if an entry cannot be cut, naming it.
+    """
+    mine: dict[Any, Any] = {key: copy_value(value) for key, value in by_index.items() if not isinstance(key, int)}
+    for index, piece in local.pieces.items():
+        entries = by_index.get(index)
+        if entries:
+            shard_entries = cut_state(entries, plan.tensors[index], piece.shard) if piece.is_cut else entries
+            mine[piece.tensor] = {key: copy_value(value) for key, value in shard_entries.items()}
+    return mine
+
+
+def install(inner: optim.Optimizer, state: Mapping[Any, Any], saved_groups: Sequence[Mapping[str, Any]]) -> None:
+    """Hand state to the inner optimizer through its own ``load_state_dict``, which casts and places it as it wants.
+
+    Args:
+        inner: the local optimizer.
+        state: by local tensor; state under other keys is passed on.
+        saved_groups: hyperparameters, one mapping per group.
+
+    Raises:
+        Exception: whatever the class raises; the inner optimizer is then as before, if its own method leaves it so.
+    """
+    position = {
+        tensor: number for number, tensor in enumerate(t for group in inner.param_groups for t in group["params"])
+    }
+    numbers = iter(range(len(position)))
+    packed = [
+        {
+            **{key: copy_value(value) for key, value in saved.items() if key not in NOT_SYNCED},
+            "params": [next(numbers) for _ in group["params"]],
+        }
+        for saved, group in zip(saved_groups, inner.param_groups, strict=True)
+    ]
+    inner.load_state_dict(
+        {
+            "state": {position.get(key, key) if isinstance(key, torch.Tensor) else key: v for key, v in state.items()},
+            "param_groups": packed,
+        }
+    )
+
+
+def _entries(entries: object, key: object, name: str) -> Mapping[str, Any]:
+    if entries is None:
+        raise ValueError(
+            f"loaded state dict, parameter {key!r} {name!r}: its state is None. torch's ZeroRedundancyOptimizer empties "
+            f"the dict that it loads; read the checkpoint from its file again"
+        )
+    if not isinstance(entries, Mapping):
+        raise ValueError(f"loaded state dict, parameter {key!r} {name!r}: state is a {type(entries).__name__}, not a dict")
+    return entries
+
+
+def _check_presence(by_index: Mapping[Any, Any], plan: Plan) -> None:
+    stateful_groups = {plan.tensors[key].group for key, entries in by_index.items() if isinstance(key, int) and entries}
+    for index, spec in enumerate(plan.tensors):
+        if spec.trainable and spec.group in stateful_groups and index not in by_index:
+            raise ValueError(
+                f"loaded state dict, parameter {index} {spec.name!r}: missing entry, there is no state for it, though "
+                f"other parameters of its group have state. If it was never stepped before the checkpoint was made, say "
+                f"so: state_dict['state'][{index}] = {{}}"
+            )
+
+
+def _outline(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{tuple(value.shape)}{value.dtype}" + (f"={value.item()!r}" if value.numel() == 1 and value.device.type == "cpu" else "")
+    return repr(value)
+
+
+__all__ = ["Expectations", "StateMapError", "checked", "digest_of", "install", "local_state"]

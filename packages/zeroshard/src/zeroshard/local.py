@@ -1,0 +1,247 @@
+"""The local optimizer: the user's own optimizer class, unmodified, over the shards that this rank owns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import optim
+from zeroshard_core import Plan, Shard, storage_view
+
+from zeroshard.elementwise import OptimizerFactory
+from zeroshard.parameters import ParamGroup
+
+Closure = Callable[[], Any]
+
+NOT_SYNCED = frozenset({"params", "param_names"})
+"""Keys of a param group that describe which parameters it has; they differ between the public and the local groups."""
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """One shard of this rank and the tensor that stands for it in the local optimizer.
+
+    Attributes:
+        shard: what is owned.
+        param: the whole parameter.
+        tensor: ``param`` itself where the shard is all of it, else a leaf of its own that views the parameter's
+            storage, 1-D, in storage order.
+    """
+
+    shard: Shard
+    param: torch.Tensor
+    tensor: torch.Tensor
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the shard is only a part of the parameter."""
+        return self.tensor is not self.param
+
+
+class LocalOptimizer:
+    """Owns the inner optimizer and the pieces it works on.
+
+    Only this class changes the inner optimizer's param groups' members; hyperparameters are synced by
+    :func:`sync_groups`, state is changed by the inner optimizer's own step and by a load.
+
+    Args:
+        factory: the user's optimizer class.
+        groups: the public param groups.
+        plan: the plan over all their parameters.
+        rank: group rank of this process.
+        defaults: the user's keyword arguments for the class.
+
+    Raises:
+        Exception: whatever the class raises when it cannot be built.
+    """
+
+    def __init__(
+        self,
+        factory: OptimizerFactory,
+        groups: Sequence[ParamGroup],
+        plan: Plan,
+        rank: int,
+        defaults: Mapping[str, Any],
+    ) -> None:
+        self._factory, self._rank, self._defaults = factory, rank, dict(defaults)
+        self.pieces: dict[int, Piece] = {}
+        """The owned pieces by tensor index, ascending."""
+        self._cut: list[Piece] = []
+        members = self._members(groups, plan)
+        self.optim: optim.Optimizer = factory([self._local_group(g, m) for g, m in zip(groups, members, strict=True)], **defaults)
+        self._accept(members)
+
+    def follow(self, groups: Sequence[ParamGroup], plan: Plan) -> None:
+        """Take over a plan that adds groups or gives tensors without state another owner.
+
+        State of pieces that stay is untouched; a piece that leaves must not have been stepped on any rank.
+
+        Args:
+            groups: the public param groups; new ones at the end.
+            plan: the new plan.
+        """
+        members = self._members(groups, plan)
+        arrived = [[piece for piece in of_group if piece.tensor not in self._known()] for of_group in members]
+        for number, group in enumerate(groups[len(self.optim.param_groups) :], len(self.optim.param_groups)):
+            self.optim.add_param_group(self._local_group(group, members[number]))
+        for number, (group, of_group) in enumerate(zip(groups, members, strict=True)):
+            local = self.optim.param_groups[number]
+            local["params"] = [piece.tensor for piece in of_group]
+            if "param_names" in group:
+                local["param_names"] = _names(group, of_group)
+        self._accept(members)
+        kept = {piece.tensor for piece in self.pieces.values()}
+        for key in [key for key in self.optim.state if isinstance(key, torch.Tensor) and key not in kept]:
+            del self.optim.state[key]
+        self._initialise([piece for of_group in arrived for piece in of_group], groups)
+
+    def rebind(self) -> None:
+        """Point the cut pieces at their parameters' present storage, after a parameter's ``.data`` was rebound."""
+        for piece in self._cut:
+            piece.tensor.data = storage_view(piece.param.detach())[piece.shard.start : piece.shard.stop]
+
+    def check_gradients(self) -> None:
+        """Raise if a gradient cannot be cut, before anything is stepped.
+
+        Raises:
+            RuntimeError: if a cut parameter has a sparse gradient.
+        """
+        for piece in self._cut:
+            grad = piece.param.grad
+            if grad is not None and grad.layout is not torch.strided:
+                raise RuntimeError(
+                    f"tensor {piece.shard.tensor} of shape {tuple(piece.param.shape)} has a sparse gradient, but is cut "
+                    f"over several ranks; use partition='whole' for models with sparse gradients"
+                )
+
+    def step(self, closure: Closure | None, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as the inner step
+        """Step the inner optimizer once, without its profiling wrapper, so that global hooks fire once per step.
+
+        Args:
+            closure: re-evaluates the model; passed on only if not None.
+            arguments: further keyword arguments of the inner step.
+
+        Returns:
+            What the inner step returned.
+        """
+        try:
+            if closure is None:
+                self._bind_gradients()
+                return self._step(arguments)
+
+            def evaluate() -> Any:  # noqa: ANN401 - the closure's own result
+                loss = closure()
+                self.check_gradients()
+                self._bind_gradients()
+                return loss
+
+            return self._step({**arguments, "closure": evaluate})
+        finally:
+            # A slice keeps the whole gradient alive, past the user's zero_grad().
+            for piece in self._cut:
+                piece.tensor.grad = None
+
+    def _step(self, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as the inner step
+        inner = self.optim
+        if "step" in vars(inner):
+            return inner.step(**arguments)
+        before = list(inner._optimizer_step_pre_hooks.values())
+        after = list(inner._optimizer_step_post_hooks.values())
+        positional: tuple[Any, ...] = (inner,)
+        keywords = dict(arguments)
+        for pre_hook in before:
+            changed = pre_hook(inner, positional, keywords)
+            if changed is not None:
+                positional, keywords = changed
+        result = _unwrapped_step(type(inner))(*positional, **keywords)
+        for post_hook in after:
+            post_hook(inner, positional, keywords)
+        return result
+
+    def _bind_gradients(self) -> None:
+        for piece in self._cut:
+            grad = piece.param.grad
+            if grad is None:
+                piece.tensor.grad = None
+                continue
+            if grad.stride() != piece.param.stride():
+                laid_out = torch.empty_strided(grad.shape, piece.param.stride(), dtype=grad.dtype, device=grad.device)
+                grad = laid_out.copy_(grad)
+            piece.tensor.grad = storage_view(grad.detach())[piece.shard.start : piece.shard.stop]
+
+    def _members(self, groups: Sequence[ParamGroup], plan: Plan) -> list[list[Piece]]:
+        """Per group, the pieces of this rank; pieces that exist already are kept."""
+        params = [(number, param) for number, group in enumerate(groups) for param in group["params"]]
+        members: list[list[Piece]] = [[] for _ in groups]
+        for shard in plan.of_rank(self._rank):
+            number, param = params[shard.tensor]
+            known = self.pieces.get(shard.tensor)
+            members[number].append(known if known is not None and known.shard == shard else _piece(shard, param))
+        return members
+
+    def _accept(self, members: Iterable[Iterable[Piece]]) -> None:
+        self.pieces = {piece.shard.tensor: piece for of_group in members for piece in of_group}
+        self._cut = [piece for piece in self.pieces.values() if piece.is_cut]
+
+    def _known(self) -> set[torch.Tensor]:
+        return {piece.tensor for piece in self.pieces.values()}
+
+    def _local_group(self, group: ParamGroup, pieces: Sequence[Piece]) -> ParamGroup:
+        local = {key: value for key, value in group.items() if key not in NOT_SYNCED}
+        local["params"] = [piece.tensor for piece in pieces]
+        if "param_names" in group:
+            # Names go in as pairs: the base class then keeps them, also for a group that is empty here.
+            local["params"] = list(zip(_names(group, pieces), local["params"], strict=True))
+        return local
+
+    def _initialise(self, arrived: Sequence[Piece], groups: Sequence[ParamGroup]) -> None:
+        """Give new pieces the state that the class makes in its constructor (Adagrad does), by building it once more."""
+        missing = [piece for piece in arrived if not self.optim.state.get(piece.tensor)]
+        if not missing:
+            return
+        positions = [number for number, group in enumerate(groups) for _ in group["params"]]
+        built = self._factory(
+            [
+                {
+                    **{k: v for k, v in groups[positions[piece.shard.tensor]].items() if k not in NOT_SYNCED},
+                    "params": [piece.tensor],
+                }
+                for piece in missing
+            ],
+            **self._defaults,
+        )
+        for piece in missing:
+            if built.state.get(piece.tensor):
+                self.optim.state[piece.tensor] = built.state[piece.tensor]
+
+
+def sync_groups(source: Sequence[Mapping[str, Any]], target: Sequence[ParamGroup]) -> None:
+    """Copy every attribute but the members from each group of ``source`` to its counterpart, e.g. learning rates.
+
+    Raises:
+        ValueError: if the numbers of groups differ.
+    """
+    for from_group, to_group in zip(source, target, strict=True):
+        for key, value in from_group.items():
+            if key not in NOT_SYNCED:
+                to_group[key] = value
+
+
+def _piece(shard: Shard, param: torch.Tensor) -> Piece:
+    if shard.numel == param.numel():
+        return Piece(shard, param, param)
+    view = storage_view(param.detach())[shard.start : shard.stop]
+    return Piece(shard, param, torch.nn.Parameter(view, requires_grad=param.requires_grad))
+
+
+def _names(group: Mapping[str, Any], pieces: Sequence[Piece]) -> list[str]:
+    by_identity = {id(param): name for param, name in zip(group["params"], group["param_names"], strict=True)}
+    return [by_identity[id(piece.param)] for piece in pieces]
+
+
+def _unwrapped_step(kind: type[optim.Optimizer]) -> Callable[..., Any]:
+    """The step function under the wrapper that fires hooks and profiles; torch marks that wrapper with ``hooked``."""
+    step = kind.step
+    return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step

@@ -1,0 +1,472 @@
+"""The sharded optimizer: a drop-in for ``torch.distributed.optim.ZeroRedundancyOptimizer``."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.optim import Optimizer
+from zeroshard_comm import Control, RankGroup, Traffic, agree_over
+from zeroshard_core import Cost, Plan, Strategy, numel
+
+from zeroshard.consolidation import StateDict, consolidate
+from zeroshard.elementwise import OptimizerFactory, name_of, refuse_unshardable
+from zeroshard.join_hook import OptimizerJoinHook
+from zeroshard.layout import Layout, Policy, activity, first_layout, next_layout
+from zeroshard.loading import Expectations, checked, digest_of, install, local_state
+from zeroshard.local import Closure, LocalOptimizer, sync_groups
+from zeroshard.parameters import ParamGroup, parameters_of, read_group, read_groups
+from zeroshard.replicas import Replicas
+
+
+class ZeroRedundancyOptimizer(Optimizer, Joinable):
+    r"""Wrap any optimizer class and keep only this rank's share of its state (ZeRO stage 1).
+
+    Every rank holds all parameters, and the optimizer state of the elements that it owns. :meth:`step` updates those
+    with the user's own optimizer class and then brings every rank the others' new values. It expects gradients that
+    are equal on all ranks, as DistributedDataParallel leaves them; results are then those of the unsharded optimizer.
+
+    Constructing, :meth:`step`, :meth:`add_param_group`, :meth:`consolidate_state_dict` and :meth:`load_state_dict` are
+    collective: all ranks of the group call them in the same order. Bad input, a rank that differs or one that fails is
+    an error on every rank, raised before anything is changed.
+
+    The algorithm is stage 1 of `ZeRO <https://arxiv.org/abs/1910.02054>`_.
+
+    Args:
+        params: tensors, ``(name, tensor)`` pairs, or dicts of param groups, in the same order on every rank.
+        optimizer_class: the class of the local optimizer, or a ``functools.partial`` of it.
+        process_group: the ranks that share the work; the default group if None.
+        parameters_as_bucket_view: pack parameters into flat buffers, so that a step sends few large messages without
+            copying. ``param.data`` then points into a buffer.
+        overlap_with_ddp: reserved for the DDP communication hooks; must be False here.
+        partition: ``"whole"`` (each tensor has one owner; right for every optimizer), ``"split"`` (every tensor is cut
+            evenly; elementwise optimizers only), ``"hybrid"`` (whole, except tensors larger than a rank's fair share;
+            elementwise only), or a strategy of your own, see :func:`zeroshard_core.partition`.
+        cost: what a tensor weighs when tensors are dealt out; its number of elements by default.
+        elementwise: declares that ``optimizer_class`` is elementwise, where that is not known.
+        **defaults: arguments of ``optimizer_class``.
+
+    Attributes:
+        optim: the local optimizer.
+        process_group: as given, or the default group.
+        world_size: number of ranks in the group.
+        rank: this rank in the group.
+        global_rank: this rank in the default group.
+        parameters_as_bucket_view: as given.
+        initialized: whether the constructor has finished.
+        plan: who owns what, a :class:`zeroshard_core.Plan`.
+        traffic: bytes, calls and waiting so far, a :class:`zeroshard_comm.Traffic`.
+
+    Raises:
+        TypeError: for params that are a tensor, not iterable or mixed; on every rank.
+        ValueError: for an empty list, a dict without ``"params"``, an optimizer or partition that cannot be; on every
+            rank.
+        DisagreementError: if ranks differ in tensors, order, shapes, dtypes, trainability or settings; on every rank.
+
+    Example:
+        >>> import os, tempfile, torch
+        >>> import torch.distributed as dist
+        >>> from zeroshard import ZeroRedundancyOptimizer
+        >>> store = dist.FileStore(tempfile.mkstemp()[1], 1)
+        >>> dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        >>> model = torch.nn.Linear(4, 4)
+        >>> optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
+        >>> model(torch.ones(1, 4)).sum().backward()
+        >>> optimizer.step()
+        >>> optimizer.consolidate_state_dict()
+        >>> sorted(optimizer.state_dict()["state"])
+        [0, 1]
+        >>> dist.destroy_process_group()
+    """
+
+    def __init__(
+        self,
+        params: Any,  # noqa: ANN401 - checked by read_groups, as torch's own annotation is wider than what it takes
+        optimizer_class: OptimizerFactory,
+        process_group: dist.ProcessGroup | None = None,
+        parameters_as_bucket_view: bool = False,  # noqa: FBT001, FBT002 - torch's signature
+        overlap_with_ddp: bool = False,  # noqa: FBT001, FBT002 - torch's signature
+        *,
+        partition: str | Strategy = "whole",
+        cost: Cost = numel,
+        elementwise: bool = False,
+        **defaults: Any,  # noqa: ANN401 - arguments of any optimizer class
+    ) -> None:
+        self.initialized = False
+        self._ranks = RankGroup.of(process_group)
+        self.process_group = self._ranks.group
+        self.world_size = self._ranks.world_size
+        self.rank = self._ranks.rank
+        self.global_rank = self._ranks.global_rank
+        self.parameters_as_bucket_view = parameters_as_bucket_view
+        self.traffic = Traffic()
+        self._overlap_with_ddp = overlap_with_ddp
+        self._control = Control(self._ranks, self.traffic)
+        self._policy = Policy(
+            partition, cost, optimizer_class, elementwise, parameters_as_bucket_view, self._ranks.world_size
+        )
+        self._user_defaults = dict(defaults)
+        self._replicas = Replicas(self._ranks, self.traffic, as_bucket_view=parameters_as_bucket_view)
+        self._consolidated: StateDict | None = None
+        self._stepped = False
+        built: tuple[Layout, LocalOptimizer] | None = None
+        failure: Exception | None = None
+        try:
+            built = self._build(params, optimizer_class, defaults)
+        except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
+            failure = error
+        agree_over(
+            self._control,
+            "ZeroRedundancyOptimizer()",
+            built[0].declaration if built is not None else None,
+            error=failure,
+        )
+        assert built is not None
+        self._layout, self._local = built
+        self._params = parameters_of(self.param_groups)
+        self._replicas.follow(self._params, self._layout.plan, self._layout.active)
+        self._local.rebind()
+        self._expectations = Expectations(optimizer_class, defaults, elementwise=elementwise)
+        sync_groups(self.optim.param_groups, self.param_groups)
+        # What schedulers look up in `defaults` is what the inner class fills in.
+        self.defaults = self.optim.defaults
+        self.initialized = True
+
+    def _build(
+        self, params: Any, optimizer_class: OptimizerFactory, defaults: Mapping[str, Any]  # noqa: ANN401 - see __init__
+    ) -> tuple[Layout, LocalOptimizer]:
+        """Everything of the constructor that can fail on bad input; nothing in it communicates."""
+        if self._overlap_with_ddp:
+            raise ValueError(
+                "overlap_with_ddp=True needs the DDP communication hooks, which this version does not have; construct "
+                "with overlap_with_ddp=False and call step() after backward()"
+            )
+        refuse_unshardable(optimizer_class)
+        groups = read_groups(params)
+        Optimizer.__init__(self, groups, dict(defaults))
+        Joinable.__init__(self)
+        layout = first_layout(self._policy, self.param_groups, name_of(optimizer_class))
+        return layout, LocalOptimizer(optimizer_class, self.param_groups, layout.plan, self.rank, defaults)
+
+    # ------------------------------------------------------------------ reading
+
+    @property
+    def optim(self) -> Optimizer:
+        """The local optimizer, over this rank's shards."""
+        return self._local.optim
+
+    @property
+    def plan(self) -> Plan:
+        """Who owns what."""
+        return self._layout.plan
+
+    @property
+    def state(self) -> defaultdict[Any, Any]:  # type: ignore[override]  # torch has an attribute; here it is the inner one's
+        """State of the parameters that this rank owns (or owns a part of): the local optimizer's own dicts, not copies.
+
+        After a step it is empty on no rank: where this rank holds no state, one parameter has an empty dict.
+        """
+        if not hasattr(self, "_local"):
+            return self.__dict__.setdefault("_early_state", defaultdict(dict))
+        inner = self.optim.state
+        if inner and not any(piece.is_cut for piece in self._local.pieces.values()):
+            return inner
+        by_tensor = {piece.tensor: piece.param for piece in self._local.pieces.values()}
+        view: defaultdict[Any, Any] = defaultdict(dict)
+        view.update({by_tensor.get(key, key): entries for key, entries in inner.items()})
+        if not view and self._stepped:
+            view[self._params[0]] = {}
+        return view
+
+    @state.setter
+    def state(self, value: defaultdict[Any, Any]) -> None:
+        if not hasattr(self, "_local"):
+            self.__dict__["_early_state"] = value
+            return
+        by_param = {piece.param: piece.tensor for piece in self._local.pieces.values()}
+        replaced: defaultdict[Any, Any] = defaultdict(dict)
+        replaced.update({by_param.get(key, key): entries for key, entries in value.items()})
+        self.optim.state = replaced
+
+    # ------------------------------------------------------------------ stepping
+
+    def step(self, closure: Closure | None = None, **kwargs: Any) -> Any:  # type: ignore[override]  # noqa: ANN401 - what the inner step takes and returns
+        """Update this rank's shards and bring every rank the new values of the others'. Collective.
+
+        Args:
+            closure: re-evaluates the model and returns the loss; every rank gives one, or none does.
+            **kwargs: passed to the local optimizer's step.
+
+        Returns:
+            What the local optimizer's step returned, e.g. the closure's loss; None without a closure.
+
+        Raises:
+            DisagreementError: if ranks differ in what they would do; no parameter has changed then.
+            PeerLostError: if a rank is gone.
+            Exception: what a rank's local step raised, on every rank; replicas are equal then, but some shards may have
+                been stepped.
+        """
+        Join.notify_join_context(self)
+        self._follow_model("step()")
+        # A closure reads all parameters, so nothing may arrive before it is done.
+        share = self._replicas.prepare_share() if closure is None else None
+        failure: Exception | None = None
+        result: Any = None
+        try:
+            result = self._local.step(closure, kwargs)
+        except Exception as error:  # noqa: BLE001 - peers wait for this rank's share, and must hear of it
+            failure = error
+        if share is None:
+            share = self._replicas.prepare_share()
+        share.send()
+        verdict = self._control.compare("the end of step()", error=failure)
+        share.wait()
+        if verdict is not None:
+            raise verdict from (failure if verdict is not failure else None)
+        sync_groups(self.optim.param_groups, self.param_groups)
+        self._stepped = True
+        return result
+
+    def _follow_model(self, operation: str) -> None:
+        """Notice what the user did to the parameters, agree on it with the other ranks, and adapt. Collective."""
+        layout, failure = self._layout, None
+        moved = False
+        try:
+            self._check_members()
+            sync_groups(self.param_groups, self.optim.param_groups)
+            moved = self._replicas.moved(self._params)
+            if moved or activity(self._params) != layout.active:
+                layout = next_layout(self._policy, layout, self.param_groups)
+            self._local.check_gradients()
+        except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
+            failure = error
+        agree_over(self._control, operation, layout.declaration, error=failure)
+        if moved or layout is not self._layout:
+            self._adopt(layout)
+
+    def _check_members(self) -> None:
+        """Raise if somebody has exchanged parameters or groups behind the optimizer's back."""
+        members = [param for group in self.param_groups for param in group["params"]]
+        if list(map(id, members)) != list(map(id, self._params)):
+            raise RuntimeError(
+                f"rank {self.rank}: the members of param_groups are not those that the optimizer was built with; add "
+                f"parameters with add_param_group(), and build a new optimizer to exchange or remove them"
+            )
+
+    def _adopt(self, layout: Layout) -> None:
+        """Take over an agreed layout."""
+        if layout.plan.shards != self._layout.plan.shards:
+            self._local.follow(self.param_groups, layout.plan)
+        self._layout = layout
+        self._params = parameters_of(self.param_groups)
+        self._replicas.follow(self._params, layout.plan, layout.active)
+        self._local.rebind()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters, dealt out on top of what the ranks own already. Collective, at any time.
+
+        Args:
+            param_group: a dict with ``"params"`` and hyperparameters; it is copied, not modified.
+
+        Raises:
+            TypeError: if it is no dict, or holds something that is no tensor.
+            ValueError: if ``"params"`` is missing, or a parameter is in a group already.
+            DisagreementError: if ranks add different groups. The optimizer is as before then, on every rank.
+        """
+        if not self.initialized:
+            super().add_param_group(param_group)
+            return
+        before = len(self.param_groups)
+        failure: Exception | None = None
+        layout = self._layout
+        try:
+            super().add_param_group(read_group(param_group))
+            layout = next_layout(self._policy, layout, self.param_groups)
+            self._rehearse(self.param_groups[-1])
+        except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
+            failure = error
+        try:
+            agree_over(self._control, "add_param_group()", layout.declaration, error=failure)
+        except BaseException:
+            del self.param_groups[before:]
+            raise
+        self._adopt(layout)
+        sync_groups(self.optim.param_groups, self.param_groups)
+
+    def _rehearse(self, group: ParamGroup) -> None:
+        """Build the local optimizer for an empty group with these hyperparameters: it raises now if it ever will."""
+        self._policy.factory(
+            [{key: value for key, value in group.items() if key not in ("params", "param_names")} | {"params": []}],
+            **self._user_defaults,
+        )
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Bring the state of all shards to the CPU memory of one rank, for :meth:`state_dict`. Collective.
+
+        Args:
+            to: the group rank that receives. The others hold nothing more than before.
+
+        Raises:
+            ValueError: if there is no such rank.
+            StateMapError: if an entry of the state can be neither joined nor moved without pickle.
+            DisagreementError: if ranks name different targets.
+            PeerLostError: if a rank is gone.
+        """
+        operation = f"consolidate_state_dict(to={to})"
+        failure: Exception | None = None
+        if not isinstance(to, int) or not 0 <= to < self.world_size:
+            failure = ValueError(
+                f"consolidate_state_dict(to={to!r}): `to` must be a group rank from 0 to {self.world_size - 1}"
+            )
+        agree_over(self._control, operation, self._layout.declaration, error=failure)
+        sync_groups(self.param_groups, self.optim.param_groups)
+        self._consolidated = None
+        self._consolidated = consolidate(
+            self._control, self._local, self.plan, self.param_groups, to, operation
+        )
+
+    def state_dict(self) -> StateDict:
+        """Return the state that was last consolidated to this rank, in the form of the unsharded optimizer's.
+
+        Returns:
+            ``{"state": {index: entries}, "param_groups": [...]}``, tensors on the CPU, hyperparameters as they were when
+            the state was consolidated. Fresh containers, the tensors shared between calls.
+
+        Raises:
+            RuntimeError: if nothing was consolidated to this rank.
+        """
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
+        if self._consolidated is None:
+            raise RuntimeError(
+                f"rank {self.rank} has no consolidated optimizer state to give. Call "
+                f"consolidate_state_dict(to={self.rank}) on all ranks beforehand, or state_dict() only on the rank that "
+                f"the state was consolidated to."
+            )
+        state_dict: StateDict = {
+            "state": {
+                key: dict(entries) if isinstance(entries, dict) else entries
+                for key, entries in self._consolidated["state"].items()
+            },
+            "param_groups": [{**group, "params": list(group["params"])} for group in self._consolidated["param_groups"]],
+        }
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            state_dict = post_hook(self, state_dict) or state_dict
+        return state_dict
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Load a whole checkpoint: every rank checks all of it, and takes what it owns. Collective.
+
+        Args:
+            state_dict: from the plain optimizer, torch's ZeroRedundancyOptimizer, or this class at any world size; the
+                same on every rank. It is not modified, and its tensors are not kept.
+
+        Raises:
+            TypeError: if it is no optimizer state.
+            ValueError: for another number of groups or parameters, or entries that are missing, extra or misshapen.
+            DisagreementError: if ranks were handed checkpoints that differ in structure or hyperparameters.
+            Exception: whatever else a rank meets. In every case the optimizer is as before, on every rank.
+        """
+        state_dict = dict(state_dict) if isinstance(state_dict, Mapping) else state_dict
+        failure: Exception | None = None
+        mine: dict[Any, Any] = {}
+        by_index: dict[Any, Any] = {}
+        digest = 0
+        try:
+            for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+                state_dict = pre_hook(self, state_dict) or state_dict
+            by_index = checked(state_dict, self.param_groups, self.plan, self._expectations)
+            digest = digest_of(state_dict)
+            mine = local_state(by_index, self._local, self.plan)
+        except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
+            failure = error
+        self._control.meet(
+            "load_state_dict()", digest, error=failure, explain=lambda *_: "they were handed different checkpoints"
+        )
+        inner = self.optim
+        before = (inner.state, [dict(group) for group in inner.param_groups])
+        try:
+            install(inner, mine, state_dict["param_groups"])
+        except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
+            failure = error
+        verdict = self._control.compare("the end of load_state_dict()", error=failure)
+        if verdict is not None:
+            inner.state, inner.param_groups = before
+            raise verdict from (failure if verdict is not failure else None)
+        sync_groups(state_dict["param_groups"], self.param_groups)
+        sync_groups(self.param_groups, inner.param_groups)
+        self._consolidated = None
+        self._stepped = True
+        loaded = frozenset(key for key, entries in by_index.items() if isinstance(key, int) and entries)
+        # Frozen tensors that now have state stay with the rank that holds it when they are unfrozen.
+        self._layout = replace(self._layout, settled=self._layout.settled | loaded)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    # ------------------------------------------------------------------ uneven inputs
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:  # noqa: ANN401, ARG002 - shared by all joinables; none concerns this one
+        """Return the hook by which ``Join`` lets a rank without data take part in the others' steps.
+
+        Args:
+            **kwargs: arguments for all joinables of the context; none is used here.
+        """
+        return OptimizerJoinHook(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device on which ``Join`` counts the ranks that still run: that of the first parameter."""
+        return self._params[0].device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """The process group of this optimizer."""
+        return self.process_group
+
+    # ------------------------------------------------------------------ what must not happen
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:  # noqa: ANN401 - as in object
+        """Refuse pickling and deep copies: a process group cannot be copied.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            "a ZeroRedundancyOptimizer cannot be pickled or deep-copied: it holds a process group and only this rank's "
+            "share of the state. Save its state with consolidate_state_dict() and state_dict(), and load that into a new "
+            "one"
+        )
+
+    # ------------------------------------------------------------------ names that other projects use
+
+    @property
+    def _param_to_rank(self) -> dict[torch.Tensor, int]:
+        """Each parameter's owner; a cut parameter is listed with the owner of its first element."""
+        return {param: self.plan.of_tensor(index)[0].rank for index, param in enumerate(self._params)}
+
+    def _partition_parameters(self) -> list[list[dict[str, Any]]]:
+        """Per rank, the public param groups narrowed to the parameters of which it owns something."""
+        owners = {
+            param: {shard.rank for shard in self.plan.of_tensor(index)} for index, param in enumerate(self._params)
+        }
+        return [
+            [{**group, "params": [p for p in group["params"] if rank in owners[p]]} for group in self.param_groups]
+            for rank in range(self.world_size)
+        ]
+
+    @staticmethod
+    def _sync_param_groups(
+        src_param_groups: Sequence[Mapping[str, Any]], dst_param_groups: list[dict[str, Any]]
+    ) -> None:
+        """Copy every attribute but the members from one list of groups to another."""
+        sync_groups(src_param_groups, dst_param_groups)
+
+    def _clear_cache(self) -> None:
+        """Do nothing: nothing is cached that could be stale."""

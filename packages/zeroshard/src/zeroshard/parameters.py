@@ -1,0 +1,145 @@
+"""Reading what a user hands to an optimizer: parameters, groups and names in, tensor specs out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from zeroshard_core import TensorSpec, is_dense
+
+ParamGroup = dict[str, Any]
+
+
+def read_groups(params: Any) -> list[ParamGroup]:  # noqa: ANN401 - anything may be handed in; this is where it is checked
+    """Check ``params`` and return it as a list of fresh group dicts with list-valued ``"params"``.
+
+    Args:
+        params: an iterable of tensors, of ``(name, tensor)`` pairs, or of dicts whose ``"params"`` is a tensor or such
+            an iterable (a generator too). Nothing in it is modified.
+
+    Returns:
+        New dicts; ``"params"`` holds tensors, ``"param_names"`` their names where names were given.
+
+    Raises:
+        TypeError: for a tensor, something that cannot be iterated, or a mixture of kinds.
+        ValueError: for an empty list, or a dict without ``"params"``.
+    """
+    if isinstance(params, torch.Tensor):
+        raise TypeError(f"`params` must be an iterable of tensors or dicts, but got a single {torch.typename(params)}")
+    try:
+        items = list(params)
+    except TypeError as error:
+        raise TypeError(
+            f"`params` must be an iterable of tensors or dicts, but got {torch.typename(params)}"
+        ) from error
+    if not items:
+        raise ValueError("ZeroRedundancyOptimizer got an empty parameter list")
+    if all(isinstance(item, Mapping) for item in items):
+        return [read_group(item) for item in items]
+    if isinstance(params, (set, frozenset)):
+        raise TypeError("`params` must have an order that is the same on every rank; a set has none, use a list")
+    return [read_group({"params": items})]
+
+
+def read_group(group: Mapping[str, Any]) -> ParamGroup:
+    """Check one group and return a fresh dict with a list of tensors, and their names where given.
+
+    Raises:
+        TypeError: if ``group`` is not a dict, or holds something that is no tensor.
+        ValueError: if ``"params"`` is missing, only some parameters are named, or a parameter stands in it twice.
+    """
+    if not isinstance(group, Mapping):
+        raise TypeError(f"a parameter group must be a dict, but got {torch.typename(group)}")
+    if "params" not in group:
+        raise ValueError(
+            f"a parameter group must have the key 'params' with its parameters; this one has {sorted(map(str, group))}"
+        )
+    given = group["params"]
+    if isinstance(given, (set, frozenset)):
+        raise TypeError("the parameters of a group must be in an ordered collection; a set has no order, use a list")
+    items = [given] if isinstance(given, torch.Tensor) else _listed(given)
+    named = [item for item in items if _is_named(item)]
+    if named and len(named) != len(items):
+        raise _mixed(items)
+    tensors = [item[1] if named else item for item in items]
+    if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+        raise _mixed(items)
+    fresh = {**group, "params": tensors}
+    if named:
+        fresh["param_names"] = [item[0] for item in items]
+    names = fresh.get("param_names", [f"#{position}" for position in range(len(tensors))])
+    seen: dict[int, str] = {}
+    for name, tensor in zip(names, tensors, strict=True):
+        if id(tensor) in seen:
+            raise ValueError(f"a parameter group holds the same parameter twice: as {seen[id(tensor)]} and as {name}")
+        seen[id(tensor)] = name
+    return fresh
+
+
+def parameters_of(groups: Iterable[Mapping[str, Any]]) -> list[torch.Tensor]:
+    """Return all parameters in the order of the groups; their positions are the tensor indices of the plan."""
+    return [param for group in groups for param in group["params"]]
+
+
+def is_active(param: torch.Tensor) -> bool:
+    """Tell whether an optimizer may change this parameter: it is trainable, or still has a gradient."""
+    return param.requires_grad or param.grad is not None
+
+
+def specs_of(groups: Sequence[Mapping[str, Any]], active: Sequence[bool]) -> tuple[TensorSpec, ...]:
+    """Describe all parameters of the groups.
+
+    Args:
+        groups: param groups with list-valued ``"params"``.
+        active: per parameter, whether it counts as trainable.
+
+    Returns:
+        One spec per parameter. A parameter without a name is called ``param.<index>``. Devices are numbered in order of
+        appearance, so that ranks on different GPUs describe the same thing.
+    """
+    specs: list[TensorSpec] = []
+    logical: dict[torch.device, str] = {}
+    for number, group in enumerate(groups):
+        names = group.get("param_names")
+        for position, param in enumerate(group["params"]):
+            device = param.device
+            if device not in logical:
+                alike = sum(1 for known in logical if known.type == device.type)
+                logical[device] = "cpu" if device.type == "cpu" else f"{device.type}:{alike}"
+            specs.append(
+                TensorSpec(
+                    name=str(names[position]) if names is not None else f"param.{len(specs)}",
+                    shape=tuple(param.shape),
+                    dtype=param.dtype,
+                    device=logical[device],
+                    trainable=active[len(specs)],
+                    group=number,
+                    stride=_stride(param),
+                )
+            )
+    return tuple(specs)
+
+
+def _stride(param: torch.Tensor) -> tuple[int, ...] | None:
+    if param.layout is not torch.strided or param.is_contiguous() or not is_dense(param):
+        return None
+    return tuple(param.stride())
+
+
+def _listed(given: object) -> list[Any]:
+    try:
+        return list(given)  # type: ignore[call-overload]  # checked by trying: anything may be handed in
+    except TypeError as error:
+        raise TypeError(
+            f"the 'params' of a group must be a tensor or an iterable of tensors, but got {torch.typename(given)}"
+        ) from error
+
+
+def _is_named(item: object) -> bool:
+    return isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)
+
+
+def _mixed(items: Sequence[object]) -> TypeError:
+    kinds = sorted({torch.typename(item) for item in items})
+    return TypeError(f"`params` must hold tensors, or (name, tensor) pairs, or dicts, all of one kind; got {kinds}")
