@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from zeroshard_core import is_dense, storage_view
 
 from zeroshard_comm.control import Control, wait_for
 from zeroshard_comm.failures import DisagreementError
@@ -187,6 +188,6 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     detached = tensor.detach()
     if detached.is_contiguous():
         return detached.reshape(-1).view(torch.uint8)
-    if torch._prims_common.is_non_overlapping_and_dense(detached):
-        return detached.as_strided((detached.numel(),), (1,)).view(torch.uint8)
+    if is_dense(detached):
+        return storage_view(detached).view(torch.uint8)
     return detached.contiguous().reshape(-1).view(torch.uint8)

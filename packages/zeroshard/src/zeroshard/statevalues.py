@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from zeroshard_core import StateMapError
+from zeroshard_core import StateMapError, is_dense
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -29,7 +29,7 @@ def write_value(value: object, tensors: list[torch.Tensor], where: str) -> Any: 
         if value.layout is not torch.strided:
             raise StateMapError(f"{where} is a {value.layout} tensor; only strided tensors can be moved")
         tensors.append(value)
-        stride = list(value.stride()) if torch._prims_common.is_non_overlapping_and_dense(value) else None
+        stride = list(value.stride()) if is_dense(value) else None
         return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape), stride]}
     if isinstance(value, _PLAIN):
         return value
