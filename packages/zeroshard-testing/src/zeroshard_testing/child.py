@@ -1,0 +1,89 @@
+"""What a forked process becomes: a rank, the host of the store, or a probe of the machine's accelerators."""
+
+from __future__ import annotations
+
+import io
+import os
+import socket
+import sys
+from typing import TYPE_CHECKING
+
+from zeroshard_testing import worker
+from zeroshard_testing.wire import Channel, Closed, Message
+
+if TYPE_CHECKING:
+    import pytest
+
+
+def run_child(request: Message, descriptors: list[int], session: pytest.Session) -> None:
+    """Do what the controller asked this process for, and return when it is done.
+
+    Args:
+        request: ``kind`` says what to become; a rank's request also carries its ``slot`` and the store's ``port``.
+        descriptors: The control socket, then the files for standard output, standard error and Python stacks.
+        session: The idle pytest session of the process that this one was forked from.
+    """
+    control, stdout, stderr, stacks = descriptors
+    _redirect(stdout, stderr)
+    channel = Channel(socket.socket(fileno=control))
+    try:
+        if request["kind"] == "rank":
+            worker.serve(channel, request, stacks, session)
+        elif request["kind"] == "store":
+            _host_store(channel)
+        else:
+            _probe_accelerators(channel)
+    except Closed:
+        # The controller wants no more of this process.
+        return
+
+
+def _redirect(stdout: int, stderr: int) -> None:
+    null = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((null, 0), (stdout, 1), (stderr, 2)):
+        os.dup2(source, target)
+        os.close(source)
+    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: PTH123, SIM115 - a descriptor, open for good
+    # Unbuffered: what a rank wrote just before it was killed is often what explains it.
+    sys.stdout = _text_stream(1)
+    sys.stderr = _text_stream(2)
+
+
+def _text_stream(descriptor: int) -> io.TextIOWrapper:
+    raw = io.FileIO(descriptor, "w", closefd=False)
+    # What ``python -u`` does too, although the type asks for a buffer between the two.
+    return io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True)  # type: ignore[type-var]
+
+
+def _host_store(channel: Channel) -> None:
+    import torch.distributed as dist
+
+    # An IPv4 socket of our own: for peers on the dual-stack socket that TCPStore opens by itself it resolves an
+    # IPv4-mapped address to a name, and now and then that lookup stalls for seconds.
+    listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+    port = listener.getsockname()[1]
+    store = dist.TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+    channel.send({"op": "ready", "port": port})
+    try:
+        channel.receive()
+    finally:
+        del store
+
+
+def _probe_accelerators(channel: Channel) -> None:
+    import torch
+    import torch.distributed as dist
+
+    available = torch.cuda.is_available()
+    channel.send(
+        {
+            "op": "ready",
+            "devices": torch.cuda.device_count() if available else 0,
+            "torch": torch.__version__,
+            "gloo": dist.is_available() and dist.is_gloo_available(),
+            "nccl": dist.is_available() and dist.is_nccl_available(),
+            "nccl_version": list(torch.cuda.nccl.version()) if available and dist.is_nccl_available() else [],
+        }
+    )

@@ -1,0 +1,145 @@
+"""The process that every worker is forked from: torch and pytest are loaded in it once, and nothing else happens there.
+
+It runs pytest up to the point where collection would start, so that assertion rewriting and the rest of pytest's
+machinery are in place in each worker, and then forks on request. It never touches CUDA, since a context does not
+survive a fork, and starts no thread. It ends when the controller does, and takes every worker with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import select
+import signal
+import socket
+
+import pytest
+
+from zeroshard_testing.child import run_child
+from zeroshard_testing.wire import Channel, Closed, Message
+from zeroshard_testing.worker import ProtocolPlugin
+
+
+def main(descriptor: int, pytest_args: list[str]) -> None:
+    """Serve fork requests until the controller closes its end.
+
+    Args:
+        descriptor: File descriptor of the connected Unix socket to the controller.
+        pytest_args: Command line for the pytest that is configured here.
+    """
+    channel = Channel(socket.socket(fileno=descriptor))
+    pytest.main(pytest_args, plugins=[_TakeOver(channel), ProtocolPlugin()])
+
+
+class _TakeOver:
+    """A pytest plugin that serves forks where collection would be: pytest is configured by then, and idle."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection(self, session: pytest.Session) -> bool:
+        _preload()
+        _Server(self._channel, session).serve()
+        return True
+
+
+def _preload() -> None:
+    import torch
+    import torch.distributed
+    import torch.distributed.distributed_c10d
+
+    torch.set_num_threads(1)
+    gc.collect()
+    # Pages of what is loaded stay shared with the workers as long as the collector does not write to them.
+    gc.freeze()
+
+
+class _Server:
+    """Forks children, reaps them, and tells the controller how each of them ended."""
+
+    def __init__(self, channel: Channel, session: pytest.Session) -> None:
+        self._channel = channel
+        self._session = session
+        self._children: dict[int, int] = {}
+
+    def serve(self) -> None:
+        wakeup, self._wakeup = socket.socketpair()
+        wakeup.setblocking(False)
+        self._wakeup.setblocking(False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
+        try:
+            self._channel.send({"op": "up"})
+            while True:
+                readable, _, _ = select.select([self._channel, wakeup], [], [])
+                if wakeup in readable:
+                    wakeup.recv(4096)
+                    self._reap()
+                if self._channel in readable:
+                    for message, _ in self._channel.receive_ready():
+                        self._handle(message)
+        except Closed:
+            pass
+        finally:
+            self._kill_all()
+            os._exit(0)
+
+    def _handle(self, message: Message) -> None:
+        if message["op"] == "kill":
+            for pid, identity in self._children.items():
+                if identity == message["id"]:
+                    _kill_group(pid)
+            return
+        descriptors = self._channel.take_descriptors(message["descriptors"])
+        pid = os.fork()
+        if pid == 0:
+            self._become_child(message, descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        with contextlib.suppress(OSError):
+            os.setpgid(pid, pid)
+        self._children[pid] = message["id"]
+        self._channel.send({"op": "forked", "id": message["id"], "pid": pid})
+
+    def _become_child(self, message: Message, descriptors: list[int]) -> None:
+        status = 1
+        try:
+            os.setpgid(0, 0)
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            self._wakeup.close()
+            self._channel.close()
+            run_child(message, descriptors, self._session)
+            status = 0
+        finally:
+            os._exit(status)
+
+    def _reap(self) -> None:
+        while self._children:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            # What a test started and left behind ends with the rank that started it.
+            _kill_group(pid)
+            identity = self._children.pop(pid, None)
+            if identity is not None:
+                self._channel.send({"op": "exited", "id": identity, "status": os.waitstatus_to_exitcode(status)})
+
+    def _kill_all(self) -> None:
+        for pid in self._children:
+            _kill_group(pid)
+        for pid in self._children:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+        for pid in self._children:
+            _kill_group(pid)
+
+
+def _kill_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)

@@ -1,0 +1,51 @@
+"""How a test ended on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+PASSED = "passed"
+FAILED = "failed"
+SKIPPED = "skipped"
+XFAILED = "xfailed"
+DIED = "died"
+STOPPED = "stopped"
+TIMED_OUT = "timed out"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a test ended on one rank, as that rank reported it or as the controller found it.
+
+    Attributes:
+        kind: ``"passed"``, ``"failed"``, ``"skipped"`` or ``"xfailed"`` by the rank's own report; ``"died"``,
+            ``"stopped"`` (by the controller, after another rank had failed) or ``"timed out"`` without one.
+        summary: One line: the exception, the reason of a skip, how the process ended.
+        detail: The traceback as pytest renders it, or the Python stacks of a rank that was stopped.
+        moment: Seconds on the machine's monotonic clock, to tell what came first.
+        path: File where it was raised, empty if unknown.
+        line: Line in that file, 1-based; 0 if unknown.
+    """
+
+    kind: str
+    summary: str = ""
+    detail: str = ""
+    moment: float = 0.0
+    path: str = ""
+    line: int = 0
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether the rank came to an end of its own that is no failure in itself."""
+        return self.kind in (PASSED, SKIPPED, XFAILED)
+
+    def to_message(self) -> dict[str, Any]:
+        """Return the outcome as a JSON object."""
+        return asdict(self)
+
+    @classmethod
+    def from_message(cls, message: Mapping[str, Any]) -> Outcome:
+        """Read what `to_message` made, ignoring other keys."""
+        return cls(**{field.name: message[field.name] for field in fields(cls)})

@@ -1,0 +1,149 @@
+"""The pytest plugin: options, the ``ranks`` marker, and where a marked test leaves for its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+
+from zeroshard_testing.backends import NEEDS_PROBE, why_unavailable
+from zeroshard_testing.fixtures import SPEC_FIXTURE, _ranks_spec, device, process_group, rank, ranks_tmp_path, world_size
+from zeroshard_testing.report import RanksFailure, failure_report
+from zeroshard_testing.session import RanksSession
+from zeroshard_testing.spec import BACKENDS, RanksSpec, SpecError, parse_marker
+
+__all__ = ["_ranks_spec", "device", "process_group", "rank", "ranks_tmp_path", "world_size"]
+
+_MARKER_HELP = (
+    'ranks(*world_sizes, backend="gloo", isolation="group", timeout=60, fake_rank=0): run the test on every rank of a '
+    "process group, once for each world size."
+)
+_session_key = pytest.StashKey[RanksSession]()
+_unavailable_key = pytest.StashKey[str]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options."""
+    names = ", ".join(BACKENDS.values())
+    group = parser.getgroup("ranks", "multi-rank tests")
+    group.addoption(
+        "--ranks-backend",
+        metavar="NAME",
+        choices=list(BACKENDS.values()),
+        help=f"run the tests of one backend only ({names})",
+    )
+    group.addoption(
+        "--ranks-require",
+        metavar="NAMES",
+        default="",
+        help=f"fail, instead of skipping, tests whose backend is missing here: a comma-separated list of {names}",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the marker and check the options."""
+    config.addinivalue_line("markers", _MARKER_HELP)
+    for name in _required(config):
+        if name not in BACKENDS.values():
+            raise pytest.UsageError(f"--ranks-require: unknown backend {name!r}; choose from {', '.join(BACKENDS.values())}")
+    config.stash[_session_key] = RanksSession(config)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Make a test of each world size and backend that the nearest marker names."""
+    specs = _marked_specs(metafunc.definition)
+    if specs:
+        metafunc.fixturenames.append(SPEC_FIXTURE)
+        metafunc.parametrize(SPEC_FIXTURE, specs, indirect=True, ids=[spec.test_id for spec in specs])
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Select by backend, and find out which backends are missing."""
+    chosen = config.getoption("--ranks-backend")
+    if chosen is not None:
+        kept = [item for item in items if (spec := spec_of(item)) is not None and spec.backend_name == chosen]
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+        items[:] = kept
+    _mark_unavailable(config, items)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
+    """Refuse what cannot work, and boot the forkserver while other tests run."""
+    if session.config.option.collectonly or not any(spec_of(item) for item in session.items):
+        return
+    if session.config.getoption("usepdb") or session.config.getoption("trace", default=False):
+        raise pytest.UsageError(
+            "--pdb and --trace cannot reach tests marked with ranks: those run in worker processes without a terminal. "
+            "Deselect them, or run without the option: a failure shows the traceback of every rank."
+        )
+    session.config.stash[_session_key].boot()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test whose backend is missing, or fail it if the backend is required."""
+    reason = item.stash.get(_unavailable_key, None)
+    spec = spec_of(item)
+    if reason is None or spec is None:
+        return
+    if spec.backend_name in _required(item.config):
+        pytest.fail(f"{reason} (--ranks-require={spec.backend_name})", pytrace=False)
+    pytest.skip(reason)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a marked test on its ranks instead of here."""
+    spec = spec_of(pyfuncitem)
+    if spec is None:
+        return None
+    pyfuncitem.config.stash[_session_key].run(pyfuncitem, spec)
+    return True
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, None]:
+    """Show the ranks' failures in place of the controller's own traceback."""
+    outcome = yield
+    if call.excinfo is not None and isinstance(call.excinfo.value, RanksFailure):
+        outcome.get_result().longrepr = failure_report(call.excinfo.value)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """End every process."""
+    session = config.stash.get(_session_key, None)
+    if session is not None:
+        session.close()
+
+
+def spec_of(item: pytest.Item) -> RanksSpec | None:
+    """Return how a collected test is to run on ranks, None if it is not marked."""
+    call_spec = getattr(item, "callspec", None)
+    return None if call_spec is None else call_spec.params.get(SPEC_FIXTURE)
+
+
+def _marked_specs(definition: pytest.Item) -> list[RanksSpec]:
+    marks = list(definition.iter_markers_with_node("ranks"))
+    # Markers of one node add up; a nearer node's replace those of the farther ones.
+    nearest = [mark for node, mark in marks if node is marks[0][0]]
+    try:
+        specs = [spec for mark in reversed(nearest) for spec in parse_marker(mark.args, mark.kwargs)]
+    except (SpecError, TypeError) as error:
+        raise pytest.Collector.CollectError(f"{definition.nodeid}: @pytest.mark.ranks: {error}") from error
+    return list(dict.fromkeys(specs))
+
+
+def _mark_unavailable(config: pytest.Config, items: list[pytest.Item]) -> None:
+    doubtful = [(item, spec) for item in items if (spec := spec_of(item)) is not None and spec.backend in NEEDS_PROBE]
+    if not doubtful:
+        return
+    machine = config.stash[_session_key].machine()
+    for item, spec in doubtful:
+        reason = why_unavailable(spec, machine)
+        if reason is not None:
+            item.stash[_unavailable_key] = reason
+
+
+def _required(config: pytest.Config) -> list[str]:
+    return [name.strip() for name in config.getoption("--ranks-require").split(",") if name.strip()]

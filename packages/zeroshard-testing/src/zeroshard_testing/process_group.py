@@ -1,0 +1,97 @@
+"""The process group of a rank, from one test to the next. Runs in workers only."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# Gloo needs about 20 ms to close the connections of a group, most of it asleep.
+_REAPERS = 8
+_BACKLOG = 64
+# The test's own timeout, which comes with every rank's stack, is to strike first.
+_GROUP_TIMEOUT_MARGIN = 60.0
+
+
+class GroupKeeper:
+    """Makes the default process group for a test, and lets go of it off the critical path.
+
+    Only the worker's main thread may call it.
+
+    Args:
+        port: Port on loopback of the store that all ranks share; connected to once, here.
+    """
+
+    def __init__(self, port: int) -> None:
+        self._store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        self._current: str | None = None
+        self._retired: queue.Queue[list[Any]] = queue.Queue(_BACKLOG)
+        self._reapers: list[threading.Thread] = []
+
+    def begin(self, key: str, backend: str, rank: int, world_size: int, timeout: float) -> None:
+        """Initialise the default process group, unless it is there already under the same key.
+
+        Args:
+            key: Name of the group, the same on all of its ranks and on no other group's.
+            backend: ``"gloo"``, ``"gloo-cuda"``, ``"nccl"`` or ``"fake"``.
+            rank: This process's rank.
+            world_size: Number of ranks.
+            timeout: Seconds that the test may take; the group's own timeout is longer.
+        """
+        if key == self._current and dist.is_initialized():
+            return
+        self.retire()
+        if backend in ("nccl", "gloo-cuda"):
+            torch.cuda.set_device(rank % torch.cuda.device_count())
+        store: dist.Store
+        if backend == "fake":
+            from torch.testing._internal.distributed.fake_pg import FakeStore
+
+            store = FakeStore()
+        else:
+            store = dist.PrefixStore(key, self._store)
+        dist.init_process_group(
+            "gloo" if backend == "gloo-cuda" else backend,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout + _GROUP_TIMEOUT_MARGIN),
+        )
+        self._current = key
+
+    def retire(self) -> None:
+        """Uninitialise `torch.distributed` at once and close the groups' connections in the background."""
+        self._current = None
+        if not dist.is_initialized():
+            return
+        groups = _all_groups()
+        dist.destroy_process_group()
+        if len(self._reapers) < _REAPERS and not self._retired.empty() or not self._reapers:
+            reaper = threading.Thread(target=self._reap, name="zeroshard-group-reaper", daemon=True)
+            self._reapers.append(reaper)
+            reaper.start()
+        self._retired.put(groups)
+
+    def _reap(self) -> None:
+        while True:
+            groups = self._retired.get()
+            groups.clear()
+
+
+def _all_groups() -> list[Any]:
+    world = getattr(dist.distributed_c10d, "_world", None)
+    # Subgroups that the test made; without torch's private map they merely close on the critical path.
+    known = list(getattr(world, "pg_map", ()))
+    return [*known, dist.group.WORLD]
+
+
+def loopback_environment() -> dict[str, str]:
+    """Return the environment by which gloo binds to the loopback interface: no name lookups, no firewalls."""
+    if os.name != "posix":
+        return {}
+    return {"GLOO_SOCKET_IFNAME": "lo0" if os.uname().sysname == "Darwin" else "lo"}

@@ -1,0 +1,64 @@
+"""How a verdict appears in pytest's report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from zeroshard_testing.verdict import Verdict
+
+
+class RanksFailure(pytest.fail.Exception):
+    """A test has failed on its ranks. What happened there is in ``verdict``."""
+
+    def __init__(self, verdict: Verdict) -> None:
+        super().__init__(verdict.summary, pytrace=False)
+        self.verdict = verdict
+
+
+@dataclass(frozen=True)
+class _Crash:
+    """The root cause, in the form in which pytest's short summary looks for it."""
+
+    path: str
+    lineno: int
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.lineno}: {self.message}"
+
+
+@dataclass(frozen=True)
+class FailureReport:
+    """A failure as pytest prints it.
+
+    Attributes:
+        text: The whole report.
+        reprcrash: The root cause.
+    """
+
+    text: str
+    reprcrash: _Crash
+
+    def __str__(self) -> str:
+        return self.text
+
+    def toterminal(self, writer: pytest.TerminalReporter) -> None:
+        """Print, with the lines that pytest colours in a traceback coloured."""
+        for line in self.text.splitlines():
+            writer.line(line, **_markup(line))
+
+
+def failure_report(failure: RanksFailure) -> FailureReport:
+    """Return what a report's ``longrepr`` is to be."""
+    verdict = failure.verdict
+    return FailureReport(verdict.text, _Crash(verdict.path, verdict.line, verdict.summary))
+
+
+def _markup(line: str) -> dict[str, bool]:
+    if line.startswith("E "):
+        return {"red": True, "bold": True}
+    if line.startswith(("=", ">")):
+        return {"bold": True}
+    return {}

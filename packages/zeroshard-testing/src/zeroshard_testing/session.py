@@ -1,0 +1,157 @@
+"""The controller's side of one test: what is sent to the ranks, and what becomes of their verdict."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from zeroshard_testing.launcher import ForkServer
+from zeroshard_testing.pool import Job, Pool, Result
+from zeroshard_testing.report import RanksFailure
+from zeroshard_testing.spec import RanksSpec
+from zeroshard_testing.verdict import judge
+
+
+class RanksSession:
+    """Runs the rank tests of one pytest session. Boots on first use.
+
+    Args:
+        config: pytest's configuration.
+    """
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._pool: Pool | None = None
+        self._machine: Mapping[str, Any] | None = None
+
+    def boot(self) -> Pool:
+        """Return the pool, whose forkserver boots in the background from the first call on."""
+        if self._pool is None:
+            inherit = self._config.getoption("capture") == "no"
+            self._pool = Pool(ForkServer(_pytest_args(self._config), inherit_output=inherit))
+        return self._pool
+
+    def machine(self) -> Mapping[str, Any]:
+        """Return which backends and devices there are; see `zeroshard_testing.pool.Pool.probe`."""
+        if self._machine is None:
+            self._machine = self.boot().probe()
+        return self._machine
+
+    def run(self, item: pytest.Function, spec: RanksSpec) -> None:
+        """Run a test on its ranks, and raise what pytest is to make of it.
+
+        Args:
+            item: The test, with its fixtures set up.
+            spec: The ranks that it asks for.
+
+        Raises:
+            RanksFailure: If it has not passed on every rank, nor been skipped on all.
+        """
+        result = self.boot().run(_job(item, spec, self._config))
+        _keep_output(item, result)
+        verdict = judge(result.outcomes)
+        if verdict.kind == "skipped":
+            pytest.skip(verdict.summary)
+        if verdict.kind == "xfailed":
+            pytest.xfail(verdict.summary)
+        if verdict.kind != "passed":
+            raise RanksFailure(verdict)
+
+    def close(self) -> None:
+        """End every process. Safe to call repeatedly."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+
+def _job(item: pytest.Function, spec: RanksSpec, config: pytest.Config) -> Job:
+    if item.module is None or (item.cls is not None and not hasattr(item, "instance")):
+        pytest.fail(f"{item.nodeid}: only functions and methods of plain classes can run on ranks", pytrace=False)
+    arguments = {name: item.funcargs[name] for name in item._fixtureinfo.argnames}
+    attributes = {} if item.cls is None else dict(vars(item.instance))
+    message = {
+        "name": item.name,
+        "nodeid": f"{item.nodeid} (call)",
+        "module": [item.module.__name__, str(item.path)],
+        "conftests": _conftests(item),
+        "classes": [] if item.cls is None else item.cls.__qualname__.split("."),
+        "function": item.originalname,
+        "sys_path": sys.path,
+        "cwd": os.getcwd(),  # noqa: PTH109 - a string, and per test
+        "filterwarnings": [mark.args for mark in item.iter_markers("filterwarnings")],
+        "tb_style": _traceback_style(config),
+        "showlocals": bool(config.getoption("showlocals", default=False)),
+    }
+    return Job(spec, message, _pickled(item, arguments, attributes))
+
+
+def _conftests(item: pytest.Function) -> list[list[str]]:
+    """Return name and file of the conftest modules that hold for the test, outermost first."""
+    folders = list(reversed(item.path.parents))
+    loaded = {}
+    for plugin in item.config.pluginmanager.get_plugins():
+        file = getattr(plugin, "__file__", None)
+        if file is not None and os.path.basename(file) == "conftest.py":  # noqa: PTH119 - many, per test
+            loaded[os.path.dirname(file)] = [plugin.__name__, file]  # noqa: PTH120
+    return [loaded[str(folder)] for folder in folders if str(folder) in loaded]
+
+
+def _pickled(item: pytest.Function, arguments: Mapping[str, object], attributes: Mapping[str, object]) -> bytes:
+    try:
+        return pickle.dumps((arguments, attributes), pickle.HIGHEST_PROTOCOL)
+    except Exception:  # noqa: BLE001 - any object may refuse in its own way
+        pass
+    for kind, values in (("fixture or parameter", arguments), ("attribute", attributes)):
+        for name, value in values.items():
+            try:
+                pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+            except Exception as error:  # noqa: BLE001
+                pytest.fail(
+                    f"{item.nodeid}: {kind} {name!r} cannot be sent to the ranks, since its value, a "
+                    f"{type(value).__name__}, cannot be pickled: {error}. Make it in the test itself.",
+                    pytrace=False,
+                )
+    pytest.fail(f"{item.nodeid}: its arguments cannot be pickled together", pytrace=False)
+
+
+def _keep_output(item: pytest.Function, result: Result) -> None:
+    for stream, texts in (("stdout", result.stdout), ("stderr", result.stderr)):
+        for rank, text in texts.items():
+            item.add_report_section("call", f"{stream} rank {rank}", text)
+
+
+def _traceback_style(config: pytest.Config) -> str:
+    style = config.getoption("tbstyle", default="auto")
+    return {"auto": "long", "line": "short", "no": "short"}.get(style, style)
+
+
+def _pytest_args(config: pytest.Config) -> list[str]:
+    """Return the command line for the pytest in the workers: this one's assertions, and none of its plugins."""
+    files = " ".join(config.getini("python_files"))
+    filters = "\n".join(config.getini("filterwarnings"))
+    warnings = [text for given in config.getoption("pythonwarnings") or [] for text in ("-W", given)]
+    verbosity = config.getoption("verbose")
+    disabled = ["cacheprovider", "faulthandler", "logging", "threadexception", "unraisableexception"]
+    return [
+        "-c",
+        os.devnull,
+        "--rootdir",
+        str(config.rootpath),
+        "--noconftest",
+        "--color=no",
+        "--capture=no",
+        f"--assert={config.getoption('assertmode')}",
+        f"--import-mode={config.getoption('importmode')}",
+        "-o",
+        f"python_files={files}",
+        "-o",
+        f"filterwarnings={filters}",
+        *warnings,
+        *([f"-{'v' * verbosity}"] if verbosity > 0 else []),
+        *(text for name in disabled for text in ("-p", f"no:{name}")),
+    ]

@@ -1,0 +1,139 @@
+"""From the outcomes of all ranks to one verdict: pure functions, and the one place that decides what a pass is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from zeroshard_testing import outcome as kinds
+from zeroshard_testing.outcome import Outcome
+
+# What a rank says when its peer has gone: a consequence, told after causes.
+_ECHOES = re.compile(
+    r"connection (was )?(reset|closed|refused|aborted)|broken pipe|remote process exited|peer closed"
+    r"|remote (rank|peer) (has )?(exited|died)|socket closed",
+    re.IGNORECASE,
+)
+_ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a test ended.
+
+    Attributes:
+        kind: ``"passed"``, ``"skipped"``, ``"xfailed"`` or ``"failed"``.
+        summary: One line: the root cause with its ranks, or the reason of the skip.
+        text: The whole report of a failure, root cause first.
+        path: File of the root cause, empty if unknown.
+        line: Line in that file, 1-based; 0 if unknown.
+    """
+
+    kind: str
+    summary: str = ""
+    text: str = ""
+    path: str = ""
+    line: int = 0
+
+
+def judge(outcomes: Mapping[int, Outcome]) -> Verdict:
+    """Decide how a test ended.
+
+    A test passes only if every rank reports that it did, and is skipped only if all ranks skip; everything else is a
+    failure.
+
+    Args:
+        outcomes: How it ended on each rank, for all of its ranks.
+
+    Returns:
+        The verdict, whose report tells causes before consequences and each traceback once.
+
+    Example:
+        >>> from zeroshard_testing.outcome import Outcome
+        >>> judge({0: Outcome("passed"), 1: Outcome("died", "was killed by SIGKILL")}).summary
+        'rank 1 was killed by SIGKILL'
+    """
+    found = {outcome.kind for outcome in outcomes.values()}
+    if len(found) == 1 and found <= {kinds.PASSED, kinds.SKIPPED, kinds.XFAILED}:
+        return Verdict(found.pop(), "; ".join(sorted({outcome.summary for outcome in outcomes.values()})))
+    groups = _grouped({rank: _as_failure(outcome, outcomes) for rank, outcome in outcomes.items()})
+    cause = groups[0]
+    parts = [_section(group) for group in groups]
+    passed = [rank for rank, outcome in outcomes.items() if outcome.kind == kinds.PASSED]
+    if passed:
+        parts.append(f"{_name(passed)} passed")
+    return Verdict(
+        "failed", f"{cause.name} {_predicate(cause.outcome)}", "\n\n".join(parts), cause.outcome.path, cause.outcome.line
+    )
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Ranks that ended alike."""
+
+    ranks: tuple[int, ...]
+    outcome: Outcome
+
+    @property
+    def name(self) -> str:
+        return _name(self.ranks)
+
+
+def _as_failure(outcome: Outcome, outcomes: Mapping[int, Outcome]) -> Outcome:
+    if outcome.kind not in (kinds.SKIPPED, kinds.XFAILED):
+        return outcome
+    verb = "skipped" if outcome.kind == kinds.SKIPPED else "expected a failure"
+    others = [rank for rank, other in outcomes.items() if other.kind != outcome.kind]
+    detail = f"A test {verb} on some ranks only proves nothing: {_name(others)} did not."
+    return replace(outcome, summary=f"{verb} alone: {outcome.summary}", detail=detail)
+
+
+def _grouped(outcomes: Mapping[int, Outcome]) -> list[_Group]:
+    alike: dict[tuple[str, str, str], list[int]] = {}
+    for rank, outcome in sorted(outcomes.items()):
+        if outcome.kind != kinds.PASSED:
+            texts = (_ADDRESS.sub("0x", text) for text in (outcome.summary, outcome.detail))
+            alike.setdefault((outcome.kind, *texts), []).append(rank)  # type: ignore[arg-type]
+    groups = [
+        _Group(tuple(ranks), min((outcomes[rank] for rank in ranks), key=lambda outcome: outcome.moment))
+        for ranks in alike.values()
+    ]
+    return sorted(groups, key=lambda group: (_nearness_to_cause(group.outcome), group.outcome.moment, group.ranks))
+
+
+def _nearness_to_cause(outcome: Outcome) -> int:
+    if outcome.kind == kinds.DIED:
+        return 0
+    if outcome.kind == kinds.FAILED:
+        return 3 if _ECHOES.search(outcome.summary) else 1
+    return {kinds.SKIPPED: 2, kinds.XFAILED: 2, kinds.TIMED_OUT: 4, kinds.STOPPED: 5}[outcome.kind]
+
+
+def _section(group: _Group) -> str:
+    echo = group.outcome.kind == kinds.FAILED and _ECHOES.search(group.outcome.summary)
+    note = " (a consequence)" if echo else ""
+    title = f" {group.name} {_predicate(group.outcome)}{note} "
+    return "\n".join(part for part in (f"{title:=^100}", group.outcome.detail) if part)
+
+
+def _predicate(outcome: Outcome) -> str:
+    if outcome.kind == kinds.FAILED and not outcome.summary.startswith("called "):
+        return f"failed: {outcome.summary}"
+    return outcome.summary
+
+
+def _name(ranks: list[int] | tuple[int, ...]) -> str:
+    """Return such as ``"rank 3"`` or ``"ranks 0, 2-5"``.
+
+    >>> _name([0, 2, 3, 4, 5])
+    'ranks 0, 2-5'
+    """
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    parts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(parts)}"

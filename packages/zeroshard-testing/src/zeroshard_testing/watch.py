@@ -1,0 +1,205 @@
+"""Watches one test on its workers until there is an outcome for every rank, whatever the ranks do."""
+
+from __future__ import annotations
+
+import os
+import select
+import selectors
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+from zeroshard_testing import outcome as kinds
+from zeroshard_testing.launcher import Child, ForkServer, text_of
+from zeroshard_testing.outcome import Outcome
+from zeroshard_testing.wire import Closed, Message
+
+# After the first failure the others have this long, in seconds, to come to an outcome of their own.
+_GRACE = 0.5
+_IMPORT_TIMEOUT = 300.0
+# How long the forkserver may take to tell the status of a worker whose channel has ended, in seconds.
+_STATUS_TIMEOUT = 2.0
+_STACKS_TIMEOUT = 0.5
+_STACK_SIGNAL = getattr(signal, "SIGUSR1", None)
+
+
+class Watch:
+    """The life of one test, from when it is sent to the last outcome.
+
+    Args:
+        server: The forkserver, which tells how processes ended.
+        workers: The test's workers, by slot.
+        run: Number of the run; reports of other runs are ignored.
+        timeout: Seconds that the test may take, imports not counted.
+    """
+
+    def __init__(self, server: ForkServer, workers: Sequence[Child], run: int, timeout: float) -> None:
+        self._server = server
+        self._workers = workers
+        self._run = run
+        self._timeout = timeout
+        self._outcomes: dict[int, Outcome] = {}
+        self._ended: dict[int, float] = {}
+        self._importing: set[int] = set()
+        self._deadline = time.monotonic() + timeout
+        self._first_failure: float | None = None
+
+    def outcomes(self) -> Mapping[int, Outcome]:
+        """Wait until every rank has reported, died, or been given up; the caller replaces workers afterwards.
+
+        Returns:
+            An outcome for every slot.
+
+        Raises:
+            LaunchError: If the forkserver is gone.
+        """
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._server.channel, selectors.EVENT_READ, None)
+            for slot, child in enumerate(self._workers):
+                selector.register(child.channel, selectors.EVENT_READ, slot)
+            while not self._is_over():
+                now = time.monotonic()
+                if now >= self._end():
+                    self._give_up()
+                    break
+                for key, _ in selector.select(self._end() - now):
+                    if key.data is None:
+                        self._server.take_news()
+                    elif not self._read(key.data):
+                        selector.unregister(key.fileobj)
+                self._notice_deaths()
+        return dict(sorted(self._outcomes.items()))
+
+    def _is_over(self) -> bool:
+        # A rank whose channel has ended is accounted for when its status is known.
+        return len(self._outcomes) == len(self._workers) and not self._ended
+
+    def _end(self) -> float:
+        """The moment at which the ranks that are still out are given up, or the loop must look again."""
+        deadline = self._deadline
+        if self._first_failure is not None:
+            deadline = min(deadline, self._first_failure + _GRACE)
+        if self._ended:
+            # The status of a dead rank is worth a wait of its own.
+            deadline = max(deadline, max(self._ended.values()) + _STATUS_TIMEOUT)
+        return deadline
+
+    def _read(self, slot: int) -> bool:
+        """Take what a worker has sent; False when its channel has ended."""
+        try:
+            for message, _ in self._workers[slot].channel.receive_ready():
+                if message.get("run") == self._run:
+                    self._take(slot, message)
+        except Closed:
+            self._ended[slot] = time.monotonic()
+            return False
+        return True
+
+    def _take(self, slot: int, message: Message) -> None:
+        if message["op"] == "importing":
+            self._importing.add(slot)
+            self._deadline = max(self._deadline, time.monotonic() + _IMPORT_TIMEOUT)
+        elif message["op"] == "imported":
+            self._importing.discard(slot)
+            if not self._importing:
+                self._deadline = time.monotonic() + self._timeout
+        else:
+            outcome = Outcome.from_message(message)
+            self._importing.discard(slot)
+            self._settle(slot, outcome)
+
+    def _settle(self, slot: int, outcome: Outcome) -> None:
+        self._outcomes[slot] = outcome
+        if not outcome.is_clean and self._first_failure is None:
+            self._first_failure = time.monotonic()
+
+    def _notice_deaths(self) -> None:
+        for slot, child in enumerate(self._workers):
+            if child.status is None:
+                continue
+            if slot not in self._outcomes and slot not in self._ended:
+                # What it sent before it ended is still in the channel. A process that the test has left behind may
+                # hold the other end open, so the channel's end is not waited for.
+                self._drain(slot)
+            self._ended.pop(slot, None)
+            self._die(slot, describe_death(child.status))
+
+    def _drain(self, slot: int) -> None:
+        channel = self._workers[slot].channel
+        while select.select([channel], [], [], 0)[0] and self._read(slot):
+            pass
+
+    def _die(self, slot: int, summary: str) -> None:
+        known = self._outcomes.get(slot)
+        if known is not None and not known.is_clean:
+            return
+        if known is not None:
+            summary += f" after it had reported {known.kind!r}, while other ranks were still running"
+        detail = text_of(self._workers[slot].stacks)
+        self._settle(slot, Outcome(kinds.DIED, summary, detail, time.monotonic()))
+
+    def _give_up(self) -> None:
+        """Settle the ranks that are still out, with their Python stacks."""
+        out = [slot for slot in range(len(self._workers)) if slot not in self._outcomes]
+        timed_out = self._first_failure is None
+        stacks = self._stacks(range(len(self._workers)) if timed_out else out)
+        for slot in list(self._ended):
+            self._ended.pop(slot)
+            self._die(slot, "closed its control channel; its process did not end")
+        now = time.monotonic()
+        for slot in out:
+            if slot in self._outcomes:
+                continue
+            if slot in self._importing:
+                summary = "was still importing the test's module"
+            elif timed_out:
+                summary = f"timed out: no outcome after {self._timeout:g} s"
+            else:
+                summary = f"was stopped: still running {_GRACE:g} s after the first failure"
+            kind = kinds.TIMED_OUT if timed_out else kinds.STOPPED
+            self._outcomes[slot] = Outcome(kind, summary, stacks.get(slot, ""), now)
+
+    def _stacks(self, slots: Sequence[int]) -> dict[int, str]:
+        """Have workers write their Python stacks, and wait a moment for them."""
+        asked = [self._workers[slot] for slot in slots if _signal_for_stacks(self._workers[slot])]
+        deadline = time.monotonic() + _STACKS_TIMEOUT
+        sizes: list[int] | None = None
+        while asked and time.monotonic() < deadline:
+            time.sleep(0.02)
+            before, sizes = sizes, [os.fstat(child.stacks.fileno()).st_size for child in asked]
+            if sizes == before and all(sizes):
+                break
+        return {
+            slot: text_of(self._workers[slot].stacks) or "(it did not answer when asked for its Python stack)"
+            for slot in slots
+        }
+
+
+def _signal_for_stacks(child: Child) -> bool:
+    if _STACK_SIGNAL is None or child.pid is None or child.status is not None:
+        return False
+    with suppress(ProcessLookupError):
+        os.kill(child.pid, _STACK_SIGNAL)
+        return True
+    return False
+
+
+def describe_death(status: int) -> str:
+    """Say how a process ended that should have reported an outcome first.
+
+    Args:
+        status: Exit status, negative for a signal.
+
+    Example:
+        >>> describe_death(-9)
+        'was killed by SIGKILL'
+        >>> describe_death(0)
+        'exited with status 0 before it reported an outcome'
+    """
+    if status < 0:
+        try:
+            return f"was killed by {signal.Signals(-status).name}"
+        except ValueError:
+            return f"was killed by signal {-status}"
+    return f"exited with status {status} before it reported an outcome"

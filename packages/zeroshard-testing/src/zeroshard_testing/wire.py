@@ -1,0 +1,119 @@
+"""Messages between the controller and its processes: framed JSON, with bytes and file descriptors beside it."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+_FRAME = struct.Struct("!II")
+_MAX_DESCRIPTORS = 8
+
+Message = dict[str, Any]
+
+
+class Closed(Exception):
+    """The other end has closed the channel, or its process is gone."""
+
+
+class Channel:
+    """One end of a stream socket that carries messages.
+
+    A frame is two 32-bit big-endian lengths in bytes, a JSON object of the first length and an opaque payload of the
+    second. Only JSON is ever interpreted here; who pickles a payload, and who may unpickle it, is the caller's affair.
+
+    Args:
+        sock: A connected stream socket, owned by the channel from now on.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._buffer = bytearray()
+        self._descriptors: list[int] = []
+
+    def fileno(self) -> int:
+        """Return the descriptor to select on, -1 once closed."""
+        return self._sock.fileno()
+
+    def send(self, message: Message, payload: bytes = b"", descriptors: Sequence[int] = ()) -> None:
+        """Send one message.
+
+        Args:
+            message: A JSON object.
+            payload: Bytes that travel behind it.
+            descriptors: Open file descriptors to hand over; the receiver gets duplicates.
+
+        Raises:
+            Closed: If the other end is gone.
+        """
+        body = json.dumps(message).encode()
+        frame = _FRAME.pack(len(body), len(payload)) + body + payload
+        try:
+            if descriptors:
+                sent = socket.send_fds(self._sock, [frame], descriptors)
+                frame = frame[sent:]
+            if frame:
+                self._sock.sendall(frame)
+        except OSError as error:
+            raise Closed(str(error)) from error
+
+    def receive(self) -> tuple[Message, bytes]:
+        """Block until one whole message is there.
+
+        Returns:
+            The message and its payload.
+
+        Raises:
+            Closed: If the other end closes first.
+        """
+        while True:
+            for message in self._parsed():
+                return message
+            self._fill()
+
+    def receive_ready(self) -> Iterator[tuple[Message, bytes]]:
+        """Read once, when a selector says that there is something, and yield every message that is complete.
+
+        Raises:
+            Closed: If the other end has closed.
+        """
+        yield from self._parsed()
+        self._fill()
+        yield from self._parsed()
+
+    def take_descriptors(self, count: int) -> list[int]:
+        """Return the next ``count`` descriptors, in the order sent; the caller owns them."""
+        taken, self._descriptors = self._descriptors[:count], self._descriptors[count:]
+        return taken
+
+    def close(self) -> None:
+        """Close this end. Safe to call repeatedly."""
+        self._sock.close()
+        for descriptor in self.take_descriptors(len(self._descriptors)):
+            socket.close(descriptor)
+
+    def _fill(self) -> None:
+        try:
+            if hasattr(socket, "recv_fds") and self._sock.family == getattr(socket, "AF_UNIX", None):
+                data, descriptors, _, _ = socket.recv_fds(self._sock, 1 << 16, _MAX_DESCRIPTORS)
+                self._descriptors += descriptors
+            else:
+                data = self._sock.recv(1 << 16)
+        except OSError as error:
+            raise Closed(str(error)) from error
+        if not data:
+            raise Closed("end of stream")
+        self._buffer += data
+
+    def _parsed(self) -> Iterator[tuple[Message, bytes]]:
+        while len(self._buffer) >= _FRAME.size:
+            body_size, payload_size = _FRAME.unpack_from(self._buffer)
+            end = _FRAME.size + body_size + payload_size
+            if len(self._buffer) < end:
+                return
+            body = bytes(self._buffer[_FRAME.size : _FRAME.size + body_size])
+            payload = bytes(self._buffer[_FRAME.size + body_size : end])
+            del self._buffer[:end]
+            yield json.loads(body), payload

@@ -1,0 +1,177 @@
+"""What runs in a rank: a loop that takes tests from the controller and reports how each of them ended."""
+
+from __future__ import annotations
+
+import faulthandler
+import pickle
+import signal
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from zeroshard_testing import outcome as kinds
+from zeroshard_testing.importing import import_test_module, is_imported
+from zeroshard_testing.outcome import Outcome
+from zeroshard_testing.process_state import ProcessState
+from zeroshard_testing.rank_values import set_rank_values
+from zeroshard_testing.wire import Channel, Message
+
+if TYPE_CHECKING:
+    from zeroshard_testing.process_group import GroupKeeper
+
+STACK_SIGNAL = getattr(signal, "SIGUSR1", None)
+"""On this signal a worker writes the Python stacks of all its threads; None where there is no such signal."""
+
+
+def serve(channel: Channel, request: Message, stacks: int, session: pytest.Session) -> None:
+    """Run tests until the controller closes the channel.
+
+    Args:
+        channel: The control channel of this rank.
+        request: ``port`` is where the shared store listens.
+        stacks: Descriptor of the file for Python stacks.
+        session: The idle pytest session of this process.
+    """
+    from zeroshard_testing.process_group import GroupKeeper, loopback_environment
+
+    faulthandler.enable(stacks, all_threads=True)
+    if STACK_SIGNAL is not None:
+        faulthandler.register(STACK_SIGNAL, stacks, all_threads=True, chain=False)
+    state = ProcessState(loopback_environment())
+    groups = GroupKeeper(request["port"])
+    channel.send({"op": "ready"})
+    while True:
+        message, payload = channel.receive()
+        if message["op"] == "run":
+            state.restore(message)
+            outcome = _Run(channel, message, payload, groups, session).outcome()
+            channel.send({"op": "outcome", "run": message["run"], **outcome.to_message()})
+        else:
+            groups.retire()
+
+
+class _Run:
+    """One test on this rank."""
+
+    def __init__(
+        self, channel: Channel, message: Message, payload: bytes, groups: GroupKeeper, session: pytest.Session
+    ) -> None:
+        self._channel = channel
+        self._message = message
+        self._payload = payload
+        self._groups = groups
+        self._session = session
+
+    def outcome(self) -> Outcome:
+        """Run the test, whatever it does."""
+        try:
+            call = self._prepared()
+            self._under_pytest(call)
+        except BaseException as error:  # noqa: BLE001 - whatever a test raises is its outcome
+            return self._of_exception(error)
+        return Outcome(kinds.PASSED, moment=time.monotonic())
+
+    def _prepared(self) -> Callable[[], object]:
+        message = self._message
+        modules = [*message["conftests"], message["module"]]
+        if not all(is_imported(*module) for module in modules):
+            # The time that imports take is not the test's.
+            self._channel.send({"op": "importing", "run": message["run"]})
+            for module in modules:
+                import_test_module(*module)
+            self._channel.send({"op": "imported", "run": message["run"]})
+        owner: Any = import_test_module(*message["module"])
+        self._groups.begin(
+            message["group"], message["backend"], message["rank"], message["world_size"], message["timeout"]
+        )
+        set_rank_values(_rank_values(message))
+        # Sent by the controller that started this process, over a socket that nobody else has.
+        arguments, attributes = pickle.loads(self._payload)  # noqa: S301
+        for name in message["classes"]:
+            owner = getattr(owner, name)
+        if message["classes"]:
+            owner = owner()
+            vars(owner).update(attributes)
+        function = getattr(owner, message["function"])
+        return lambda: function(**arguments)
+
+    def _under_pytest(self, call: Callable[[], object]) -> None:
+        """Call within pytest's own wrappers, which explain failing assertions and apply warning filters."""
+        item = _RankItem.from_parent(self._session, name=self._message["name"], call=call)
+        for arguments in self._message["filterwarnings"]:
+            item.add_marker(pytest.mark.filterwarnings(*arguments))
+        hook = self._session.config.hook
+        hook.pytest_runtest_protocol(item=item, nextitem=None)
+        if item.error is not None:
+            raise item.error
+
+    def _of_exception(self, error: BaseException) -> Outcome:
+        moment = time.monotonic()
+        if isinstance(error, pytest.skip.Exception):
+            return Outcome(kinds.SKIPPED, error.msg or "", moment=moment)
+        if isinstance(error, pytest.xfail.Exception):
+            return Outcome(kinds.XFAILED, error.msg or "", moment=moment)
+        info = pytest.ExceptionInfo.from_exception(error.with_traceback(_user_part(error.__traceback__)))
+        detail, path, line = _rendered(info, self._message)
+        summary = (info.exconly(tryshort=True).splitlines() or [type(error).__name__])[0]
+        if isinstance(error, SystemExit):
+            summary = f"called sys.exit({error.code!r})"
+        return Outcome(kinds.FAILED, summary, detail, moment, path, line)
+
+
+class _RankItem(pytest.Item):
+    """The test as pytest's hooks in this process see it."""
+
+    def __init__(self, *, call: Callable[[], object], **kwargs: Any) -> None:  # noqa: ANN401
+        super().__init__(**kwargs)
+        self.call = call
+        self.error: BaseException | None = None
+
+    def runtest(self) -> None:
+        self.call()
+
+
+class ProtocolPlugin:
+    """Replaces pytest's setup, call and teardown by the one call, inside all wrappers of the protocol."""
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
+        """Run a rank's test."""
+        if not isinstance(item, _RankItem):
+            return None
+        try:
+            item.runtest()
+        except BaseException as error:  # noqa: BLE001 - whatever a test raises is its outcome
+            item.error = error
+        return True
+
+
+def _user_part(traceback: TracebackType | None) -> TracebackType | None:
+    """Cut this package's and pytest's own frames off the outer end."""
+    trimmed = traceback
+    while trimmed is not None and trimmed.tb_frame.f_code.co_filename == __file__:
+        trimmed = trimmed.tb_next
+    return trimmed or traceback
+
+
+def _rendered(info: pytest.ExceptionInfo[BaseException], message: Message) -> tuple[str, str, int]:
+    try:
+        representation = info.getrepr(style=message["tb_style"], showlocals=message["showlocals"], chain=True)
+    except Exception as failure:  # noqa: BLE001 - a value whose repr raises must not hide the error
+        return f"{info.exconly()}\n(the traceback could not be rendered: {failure!r})", "", 0
+    crash = representation.reprcrash
+    return str(representation), crash.path if crash else "", crash.lineno if crash else 0
+
+
+def _rank_values(message: Message) -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+
+    if message["backend"] in ("nccl", "gloo-cuda"):
+        device = torch.device("cuda", message["rank"] % torch.cuda.device_count())
+    else:
+        device = torch.device("cpu")
+    return {"rank": message["rank"], "process_group": dist.group.WORLD, "device": device}
