@@ -15,17 +15,16 @@ if TYPE_CHECKING:
     import pytest
 
 
-def run_child(request: Message, descriptors: list[int], session: pytest.Session) -> None:
+def run_child(channel: Channel, request: Message, stacks: int, session: pytest.Session) -> None:
     """Do what the controller asked this process for, and return when it is done.
 
     Args:
-        request: ``kind`` says what to become; a rank's request also carries its ``slot`` and the store's ``port``.
-        descriptors: The control socket, then the files for standard output, standard error and Python stacks.
-        session: The idle pytest session of the process that this one was forked from.
+        channel: The control channel.
+        request: ``kind`` says what to become; a rank's request also carries the store's ``port``.
+        stacks: Descriptor of the file for Python stacks.
+        session: The idle pytest session of this process.
     """
-    control, stdout, stderr, stacks = descriptors
-    _redirect(stdout, stderr)
-    channel = Channel(socket.socket(fileno=control))
+    _open_streams()
     try:
         if request["kind"] == "rank":
             worker.serve(channel, request, stacks, session)
@@ -38,11 +37,10 @@ def run_child(request: Message, descriptors: list[int], session: pytest.Session)
         return
 
 
-def _redirect(stdout: int, stderr: int) -> None:
+def _open_streams() -> None:
     null = os.open(os.devnull, os.O_RDONLY)
-    for source, target in ((null, 0), (stdout, 1), (stderr, 2)):
-        os.dup2(source, target)
-        os.close(source)
+    os.dup2(null, 0)
+    os.close(null)
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: PTH123, SIM115 - a descriptor, open for good
     # Unbuffered: what a rank wrote just before it was killed is often what explains it.
     sys.stdout = _text_stream(1)

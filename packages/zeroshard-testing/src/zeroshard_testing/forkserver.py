@@ -13,12 +13,13 @@ import os
 import select
 import signal
 import socket
+import sys
 
 import pytest
 
 from zeroshard_testing.child import run_child
+from zeroshard_testing.idle_pytest import with_idle_pytest
 from zeroshard_testing.wire import Channel, Closed, Message
-from zeroshard_testing.worker import ProtocolPlugin
 
 
 def main(descriptor: int, pytest_args: list[str]) -> None:
@@ -29,31 +30,7 @@ def main(descriptor: int, pytest_args: list[str]) -> None:
         pytest_args: Command line for the pytest that is configured here.
     """
     channel = Channel(socket.socket(fileno=descriptor))
-    pytest.main(pytest_args, plugins=[_TakeOver(channel), ProtocolPlugin()])
-
-
-class _TakeOver:
-    """A pytest plugin that serves forks where collection would be: pytest is configured by then, and idle."""
-
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_collection(self, session: pytest.Session) -> bool:
-        _preload()
-        _Server(self._channel, session).serve()
-        return True
-
-
-def _preload() -> None:
-    import torch
-    import torch.distributed
-    import torch.distributed.distributed_c10d
-
-    torch.set_num_threads(1)
-    gc.collect()
-    # Pages of what is loaded stay shared with the workers as long as the collector does not write to them.
-    gc.freeze()
+    with_idle_pytest(pytest_args, lambda session: _Server(channel, session).serve())
 
 
 class _Server:
@@ -65,6 +42,10 @@ class _Server:
         self._children: dict[int, int] = {}
 
     def serve(self) -> None:
+        """Work until the controller is gone, then end the children and this process."""
+        gc.collect()
+        # Pages of what is loaded stay shared with the workers as long as the collector does not write to them.
+        gc.freeze()
         wakeup, self._wakeup = socket.socketpair()
         wakeup.setblocking(False)
         self._wakeup.setblocking(False)
@@ -111,8 +92,14 @@ class _Server:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self._wakeup.close()
             self._channel.close()
-            run_child(message, descriptors, self._session)
+            control, stdout, stderr, stacks = descriptors
+            for source, target in ((stdout, 1), (stderr, 2)):
+                os.dup2(source, target)
+                os.close(source)
+            run_child(Channel(socket.socket(fileno=control)), message, stacks, self._session)
             status = 0
+        except BaseException:  # noqa: BLE001 - this process must not return into the server's code
+            sys.excepthook(*sys.exc_info())
         finally:
             os._exit(status)
 

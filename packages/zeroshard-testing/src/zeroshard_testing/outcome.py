@@ -27,6 +27,7 @@ class Outcome:
         moment: Seconds on the machine's monotonic clock, to tell what came first.
         path: File where it was raised, empty if unknown.
         line: Line in that file, 1-based; 0 if unknown.
+        warnings: What the test warned of: category, text, file and line of each.
     """
 
     kind: str
@@ -35,6 +36,7 @@ class Outcome:
     moment: float = 0.0
     path: str = ""
     line: int = 0
+    warnings: tuple[tuple[str, str, str, int], ...] = ()
 
     @property
     def is_clean(self) -> bool:
@@ -48,4 +50,5 @@ class Outcome:
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> Outcome:
         """Read what `to_message` made, ignoring other keys."""
-        return cls(**{field.name: message[field.name] for field in fields(cls)})
+        values = {field.name: message[field.name] for field in fields(cls)}
+        return cls(**{**values, "warnings": tuple(tuple(warning) for warning in values["warnings"])})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from zeroshard_testing.backends import NEEDS_PROBE, why_unavailable
 from zeroshard_testing.fixtures import SPEC_FIXTURE, _ranks_spec, device, process_group, rank, ranks_tmp_path, world_size
+from zeroshard_testing.launcher import LaunchError
 from zeroshard_testing.report import RanksFailure, failure_report
 from zeroshard_testing.session import RanksSession
 from zeroshard_testing.spec import BACKENDS, RanksSpec, SpecError, parse_marker
@@ -39,6 +41,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="",
         help=f"fail, instead of skipping, tests whose backend is missing here: a comma-separated list of {names}",
     )
+    group.addoption(
+        "--ranks-launch",
+        choices=["forkserver", "spawn"],
+        default="forkserver" if hasattr(os, "fork") else "spawn",
+        help="how worker processes are started: forked from one that has torch loaded, or each by itself",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -58,6 +66,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(SPEC_FIXTURE, specs, indirect=True, ids=[spec.test_id for spec in specs])
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Select by backend, and find out which backends are missing."""
     chosen = config.getoption("--ranks-backend")
@@ -71,7 +80,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> None:
     """Refuse what cannot work, and boot the forkserver while other tests run."""
-    if session.config.option.collectonly or not any(spec_of(item) for item in session.items):
+    # The controller of pytest-xdist has no items.
+    if session.config.option.collectonly or not any(spec_of(item) for item in getattr(session, "items", ())):
         return
     if session.config.getoption("usepdb") or session.config.getoption("trace", default=False):
         raise pytest.UsageError(
@@ -83,9 +93,13 @@ def pytest_runtestloop(session: pytest.Session) -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip a test whose backend is missing, or fail it if the backend is required."""
-    reason = item.stash.get(_unavailable_key, None)
     spec = spec_of(item)
-    if reason is None or spec is None:
+    if spec is None:
+        if item.get_closest_marker("ranks") is not None:
+            pytest.fail("only functions and methods of plain classes can run on ranks, not this kind of test", False)
+        return
+    reason = item.stash.get(_unavailable_key, None)
+    if reason is None:
         return
     if spec.backend_name in _required(item.config):
         pytest.fail(f"{reason} (--ranks-require={spec.backend_name})", pytrace=False)
@@ -108,6 +122,18 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     outcome = yield
     if call.excinfo is not None and isinstance(call.excinfo.value, RanksFailure):
         outcome.get_result().longrepr = failure_report(call.excinfo.value)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Let no run succeed in which a worker died behind a test's back."""
+    if session.config.stash[_session_key].late_deaths() and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Tell of workers that died behind a test's back."""
+    for death in config.stash[_session_key].late_deaths():
+        terminalreporter.write_line(f"ERROR: {death}", red=True)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -136,9 +162,12 @@ def _marked_specs(definition: pytest.Item) -> list[RanksSpec]:
 
 def _mark_unavailable(config: pytest.Config, items: list[pytest.Item]) -> None:
     doubtful = [(item, spec) for item in items if (spec := spec_of(item)) is not None and spec.backend in NEEDS_PROBE]
-    if not doubtful:
+    if not doubtful or config.option.collectonly:
         return
-    machine = config.stash[_session_key].machine()
+    try:
+        machine = config.stash[_session_key].machine()
+    except LaunchError as error:
+        raise pytest.UsageError(f"cannot find out which backends there are: {error}") from error
     for item, spec in doubtful:
         reason = why_unavailable(spec, machine)
         if reason is not None:

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from zeroshard_testing.launcher import Child, ForkServer, text_of
+from zeroshard_testing.launcher import Child, Launcher, text_of
 from zeroshard_testing.outcome import Outcome
 from zeroshard_testing.spec import RanksSpec
-from zeroshard_testing.watch import Watch
+from zeroshard_testing.stacks import readable_stacks
+from zeroshard_testing.watch import Watch, describe_exit
 from zeroshard_testing.wire import Closed, Message
 
 
@@ -50,15 +51,16 @@ class Pool:
     Only the controller's main thread may call it.
 
     Args:
-        server: The forkserver, which the pool closes at its end.
+        launcher: Starts the workers; the pool closes it at its end.
     """
 
-    def __init__(self, server: ForkServer) -> None:
-        self._server = server
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
         self._store: Child | None = None
         self._workers: list[Child] = []
         self._known_environments: dict[int, Mapping[str, str]] = {}
-        self._used: set[int] = set()
+        self._last_tests: dict[int, str] = {}
+        self._late_deaths: list[str] = []
         self._runs = 0
 
     def probe(self) -> Message:
@@ -70,10 +72,10 @@ class Pool:
         Raises:
             LaunchError: If the process cannot be started.
         """
-        child = self._server.fork({"kind": "probe"})
-        self._server.await_ready([child])
+        child = self._launcher.start({"kind": "probe"})
+        self._launcher.await_ready([child])
         assert child.ready is not None
-        self._server.kill(child)
+        self._launcher.kill(child)
         return child.ready
 
     def run(self, job: Job) -> Result:
@@ -91,7 +93,7 @@ class Pool:
         spec = job.spec
         workers = self._ensure(spec)
         self._runs += 1
-        watch = Watch(self._server, workers, self._runs, spec.timeout)
+        watch = Watch(self._launcher, workers, self._runs, spec.timeout)
         clean = False
         try:
             self._send(job, workers)
@@ -102,6 +104,7 @@ class Pool:
                 {spec.actual_rank(slot): text for slot, child in enumerate(workers) if (text := text_of(child.stderr))},
             )
             clean = all(outcome.is_clean for outcome in outcomes.values())
+            self._last_tests.update((child.identity, str(job.message["nodeid"])) for child in workers)
         finally:
             # Also after Ctrl-C: a worker in the midst of a test is of no use to the next one.
             if not clean or spec.isolation == "process":
@@ -114,42 +117,62 @@ class Pool:
                     worker.channel.send({"op": "retire"})
         return result
 
+    def take_late_deaths(self) -> list[str]:
+        """Return, in words, which workers have died after their last test had its verdict; each is told once."""
+        self._launcher.take_news()
+        dead = [child for child in self._workers if child.status is not None]
+        self._note_late_deaths(dead)
+        self._discard(dead)
+        taken, self._late_deaths = self._late_deaths, []
+        return taken
+
     def close(self) -> None:
         """End all processes. Safe to call repeatedly."""
         self._workers.clear()
-        self._server.close()
+        self._launcher.close()
 
     def _ensure(self, spec: RanksSpec) -> list[Child]:
         """Return workers that are alive and ready, one for each process that the spec needs."""
+        self._launcher.take_news()
         stale = [child for child in self._workers if child.status is not None]
+        self._note_late_deaths(stale)
         if spec.isolation == "process":
-            stale += [child for child in self._workers[: spec.processes] if child.identity in self._used]
+            stale += [child for child in self._workers[: spec.processes] if child.identity in self._last_tests]
         if self._store is not None and self._store.status is not None:
             # Whoever is connected to a store that is gone cannot make another group.
-            self._server.kill(self._store)
+            self._launcher.kill(self._store)
             self._store = None
             stale = list(self._workers)
         self._discard(stale)
         self._start(spec.processes)
         workers = self._workers[: spec.processes]
-        self._server.await_ready(workers)
-        self._used.update(child.identity for child in workers)
+        self._launcher.await_ready(workers)
         return workers
+
+    def _note_late_deaths(self, dead: Sequence[Child]) -> None:
+        for child in dead:
+            test = self._last_tests.get(child.identity)
+            if test is not None and child.status is not None:
+                slot = self._workers.index(child)
+                self._late_deaths.append(
+                    f"the worker of rank {slot} {describe_exit(child.status)} after {test} had passed on it, between "
+                    f"tests\n{readable_stacks(text_of(child.stacks))}".rstrip()
+                )
 
     def _start(self, count: int) -> None:
         if self._store is None:
-            self._store = self._server.fork({"kind": "store"})
-            self._server.await_ready([self._store])
+            self._store = self._launcher.start({"kind": "store"})
+            self._launcher.await_ready([self._store])
         assert self._store.ready is not None
         while len(self._workers) < count:
-            self._workers.append(self._server.fork({"kind": "rank", "port": self._store.ready["port"]}))
+            self._workers.append(self._launcher.start({"kind": "rank", "port": self._store.ready["port"]}))
 
     def _discard(self, children: Sequence[Child]) -> None:
         for child in children:
             self._workers.remove(child)
             self._known_environments.pop(child.identity, None)
-            self._used.discard(child.identity)
-            self._server.kill(child)
+            self._last_tests.pop(child.identity, None)
+            self._launcher.kill(child)
 
     def _send(self, job: Job, workers: Sequence[Child]) -> None:
         spec = job.spec

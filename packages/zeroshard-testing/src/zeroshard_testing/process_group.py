@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import threading
+import warnings
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -55,13 +58,14 @@ class GroupKeeper:
             store = FakeStore()
         else:
             store = dist.PrefixStore(key, self._store)
-        dist.init_process_group(
-            "gloo" if backend == "gloo-cuda" else backend,
-            store=store,
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=timeout + _GROUP_TIMEOUT_MARGIN),
-        )
+        with _torch_warnings_ignored():
+            dist.init_process_group(
+                "gloo" if backend == "gloo-cuda" else backend,
+                store=store,
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=timeout + _GROUP_TIMEOUT_MARGIN),
+            )
         self._current = key
 
     def retire(self) -> None:
@@ -70,8 +74,9 @@ class GroupKeeper:
         if not dist.is_initialized():
             return
         groups = _all_groups()
-        dist.destroy_process_group()
-        if len(self._reapers) < _REAPERS and not self._retired.empty() or not self._reapers:
+        with _torch_warnings_ignored():
+            dist.destroy_process_group()
+        if not self._reapers or (len(self._reapers) < _REAPERS and not self._retired.empty()):
             reaper = threading.Thread(target=self._reap, name="zeroshard-group-reaper", daemon=True)
             self._reapers.append(reaper)
             reaper.start()
@@ -81,6 +86,14 @@ class GroupKeeper:
         while True:
             groups = self._retired.get()
             groups.clear()
+
+
+@contextlib.contextmanager
+def _torch_warnings_ignored() -> Iterator[None]:
+    # The user's filters may turn warnings into errors; these are none of the test's.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _all_groups() -> list[Any]:

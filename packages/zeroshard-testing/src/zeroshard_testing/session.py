@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import pickle
 import sys
+import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from zeroshard_testing.launcher import ForkServer
+from zeroshard_testing.launcher import Launcher, LaunchError
 from zeroshard_testing.pool import Job, Pool, Result
 from zeroshard_testing.report import RanksFailure
 from zeroshard_testing.spec import RanksSpec
@@ -28,12 +30,13 @@ class RanksSession:
         self._config = config
         self._pool: Pool | None = None
         self._machine: Mapping[str, Any] | None = None
+        self._late_deaths: list[str] = []
+        self._conftests: dict[Path, list[list[str]]] = {}
 
     def boot(self) -> Pool:
         """Return the pool, whose forkserver boots in the background from the first call on."""
         if self._pool is None:
-            inherit = self._config.getoption("capture") == "no"
-            self._pool = Pool(ForkServer(_pytest_args(self._config), inherit_output=inherit))
+            self._pool = Pool(_launcher(self._config))
         return self._pool
 
     def machine(self) -> Mapping[str, Any]:
@@ -52,8 +55,16 @@ class RanksSession:
         Raises:
             RanksFailure: If it has not passed on every rank, nor been skipped on all.
         """
-        result = self.boot().run(_job(item, spec, self._config))
+        if item.path not in self._conftests:
+            self._conftests[item.path] = _conftests(item)
+        job = _job(item, spec, self._config, self._conftests[item.path])
+        try:
+            result = self.boot().run(job)
+        except LaunchError as error:
+            self.close()
+            pytest.fail(str(error), pytrace=False)
         _keep_output(item, result)
+        _repeat_warnings(result)
         verdict = judge(result.outcomes)
         if verdict.kind == "skipped":
             pytest.skip(verdict.summary)
@@ -62,6 +73,12 @@ class RanksSession:
         if verdict.kind != "passed":
             raise RanksFailure(verdict)
 
+    def late_deaths(self) -> list[str]:
+        """Return what is known of workers that died after their test had its verdict, in words."""
+        if self._pool is not None:
+            self._late_deaths += self._pool.take_late_deaths()
+        return self._late_deaths
+
     def close(self) -> None:
         """End every process. Safe to call repeatedly."""
         if self._pool is not None:
@@ -69,16 +86,37 @@ class RanksSession:
             self._pool = None
 
 
-def _job(item: pytest.Function, spec: RanksSpec, config: pytest.Config) -> Job:
-    if item.module is None or (item.cls is not None and not hasattr(item, "instance")):
-        pytest.fail(f"{item.nodeid}: only functions and methods of plain classes can run on ranks", pytrace=False)
+def _launcher(config: pytest.Config) -> Launcher:
+    inherit_output = config.getoption("capture", default="fd") == "no"
+    arguments, environment = _pytest_args(config), _worker_environment()
+    if config.getoption("--ranks-launch") == "spawn":
+        from zeroshard_testing.spawn_launcher import SpawnLauncher
+
+        return SpawnLauncher(arguments, environment, inherit_output=inherit_output)
+    from zeroshard_testing.fork_launcher import ForkLauncher
+
+    return ForkLauncher(arguments, environment, inherit_output=inherit_output)
+
+
+def _worker_environment() -> dict[str, str]:
+    environment = dict(os.environ)
+    # One thread a rank: the ranks share the machine. Read once, when torch is loaded.
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    # The pytest in the workers is there for its assertions; plugins and options act in the controller.
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    for name in ("PYTEST_ADDOPTS", "PYTEST_PLUGINS"):
+        environment.pop(name, None)
+    return environment
+
+
+def _job(item: pytest.Function, spec: RanksSpec, config: pytest.Config, conftests: list[list[str]]) -> Job:
     arguments = {name: item.funcargs[name] for name in item._fixtureinfo.argnames}
     attributes = {} if item.cls is None else dict(vars(item.instance))
     message = {
         "name": item.name,
         "nodeid": f"{item.nodeid} (call)",
         "module": [item.module.__name__, str(item.path)],
-        "conftests": _conftests(item),
+        "conftests": conftests,
         "classes": [] if item.cls is None else item.cls.__qualname__.split("."),
         "function": item.originalname,
         "sys_path": sys.path,
@@ -92,13 +130,12 @@ def _job(item: pytest.Function, spec: RanksSpec, config: pytest.Config) -> Job:
 
 def _conftests(item: pytest.Function) -> list[list[str]]:
     """Return name and file of the conftest modules that hold for the test, outermost first."""
-    folders = list(reversed(item.path.parents))
     loaded = {}
     for plugin in item.config.pluginmanager.get_plugins():
         file = getattr(plugin, "__file__", None)
-        if file is not None and os.path.basename(file) == "conftest.py":  # noqa: PTH119 - many, per test
-            loaded[os.path.dirname(file)] = [plugin.__name__, file]  # noqa: PTH120
-    return [loaded[str(folder)] for folder in folders if str(folder) in loaded]
+        if file is not None and Path(file).name == "conftest.py":
+            loaded[Path(file).parent] = [plugin.__name__, file]
+    return [loaded[folder] for folder in reversed(item.path.parents) if folder in loaded]
 
 
 def _pickled(item: pytest.Function, arguments: Mapping[str, object], attributes: Mapping[str, object]) -> bytes:
@@ -123,6 +160,22 @@ def _keep_output(item: pytest.Function, result: Result) -> None:
     for stream, texts in (("stdout", result.stdout), ("stderr", result.stderr)):
         for rank, text in texts.items():
             item.add_report_section("call", f"{stream} rank {rank}", text)
+
+
+def _repeat_warnings(result: Result) -> None:
+    """Warn here of what the ranks warned of, once each, so that pytest counts and shows it."""
+    seen = dict.fromkeys(warning for outcome in result.outcomes.values() for warning in outcome.warnings)
+    for category, text, filename, line in seen:
+        module, _, name = category.rpartition(".")
+        known = getattr(sys.modules.get(module), name, None)
+        is_warning = isinstance(known, type) and issubclass(known, Warning)
+        with warnings.catch_warnings():
+            # The filters have been applied where the warning arose.
+            warnings.simplefilter("always")
+            if is_warning:
+                warnings.warn_explicit(text, known, filename, line)
+            else:
+                warnings.warn_explicit(f"{category}: {text}", UserWarning, filename, line)
 
 
 def _traceback_style(config: pytest.Config) -> str:

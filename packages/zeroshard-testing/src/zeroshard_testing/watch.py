@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import selectors
 import signal
 import time
@@ -11,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from zeroshard_testing import outcome as kinds
-from zeroshard_testing.launcher import Child, ForkServer, text_of
+from zeroshard_testing.launcher import Child, Launcher, readable_channels, size_of, text_of
 from zeroshard_testing.outcome import Outcome
+from zeroshard_testing.stacks import readable_stacks
 from zeroshard_testing.wire import Closed, Message
 
 # After the first failure the others have this long, in seconds, to come to an outcome of their own.
@@ -21,6 +21,7 @@ _IMPORT_TIMEOUT = 300.0
 # How long the forkserver may take to tell the status of a worker whose channel has ended, in seconds.
 _STATUS_TIMEOUT = 2.0
 _STACKS_TIMEOUT = 0.5
+_NEWS_INTERVAL = 0.02
 _STACK_SIGNAL = getattr(signal, "SIGUSR1", None)
 
 
@@ -28,14 +29,14 @@ class Watch:
     """The life of one test, from when it is sent to the last outcome.
 
     Args:
-        server: The forkserver, which tells how processes ended.
+        launcher: Tells how processes ended.
         workers: The test's workers, by slot.
         run: Number of the run; reports of other runs are ignored.
         timeout: Seconds that the test may take, imports not counted.
     """
 
-    def __init__(self, server: ForkServer, workers: Sequence[Child], run: int, timeout: float) -> None:
-        self._server = server
+    def __init__(self, launcher: Launcher, workers: Sequence[Child], run: int, timeout: float) -> None:
+        self._launcher = launcher
         self._workers = workers
         self._run = run
         self._timeout = timeout
@@ -52,10 +53,11 @@ class Watch:
             An outcome for every slot.
 
         Raises:
-            LaunchError: If the forkserver is gone.
+            LaunchError: If no process can be started any more.
         """
         with selectors.DefaultSelector() as selector:
-            selector.register(self._server.channel, selectors.EVENT_READ, None)
+            if self._launcher.channel is not None:
+                selector.register(self._launcher.channel, selectors.EVENT_READ, None)
             for slot, child in enumerate(self._workers):
                 selector.register(child.channel, selectors.EVENT_READ, slot)
             while not self._is_over():
@@ -63,11 +65,13 @@ class Watch:
                 if now >= self._end():
                     self._give_up()
                     break
-                for key, _ in selector.select(self._end() - now):
+                for key, _ in selector.select(min(self._end() - now, self._patience())):
                     if key.data is None:
-                        self._server.take_news()
+                        self._launcher.take_news()
                     elif not self._read(key.data):
                         selector.unregister(key.fileobj)
+                if self._must_ask():
+                    self._launcher.take_news()
                 self._notice_deaths()
         return dict(sorted(self._outcomes.items()))
 
@@ -84,6 +88,13 @@ class Watch:
             # The status of a dead rank is worth a wait of its own.
             deadline = max(deadline, max(self._ended.values()) + _STATUS_TIMEOUT)
         return deadline
+
+    def _must_ask(self) -> bool:
+        """Whether a status is awaited of which no news will come unasked."""
+        return bool(self._ended) and self._launcher.channel is None
+
+    def _patience(self) -> float:
+        return _NEWS_INTERVAL if self._must_ask() else _IMPORT_TIMEOUT
 
     def _read(self, slot: int) -> bool:
         """Take what a worker has sent; False when its channel has ended."""
@@ -123,11 +134,11 @@ class Watch:
                 # hold the other end open, so the channel's end is not waited for.
                 self._drain(slot)
             self._ended.pop(slot, None)
-            self._die(slot, describe_death(child.status))
+            self._die(slot, describe_exit(child.status))
 
     def _drain(self, slot: int) -> None:
         channel = self._workers[slot].channel
-        while select.select([channel], [], [], 0)[0] and self._read(slot):
+        while readable_channels([channel], 0) and self._read(slot):
             pass
 
     def _die(self, slot: int, summary: str) -> None:
@@ -136,7 +147,9 @@ class Watch:
             return
         if known is not None:
             summary += f" after it had reported {known.kind!r}, while other ranks were still running"
-        detail = text_of(self._workers[slot].stacks)
+        else:
+            summary += " before it reported an outcome"
+        detail = readable_stacks(text_of(self._workers[slot].stacks))
         self._settle(slot, Outcome(kinds.DIED, summary, detail, time.monotonic()))
 
     def _give_up(self) -> None:
@@ -167,11 +180,11 @@ class Watch:
         sizes: list[int] | None = None
         while asked and time.monotonic() < deadline:
             time.sleep(0.02)
-            before, sizes = sizes, [os.fstat(child.stacks.fileno()).st_size for child in asked]
+            before, sizes = sizes, [size_of(child.stacks) for child in asked]
             if sizes == before and all(sizes):
                 break
         return {
-            slot: text_of(self._workers[slot].stacks) or "(it did not answer when asked for its Python stack)"
+            slot: readable_stacks(text_of(self._workers[slot].stacks)) or "(it did not answer when asked for its Python stack)"
             for slot in slots
         }
 
@@ -185,21 +198,21 @@ def _signal_for_stacks(child: Child) -> bool:
     return False
 
 
-def describe_death(status: int) -> str:
-    """Say how a process ended that should have reported an outcome first.
+def describe_exit(status: int) -> str:
+    """Say how a process ended.
 
     Args:
         status: Exit status, negative for a signal.
 
     Example:
-        >>> describe_death(-9)
+        >>> describe_exit(-9)
         'was killed by SIGKILL'
-        >>> describe_death(0)
-        'exited with status 0 before it reported an outcome'
+        >>> describe_exit(0)
+        'exited with status 0'
     """
-    if status < 0:
-        try:
-            return f"was killed by {signal.Signals(-status).name}"
-        except ValueError:
-            return f"was killed by signal {-status}"
-    return f"exited with status {status} before it reported an outcome"
+    if status >= 0:
+        return f"exited with status {status}"
+    try:
+        return f"was killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"was killed by signal {-status}"

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import faulthandler
+import inspect
+import io
 import pickle
 import signal
 import time
+import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +52,8 @@ def serve(channel: Channel, request: Message, stacks: int, session: pytest.Sessi
         if message["op"] == "run":
             state.restore(message)
             outcome = _Run(channel, message, payload, groups, session).outcome()
+            # A reference left here would close the group's connections on the next test's time.
+            set_rank_values({})
             channel.send({"op": "outcome", "run": message["run"], **outcome.to_message()})
         else:
             groups.retire()
@@ -67,12 +73,14 @@ class _Run:
 
     def outcome(self) -> Outcome:
         """Run the test, whatever it does."""
+        recorder = self._session.config.pluginmanager.get_plugin(ProtocolPlugin.name)
         try:
             call = self._prepared()
             self._under_pytest(call)
+            outcome = Outcome(kinds.PASSED, moment=time.monotonic())
         except BaseException as error:  # noqa: BLE001 - whatever a test raises is its outcome
-            return self._of_exception(error)
-        return Outcome(kinds.PASSED, moment=time.monotonic())
+            outcome = self._of_exception(error)
+        return replace(outcome, warnings=recorder.take_warnings())
 
     def _prepared(self) -> Callable[[], object]:
         message = self._message
@@ -96,7 +104,7 @@ class _Run:
             owner = owner()
             vars(owner).update(attributes)
         function = getattr(owner, message["function"])
-        return lambda: function(**arguments)
+        return lambda: _finished(function(**arguments))
 
     def _under_pytest(self, call: Callable[[], object]) -> None:
         """Call within pytest's own wrappers, which explain failing assertions and apply warning filters."""
@@ -115,7 +123,7 @@ class _Run:
         if isinstance(error, pytest.xfail.Exception):
             return Outcome(kinds.XFAILED, error.msg or "", moment=moment)
         info = pytest.ExceptionInfo.from_exception(error.with_traceback(_user_part(error.__traceback__)))
-        detail, path, line = _rendered(info, self._message)
+        detail, path, line = _rendered(info, self._message, self._session.config)
         summary = (info.exconly(tryshort=True).splitlines() or [type(error).__name__])[0]
         if isinstance(error, SystemExit):
             summary = f"called sys.exit({error.code!r})"
@@ -135,7 +143,28 @@ class _RankItem(pytest.Item):
 
 
 class ProtocolPlugin:
-    """Replaces pytest's setup, call and teardown by the one call, inside all wrappers of the protocol."""
+    """Replaces pytest's setup, call and teardown by the one call, inside all wrappers of the protocol.
+
+    Attributes:
+        name: The name to register it by.
+    """
+
+    name = "zeroshard-rank-protocol"
+
+    def __init__(self) -> None:
+        self._warnings: list[tuple[str, str, str, int]] = []
+
+    def take_warnings(self) -> tuple[tuple[str, str, str, int], ...]:
+        """Return the warnings since the last call, as `Outcome` holds them."""
+        taken, self._warnings = tuple(self._warnings), []
+        return taken
+
+    def pytest_warning_recorded(self, warning_message: warnings.WarningMessage, when: str) -> None:
+        """Keep a warning for the controller."""
+        if when == "runtest":
+            category = f"{warning_message.category.__module__}.{warning_message.category.__qualname__}"
+            text = str(warning_message.message)
+            self._warnings.append((category, text, warning_message.filename, warning_message.lineno))
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
@@ -149,6 +178,14 @@ class ProtocolPlugin:
         return True
 
 
+def _finished(result: object) -> None:
+    """Refuse a test whose body has not run by the time that it returns."""
+    if inspect.isawaitable(result) or inspect.isasyncgen(result) or inspect.isgenerator(result):
+        if inspect.iscoroutine(result):
+            result.close()
+        pytest.fail(f"the test returned a {type(result).__name__}, so its body never ran: use a plain function", False)
+
+
 def _user_part(traceback: TracebackType | None) -> TracebackType | None:
     """Cut this package's and pytest's own frames off the outer end."""
     trimmed = traceback
@@ -157,13 +194,18 @@ def _user_part(traceback: TracebackType | None) -> TracebackType | None:
     return trimmed or traceback
 
 
-def _rendered(info: pytest.ExceptionInfo[BaseException], message: Message) -> tuple[str, str, int]:
+def _rendered(
+    info: pytest.ExceptionInfo[BaseException], message: Message, config: pytest.Config
+) -> tuple[str, str, int]:
     try:
         representation = info.getrepr(style=message["tb_style"], showlocals=message["showlocals"], chain=True)
     except Exception as failure:  # noqa: BLE001 - a value whose repr raises must not hide the error
         return f"{info.exconly()}\n(the traceback could not be rendered: {failure!r})", "", 0
     crash = representation.reprcrash
-    return str(representation), crash.path if crash else "", crash.lineno if crash else 0
+    page = io.StringIO()
+    # str() would strip the indentation of the first line of source.
+    representation.toterminal(type(config.get_terminal_writer())(page))
+    return page.getvalue().rstrip(), crash.path if crash else "", crash.lineno if crash else 0
 
 
 def _rank_values(message: Message) -> dict[str, Any]:

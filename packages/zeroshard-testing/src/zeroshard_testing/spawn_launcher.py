@@ -1,0 +1,98 @@
+"""Launches each worker as a process of its own that loads torch for itself: for systems without a forkserver."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from zeroshard_testing.launcher import SEND_TIMEOUT, Child, Launcher
+from zeroshard_testing.wire import Channel, Message
+
+_BOOTSTRAP = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from zeroshard_testing.spawned import main; main(json.loads(sys.argv[2]), json.loads(sys.argv[3]), sys.argv[4])"
+)
+_WINDOWS = sys.platform == "win32"
+
+
+class SpawnLauncher(Launcher):
+    """Starts every worker with a fresh interpreter.
+
+    Args:
+        pytest_args: Command line of the pytest that is configured in each worker.
+        environment: Environment of the workers until their first test.
+        inherit_output: Whether workers write to the controller's own standard output and error, uncaptured.
+    """
+
+    def __init__(self, pytest_args: Sequence[str], environment: dict[str, str], *, inherit_output: bool) -> None:
+        self._pytest_args = list(pytest_args)
+        self._environment = environment
+        self._inherit_output = inherit_output
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True)
+        self._started = 0
+        self._processes: dict[int, tuple[Child, subprocess.Popen[bytes]]] = {}
+
+    def start(self, request: Message) -> Child:
+        """See `Launcher.start`."""
+        ours, theirs = socket.socketpair()
+        ours.settimeout(SEND_TIMEOUT)
+        paths = [Path(self._folder.name, f"{self._started}-{name}") for name in ("stdout", "stderr", "stacks")]
+        stdout, stderr, stacks = (path.open("ab+", buffering=0) for path in paths)
+        arguments = [json.dumps(sys.path), json.dumps(self._pytest_args), json.dumps(request), str(paths[2])]
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-c", _BOOTSTRAP, *arguments],
+                stdin=subprocess.PIPE,
+                stdout=None if self._inherit_output else stdout,
+                stderr=None if self._inherit_output else stderr,
+                env=self._environment,
+                start_new_session=not _WINDOWS,
+                pass_fds=[] if _WINDOWS else [theirs.fileno()],
+            )
+            # Windows shares a socket with a process that exists already; elsewhere its number is enough.
+            shared = theirs.share(process.pid).hex() if sys.platform == "win32" else str(theirs.fileno())
+            with contextlib.suppress(OSError), process.stdin as stdin:  # type: ignore[union-attr]
+                stdin.write(shared.encode() + b"\n")
+        child = Child(self._started, Channel(ours), stdout, stderr, stacks, pid=process.pid)
+        self._started += 1
+        self._processes[child.identity] = child, process
+        return child
+
+    def kill(self, child: Child) -> None:
+        """See `Launcher.kill`."""
+        child.close()
+        _, process = self._processes.pop(child.identity, (None, None))
+        if process is not None:
+            _kill_group(process)
+            process.wait()
+            for name in ("stdout", "stderr", "stacks"):
+                Path(self._folder.name, f"{child.identity}-{name}").unlink(missing_ok=True)
+
+    def take_news(self) -> None:
+        """See `Launcher.take_news`."""
+        for child, process in self._processes.values():
+            if child.status is None and process.poll() is not None:
+                child.status = process.returncode
+
+    def close(self) -> None:
+        """See `Launcher.close`."""
+        for child, _ in list(self._processes.values()):
+            self.kill(child)
+        self._folder.cleanup()
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    if sys.platform == "win32":
+        process.kill()
+        return
+    # What a test started and left behind ends with the rank that started it.
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
