@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from zeroshard_testing import worker
-from zeroshard_testing.wire import Channel, Closed, Message
+from zeroshard_testing.wire import Channel, ClosedError, Message
 
 if TYPE_CHECKING:
     import pytest
@@ -32,7 +32,7 @@ def run_child(channel: Channel, request: Message, stacks: int, session: pytest.S
             _host_store(channel)
         else:
             _probe_accelerators(channel)
-    except Closed:
+    except ClosedError:
         # The controller wants no more of this process.
         return
 
@@ -41,7 +41,7 @@ def _open_streams() -> None:
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
-    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: PTH123, SIM115 - a descriptor, open for good
+    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - a descriptor, open for good
     # Unbuffered: what a rank wrote just before it was killed is often what explains it.
     sys.stdout = _text_stream(1)
     sys.stderr = _text_stream(2)
@@ -50,19 +50,17 @@ def _open_streams() -> None:
 def _text_stream(descriptor: int) -> io.TextIOWrapper:
     raw = io.FileIO(descriptor, "w", closefd=False)
     # What ``python -u`` does too, although the type asks for a buffer between the two.
-    return io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True)  # type: ignore[type-var]
+    return io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True)
 
 
 def _host_store(channel: Channel) -> None:
-    import torch.distributed as dist
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch exports it unseen
 
     # An IPv4 socket of our own: for peers on the dual-stack socket that TCPStore opens by itself it resolves an
     # IPv4-mapped address to a name, and now and then that lookup stalls for seconds.
     listener = socket.create_server(("127.0.0.1", 0), backlog=128)
     port = listener.getsockname()[1]
-    store = dist.TCPStore(
-        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
+    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     channel.send({"op": "ready", "port": port})
     try:
         channel.receive()
@@ -82,6 +80,5 @@ def _probe_accelerators(channel: Channel) -> None:
             "torch": torch.__version__,
             "gloo": dist.is_available() and dist.is_gloo_available(),
             "nccl": dist.is_available() and dist.is_nccl_available(),
-            "nccl_version": list(torch.cuda.nccl.version()) if available and dist.is_nccl_available() else [],
         }
     )

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import IO
 
 from zeroshard_testing.launcher import SEND_TIMEOUT, Child, Launcher, LaunchError, readable_channels, text_of
-from zeroshard_testing.wire import Channel, Closed, Message
+from zeroshard_testing.wire import Channel, ClosedError, Message
 
 _BOOTSTRAP = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
@@ -69,7 +69,7 @@ class ForkLauncher(Launcher):
         with theirs:
             try:
                 self.channel.send(message, descriptors=descriptors)
-            except Closed as error:
+            except ClosedError as error:
                 raise self._failure() from error
         return child
 
@@ -77,7 +77,7 @@ class ForkLauncher(Launcher):
         """See `Launcher.kill`."""
         child.close()
         if self._children.pop(child.identity, None) is not None and child.status is None:
-            with contextlib.suppress(Closed):
+            with contextlib.suppress(ClosedError):
                 self.channel.send({"op": "kill", "id": child.identity})
 
     def take_news(self) -> None:
@@ -92,7 +92,7 @@ class ForkLauncher(Launcher):
                     child.pid = message["pid"]
                 elif child is not None:
                     child.status = message["status"]
-        except Closed as error:
+        except ClosedError as error:
             raise self._failure() from error
 
     def close(self) -> None:
@@ -113,9 +113,8 @@ class ForkLauncher(Launcher):
     def _failure(self) -> LaunchError:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1)
-        return LaunchError(
-            f"the forkserver is gone (exit status {self._process.poll()}). It wrote:\n{text_of(self._log) or '(nothing)'}"
-        )
+        written = text_of(self._log) or "(nothing)"
+        return LaunchError(f"the forkserver is gone (exit status {self._process.poll()}). It wrote:\n{written}")
 
 
 def _append_only_file() -> IO[bytes]:
@@ -123,4 +122,4 @@ def _append_only_file() -> IO[bytes]:
     file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - lives as long as the child
     flags = fcntl.fcntl(file.fileno(), fcntl.F_GETFL)
     fcntl.fcntl(file.fileno(), fcntl.F_SETFL, flags | os.O_APPEND)
-    return file  # type: ignore[return-value]
+    return file

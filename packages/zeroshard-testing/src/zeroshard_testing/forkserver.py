@@ -19,7 +19,7 @@ import pytest
 
 from zeroshard_testing.child import run_child
 from zeroshard_testing.idle_pytest import with_idle_pytest
-from zeroshard_testing.wire import Channel, Closed, Message
+from zeroshard_testing.wire import Channel, ClosedError, Message
 
 
 def main(descriptor: int, pytest_args: list[str]) -> None:
@@ -49,19 +49,20 @@ class _Server:
         wakeup, self._wakeup = socket.socketpair()
         wakeup.setblocking(False)
         self._wakeup.setblocking(False)
+        sources: list[Channel | socket.socket] = [self._channel, wakeup]
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
         try:
             self._channel.send({"op": "up"})
             while True:
-                readable, _, _ = select.select([self._channel, wakeup], [], [])
+                readable, _, _ = select.select(sources, [], [])
                 if wakeup in readable:
                     wakeup.recv(4096)
                     self._reap()
                 if self._channel in readable:
                     for message, _ in self._channel.receive_ready():
                         self._handle(message)
-        except Closed:
+        except ClosedError:
             pass
         finally:
             self._kill_all()
@@ -98,7 +99,7 @@ class _Server:
                 os.close(source)
             run_child(Channel(socket.socket(fileno=control)), message, stacks, self._session)
             status = 0
-        except BaseException:  # noqa: BLE001 - this process must not return into the server's code
+        except BaseException:  # this process must not return into the server's code
             sys.excepthook(*sys.exc_info())
         finally:
             os._exit(status)

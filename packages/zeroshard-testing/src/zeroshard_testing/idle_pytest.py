@@ -18,7 +18,6 @@ def with_idle_pytest(pytest_args: list[str], body: Callable[[pytest.Session], No
     """
     # Before pytest is configured: a filter that makes an error of warnings is for tests, not for torch's own modules.
     import torch
-    import torch.distributed.distributed_c10d  # noqa: F401 - loaded here so that it is shared
 
     torch.set_num_threads(1)
     pytest.main(pytest_args, plugins=[_TakeOver(body), _Registrar()])

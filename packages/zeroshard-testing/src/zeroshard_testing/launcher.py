@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import IO
 
-from zeroshard_testing.wire import Channel, Closed, Message
+from zeroshard_testing.wire import Channel, ClosedError, Message
 
 BOOT_TIMEOUT = 120.0
 """Seconds until a process that is not ready is an error; the first one loads torch, perhaps from a cold disk."""
@@ -154,6 +154,6 @@ def _take_readiness(child: Child) -> None:
     try:
         for message, _ in child.channel.receive_ready():
             child.ready = message
-    except Closed as error:
+    except ClosedError as error:
         written = "".join(text_of(file) for file in child.files)
         raise LaunchError(f"a worker process ended while it started. It wrote:\n{written or '(nothing)'}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -13,6 +14,23 @@ XFAILED = "xfailed"
 DIED = "died"
 STOPPED = "stopped"
 TIMED_OUT = "timed out"
+
+
+_ECHOES = re.compile(
+    r"connection (was )?(reset|closed|refused|aborted)|broken pipe|socket closed|peer closed"
+    r"|remote (process|rank|peer) (has )?(exited|died)",
+    re.IGNORECASE,
+)
+
+
+def is_echo(text: str) -> bool:
+    """Whether an exception's text is what a rank says when its peer has gone: a consequence, told after causes.
+
+    Example:
+        >>> is_echo("RuntimeError: Connection reset by peer")
+        True
+    """
+    return _ECHOES.search(text) is not None
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 
 from zeroshard_testing.backends import NEEDS_PROBE, why_unavailable
-from zeroshard_testing.fixtures import SPEC_FIXTURE, _ranks_spec, device, process_group, rank, ranks_tmp_path, world_size
+from zeroshard_testing.fixtures import (
+    SPEC_FIXTURE,
+    _ranks_spec,
+    device,
+    process_group,
+    rank,
+    ranks_tmp_path,
+    world_size,
+)
 from zeroshard_testing.launcher import LaunchError
 from zeroshard_testing.report import RanksFailure, failure_report
 from zeroshard_testing.session import RanksSession
@@ -54,7 +62,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", _MARKER_HELP)
     for name in _required(config):
         if name not in BACKENDS.values():
-            raise pytest.UsageError(f"--ranks-require: unknown backend {name!r}; choose from {', '.join(BACKENDS.values())}")
+            raise pytest.UsageError(
+                f"--ranks-require: unknown backend {name!r}; choose from {', '.join(BACKENDS.values())}"
+            )
     config.stash[_session_key] = RanksSession(config)
 
 
@@ -117,7 +127,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 
 @pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, None]:
+def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, Any, None]:
     """Show the ranks' failures in place of the controller's own traceback."""
     outcome = yield
     if call.excinfo is not None and isinstance(call.excinfo.value, RanksFailure):

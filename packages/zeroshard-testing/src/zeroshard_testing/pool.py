@@ -12,7 +12,7 @@ from zeroshard_testing.outcome import Outcome
 from zeroshard_testing.spec import RanksSpec
 from zeroshard_testing.stacks import readable_stacks
 from zeroshard_testing.watch import Watch, describe_exit
-from zeroshard_testing.wire import Closed, Message
+from zeroshard_testing.wire import ClosedError, Message
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Pool:
             self._start(spec.processes)
         elif spec.isolation == "group":
             for worker in workers:
-                with suppress(Closed):
+                with suppress(ClosedError):
                     worker.channel.send({"op": "retire"})
         return result
 
@@ -197,5 +197,5 @@ class Pool:
                 "environment": news,
             }
             # A worker that has died in the meantime is noticed by whoever watches it.
-            with suppress(Closed):
+            with suppress(ClosedError):
                 child.channel.send(message, job.payload)

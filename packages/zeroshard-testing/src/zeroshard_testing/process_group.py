@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # torch exports them unseen
 
 # Gloo needs about 20 ms to close the connections of a group, most of it asleep.
 _REAPERS = 8
@@ -31,7 +32,7 @@ class GroupKeeper:
     """
 
     def __init__(self, port: int) -> None:
-        self._store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        self._store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
         self._current: str | None = None
         self._retired: queue.Queue[list[Any]] = queue.Queue(_BACKLOG)
         self._reapers: list[threading.Thread] = []
@@ -51,13 +52,13 @@ class GroupKeeper:
         self.retire()
         if backend in ("nccl", "gloo-cuda"):
             torch.cuda.set_device(rank % torch.cuda.device_count())
-        store: dist.Store
+        store: Store
         if backend == "fake":
             from torch.testing._internal.distributed.fake_pg import FakeStore
 
             store = FakeStore()
         else:
-            store = dist.PrefixStore(key, self._store)
+            store = PrefixStore(key, self._store)
         with _torch_warnings_ignored():
             dist.init_process_group(
                 "gloo" if backend == "gloo-cuda" else backend,

@@ -32,6 +32,7 @@ class RankValue:
         return f"<{self._name} of each rank>"
 
     def _refuse(self, *_: object) -> NoReturn:
+        __tracebackhide__ = True
         raise TypeError(
             f"{self._name!r} exists on the ranks only: a fixture runs once, before the ranks do. Pass it on, or use it "
             f"in the test itself."

@@ -37,9 +37,7 @@ def assert_replicas_equal(
     counts = _gathered(torch.tensor([len(named)], device=device), group)
     for rank, count in zip(ranks, counts, strict=True):
         if count != counts[0]:
-            raise AssertionError(
-                f"rank {rank} has {count.item()} tensors, rank {ranks[0]} has {counts[0].item()}"
-            )
+            raise AssertionError(f"rank {rank} has {count.item()} tensors, rank {ranks[0]} has {counts[0].item()}")
     if not named:
         return
     _compare_descriptions(named, ranks, device, group)

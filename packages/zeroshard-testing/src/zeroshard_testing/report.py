@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import pytest
+from typing import Protocol
 
 from zeroshard_testing.verdict import Verdict
 
 
-class RanksFailure(pytest.fail.Exception):
+class _Writer(Protocol):
+    def line(self, text: str, **markup: bool) -> None: ...
+
+
+class RanksFailure(Exception):  # noqa: N818 - a verdict about the test, as pytest's own Failed
     """A test has failed on its ranks. What happened there is in ``verdict``."""
 
     def __init__(self, verdict: Verdict) -> None:
-        super().__init__(verdict.summary, pytrace=False)
+        super().__init__(verdict.summary)
         self.verdict = verdict
 
 
@@ -44,7 +47,7 @@ class FailureReport:
     def __str__(self) -> str:
         return self.text
 
-    def toterminal(self, writer: pytest.TerminalReporter) -> None:
+    def toterminal(self, writer: _Writer) -> None:
         """Print, with the lines that pytest colours in a traceback coloured."""
         for line in self.text.splitlines():
             writer.line(line, **_markup(line))

@@ -141,19 +141,23 @@ def _conftests(item: pytest.Function) -> list[list[str]]:
 def _pickled(item: pytest.Function, arguments: Mapping[str, object], attributes: Mapping[str, object]) -> bytes:
     try:
         return pickle.dumps((arguments, attributes), pickle.HIGHEST_PROTOCOL)
-    except Exception:  # noqa: BLE001 - any object may refuse in its own way
-        pass
+    except Exception as failure:  # any object may refuse in its own way
+        error = failure
+    culprit = "its arguments cannot be sent to the ranks together"
     for kind, values in (("fixture or parameter", arguments), ("attribute", attributes)):
         for name, value in values.items():
-            try:
-                pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
-            except Exception as error:  # noqa: BLE001
-                pytest.fail(
-                    f"{item.nodeid}: {kind} {name!r} cannot be sent to the ranks, since its value, a "
-                    f"{type(value).__name__}, cannot be pickled: {error}. Make it in the test itself.",
-                    pytrace=False,
-                )
-    pytest.fail(f"{item.nodeid}: its arguments cannot be pickled together", pytrace=False)
+            if (own_error := _pickling_error(value)) is not None:
+                error = own_error
+                culprit = f"{kind} {name!r}, a {type(value).__name__}, cannot be sent to the ranks"
+    pytest.fail(f"{item.nodeid}: {culprit}: {error}. Make it in the test itself.", pytrace=False)
+
+
+def _pickling_error(value: object) -> Exception | None:
+    try:
+        pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+    except Exception as error:
+        return error
+    return None
 
 
 def _keep_output(item: pytest.Function, result: Result) -> None:
@@ -167,19 +171,18 @@ def _repeat_warnings(result: Result) -> None:
     seen = dict.fromkeys(warning for outcome in result.outcomes.values() for warning in outcome.warnings)
     for category, text, filename, line in seen:
         module, _, name = category.rpartition(".")
-        known = getattr(sys.modules.get(module), name, None)
-        is_warning = isinstance(known, type) and issubclass(known, Warning)
+        known: object = getattr(sys.modules.get(module), name, None)
         with warnings.catch_warnings():
             # The filters have been applied where the warning arose.
             warnings.simplefilter("always")
-            if is_warning:
+            if isinstance(known, type) and issubclass(known, Warning):
                 warnings.warn_explicit(text, known, filename, line)
             else:
                 warnings.warn_explicit(f"{category}: {text}", UserWarning, filename, line)
 
 
 def _traceback_style(config: pytest.Config) -> str:
-    style = config.getoption("tbstyle", default="auto")
+    style: str = config.getoption("tbstyle", default="auto")
     return {"auto": "long", "line": "short", "no": "short"}.get(style, style)
 
 

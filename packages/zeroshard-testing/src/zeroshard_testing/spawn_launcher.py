@@ -58,7 +58,10 @@ class SpawnLauncher(Launcher):
                 pass_fds=[] if _WINDOWS else [theirs.fileno()],
             )
             # Windows shares a socket with a process that exists already; elsewhere its number is enough.
-            shared = theirs.share(process.pid).hex() if sys.platform == "win32" else str(theirs.fileno())
+            if sys.platform == "win32":
+                shared = theirs.share(process.pid).hex()
+            else:
+                shared = str(theirs.fileno())
             with contextlib.suppress(OSError), process.stdin as stdin:  # type: ignore[union-attr]
                 stdin.write(shared.encode() + b"\n")
         child = Child(self._started, Channel(ours), stdout, stderr, stacks, pid=process.pid)

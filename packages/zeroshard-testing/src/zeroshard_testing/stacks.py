@@ -17,8 +17,12 @@ def readable_stacks(text: str) -> str:
     Returns:
         The same for what is left.
     """
-    blocks = [block for block in re.split(r"\n\s*\n", text.strip()) if not _OWN_THREAD.search(block)]
+    blocks = [block for block in re.split(r"\n\s*\n", text.strip()) if not _is_noise(block)]
     return "\n\n".join(_above_worker(block) for block in blocks)
+
+
+def _is_noise(block: str) -> bool:
+    return block.startswith("Extension modules:") or _OWN_THREAD.search(block) is not None
 
 
 def _above_worker(block: str) -> str:

@@ -7,14 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from zeroshard_testing import outcome as kinds
-from zeroshard_testing.outcome import Outcome
+from zeroshard_testing.outcome import Outcome, is_echo
 
-# What a rank says when its peer has gone: a consequence, told after causes.
-_ECHOES = re.compile(
-    r"connection (was )?(reset|closed|refused|aborted)|broken pipe|remote process exited|peer closed"
-    r"|remote (rank|peer) (has )?(exited|died)|socket closed",
-    re.IGNORECASE,
-)
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
 
 
@@ -64,7 +58,11 @@ def judge(outcomes: Mapping[int, Outcome]) -> Verdict:
     if passed:
         parts.append(f"{_name(passed)} passed")
     return Verdict(
-        "failed", f"{cause.name} {_predicate(cause.outcome)}", "\n\n".join(parts), cause.outcome.path, cause.outcome.line
+        "failed",
+        f"{cause.name} {_predicate(cause.outcome)}",
+        "\n\n".join(parts),
+        cause.outcome.path,
+        cause.outcome.line,
     )
 
 
@@ -106,12 +104,12 @@ def _nearness_to_cause(outcome: Outcome) -> int:
     if outcome.kind == kinds.DIED:
         return 0
     if outcome.kind == kinds.FAILED:
-        return 3 if _ECHOES.search(outcome.summary) else 1
+        return 3 if is_echo(outcome.summary) else 1
     return {kinds.SKIPPED: 2, kinds.XFAILED: 2, kinds.TIMED_OUT: 4, kinds.STOPPED: 5}[outcome.kind]
 
 
 def _section(group: _Group) -> str:
-    echo = group.outcome.kind == kinds.FAILED and _ECHOES.search(group.outcome.summary)
+    echo = group.outcome.kind == kinds.FAILED and is_echo(group.outcome.summary)
     note = " (a consequence)" if echo else ""
     title = f" {group.name} {_predicate(group.outcome)}{note} "
     return "\n".join(part for part in (f"{title:=^100}", group.outcome.detail) if part)

@@ -13,14 +13,14 @@ from zeroshard_testing import outcome as kinds
 from zeroshard_testing.launcher import Child, Launcher, readable_channels, size_of, text_of
 from zeroshard_testing.outcome import Outcome
 from zeroshard_testing.stacks import readable_stacks
-from zeroshard_testing.wire import Closed, Message
+from zeroshard_testing.wire import ClosedError, Message
 
 # After the first failure the others have this long, in seconds, to come to an outcome of their own.
 _GRACE = 0.5
 _IMPORT_TIMEOUT = 300.0
 # How long the forkserver may take to tell the status of a worker whose channel has ended, in seconds.
 _STATUS_TIMEOUT = 2.0
-_STACKS_TIMEOUT = 0.5
+_STACKS_TIMEOUT = 1.0
 _NEWS_INTERVAL = 0.02
 _STACK_SIGNAL = getattr(signal, "SIGUSR1", None)
 
@@ -102,7 +102,7 @@ class Watch:
             for message, _ in self._workers[slot].channel.receive_ready():
                 if message.get("run") == self._run:
                     self._take(slot, message)
-        except Closed:
+        except ClosedError:
             self._ended[slot] = time.monotonic()
             return False
         return True
@@ -184,7 +184,8 @@ class Watch:
             if sizes == before and all(sizes):
                 break
         return {
-            slot: readable_stacks(text_of(self._workers[slot].stacks)) or "(it did not answer when asked for its Python stack)"
+            slot: readable_stacks(text_of(self._workers[slot].stacks))
+            or "(it did not answer when asked for its Python stack)"
             for slot in slots
         }
 

@@ -14,7 +14,7 @@ _MAX_DESCRIPTORS = 8
 Message = dict[str, Any]
 
 
-class Closed(Exception):
+class ClosedError(Exception):
     """The other end has closed the channel, or its process is gone."""
 
 
@@ -46,7 +46,7 @@ class Channel:
             descriptors: Open file descriptors to hand over; the receiver gets duplicates.
 
         Raises:
-            Closed: If the other end is gone.
+            ClosedError: If the other end is gone.
         """
         body = json.dumps(message).encode()
         frame = _FRAME.pack(len(body), len(payload)) + body + payload
@@ -57,7 +57,7 @@ class Channel:
             if frame:
                 self._sock.sendall(frame)
         except OSError as error:
-            raise Closed(str(error)) from error
+            raise ClosedError(str(error)) from error
 
     def receive(self) -> tuple[Message, bytes]:
         """Block until one whole message is there.
@@ -66,7 +66,7 @@ class Channel:
             The message and its payload.
 
         Raises:
-            Closed: If the other end closes first.
+            ClosedError: If the other end closes first.
         """
         while True:
             for message in self._parsed():
@@ -77,7 +77,7 @@ class Channel:
         """Read once, when a selector says that there is something, and yield every message that is complete.
 
         Raises:
-            Closed: If the other end has closed.
+            ClosedError: If the other end has closed.
         """
         yield from self._parsed()
         self._fill()
@@ -102,9 +102,9 @@ class Channel:
             else:
                 data = self._sock.recv(1 << 16)
         except OSError as error:
-            raise Closed(str(error)) from error
+            raise ClosedError(str(error)) from error
         if not data:
-            raise Closed("end of stream")
+            raise ClosedError("end of stream")
         self._buffer += data
 
     def _parsed(self) -> Iterator[tuple[Message, bytes]]:

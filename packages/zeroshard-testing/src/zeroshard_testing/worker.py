@@ -12,13 +12,13 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
 from zeroshard_testing import outcome as kinds
 from zeroshard_testing.importing import import_test_module, is_imported
-from zeroshard_testing.outcome import Outcome
+from zeroshard_testing.outcome import Outcome, is_echo
 from zeroshard_testing.process_state import ProcessState
 from zeroshard_testing.rank_values import set_rank_values
 from zeroshard_testing.wire import Channel, Message
@@ -59,6 +59,9 @@ def serve(channel: Channel, request: Message, stacks: int, session: pytest.Sessi
             groups.retire()
 
 
+_TracebackStyle = Literal["long", "short", "line", "no", "native", "value", "auto"]
+
+
 class _Run:
     """One test on this rank."""
 
@@ -73,14 +76,17 @@ class _Run:
 
     def outcome(self) -> Outcome:
         """Run the test, whatever it does."""
-        recorder = self._session.config.pluginmanager.get_plugin(ProtocolPlugin.name)
         try:
             call = self._prepared()
             self._under_pytest(call)
             outcome = Outcome(kinds.PASSED, moment=time.monotonic())
-        except BaseException as error:  # noqa: BLE001 - whatever a test raises is its outcome
+        except BaseException as error:  # whatever a test raises is its outcome
             outcome = self._of_exception(error)
-        return replace(outcome, warnings=recorder.take_warnings())
+        return replace(outcome, warnings=self._take_warnings())
+
+    def _take_warnings(self) -> tuple[tuple[str, str, str, int], ...]:
+        recorder = self._session.config.pluginmanager.get_plugin(ProtocolPlugin.name)
+        return recorder.take_warnings() if isinstance(recorder, ProtocolPlugin) else ()
 
     def _prepared(self) -> Callable[[], object]:
         message = self._message
@@ -97,7 +103,7 @@ class _Run:
         )
         set_rank_values(_rank_values(message))
         # Sent by the controller that started this process, over a socket that nobody else has.
-        arguments, attributes = pickle.loads(self._payload)  # noqa: S301
+        arguments, attributes = pickle.loads(self._payload)
         for name in message["classes"]:
             owner = getattr(owner, name)
         if message["classes"]:
@@ -123,8 +129,12 @@ class _Run:
         if isinstance(error, pytest.xfail.Exception):
             return Outcome(kinds.XFAILED, error.msg or "", moment=moment)
         info = pytest.ExceptionInfo.from_exception(error.with_traceback(_user_part(error.__traceback__)))
-        detail, path, line = _rendered(info, self._message, self._session.config)
         summary = (info.exconly(tryshort=True).splitlines() or [type(error).__name__])[0]
+        if isinstance(error, pytest.fail.Exception) and not error.pytrace:
+            return Outcome(kinds.FAILED, summary, error.msg or "", moment)
+        # The source around a consequence explains nothing, and pytest would parse all of torch.distributed to show it.
+        style: _TracebackStyle = "native" if is_echo(summary) else self._message["tb_style"]
+        detail, path, line = _rendered(info, style, self._message["showlocals"], self._session.config)
         if isinstance(error, SystemExit):
             summary = f"called sys.exit({error.code!r})"
         return Outcome(kinds.FAILED, summary, detail, moment, path, line)
@@ -173,7 +183,7 @@ class ProtocolPlugin:
             return None
         try:
             item.runtest()
-        except BaseException as error:  # noqa: BLE001 - whatever a test raises is its outcome
+        except BaseException as error:  # whatever a test raises is its outcome
             item.error = error
         return True
 
@@ -195,11 +205,12 @@ def _user_part(traceback: TracebackType | None) -> TracebackType | None:
 
 
 def _rendered(
-    info: pytest.ExceptionInfo[BaseException], message: Message, config: pytest.Config
+    info: pytest.ExceptionInfo[BaseException], style: _TracebackStyle, showlocals: bool, config: pytest.Config
 ) -> tuple[str, str, int]:
+    """Return the traceback as text, with file and line of where it was raised."""
     try:
-        representation = info.getrepr(style=message["tb_style"], showlocals=message["showlocals"], chain=True)
-    except Exception as failure:  # noqa: BLE001 - a value whose repr raises must not hide the error
+        representation = info.getrepr(style=style, showlocals=showlocals, chain=True)
+    except Exception as failure:  # a value whose repr raises must not hide the error
         return f"{info.exconly()}\n(the traceback could not be rendered: {failure!r})", "", 0
     crash = representation.reprcrash
     page = io.StringIO()

@@ -1,0 +1,153 @@
+"""Options, backends that are missing, other plugins, and what is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from conftest import Suite
+
+RunSuite = Callable[..., "Suite"]
+
+pytest_plugins = ["pytester"]
+
+BACKENDS = """
+    import pytest
+
+    @pytest.mark.ranks(2, backend="gloo")
+    def test_gloo(): pass
+
+    @pytest.mark.ranks(2, backend="fake")
+    def test_fake(): pass
+
+    @pytest.mark.ranks(2, backend=["nccl", "gloo-cuda"])
+    def test_cuda(): pass
+
+    def test_plain(): pass
+"""
+WITHOUT_CUDA = """
+    import os
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+"""
+
+
+def test_a_missing_backend_is_skipped_with_its_reason(suite: RunSuite) -> None:
+    done = suite("-rs", test_backends=BACKENDS, conftest=WITHOUT_CUDA)
+    assert "3 passed, 2 skipped" in done.text
+    assert "backend nccl needs CUDA" in done.text
+
+
+def test_a_required_backend_that_is_missing_fails(suite: RunSuite) -> None:
+    done = suite("--ranks-require=nccl", test_backends=BACKENDS, conftest=WITHOUT_CUDA)
+    assert done.cases["test_cuda[2-nccl]"].kind == "error"
+    assert "--ranks-require=nccl" in done.cases["test_cuda[2-nccl]"].text
+    assert done.cases["test_cuda[2-gloo-cuda]"].kind == "skipped"
+
+
+def test_an_unknown_required_backend_is_refused(suite: RunSuite) -> None:
+    done = suite("--ranks-require=nvlink", test_backends=BACKENDS)
+    assert done.status == pytest.ExitCode.USAGE_ERROR
+    assert "unknown backend 'nvlink'" in done.text
+
+
+def test_one_backend_can_be_selected(suite: RunSuite) -> None:
+    done = suite("--ranks-backend=fake", test_backends=BACKENDS)
+    assert set(done.cases) == {"test_fake[2-fake]"}
+    assert "4 deselected" in done.text
+
+
+@pytest.mark.parametrize(
+    ("marker", "complaint"),
+    [
+        ("ranks()", "name at least one world size"),
+        ("ranks(0)", "a number of ranks is a positive int"),
+        ('ranks(2, backend="mpi")', "unknown backend 'mpi'"),
+        ("ranks(2, time=3)", "unknown argument 'time'"),
+        ("ranks(2, fake_rank=1)", 'fake_rank goes with backend="fake"'),
+    ],
+)
+def test_a_marker_that_means_nothing_is_refused(pytester: pytest.Pytester, marker: str, complaint: str) -> None:
+    pytester.makepyfile(f"import pytest\n@pytest.mark.{marker}\ndef test_it(): pass")
+    result = pytester.runpytest_inprocess()
+    result.assert_outcomes(errors=1)
+    assert complaint in result.stdout.str()
+
+
+def test_pdb_is_refused(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("import pytest\n@pytest.mark.ranks(2)\ndef test_it(): pass")
+    result = pytester.runpytest_inprocess("--pdb")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*--pdb and --trace cannot reach tests marked with ranks*"])
+
+
+def test_xdist_runs_rank_tests(suite: RunSuite) -> None:
+    pytest.importorskip("xdist", reason="pytest-xdist is not installed")
+    done = suite("-n", "2", test_backends=BACKENDS, conftest=WITHOUT_CUDA)
+    assert "3 passed, 2 skipped" in done.text
+
+
+def test_importing_the_plugin_does_not_import_torch() -> None:
+    program = "import sys, zeroshard_testing, zeroshard_testing.plugin; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+INTERRUPTED = """
+    import os, pathlib, time, pytest
+
+    @pytest.mark.ranks(2)
+    def test_first(rank):
+        pass
+
+    @pytest.mark.ranks(2)
+    def test_waits(rank, world_size):
+        pathlib.Path(f"pid-{rank}").write_text(f"{os.getpid()} {os.getppid()}")
+        time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_nothing_is_left_after_an_interrupt(tmp_path: Path, how: signal.Signals) -> None:
+    (tmp_path / "test_it.py").write_text("\n".join(line[4:] for line in INTERRUPTED.splitlines()))
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), "test_it.py"],
+        cwd=tmp_path,
+        env={**os.environ, "TMPDIR": str(temporary)},
+        stdout=subprocess.DEVNULL,
+    )
+    marks = [tmp_path / "pid-0", tmp_path / "pid-1"]
+    assert _eventually(lambda: all(mark.exists() and mark.read_text() for mark in marks), 60)
+    pids = {int(pid) for mark in marks for pid in mark.read_text().split()}
+    process.send_signal(how)
+    process.wait(30)
+    assert _eventually(lambda: not any(_is_running(pid) for pid in pids), 10)
+    assert [path for path in temporary.iterdir() if not path.name.startswith("pytest-of-")] == []
+
+
+def _eventually(condition: Callable[[], bool], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    # Whoever adopts orphans may be slow to bury them.
+    status = Path(f"/proc/{pid}/stat")
+    return not status.exists() or status.read_text().rpartition(")")[2].split()[0] != "Z"

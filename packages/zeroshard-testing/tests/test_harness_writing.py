@@ -1,0 +1,185 @@
+"""What a rank test can use: fixtures, parameters, classes, helpers, backends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from conftest import Suite
+
+RunSuite = Callable[..., "Suite"]
+
+RIGHT = """
+    import os, warnings
+    import pytest
+    import torch
+    import torch.distributed as dist
+    from helpers_beside import double
+    from zeroshard_testing import assert_replicas_equal
+
+    @pytest.mark.ranks(2, 4, backend="gloo", isolation="group", timeout=30)
+    def test_sum(rank, world_size, process_group, device):
+        x = torch.full((4,), float(rank), device=device)
+        dist.all_reduce(x, group=process_group)
+        assert x[0] == sum(range(world_size))
+        assert dist.get_rank() == rank
+        assert process_group is dist.group.WORLD
+
+    @pytest.mark.ranks(2)
+    def test_without_fixtures():
+        assert dist.get_world_size() == 2
+
+    @pytest.mark.ranks(2)
+    @pytest.mark.parametrize("text", ["a", "b"])
+    def test_parameters(text, own_fixture, tmp_path, ranks_tmp_path, rank):
+        assert text in "ab" and own_fixture == {"made": "once", "rank": rank}
+        (ranks_tmp_path / str(rank)).touch()
+        dist.barrier()
+        assert {path.name for path in tmp_path.iterdir()} == {"0", "1"}
+
+    @pytest.mark.ranks(2)
+    class TestInClass:
+        def setup_method(self):
+            self.prepared = 3
+
+        def test_method(self, rank):
+            assert dist.get_world_size() == 2 and self.prepared == double(1) + 1
+
+        @pytest.mark.ranks(3)
+        def test_nearer_marker(self, rank):
+            assert dist.get_world_size() == 3
+
+    @pytest.mark.ranks(64, backend="fake", fake_rank=5)
+    def test_fake(rank, world_size, device):
+        assert (rank, world_size, dist.get_rank(), dist.get_world_size()) == (5, 64, 5, 64)
+        dist.all_reduce(torch.ones(1, device=device))
+
+    @pytest.mark.ranks(2, isolation="none")
+    @pytest.mark.parametrize("turn", [1, 2])
+    def test_shared_group(turn):
+        counter = torch.ones(1)
+        dist.all_reduce(counter)
+        seen = dist.distributed_c10d._get_default_store().add("seen", 1)
+        assert (turn - 1) * 2 < seen <= turn * 2
+
+    @pytest.mark.ranks(2, isolation="process")
+    @pytest.mark.parametrize("turn", [1, 2])
+    def test_fresh_process(turn):
+        assert not hasattr(torch, "left_behind")
+        torch.left_behind = True
+
+    @pytest.mark.ranks(2)
+    @pytest.mark.parametrize("turn", [1, 2])
+    def test_fresh_state(turn, monkeypatch_environment, rank):
+        assert os.environ["FOR_THIS_TEST"] == "yes" and "LEFT_BEHIND" not in os.environ
+        assert torch.get_default_dtype() == torch.float32 and torch.get_num_threads() == 1
+        os.environ["LEFT_BEHIND"] = "1"
+        torch.set_default_dtype(torch.float64)
+
+    @pytest.mark.ranks(2)
+    def test_warns():
+        warnings.warn("careful", FutureWarning)
+
+    @pytest.mark.ranks(2)
+    @pytest.mark.filterwarnings("error:careful")
+    def test_filters_warnings():
+        with pytest.raises(FutureWarning):
+            warnings.warn("careful", FutureWarning)
+
+    @pytest.mark.ranks(2)
+    def test_subgroups():
+        pair = dist.new_group([0, 1])
+        x = torch.ones(1)
+        dist.all_reduce(x, group=pair)
+        assert x == 2
+
+    @pytest.mark.ranks(3)
+    def test_equal_replicas(rank):
+        same = {"weight": torch.arange(6.0).reshape(2, 3), "step": torch.tensor(1), "nan": torch.tensor([torch.nan])}
+        same |= {"complex": torch.ones(2) * 1j, "bf16": torch.ones(2).bfloat16(), "empty": torch.ones(0)}
+        assert_replicas_equal(same)
+        if rank == 2:
+            same["weight"][1, 0] = 7
+        difference = "'weight' .* in 1 of 6 elements, first at .1, 0.: rank 2 has 7.0, rank 0 has 3.0"
+        with pytest.raises(AssertionError, match=difference):
+            assert_replicas_equal(same)
+        with pytest.raises(AssertionError, match="rank 1 has 2 tensors, rank 0 has 1"):
+            assert_replicas_equal([torch.ones(1)] * (2 if rank == 1 else 1))
+        with pytest.raises(AssertionError, match="tensor 0 differs: rank 1 has tensor 0 of torch.float32, shape .2,."):
+            assert_replicas_equal([torch.ones(1 + (rank == 1))])
+        with pytest.raises(AssertionError, match="first at .0,.: rank 1 has -0.0"):
+            assert_replicas_equal([torch.tensor([-0.0 if rank == 1 else 0.0])])
+"""
+CONFTEST = """
+    import pytest
+    pytest.register_assert_rewrite("helpers_beside")
+
+    @pytest.fixture
+    def own_fixture(rank):
+        return {"made": "once", "rank": rank}
+
+    @pytest.fixture
+    def monkeypatch_environment(monkeypatch):
+        monkeypatch.setenv("FOR_THIS_TEST", "yes")
+"""
+HELPERS = """
+    def double(x):
+        assert x == 1
+        return 2 * x
+"""
+
+
+@pytest.fixture(scope="module")
+def right(tmp_path_factory: pytest.TempPathFactory, run_suite: RunSuite) -> Suite:
+    """The suite, run."""
+    return run_suite(tmp_path_factory.mktemp("right"), test_right=RIGHT, conftest=CONFTEST, helpers_beside=HELPERS)
+
+
+def test_everything_passes_that_should(right: Suite) -> None:
+    assert {name for name, case in right.cases.items() if case.kind != "passed"} == set(), right.text
+    assert right.status == 0
+
+
+def test_ids_name_ranks_and_backend(right: Suite) -> None:
+    assert {"test_sum[2-gloo]", "test_sum[4-gloo]", "test_fake[64-fake-rank5]"} <= set(right.cases)
+
+
+def test_a_warning_on_the_ranks_is_shown_once(right: Suite) -> None:
+    assert right.text.count("FutureWarning: careful") == 1
+
+
+def test_import_mode_importlib_reaches_modules_that_share_a_name(suite: RunSuite) -> None:
+    body = """
+        import pytest
+
+        @pytest.mark.ranks(2)
+        def test_which(rank):
+            assert __file__.endswith("{folder}/test_same.py")
+            with pytest.raises(AssertionError, match="assert 1 == 2"):
+                assert 1 == 2
+    """
+    files = {f"{folder}__test_same": body.replace("{folder}", folder) for folder in ("a", "b")}
+    done = suite("--import-mode=importlib", **files)
+    assert done.status == 0, done.text
+    assert "2 passed" in done.text
+
+
+def test_spawned_workers_do_the_same(suite: RunSuite) -> None:
+    body = """
+        import os, pytest
+
+        @pytest.mark.ranks(2)
+        def test_passes(rank):
+            assert rank in (0, 1)
+
+        @pytest.mark.ranks(2)
+        def test_dies(rank):
+            if rank == 1:
+                os._exit(5)
+    """
+    done = suite("--ranks-launch=spawn", test_spawned=body)
+    assert done.cases["test_passes[2-gloo]"].kind == "passed", done.text
+    assert done.cases["test_dies[2-gloo]"].text.startswith("rank 1 exited with status 5")
