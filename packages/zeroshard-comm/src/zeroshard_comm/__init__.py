@@ -6,8 +6,8 @@ from zeroshard_comm.collective import CollectiveExchange
 from zeroshard_comm.control import Control
 from zeroshard_comm.exchange import Exchange, Pending, Segment, Share, shared_bytes
 from zeroshard_comm.failures import DisagreementError, PeerLostError
-from zeroshard_comm.packing import PACK_BELOW, PackedShare, Shipment
-from zeroshard_comm.point_to_point import PointToPointExchange
+from zeroshard_comm.packing import PACK_BELOW, STATUS_WORDS, PackedShare, Shipment, Status
+from zeroshard_comm.point_to_point import GlooExchange, PointToPointExchange
 from zeroshard_comm.ranks import RankGroup
 from zeroshard_comm.traffic import Traffic, Volume
 from zeroshard_comm.transfer import CHUNK_BYTES, Consignment, gather
@@ -15,12 +15,14 @@ from zeroshard_comm.transfer import CHUNK_BYTES, Consignment, gather
 __all__ = [
     "CHUNK_BYTES",
     "PACK_BELOW",
+    "STATUS_WORDS",
     "CollectiveExchange",
     "Consignment",
     "Control",
     "Declaration",
     "DisagreementError",
     "Exchange",
+    "GlooExchange",
     "PackedShare",
     "PeerLostError",
     "Pending",
@@ -29,6 +31,7 @@ __all__ = [
     "Segment",
     "Share",
     "Shipment",
+    "Status",
     "Traffic",
     "Volume",
     "agree",

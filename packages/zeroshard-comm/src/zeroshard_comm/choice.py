@@ -6,7 +6,7 @@ import torch
 
 from zeroshard_comm.collective import CollectiveExchange
 from zeroshard_comm.exchange import Exchange
-from zeroshard_comm.point_to_point import PointToPointExchange
+from zeroshard_comm.point_to_point import GlooExchange
 from zeroshard_comm.ranks import RankGroup
 from zeroshard_comm.traffic import Traffic
 
@@ -20,13 +20,13 @@ def exchange_for(ranks: RankGroup, device: torch.device, traffic: Traffic | None
         traffic: where bytes are counted.
 
     Returns:
-        Direct sends where tagged point-to-point works (gloo on CPU), else collectives.
+        Broadcasts and direct sends where tagged point-to-point works (gloo on CPU), else collectives alone.
 
     Raises:
         RuntimeError: if the group has no backend for this device type.
     """
     if ranks.sends_tagged(device):
-        return PointToPointExchange(ranks, traffic)
+        return GlooExchange(ranks, traffic)
     if ranks.moves_data() and not ranks.backend(device.type):
         raise RuntimeError(
             f"rank {ranks.rank}: the process group has no backend for tensors on {device.type!r}; initialise it with "

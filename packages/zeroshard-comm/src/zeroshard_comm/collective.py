@@ -1,4 +1,4 @@
-"""The exchange for every other backend: one broadcast or reduce per segment, all in flight at once.
+"""The exchange for any backend: one broadcast or reduce per segment, all in flight at once.
 
 This is what NCCL offers for segments of unequal lengths, and the only thing gloo offers for CUDA tensors (it has no
 point-to-point for them). Operations are issued in the order of the segments, which is the same on all ranks. On NCCL
@@ -68,8 +68,7 @@ class _BroadcastShare(Share):
     def send(self) -> None:
         ranks, traffic = self._exchange.ranks, self._exchange.traffic
         works = [
-            # As bytes: backends refuse some dtypes in a broadcast that they would move without looking at them.
-            dist.broadcast(s.buffer.view(torch.uint8), group=ranks.group, group_src=s.owner, async_op=True)
+            dist.broadcast(_movable(s.buffer), group=ranks.group, group_src=s.owner, async_op=True)
             for s in self._segments
         ]
         owned = shared_bytes(self._segments, ranks.rank)
@@ -81,3 +80,8 @@ class _BroadcastShare(Share):
         if self._in_flight is not None:
             self._in_flight.wait()
             self._in_flight = None
+
+
+def _movable(buffer: torch.Tensor) -> torch.Tensor:
+    """The buffer as bytes: backends refuse some dtypes in a broadcast that they would move without looking at them."""
+    return buffer if buffer.dtype is torch.uint8 else buffer.view(torch.uint8)

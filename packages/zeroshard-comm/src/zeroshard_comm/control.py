@@ -118,8 +118,8 @@ class Control:
         mine = [code, digest, int(error is not None)]
         self._mine.copy_(torch.tensor(mine))
         self._exchange(self._mine, self._rows, operation)
+        self._rows[self.ranks.rank].copy_(self._mine)
         headers = self._all.tolist()
-        headers[self.ranks.rank] = mine
         if all(header == mine for header in headers) and error is None:
             return None
         reason = Reason(
@@ -131,6 +131,23 @@ class Control:
             str(error) if error is not None else "",
         )
         return _verdict(self._confer(reason), error, self.ranks.rank, explain)
+
+    def any_raised(self, raised: bool, operation: str) -> bool:  # noqa: FBT001 - the one thing it is about
+        """Tell every rank whether any rank raised its hand. Collective.
+
+        Args:
+            raised: whether this rank does.
+            operation: named in errors.
+
+        Raises:
+            PeerLostError: if a rank is gone.
+        """
+        if self.alone:
+            return raised
+        self._mine.copy_(torch.tensor([zlib.crc32(operation.encode()), 0, int(raised)]))
+        self._exchange(self._mine, self._rows, operation)
+        self._rows[self.ranks.rank].copy_(self._mine)
+        return bool((self._all[:, 2] != 0).any())
 
     def _exchange(self, mine: torch.Tensor, rows: Sequence[torch.Tensor], operation: str, tag: int = TAG_HEADER) -> None:
         """Send ``mine`` to every peer and receive ``rows[r]`` from each peer ``r``; all of known, equal lengths."""
@@ -224,7 +241,7 @@ def _verdict(
             for operation in operations
         )
         return DisagreementError(
-            f"{calls}. Every rank of the group must make the same calls in the same order; nothing was changed."
+            f"{calls}. Every rank of the group must make the same calls in the same order."
         )
     reference = reasons[0]
     others = [reason.rank for reason in reasons if reason.digest != reference.digest]
@@ -232,7 +249,7 @@ def _verdict(
     words = explain(reference.detail, first_other.detail, 0, first_other.rank) if explain is not None else None
     return DisagreementError(
         f"{reference.operation}: {_ranks(others)} {'differs' if len(others) == 1 else 'differ'} from rank 0: "
-        f"{words or 'what they hold is not the same'}. Build the same model and optimizer on every rank; nothing was changed."
+        f"{words or 'what they hold is not the same'}. Build the same model and optimizer on every rank, and change them alike."
     )
 
 

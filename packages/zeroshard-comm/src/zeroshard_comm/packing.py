@@ -4,11 +4,15 @@ A message costs tens of microseconds whatever its size, a copy costs its bytes. 
 a staging buffer of their owner before they are sent and out of it after they have arrived; pieces above it are sent and
 received in place. What is packed with what depends on the lengths, dtypes, devices and owners alone, so ranks that
 agree on the plan agree on the messages.
+
+Every owner's *status*, a few numbers, can ride along in one of its messages. A rank that may not go on, because it failed
+or was asked for something else, still sends what the agreed layout says, and a status that tells the others: so nobody
+waits for a message that does not come, and no step pays for a message that only says that all is well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,15 +23,23 @@ PACK_BELOW = 256 * 1024
 """Pieces of fewer bytes than this are packed."""
 
 STAGING_LIMIT = 8 * 1024 * 1024
-"""A staging buffer holds at most this many bytes (one piece always fits, being smaller)."""
+"""A staging buffer holds at most this many bytes of pieces (one piece always fits, being smaller)."""
+
+STATUS_WORDS = 4
+"""Numbers in a status, 64-bit integers."""
+
+STATUS_BYTES = 8 * STATUS_WORDS
+
+Status = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
 class _Crate:
-    """One staging buffer and the pieces that travel in it."""
+    """One staging buffer, in bytes, and the pieces that travel in it."""
 
     owner: int
     staging: torch.Tensor
+    contents: torch.Tensor
     slots: tuple[torch.Tensor, ...]
     pieces: tuple[torch.Tensor, ...]
 
@@ -38,34 +50,49 @@ class Shipment:
     Args:
         segments: the pieces in agreed order; 1-D contiguous, any number, any lengths (empty ones are left out).
         rank: this rank.
+        world_size: number of ranks.
+        rooms: given, every owner's status travels too. Maps an owner to a 64-bit view, of ``STATUS_WORDS`` numbers, of a
+            place inside one of its segments that is at least ``pack_below`` long; owners that have no such place get
+            one in a staging buffer, or a message of its own. CPU only, since statuses are read on the host. None sends
+            no status.
         pack_below: pieces of fewer bytes are packed; 0 sends everything in place. Equal on all ranks.
 
     Attributes:
-        messages: the segments that really travel.
+        messages: the segments that really travel, as bytes.
     """
 
-    def __init__(self, segments: Sequence[Segment], rank: int, *, pack_below: int = PACK_BELOW) -> None:
-        large = [s for s in segments if s.buffer.nbytes >= max(pack_below, 1)]
+    def __init__(
+        self,
+        segments: Sequence[Segment],
+        rank: int,
+        world_size: int,
+        *,
+        rooms: Mapping[int, torch.Tensor] | None = None,
+        pack_below: int = PACK_BELOW,
+    ) -> None:
+        direct = [s for s in segments if s.buffer.nbytes >= max(pack_below, 1)]
         small: dict[tuple[int, torch.dtype, torch.device], list[torch.Tensor]] = {}
         for segment in segments:
             if 0 < segment.buffer.nbytes < pack_below:
                 key = (segment.owner, segment.buffer.dtype, segment.buffer.device)
                 small.setdefault(key, []).append(segment.buffer)
-        # A lone small piece needs no staging: it is one message either way.
-        lone = [Segment(key[0], pieces[0]) for key, pieces in small.items() if len(pieces) == 1]
-        crates = [
-            _crate(owner, run)
-            for (owner, _, _), pieces in small.items()
-            if len(pieces) > 1
-            for run in _runs(pieces)
-        ]
+        crates = [_crate(owner, run) for (owner, _, _), pieces in small.items() for run in _runs(pieces)]
         self._outgoing = [crate for crate in crates if crate.owner == rank]
         self._incoming = [crate for crate in crates if crate.owner != rank]
-        self.messages: tuple[Segment, ...] = (
-            *large,
-            *lone,
-            *(Segment(crate.owner, crate.staging) for crate in crates),
-        )
+        messages = [Segment(s.owner, s.buffer.view(torch.uint8)) for s in direct]
+        messages += [Segment(crate.owner, crate.staging) for crate in crates]
+        self._rank = rank
+        self._statuses: list[torch.Tensor] | None = None
+        if rooms is not None:
+            places = dict(rooms)
+            for crate in crates:
+                places.setdefault(crate.owner, crate.staging[-STATUS_BYTES:].view(torch.int64))
+            for owner in range(world_size):
+                if owner not in places:
+                    places[owner] = torch.zeros(STATUS_WORDS, dtype=torch.int64)
+                    messages.append(Segment(owner, places[owner].view(torch.uint8)))
+            self._statuses = [places[owner] for owner in range(world_size)]
+        self.messages: tuple[Segment, ...] = tuple(messages)
 
     @property
     def staging_bytes(self) -> int:
@@ -74,25 +101,35 @@ class Shipment:
 
     def prepare(self, exchange: Exchange) -> PackedShare:
         """Begin a share of these pieces; see :meth:`zeroshard_comm.Exchange.prepare_share`."""
-        return PackedShare(exchange.prepare_share(self.messages), self._outgoing, self._incoming)
+        return PackedShare(self, exchange.prepare_share(self.messages))
 
 
 class PackedShare(Share):
     """A share that packs before it sends and unpacks after it has waited."""
 
-    def __init__(self, inner: Share, outgoing: Sequence[_Crate], incoming: Sequence[_Crate]) -> None:
-        self._inner, self._outgoing, self._incoming = inner, outgoing, incoming
+    def __init__(self, shipment: Shipment, inner: Share) -> None:
+        self._shipment, self._inner = shipment, inner
+
+    def set_status(self, status: Status) -> None:
+        """Say what the others shall know of this rank; before :meth:`send`. No-op for a shipment without statuses."""
+        statuses = self._shipment._statuses
+        if statuses is not None:
+            statuses[self._shipment._rank].copy_(torch.tensor(status))
+
+    def statuses(self) -> list[list[int]]:
+        """What all ranks said, in rank order; after :meth:`wait`. Empty for a shipment without statuses."""
+        return [status.tolist() for status in self._shipment._statuses or ()]
 
     def send(self) -> None:
         """Copy this rank's small pieces into their staging buffers and send everything this rank owns."""
-        for crate in self._outgoing:
-            torch._foreach_copy_(crate.slots, crate.pieces)
+        for crate in self._shipment._outgoing:
+            torch.cat(crate.pieces, out=crate.contents)
         self._inner.send()
 
     def wait(self) -> None:
         """Wait for everything, then copy what arrived in staging buffers to where it belongs."""
         self._inner.wait()
-        for crate in self._incoming:
+        for crate in self._shipment._incoming:
             torch._foreach_copy_(crate.pieces, crate.slots)
 
 
@@ -110,6 +147,9 @@ def _runs(pieces: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 def _crate(owner: int, pieces: Sequence[torch.Tensor]) -> _Crate:
-    staging = torch.empty(sum(piece.numel() for piece in pieces), dtype=pieces[0].dtype, device=pieces[0].device)
-    slots = staging.split([piece.numel() for piece in pieces])
-    return _Crate(owner, staging, tuple(slots), tuple(pieces))
+    filled = sum(piece.nbytes for piece in pieces)
+    # The status behind the pieces must lie at a multiple of its own size.
+    staging = torch.zeros(-(-filled // 8) * 8 + STATUS_BYTES, dtype=torch.uint8, device=pieces[0].device)
+    contents = staging[:filled].view(pieces[0].dtype)
+    slots = contents.split([piece.numel() for piece in pieces])
+    return _Crate(owner, staging, contents, tuple(slots), tuple(pieces))

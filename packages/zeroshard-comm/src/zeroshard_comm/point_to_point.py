@@ -1,8 +1,8 @@
-"""The exchange for gloo on CPU: direct tagged sends between owners and everyone else.
+"""The exchange of direct tagged sends, between owners and everyone else (gloo, CPU tensors).
 
-On gloo, sending each segment straight to each peer takes as long as all broadcasts in flight and half as long as
-``all_gather``; a direct send to the owner beats ``reduce_scatter``, which runs a whole all-reduce inside. It needs no
-equal lengths, and tagged messages do not depend on the order in which other collectives of the group are issued.
+A direct send to the owner takes two thirds of the time of a reduce on gloo, and beats ``reduce_scatter``, which runs a
+whole all-reduce inside. Sending each segment straight to each peer takes as long as all broadcasts in flight. Tagged
+messages do not depend on the order in which other collectives of the group are issued, nor on the thread.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from zeroshard_comm.collective import CollectiveExchange
 from zeroshard_comm.control import wait_for
 from zeroshard_comm.exchange import Exchange, Pending, Segment, Share, shared_bytes
 from zeroshard_comm.ranks import RankGroup
@@ -39,6 +40,19 @@ class PointToPointExchange(Exchange):
         return _DirectReduce(self, segments)
 
 
+class GlooExchange(CollectiveExchange):
+    """The fastest of both for a step in one thread on gloo and CPU: broadcasts in flight to share, direct sends to reduce.
+
+    Measured at 2 ranks on 2 cores, right behind a local step: for 4 MB of parameters a share by broadcasts takes 1.9 ms
+    and one by direct sends 2.9 ms, since a direct send is carried out by the thread that issues it; for 320 MB both take
+    the same time.
+    """
+
+    def reduce_to_owners(self, segments: Sequence[Segment]) -> Pending:
+        """As :meth:`PointToPointExchange.reduce_to_owners`."""
+        return _DirectReduce(self, segments)
+
+
 class _DirectShare(Share):
     def __init__(self, exchange: PointToPointExchange, segments: Sequence[Segment]) -> None:
         self._ranks, self._traffic = exchange.ranks, exchange.traffic
@@ -60,7 +74,7 @@ class _DirectShare(Share):
 
 
 class _DirectReduce(Pending):
-    def __init__(self, exchange: PointToPointExchange, segments: Sequence[Segment]) -> None:
+    def __init__(self, exchange: Exchange, segments: Sequence[Segment]) -> None:
         ranks, traffic = exchange.ranks, exchange.traffic
         self._ranks, self._traffic = ranks, traffic
         self._arrivals = [

@@ -24,6 +24,10 @@ from zeroshard.parameters import ParamGroup, parameters_of, read_group, read_gro
 from zeroshard.replicas import Replicas
 
 
+_FINE, _STOPPED, _FAILED = 0, 1, 2
+"""What a rank tells the others with its share: it has stepped; it must talk first and has not; its step has failed."""
+
+
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
     r"""Wrap any optimizer class and keep only this rank's share of its state (ZeRO stage 1).
 
@@ -166,6 +170,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return self._layout.plan
 
     @property
+    def buffers(self) -> tuple[torch.Tensor, ...]:
+        """The flat buffers that parameters are views of, 1-D; none without ``parameters_as_bucket_view``."""
+        return self._replicas.buffers
+
+    @property
     def state(self) -> defaultdict[Any, Any]:  # type: ignore[override]  # torch has an attribute; here it is the inner one's
         """State of the parameters that this rank owns (or owns a part of): the local optimizer's own dicts, not copies.
 
@@ -206,48 +215,73 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             What the local optimizer's step returned, e.g. the closure's loss; None without a closure.
 
         Raises:
-            DisagreementError: if ranks differ in what they would do; no parameter has changed then.
+            DisagreementError: if ranks differ in their parameters' trainability, dtypes or memory formats.
             PeerLostError: if a rank is gone.
-            Exception: what a rank's local step raised, on every rank; replicas are equal then, but some shards may have
-                been stepped.
+            Exception: what a rank met, or its local step raised, on every rank.
+
+            In all cases but a lost peer, replicas are equal afterwards; shards of ranks that noticed nothing themselves
+            may have been stepped.
         """
         Join.notify_join_context(self)
-        self._follow_model("step()")
-        # A closure reads all parameters, so nothing may arrive before it is done.
-        share = self._replicas.prepare_share() if closure is None else None
+        layout, problem = self._observe()
+        if problem is not None or layout is not self._layout:
+            self._change("step()", layout, problem)
+        return self._step_agreed(closure, kwargs)
+
+    def _step_agreed(self, closure: Closure | None, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as step
+        """Step and share under a layout that this rank has agreed to; the others' statuses come with the shares."""
         failure: Exception | None = None
         result: Any = None
         try:
-            result = self._local.step(closure, kwargs)
+            result = self._local.step(closure, arguments)
         except Exception as error:  # noqa: BLE001 - peers wait for this rank's share, and must hear of it
             failure = error
-        if share is None:
-            share = self._replicas.prepare_share()
-        share.send()
-        verdict = self._control.compare("the end of step()", error=failure)
-        share.wait()
-        if verdict is not None:
-            raise verdict from (failure if verdict is not failure else None)
+        if not self._share(_FAILED if failure is not None else _FINE):
+            # Raises: either somebody has an error to report, or somebody's layout has another digest.
+            agree_over(self._control, "step()", self._layout.declaration, error=failure)
         sync_groups(self.optim.param_groups, self.param_groups)
         self._stepped = True
         return result
 
-    def _follow_model(self, operation: str) -> None:
-        """Notice what the user did to the parameters, agree on it with the other ranks, and adapt. Collective."""
-        layout, failure = self._layout, None
-        moved = False
+    def _share(self, status: int) -> bool:
+        """Share all parameters, and tell whether every rank is fine. Collective."""
+        statuses = self._replicas.share((status, 0, 0, 0))
+        if self._replicas.carries_status:
+            return all(words[0] == _FINE for words in statuses)
+        return not self._control.any_raised(status != _FINE, "step()")
+
+    def _observe(self) -> tuple[Layout, Exception | None]:
+        """Look at what the user did since the last step: the layout that follows, or what is wrong. Changes nothing.
+
+        Only parameters whose data was rebound, the layout being as before, are taken in at once: that concerns nobody
+        else.
+        """
+        layout = self._layout
         try:
             self._check_members()
             sync_groups(self.param_groups, self.optim.param_groups)
+            self._local.check_gradients()
             moved = self._replicas.moved(self._params)
             if moved or activity(self._params) != layout.active:
                 layout = next_layout(self._policy, layout, self.param_groups)
-            self._local.check_gradients()
+                if layout.declaration.digest == self._layout.declaration.digest:
+                    if moved:
+                        self._adopt(layout)
+                    layout = self._layout
         except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
-            failure = error
-        agree_over(self._control, operation, layout.declaration, error=failure)
-        if moved or layout is not self._layout:
-            self._adopt(layout)
+            return self._layout, error
+        return layout, None
+
+    def _change(self, operation: str, layout: Layout, problem: Exception | None) -> None:
+        """Take over another layout if all ranks do, in a step; else raise on all of them. Collective.
+
+        The others may be stepping under the layout that was agreed on before. They find this rank's status in the share
+        that they wait for, and come to the meeting.
+        """
+        if self.world_size > 1:
+            self._share(_STOPPED)
+        agree_over(self._control, operation, layout.declaration, error=problem)
+        self._adopt(layout)
 
     def _check_members(self) -> None:
         """Raise if somebody has exchanged parameters or groups behind the optimizer's back."""

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
-from zeroshard_comm import Exchange, RankGroup, Segment, Share, Shipment, Traffic, exchange_for
-from zeroshard_core import FlatBuffer, Plan, TensorSpec, bucket_layouts, is_dense, owned_runs, storage_view
+from zeroshard_comm import (
+    STATUS_WORDS,
+    Exchange,
+    PackedShare,
+    RankGroup,
+    Segment,
+    Shipment,
+    Status,
+    Traffic,
+    exchange_for,
+)
+from zeroshard_core import BucketLayout, FlatBuffer, Plan, TensorSpec, bucket_layouts, is_dense, storage_view
+
+_ROOM = 64
+"""Elements left free behind each owner's run of a flat buffer: room for its status, in the buffer's alignment."""
 
 
 class Replicas:
@@ -30,6 +44,8 @@ class Replicas:
         self._shipments: list[tuple[Exchange, Shipment]] = []
         self._loose: list[_Loose] = []
         self._addresses: list[int] = []
+        self.carries_status = False
+        """Whether statuses travel with a share: where all parameters are on the CPU, and there is a peer."""
 
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:
@@ -38,7 +54,7 @@ class Replicas:
 
     def moved(self, params: Sequence[torch.Tensor]) -> bool:
         """Tell whether some parameter's ``.data`` was rebound, or parameters were added, since :meth:`follow`."""
-        return [_address(param) for param in params] != self._addresses
+        return [param.data_ptr() for param in params] != self._addresses
 
     def follow(self, params: Sequence[torch.Tensor], plan: Plan, active: Sequence[bool]) -> None:
         """Lay out and prepare everything for these parameters and this plan.
@@ -54,21 +70,56 @@ class Replicas:
         if self._as_bucket_view:
             self._pack(plan, active)
         self._shared = [param for param, is_shared in zip(params, active, strict=True) if is_shared]
-        self._addresses = [_address(param) for param in params]
+        self._addresses = [param.data_ptr() for param in params]
         self._shipments, self._loose = [], []
+        self.carries_status = False
         if self._ranks.world_size == 1:
             return
+        segments, rooms = self._segments(plan, active)
+        self.carries_status = self._ranks.moves_data() and all(s.buffer.device.type == "cpu" for s in segments)
         by_device: dict[torch.device, list[Segment]] = {}
-        for segment in self._segments(plan, active):
+        for segment in segments:
             by_device.setdefault(segment.buffer.device, []).append(segment)
-        self._shipments = [
-            (self._exchange(device), Shipment(segments, self._ranks.rank)) for device, segments in by_device.items()
-        ]
+        if not by_device:
+            # Nothing to share, but the ranks still tell each other that all is well.
+            by_device[torch.device("cpu")] = []
+        for device, of_device in by_device.items():
+            shipment = Shipment(
+                of_device, self._ranks.rank, self._ranks.world_size, rooms=rooms if self.carries_status else None
+            )
+            self._shipments.append((self._exchange(device), shipment))
 
-    def prepare_share(self) -> Share:
-        """Begin to share every active parameter from its owner; see :meth:`zeroshard_comm.Exchange.prepare_share`."""
-        shares = [shipment.prepare(exchange) for exchange, shipment in self._shipments]
-        return _ReplicaShare(shares, self._loose, self._shared, self._ranks.rank)
+    def share(self, status: Status) -> list[list[int]]:
+        """Bring every replica the owners' values of all active parameters. Collective.
+
+        Args:
+            status: what this rank has to say, where statuses are carried.
+
+        Returns:
+            What every rank said, in rank order; empty where statuses are not carried.
+
+        Raises:
+            PeerLostError: if a rank is gone.
+        """
+        for item in self._loose:
+            if item.owner == self._ranks.rank:
+                item.copy.copy_(item.param)
+        shares: list[PackedShare] = []
+        for exchange, shipment in self._shipments:
+            share = shipment.prepare(exchange)
+            share.set_status(status)
+            share.send()
+            shares.append(share)
+        try:
+            for share in shares:
+                share.wait()
+            for item in self._loose:
+                if item.owner != self._ranks.rank:
+                    item.param.copy_(item.copy)
+        finally:
+            # Receives and flat buffers write behind autograd's back; a graph that saved a parameter must notice.
+            torch.autograd.graph.increment_version(self._shared)
+        return shares[0].statuses() if shares else []
 
     def _exchange(self, device: torch.device) -> Exchange:
         if device not in self._exchanges:
@@ -95,7 +146,8 @@ class Replicas:
         wanted = [
             i for i, is_active in enumerate(active) if is_active and i not in packed and is_dense(self._params[i])
         ]
-        for layout in bucket_layouts(plan, tensors=wanted):
+        for tight in bucket_layouts(plan, tensors=wanted):
+            layout = _with_rooms(tight, plan)
             members = [slot.tensor for slot in layout.slots]
             buffer = FlatBuffer(layout, plan.tensors, self._params[members[0]].device)
             buffer.adopt({i: self._params[i] for i in members})
@@ -103,21 +155,22 @@ class Replicas:
             packed.update({i: plan.tensors[i] for i in members})
         self._buffers, self._packed = kept, packed
 
-    def _segments(self, plan: Plan, active: Sequence[bool]) -> list[Segment]:
-        """The pieces that travel, in an order that follows from plan and activity alone."""
+    def _segments(self, plan: Plan, active: Sequence[bool]) -> tuple[list[Segment], dict[int, torch.Tensor]]:
+        """The pieces that travel, in an order that follows from plan and activity alone, and the rooms among them."""
         segments: list[Segment] = []
-        alone: list[int] = [i for i, is_active in enumerate(active) if is_active and i not in self._packed]
+        rooms: dict[int, torch.Tensor] = {}
+        alone = [i for i, is_active in enumerate(active) if is_active and i not in self._packed]
         for buffer in self._buffers:
-            members = [slot.tensor for slot in buffer.layout.slots]
-            if all(active[i] for i in members):
-                segments += [
-                    Segment(run.rank, buffer.storage[run.start : run.stop]) for run in owned_runs(buffer.layout, plan)
-                ]
-            else:
-                alone += [i for i in members if active[i]]
+            for owner, members, start, stop in _runs(buffer.layout, plan):
+                if owner is None or not all(active[i] for i in members):
+                    alone += [i for i in members if active[i]]
+                    continue
+                segments.append(Segment(owner, buffer.storage[start:stop]))
+                room = buffer.storage[stop - _ROOM : stop].view(torch.uint8)[: 8 * STATUS_WORDS].view(torch.int64)
+                rooms.setdefault(owner, room)
         for i in alone:
             segments += self._pieces(plan, i)
-        return segments
+        return segments, rooms
 
     def _pieces(self, plan: Plan, tensor: int) -> list[Segment]:
         param = self._params[tensor].detach()
@@ -131,42 +184,37 @@ class Replicas:
         return [Segment(owner, loose.copy.view(-1))]
 
 
+@dataclass(frozen=True, eq=False)
 class _Loose:
     """A parameter without a flat view of its storage, and the contiguous copy that travels for it."""
 
-    def __init__(self, owner: int, param: torch.Tensor, copy: torch.Tensor) -> None:
-        self.owner, self.param, self.copy = owner, param, copy
+    owner: int
+    param: torch.Tensor
+    copy: torch.Tensor
 
 
-class _ReplicaShare(Share):
-    """The shares of all devices as one; afterwards autograd knows that parameters were written."""
-
-    def __init__(
-        self, shares: Sequence[Share], loose: Collection[_Loose], written: Sequence[torch.Tensor], rank: int
-    ) -> None:
-        self._shares, self._loose, self._written, self._rank = shares, loose, written, rank
-
-    def send(self) -> None:
-        for item in self._loose:
-            if item.owner == self._rank:
-                item.copy.copy_(item.param)
-        for share in self._shares:
-            share.send()
-
-    def wait(self) -> None:
-        try:
-            for share in self._shares:
-                share.wait()
-            for item in self._loose:
-                if item.owner != self._rank:
-                    item.param.copy_(item.copy)
-        finally:
-            # Receives and flat buffers write behind autograd's back; a graph that saved a parameter must notice.
-            torch.autograd.graph.increment_version(self._written)
+def _with_rooms(layout: BucketLayout, plan: Plan) -> BucketLayout:
+    """Push the slots apart so that there is room for a status behind each owner's run."""
+    shift, slots = 0, []
+    for number, (_, members, _, _) in enumerate(_runs(layout, plan)):
+        shift = number * _ROOM
+        chosen = set(members)
+        slots += [replace(slot, offset=slot.offset + shift) for slot in layout.slots if slot.tensor in chosen]
+    return replace(layout, slots=tuple(slots), numel=layout.numel + shift + _ROOM)
 
 
-def _address(param: torch.Tensor) -> int:
-    return param.data_ptr() if param.layout is torch.strided else 0
+def _runs(layout: BucketLayout, plan: Plan) -> list[tuple[int | None, list[int], int, int]]:
+    """Cut a buffer into runs of whole tensors of one owner: owner (None: cut tensors), tensors, start, stop in elements."""
+    runs: list[tuple[int | None, list[int], int]] = []
+    for slot in layout.slots:
+        shards = plan.of_tensor(slot.tensor)
+        owner = shards[0].rank if len(shards) == 1 else None
+        if runs and runs[-1][0] == owner:
+            runs[-1][1].append(slot.tensor)
+        else:
+            runs.append((owner, [slot.tensor], slot.offset))
+    stops = [start for _, _, start in runs[1:]] + [layout.numel]
+    return [(owner, members, start, stop) for (owner, members, start), stop in zip(runs, stops, strict=True)]
 
 
 def _same_place(old: TensorSpec, new: TensorSpec) -> bool:

@@ -1,0 +1,475 @@
+"""Everything that people do around ``step()``: the sharded run stays bit for bit with the unsharded one."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.optim import lr_scheduler
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from training import assert_bitwise_equal, set_gradients, small_model, twins
+from zeroshard import ZeroRedundancyOptimizer
+from zeroshard_testing import assert_replicas_equal
+
+PARTITIONS = pytest.mark.parametrize("partition", ["whole", "split", "hybrid"])
+VIEWS = pytest.mark.parametrize("as_bucket_view", [False, True], ids=["params", "views"])
+
+
+def run_steps(
+    pair: tuple[nn.Module, nn.Module],
+    optimizers: tuple[optim.Optimizer, optim.Optimizer],
+    steps: range,
+    before_step: Callable[[nn.Module], object] = lambda module: None,
+) -> None:
+    for step in steps:
+        for module, optimizer in zip(pair, optimizers, strict=True):
+            set_gradients(module.parameters(), step)
+            before_step(module)
+            optimizer.step()
+        assert_bitwise_equal(*pair, f"after step {step}")
+        assert_replicas_equal(pair[0].parameters())
+
+
+def groups_of(module: nn.Module) -> list[dict[str, Any]]:
+    """Two groups: matrices with decay, given as a generator, and everything else."""
+    return [
+        {"params": (p for p in module.parameters() if p.dim() > 1), "weight_decay": 0.1},
+        {"params": [p for p in module.parameters() if p.dim() <= 1], "weight_decay": 0.0, "lr": 0.01},
+    ]
+
+
+@pytest.mark.ranks(2, 4, backend="gloo")
+@PARTITIONS
+@VIEWS
+def test_param_groups_given_as_generators(partition: str, as_bucket_view: bool) -> None:
+    pair = twins()
+    sharded = ZeroRedundancyOptimizer(
+        groups_of(pair[0]), optim.AdamW, partition=partition, parameters_as_bucket_view=as_bucket_view
+    )
+    plain = optim.AdamW(groups_of(pair[1]))
+    assert [len(group["params"]) for group in sharded.param_groups] == [4, 5]
+    run_steps(pair, (sharded, plain), range(3))
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@PARTITIONS
+def test_named_parameters(partition: str) -> None:
+    pair = twins()
+    sharded = ZeroRedundancyOptimizer(pair[0].named_parameters(), optim.AdamW, partition=partition)
+    plain = optim.AdamW(pair[1].named_parameters())
+    assert sharded.param_groups[0]["param_names"] == plain.param_groups[0]["param_names"]
+    assert [spec.name for spec in sharded.plan.tensors] == plain.param_groups[0]["param_names"]
+    run_steps(pair, (sharded, plain), range(3))
+
+
+@pytest.mark.ranks(2, 4, backend="gloo")
+@PARTITIONS
+@VIEWS
+def test_groups_added_midway(partition: str, as_bucket_view: bool) -> None:
+    pair = twins()
+    last = [list(module.parameters())[-1] for module in pair]
+    middle = [list(module.parameters())[2:-1] for module in pair]
+    first = [list(module.parameters())[:2] for module in pair]
+    sharded = ZeroRedundancyOptimizer(
+        first[0], optim.Adam, lr=0.01, partition=partition, parameters_as_bucket_view=as_bucket_view
+    )
+    plain = optim.Adam(first[1], lr=0.01)
+    # Before the first step: the new group has the inner optimizer's defaults at once.
+    given = {"params": (p for p in last[0]), "lr": 0.5}
+    given["params"] = [last[0]]
+    sharded.add_param_group(given)
+    assert given.keys() == {"params", "lr"}, "the caller's dict is not touched"
+    plain.add_param_group({"params": [last[1]], "lr": 0.5})
+    assert sharded.param_groups[1]["betas"] == (0.9, 0.999)
+    run_steps(pair, (sharded, plain), range(2))
+    sharded.add_param_group({"params": (p for p in middle[0]), "weight_decay": 0.1})
+    plain.add_param_group({"params": middle[1], "weight_decay": 0.1})
+    run_steps(pair, (sharded, plain), range(2, 5))
+
+
+@pytest.mark.ranks(2, 4, backend="gloo")
+@PARTITIONS
+@VIEWS
+@pytest.mark.parametrize("optimizer_class", [optim.Adam, optim.Adagrad, optim.SGD])
+def test_unfreezing_and_freezing_midway(
+    partition: str, as_bucket_view: bool, optimizer_class: type[optim.Optimizer]
+) -> None:
+    pair = twins()
+    settings: dict[str, Any] = {"lr": 0.1, "momentum": 0.9} if optimizer_class is optim.SGD else {"lr": 0.1}
+
+    def set_trainable(trainable: bool, positions: range) -> None:
+        for module in pair:
+            params = list(module.parameters())
+            for position in positions:
+                params[position].requires_grad_(trainable)
+
+    set_trainable(False, range(7))
+    sharded = ZeroRedundancyOptimizer(
+        pair[0].parameters(), optimizer_class, partition=partition, parameters_as_bucket_view=as_bucket_view, **settings
+    )
+    plain = optimizer_class(pair[1].parameters(), **settings)
+    run_steps(pair, (sharded, plain), range(2))
+    set_trainable(True, range(3, 7))
+    run_steps(pair, (sharded, plain), range(2, 4))
+    set_trainable(True, range(3))
+    set_trainable(False, range(5, 8))
+    run_steps(pair, (sharded, plain), range(4, 6))
+    set_trainable(True, range(9))
+    run_steps(pair, (sharded, plain), range(6, 8))
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_unfrozen_tensors_are_dealt_out_evenly() -> None:
+    model = nn.ModuleList([nn.Linear(32, 32, bias=False) for _ in range(8)])
+    for layer in model[:6]:
+        layer.requires_grad_(False)
+    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam)
+    assert sharded.plan.imbalance == 1.0
+    model.requires_grad_(True)
+    set_gradients(model.parameters(), 0)
+    sharded.step()
+    assert sharded.plan.imbalance == 1.0
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@VIEWS
+def test_a_frozen_tensor_with_a_stale_gradient_is_stepped_on_all_replicas(as_bucket_view: bool) -> None:
+    pair = twins()
+    sharded = ZeroRedundancyOptimizer(pair[0].parameters(), optim.Adam, parameters_as_bucket_view=as_bucket_view)
+    plain = optim.Adam(pair[1].parameters())
+    run_steps(pair, (sharded, plain), range(1))
+    for module in pair:
+        list(module.parameters())[4].requires_grad_(False)
+    for step in range(2):
+        for optimizer in (sharded, plain):
+            optimizer.step()
+        assert_bitwise_equal(*pair, f"after step {step} with stale gradients")
+        assert_replicas_equal(pair[0].parameters())
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@PARTITIONS
+@VIEWS
+def test_mixed_dtypes(partition: str, as_bucket_view: bool) -> None:
+    def mixed() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.ModuleList([nn.Linear(64, 40, dtype=d) for d in (torch.float32, torch.float64, torch.bfloat16)])
+
+    pair = twins(mixed)
+    sharded = ZeroRedundancyOptimizer(
+        pair[0].parameters(), optim.AdamW, partition=partition, parameters_as_bucket_view=as_bucket_view
+    )
+    plain = optim.AdamW(pair[1].parameters())
+    run_steps(pair, (sharded, plain), range(3))
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@VIEWS
+def test_complex_parameters(as_bucket_view: bool) -> None:
+    def complex_model() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.ParameterList([nn.Parameter(torch.randn(130, dtype=torch.complex64)) for _ in range(3)])
+
+    pair = twins(complex_model)
+    sharded = ZeroRedundancyOptimizer(pair[0].parameters(), optim.Adam, parameters_as_bucket_view=as_bucket_view)
+    plain = optim.Adam(pair[1].parameters())
+    run_steps(pair, (sharded, plain), range(3))
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@PARTITIONS
+@VIEWS
+def test_channels_last(partition: str, as_bucket_view: bool) -> None:
+    def convolutions() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Conv2d(8, 16, 3), nn.Conv2d(16, 8, 3)).to(memory_format=torch.channels_last)
+
+    pair = twins(convolutions)
+    strides = [param.stride() for param in pair[0].parameters()]
+    sharded = ZeroRedundancyOptimizer(
+        pair[0].parameters(), optim.AdamW, partition=partition, parameters_as_bucket_view=as_bucket_view
+    )
+    plain = optim.AdamW(pair[1].parameters())
+    run_steps(pair, (sharded, plain), range(3))
+    assert [param.stride() for param in pair[0].parameters()] == strides
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@VIEWS
+def test_parameters_with_gaps_in_memory(as_bucket_view: bool) -> None:
+    def gaps() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.ParameterList([nn.Parameter(torch.randn(6, 8)[:, ::2]), nn.Parameter(torch.randn(5))])
+
+    pair = twins(gaps)
+    sharded = ZeroRedundancyOptimizer(pair[0].parameters(), optim.Adam, parameters_as_bucket_view=as_bucket_view)
+    plain = optim.Adam(pair[1].parameters())
+    run_steps(pair, (sharded, plain), range(3))
+
+
+@pytest.mark.ranks(2, 4, backend="gloo")
+@PARTITIONS
+def test_clipping(partition: str) -> None:
+    pair = twins()
+    sharded = ZeroRedundancyOptimizer(pair[0].parameters(), optim.AdamW, partition=partition)
+    plain = optim.AdamW(pair[1].parameters())
+    run_steps(
+        pair, (sharded, plain), range(3), lambda module: nn.utils.clip_grad_norm_(module.parameters(), max_norm=0.5)
+    )
+
+
+SCHEDULERS: dict[str, Callable[[optim.Optimizer], Any]] = {
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda epoch: 0.9**epoch),
+    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda epoch: 0.9),
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 2),
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [1, 3]),
+    "ConstantLR": lambda o: lr_scheduler.ConstantLR(o, total_iters=2),
+    "LinearLR": lambda o: lr_scheduler.LinearLR(o, total_iters=3),
+    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.9),
+    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, 5),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 5),
+    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 1e-4, 1e-2, step_size_up=2),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 1e-2, total_steps=10),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.ConstantLR(o, total_iters=2), lr_scheduler.ExponentialLR(o, 0.9)], [2]
+    ),
+    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(o, total_iters=2), lr_scheduler.ExponentialLR(o, 0.9)]
+    ),
+    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0),
+    "SWALR": lambda o: optim.swa_utils.SWALR(o, swa_lr=1e-4, anneal_epochs=2),
+}
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_lr_schedulers(name: str) -> None:
+    pair = twins()
+    optimizers = (
+        ZeroRedundancyOptimizer(pair[0].parameters(), optim.AdamW, lr=1e-3),
+        optim.AdamW(pair[1].parameters(), lr=1e-3),
+    )
+    schedulers = [SCHEDULERS[name](optimizer) for optimizer in optimizers]
+    for step in range(5):
+        run_steps(pair, optimizers, range(step, step + 1))
+        for scheduler in schedulers:
+            scheduler.step(*([1.0] if name == "ReduceLROnPlateau" else []))
+        assert optimizers[0].param_groups[0]["lr"] == optimizers[1].param_groups[0]["lr"]
+        assert optimizers[0].param_groups[0]["betas"] == optimizers[1].param_groups[0]["betas"]
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_a_learning_rate_in_a_tensor() -> None:
+    pair = twins()
+    rates = (torch.tensor(0.01), torch.tensor(0.01))
+    optimizers = (
+        ZeroRedundancyOptimizer(pair[0].parameters(), optim.AdamW, lr=rates[0], foreach=False),
+        optim.AdamW(pair[1].parameters(), lr=rates[1], foreach=False),
+    )
+    run_steps(pair, optimizers, range(2))
+    for rate in rates:
+        rate.fill_(0.1)
+    run_steps(pair, optimizers, range(2, 4))
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@PARTITIONS
+@VIEWS
+def test_closures(partition: str, as_bucket_view: bool) -> None:
+    pair = twins()
+    optimizers = (
+        ZeroRedundancyOptimizer(
+            pair[0].parameters(), optim.Adam, partition=partition, parameters_as_bucket_view=as_bucket_view
+        ),
+        optim.Adam(pair[1].parameters()),
+    )
+    inputs = torch.randn(5, 40, generator=torch.Generator().manual_seed(1))
+    for step in range(3):
+        losses = []
+        for module, optimizer in zip(pair, optimizers, strict=True):
+
+            def closure(module: nn.Module = module, optimizer: optim.Optimizer = optimizer) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss: torch.Tensor = module(inputs).square().mean()
+                loss.backward()
+                return loss
+
+            losses.append(optimizer.step(closure))
+        assert torch.equal(*losses)
+        assert_bitwise_equal(*pair, f"after step {step}")
+
+
+class ScaledSGD(optim.SGD):
+    """Takes a further argument of its own in ``step``."""
+
+    def step(self, closure: Any = None, *, scale: float = 1.0) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            group["lr"] = 0.1 * scale
+            group["scale"] = scale
+        return super().step(closure)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_extra_step_arguments_and_keys_that_the_inner_optimizer_adds() -> None:
+    pair = twins()
+    sharded = ZeroRedundancyOptimizer(pair[0].parameters(), ScaledSGD, lr=0.1)
+    plain = ScaledSGD(pair[1].parameters(), lr=0.1)
+    for step, scale in enumerate((1.0, 0.5)):
+        for module, optimizer in zip(pair, (sharded, plain), strict=True):
+            set_gradients(module.parameters(), step)
+            optimizer.step(scale=scale)
+        assert_bitwise_equal(*pair, f"after step {step}")
+        assert sharded.param_groups[0]["scale"] == scale
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_each_hook_fires_once_and_sees_the_public_groups() -> None:
+    pair = twins()
+    sharded = ZeroRedundancyOptimizer(pair[0].parameters(), optim.Adam)
+    seen: list[tuple[str, int]] = []
+
+    def note(name: str) -> Callable[..., None]:
+        return lambda optimizer, args, kwargs: seen.append((name, len(optimizer.param_groups[0]["params"])))
+
+    handles = [
+        register_optimizer_step_pre_hook(note("global pre")),
+        register_optimizer_step_post_hook(note("global post")),
+        sharded.register_step_pre_hook(note("pre")),
+        sharded.register_step_post_hook(note("post")),
+    ]
+    try:
+        set_gradients(pair[0].parameters(), 0)
+        sharded.step()
+    finally:
+        for handle in handles:
+            handle.remove()
+    everything = len(list(pair[0].parameters()))
+    assert seen == [(name, everything) for name in ("global pre", "pre", "post", "global post")]
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.parametrize("partition", ["whole", "split"])
+def test_grad_scaler(partition: str) -> None:
+    pair = twins()
+    optimizers = (
+        ZeroRedundancyOptimizer(pair[0].parameters(), optim.AdamW, partition=partition),
+        optim.AdamW(pair[1].parameters()),
+    )
+    scalers = [torch.amp.GradScaler("cpu", init_scale=64.0) for _ in optimizers]
+    for step in range(4):
+        for module, optimizer, scaler in zip(pair, optimizers, scalers, strict=True):
+            optimizer.zero_grad()
+            inputs = torch.randn(5, 40, generator=torch.Generator().manual_seed(step))
+            loss = module(inputs).square().mean() * (float("inf") if step == 1 else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert_bitwise_equal(*pair, f"after step {step}")
+        assert scalers[0].get_scale() == scalers[1].get_scale()
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@PARTITIONS
+def test_rebinding_of_data_is_noticed(partition: str) -> None:
+    pair = twins()
+    sharded = ZeroRedundancyOptimizer(
+        pair[0].parameters(), optim.SGD, partition=partition, parameters_as_bucket_view=True, lr=0.1, momentum=0.9
+    )
+    plain = optim.SGD(pair[1].parameters(), lr=0.1, momentum=0.9)
+    run_steps(pair, (sharded, plain), range(2))
+    for module in pair:
+        for param in module.parameters():
+            param.data = param.data * 0.5
+    run_steps(pair, (sharded, plain), range(2, 4))
+    # Packed again: the parameters are views of the buffers once more.
+    storages = {param.untyped_storage().data_ptr() for param in pair[0].parameters()}
+    assert storages == {buffer.untyped_storage().data_ptr() for buffer in sharded.buffers}
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@PARTITIONS
+@VIEWS
+def test_a_model_that_changes_its_dtype_or_memory_format(partition: str, as_bucket_view: bool) -> None:
+    def convolutions() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Conv2d(8, 16, 3), nn.Conv2d(16, 8, 3))
+
+    pair = twins(convolutions)
+    sharded = ZeroRedundancyOptimizer(
+        pair[0].parameters(), optim.SGD, lr=0.1, partition=partition, parameters_as_bucket_view=as_bucket_view
+    )
+    plain = optim.SGD(pair[1].parameters(), lr=0.1)
+    run_steps(pair, (sharded, plain), range(2))
+    for module in pair:
+        module.double()
+    run_steps(pair, (sharded, plain), range(2, 4))
+    for module in pair:
+        module.to(memory_format=torch.channels_last)
+    run_steps(pair, (sharded, plain), range(4, 6))
+
+
+@pytest.mark.ranks(4, backend="gloo")
+def test_subgroups(rank: int) -> None:
+    # Two independent replicas pairs in one world: ranks {0, 2} and {1, 3}.
+    groups = [torch.distributed.new_group([0, 2]), torch.distributed.new_group([1, 3])]
+    mine = groups[rank % 2]
+    pair = twins()
+    sharded = ZeroRedundancyOptimizer(pair[0].parameters(), optim.Adam, process_group=mine)
+    plain = optim.Adam(pair[1].parameters())
+    assert (sharded.rank, sharded.global_rank, sharded.world_size) == (rank // 2, rank, 2)
+    for step in range(3):
+        for module, optimizer in zip(pair, (sharded, plain), strict=True):
+            set_gradients(module.parameters(), step + 10 * (rank % 2))
+            optimizer.step()
+        assert_bitwise_equal(*pair, f"after step {step}")
+    sharded.consolidate_state_dict(to=1)
+    if sharded.rank == 1:
+        assert len(sharded.state_dict()["state"]) == len(list(pair[0].parameters()))
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_writes_behind_autograds_back_bump_version_counters() -> None:
+    model = small_model()
+    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, lr=0.1, parameters_as_bucket_view=True)
+    loss = model(torch.ones(3, 40)).sum()
+    loss.backward(retain_graph=True)
+    sharded.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_a_callable_partition_and_a_declared_optimizer(rank: int) -> None:
+    from zeroshard_core import Shard
+
+    def everything_to_the_last(tensors: Any, loads: Any, cost: Any) -> list[Shard]:
+        return [Shard(i, 0, spec.numel, len(loads) - 1) for i, spec in enumerate(tensors)]
+
+    class MySGD(optim.SGD):
+        pass
+
+    pair = twins()
+    sharded = ZeroRedundancyOptimizer(pair[0].parameters(), optim.Adam, partition=everything_to_the_last)
+    plain = optim.Adam(pair[1].parameters())
+    run_steps(pair, (sharded, plain), range(2))
+    assert len(sharded.optim.state) == (0 if rank == 0 else len(list(pair[0].parameters())))
+
+    with pytest.raises(ValueError, match="MySGD is not known to be elementwise"):
+        ZeroRedundancyOptimizer(small_model().parameters(), MySGD, lr=0.1, partition="split")
+    ZeroRedundancyOptimizer(small_model().parameters(), MySGD, lr=0.1, partition="split", elementwise=True)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_training_warns_of_nothing() -> None:
+    pair = twins()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sharded = ZeroRedundancyOptimizer(pair[0].parameters(), optim.AdamW, parameters_as_bucket_view=True)
+        set_gradients(pair[0].parameters(), 0)
+        sharded.step()
+        sharded.consolidate_state_dict()
