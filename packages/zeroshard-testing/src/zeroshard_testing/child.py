@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import socket
 import sys
@@ -42,15 +41,10 @@ def _open_streams() -> None:
     os.dup2(null, 0)
     os.close(null)
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - a descriptor, open for good
-    # Unbuffered: what a rank wrote just before it was killed is often what explains it.
-    sys.stdout = _text_stream(1)
-    sys.stderr = _text_stream(2)
-
-
-def _text_stream(descriptor: int) -> io.TextIOWrapper:
-    raw = io.FileIO(descriptor, "w", closefd=False)
-    # What ``python -u`` does too, although the type asks for a buffer between the two.
-    return io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True)
+    # Whole lines, at once: what a rank wrote just before it was killed is often what explains it, and ranks that share
+    # a terminal do not cut each other's lines.
+    sys.stdout = open(1, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
 
 
 def _host_store(channel: Channel) -> None:

@@ -99,7 +99,7 @@ class _Server:
                 os.close(source)
             run_child(Channel(socket.socket(fileno=control)), message, stacks, self._session)
             status = 0
-        except BaseException:  # this process must not return into the server's code
+        except BaseException:  # noqa: BLE001 - this process must not return into the server's code
             sys.excepthook(*sys.exc_info())
         finally:
             os._exit(status)

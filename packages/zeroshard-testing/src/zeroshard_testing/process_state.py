@@ -60,7 +60,7 @@ def _change_environment(wanted: Mapping[str, str]) -> None:
 def _restore_random_state() -> None:
     random.seed(0)
     torch.default_generator.manual_seed(0)
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(0)
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:

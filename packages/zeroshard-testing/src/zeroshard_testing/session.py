@@ -141,7 +141,7 @@ def _conftests(item: pytest.Function) -> list[list[str]]:
 def _pickled(item: pytest.Function, arguments: Mapping[str, object], attributes: Mapping[str, object]) -> bytes:
     try:
         return pickle.dumps((arguments, attributes), pickle.HIGHEST_PROTOCOL)
-    except Exception as failure:  # any object may refuse in its own way
+    except Exception as failure:  # noqa: BLE001 - any object may refuse in its own way
         error = failure
     culprit = "its arguments cannot be sent to the ranks together"
     for kind, values in (("fixture or parameter", arguments), ("attribute", attributes)):
@@ -155,7 +155,7 @@ def _pickled(item: pytest.Function, arguments: Mapping[str, object], attributes:
 def _pickling_error(value: object) -> Exception | None:
     try:
         pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - any object may refuse in its own way
         return error
     return None
 
@@ -190,9 +190,11 @@ def _pytest_args(config: pytest.Config) -> list[str]:
     """Return the command line for the pytest in the workers: this one's assertions, and none of its plugins."""
     files = " ".join(config.getini("python_files"))
     filters = "\n".join(config.getini("filterwarnings"))
+    # An unknown marker is a warning when the test module is imported, and filters may make that an error.
+    markers = "\n".join(line.split("\n")[0] for line in config.getini("markers"))
     warnings = [text for given in config.getoption("pythonwarnings") or [] for text in ("-W", given)]
     verbosity = config.getoption("verbose")
-    disabled = ["cacheprovider", "faulthandler", "logging", "threadexception", "unraisableexception"]
+    disabled = ["cacheprovider", "faulthandler", "logging"]
     return [
         "-c",
         os.devnull,
@@ -207,6 +209,8 @@ def _pytest_args(config: pytest.Config) -> list[str]:
         f"python_files={files}",
         "-o",
         f"filterwarnings={filters}",
+        "-o",
+        f"markers={markers}",
         *warnings,
         *([f"-{'v' * verbosity}"] if verbosity > 0 else []),
         *(text for name in disabled for text in ("-p", f"no:{name}")),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import inspect
 import io
 import pickle
 import signal
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -52,6 +54,10 @@ def serve(channel: Channel, request: Message, stacks: int, session: pytest.Sessi
         if message["op"] == "run":
             state.restore(message)
             outcome = _Run(channel, message, payload, groups, session).outcome()
+            for stream in (sys.stdout, sys.stderr):
+                # A test may have put anything in their place.
+                with contextlib.suppress(Exception):
+                    stream.flush()
             # A reference left here would close the group's connections on the next test's time.
             set_rank_values({})
             channel.send({"op": "outcome", "run": message["run"], **outcome.to_message()})
@@ -80,7 +86,7 @@ class _Run:
             call = self._prepared()
             self._under_pytest(call)
             outcome = Outcome(kinds.PASSED, moment=time.monotonic())
-        except BaseException as error:  # whatever a test raises is its outcome
+        except BaseException as error:  # noqa: BLE001 - whatever a test raises is its outcome
             outcome = self._of_exception(error)
         return replace(outcome, warnings=self._take_warnings())
 
@@ -103,7 +109,7 @@ class _Run:
         )
         set_rank_values(_rank_values(message))
         # Sent by the controller that started this process, over a socket that nobody else has.
-        arguments, attributes = pickle.loads(self._payload)
+        arguments, attributes = pickle.loads(self._payload)  # noqa: S301 - see above
         for name in message["classes"]:
             owner = getattr(owner, name)
         if message["classes"]:
@@ -182,8 +188,9 @@ class ProtocolPlugin:
         if not isinstance(item, _RankItem):
             return None
         try:
-            item.runtest()
-        except BaseException as error:  # whatever a test raises is its outcome
+            # By way of the hook: its wrappers notice exceptions in threads, for one.
+            item.ihook.pytest_runtest_call(item=item)
+        except BaseException as error:  # noqa: BLE001 - whatever a test raises is its outcome
             item.error = error
         return True
 
@@ -197,11 +204,13 @@ def _finished(result: object) -> None:
 
 
 def _user_part(traceback: TracebackType | None) -> TracebackType | None:
-    """Cut this package's and pytest's own frames off the outer end."""
-    trimmed = traceback
-    while trimmed is not None and trimmed.tb_frame.f_code.co_filename == __file__:
-        trimmed = trimmed.tb_next
-    return trimmed or traceback
+    """Cut off the frames of this package, and of pytest, that called the test."""
+    inner, entry = traceback, traceback
+    while entry is not None:
+        if entry.tb_frame.f_code.co_filename == __file__:
+            inner = entry.tb_next
+        entry = entry.tb_next
+    return inner or traceback
 
 
 def _rendered(
@@ -210,7 +219,7 @@ def _rendered(
     """Return the traceback as text, with file and line of where it was raised."""
     try:
         representation = info.getrepr(style=style, showlocals=showlocals, chain=True)
-    except Exception as failure:  # a value whose repr raises must not hide the error
+    except Exception as failure:  # noqa: BLE001 - a value whose repr raises must not hide the error
         return f"{info.exconly()}\n(the traceback could not be rendered: {failure!r})", "", 0
     crash = representation.reprcrash
     page = io.StringIO()
