@@ -151,3 +151,44 @@ def _is_running(pid: int) -> bool:
     # Whoever adopts orphans may be slow to bury them.
     status = Path(f"/proc/{pid}/stat")
     return not status.exists() or status.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_a_worker_that_dies_between_tests_fails_the_run(suite: RunSuite) -> None:
+    done = suite(
+        test_late="""
+            import os, threading, time
+            import pytest
+
+            @pytest.mark.ranks(2)
+            def test_leaves_a_thread_that_exits(rank):
+                if rank == 1:
+                    threading.Timer(0.1, os._exit, [7]).start()
+
+            def test_plain():
+                time.sleep(1)
+
+            @pytest.mark.ranks(2)
+            def test_next(rank):
+                pass
+        """
+    )
+    assert "3 passed" in done.text
+    assert "worker of rank 1 exited with status 7 after test_late.py::test_leaves_a_thread_that_exits" in done.text
+    assert done.status == pytest.ExitCode.TESTS_FAILED
+
+
+def test_an_exception_in_a_thread_of_a_rank_is_subject_to_filters(suite: RunSuite) -> None:
+    body = """
+        import threading
+        import pytest
+
+        @pytest.mark.ranks(2)
+        @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+        def test_thread(rank):
+            thread = threading.Thread(target=lambda: 1 / 0)
+            thread.start()
+            thread.join()
+    """
+    done = suite(test_thread=body)
+    assert done.cases["test_thread[2-gloo]"].kind == "failure"
+    assert "ZeroDivisionError" in done.cases["test_thread[2-gloo]"].text
