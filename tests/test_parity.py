@@ -65,9 +65,7 @@ def test_muon_on_matrices(as_bucket_view: bool) -> None:
         return torch.nn.Sequential(*[torch.nn.Linear(24, 24, bias=False) for _ in range(5)])
 
     model, reference = twins(matrices)
-    sharded = ZeroRedundancyOptimizer(
-        model.parameters(), optim.Muon, parameters_as_bucket_view=as_bucket_view, lr=0.01
-    )
+    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Muon, parameters_as_bucket_view=as_bucket_view, lr=0.01)
     plain = optim.Muon(reference.parameters(), lr=0.01)
     for step in range(STEPS):
         set_gradients(model.parameters(), step)

@@ -59,7 +59,10 @@ def twins(make: Callable[[], nn.Module] = small_model) -> tuple[nn.Module, nn.Mo
 def assert_bitwise_equal(actual: nn.Module, expected: nn.Module, when: str) -> None:
     """Compare all parameters bitwise, NaN equal to NaN, naming the first that differs."""
     for (name, ours), (_, theirs) in zip(actual.named_parameters(), expected.named_parameters(), strict=True):
-        same = torch.equal(ours.detach().contiguous().view(-1).view(torch.uint8), theirs.detach().contiguous().view(-1).view(torch.uint8))
+        same = torch.equal(
+            ours.detach().contiguous().view(-1).view(torch.uint8),
+            theirs.detach().contiguous().view(-1).view(torch.uint8),
+        )
         assert same, f"{name} differs from the unsharded run by {(ours - theirs).abs().max():.3g} {when}"
 
 

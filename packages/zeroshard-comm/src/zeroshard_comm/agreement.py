@@ -1,4 +1,4 @@
-"""Agreement: all ranks hold the same plan and settings, or every rank raises the same error with the first difference."""
+"""Agreement: all ranks hold the same plan and settings, or every rank raises the same error with the difference."""
 
 from __future__ import annotations
 
@@ -39,9 +39,7 @@ class Declaration:
 
     def to_json(self) -> str:
         """Write the declaration as text that :meth:`from_json` reads."""
-        return json.dumps(
-            {"plan": self.plan.to_json(), "settings": dict(self.settings), "active": list(self.active)}
-        )
+        return json.dumps({"plan": self.plan.to_json(), "settings": dict(self.settings), "active": list(self.active)})
 
     @classmethod
     def from_json(cls, text: str) -> Declaration:
@@ -106,7 +104,7 @@ def explain_declarations(reference: str, other: str, reference_rank: int, other_
         if left != right:
             yes, no = (reference_rank, other_rank) if left else (other_rank, reference_rank)
             return (
-                f"tensor {index} {here.plan.tensors[index].name!r} is trainable or has a gradient on rank {yes}, but is "
-                f"frozen on rank {no}"
+                f"tensor {index} {here.plan.tensors[index].name!r} is trainable or has a gradient on rank {yes}, but "
+                f"is frozen on rank {no}"
             )
     return None

@@ -29,14 +29,10 @@ class CollectiveExchange(Exchange):
     def reduce_to_owners(self, segments: Sequence[Segment]) -> Pending:
         """Issue one reduce per segment; the order of the additions is the backend's own."""
         ranks = self.ranks
-        works = [
-            dist.reduce(s.buffer, group=ranks.group, group_dst=s.owner, async_op=True) for s in segments
-        ]
+        works = [dist.reduce(s.buffer, group=ranks.group, group_dst=s.owner, async_op=True) for s in segments]
         owned = shared_bytes(segments, ranks.rank)
         everything = sum(s.buffer.nbytes for s in segments)
-        self.traffic.add(
-            "reduce", sent=everything - owned, received=owned * len(ranks.peers), calls=len(works)
-        )
+        self.traffic.add("reduce", sent=everything - owned, received=owned * len(ranks.peers), calls=len(works))
         return _InFlight(works, ranks, self.traffic, "reduce")
 
 

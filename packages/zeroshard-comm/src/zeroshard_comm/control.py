@@ -3,8 +3,8 @@
 A rank that finds its input bad must not simply raise: its peers would wait for it. So every collective method of an
 object begins with a *meeting*. Each rank sends every other rank one header (which operation, a digest of what it holds,
 whether it failed). Headers have one length whatever they say, for gloo aborts the process when a message is not as long
-as its receiver expects. If all headers agree nothing else is sent. If they do not, every rank knows it, every rank sends
-its reasons, and every rank raises the same error.
+as its receiver expects. If all headers agree nothing else is sent. If they do not, every rank knows it, every rank
+sends its reasons, and every rank raises the same error.
 """
 
 from __future__ import annotations
@@ -130,9 +130,9 @@ class Control:
             type(error).__name__ if error is not None else "",
             str(error) if error is not None else "",
         )
-        return _verdict(self._confer(reason), error, self.ranks.rank, explain)
+        return _verdict(self._confer(reason), error, explain)
 
-    def any_raised(self, raised: bool, operation: str) -> bool:  # noqa: FBT001 - the one thing it is about
+    def any_raised(self, raised: bool, operation: str) -> bool:
         """Tell every rank whether any rank raised its hand. Collective.
 
         Args:
@@ -149,7 +149,9 @@ class Control:
         self._rows[self.ranks.rank].copy_(self._mine)
         return bool((self._all[:, 2] != 0).any())
 
-    def _exchange(self, mine: torch.Tensor, rows: Sequence[torch.Tensor], operation: str, tag: int = TAG_HEADER) -> None:
+    def _exchange(
+        self, mine: torch.Tensor, rows: Sequence[torch.Tensor], operation: str, tag: int = TAG_HEADER
+    ) -> None:
         """Send ``mine`` to every peer and receive ``rows[r]`` from each peer ``r``; all of known, equal lengths."""
         assert self.channel is not None
         group = self.channel.group
@@ -170,9 +172,7 @@ class Control:
 
     def _confer(self, reason: Reason) -> list[Reason]:
         """Exchange reasons; every rank gets all of them, in rank order."""
-        text = json.dumps(
-            [reason.operation, reason.digest, reason.detail, reason.error_type, reason.error]
-        ).encode()
+        text = json.dumps([reason.operation, reason.digest, reason.detail, reason.error_type, reason.error]).encode()
         lengths = torch.zeros(self.ranks.world_size, 1, dtype=torch.int64)
         own = torch.tensor([len(text)])
         self._exchange(own, list(lengths.unbind(0)), reason.operation, TAG_LENGTH)
@@ -215,22 +215,20 @@ def _companion(ranks: RankGroup) -> RankGroup | None:
     if ranks.sends_tagged(torch.device("cpu")):
         return ranks
     if ranks.group not in _companions:
-        made = dist.new_group(
-            dist.get_process_group_ranks(ranks.group), backend="gloo", use_local_synchronization=True
-        )
+        made = dist.new_group(dist.get_process_group_ranks(ranks.group), backend="gloo", use_local_synchronization=True)
         _companions[ranks.group] = RankGroup.of(made)
     return _companions[ranks.group]
 
 
-def _verdict(
-    reasons: Sequence[Reason], error: Exception | None, rank: int, explain: Explain | None
-) -> Exception:
+def _verdict(reasons: Sequence[Reason], error: Exception | None, explain: Explain | None) -> Exception:
     """Turn the reasons of all ranks into the one error that every rank raises."""
     operations = dict.fromkeys(reason.operation for reason in reasons)
     failed = [reason for reason in reasons if reason.error_type]
     if failed:
         first = failed[0]
-        alike = [reason.rank for reason in failed if (reason.error_type, reason.error) == (first.error_type, first.error)]
+        alike = [
+            reason.rank for reason in failed if (reason.error_type, reason.error) == (first.error_type, first.error)
+        ]
         message = first.error if len(alike) == len(reasons) else f"{_ranks(alike)}: {first.error}"
         if len(alike) == len(reasons) and error is not None:
             return error
@@ -240,16 +238,15 @@ def _verdict(
             f"{_ranks([r.rank for r in reasons if r.operation == operation])} called {operation}"
             for operation in operations
         )
-        return DisagreementError(
-            f"{calls}. Every rank of the group must make the same calls in the same order."
-        )
+        return DisagreementError(f"{calls}. Every rank of the group must make the same calls in the same order.")
     reference = reasons[0]
     others = [reason.rank for reason in reasons if reason.digest != reference.digest]
     first_other = reasons[others[0]]
     words = explain(reference.detail, first_other.detail, 0, first_other.rank) if explain is not None else None
     return DisagreementError(
         f"{reference.operation}: {_ranks(others)} {'differs' if len(others) == 1 else 'differ'} from rank 0: "
-        f"{words or 'what they hold is not the same'}. Build the same model and optimizer on every rank, and change them alike."
+        f"{words or 'what they hold is not the same'}. "
+        f"Build the same model and optimizer on every rank, and change them alike."
     )
 
 

@@ -1,8 +1,8 @@
 """The two moves of a sharded step, as an interface, and the choice of who makes them.
 
 *Share from owners* brings every replica the values that the owner computed; *reduce to owners* brings every owner the
-sum of what all ranks hold. Both work on *segments*: one-dimensional buffers, each with one owner, that all ranks list in
-the same order with the same lengths (agree on that first, see :mod:`zeroshard_comm.agreement`).
+sum of what all ranks hold. Both work on *segments*: one-dimensional buffers, each with one owner, that all ranks list
+in the same order with the same lengths (agree on that first, see :mod:`zeroshard_comm.agreement`).
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ a staging buffer of their owner before they are sent and out of it after they ha
 received in place. What is packed with what depends on the lengths, dtypes, devices and owners alone, so ranks that
 agree on the plan agree on the messages.
 
-Every owner's *status*, a few numbers, can ride along in one of its messages. A rank that may not go on, because it failed
-or was asked for something else, still sends what the agreed layout says, and a status that tells the others: so nobody
-waits for a message that does not come, and no step pays for a message that only says that all is well.
+Every owner's *status*, a few numbers, can ride along in one of its messages. A rank that may not go on, because it
+failed or was asked for something else, still sends what the agreed layout says, and a status that tells the others: so
+nobody waits for a message that does not come, and no step pays for a message that only says that all is well.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Shipment:
         segments: the pieces in agreed order; 1-D contiguous, any number, any lengths (empty ones are left out).
         rank: this rank.
         world_size: number of ranks.
-        rooms: given, every owner's status travels too. Maps an owner to a 64-bit view, of ``STATUS_WORDS`` numbers, of a
-            place inside one of its segments that is at least ``pack_below`` long; owners that have no such place get
+        rooms: given, every owner's status travels too. Maps an owner to a 64-bit view, of ``STATUS_WORDS`` numbers, of
+            a place inside one of its segments that is at least ``pack_below`` long; owners that have no such place get
             one in a staging buffer, or a message of its own. CPU only, since statuses are read on the host. None sends
             no status.
         pack_below: pieces of fewer bytes are packed; 0 sends everything in place. Equal on all ranks.

@@ -46,16 +46,14 @@ class Volume:
 class Traffic:
     """Running totals of one object's communication; the exchanges and the control channel it was handed to add to it.
 
-    Kinds are ``"share"`` (parameters from owners), ``"reduce"`` (gradients to owners), ``"state"`` (optimizer state) and
-    ``"control"`` (agreement and status). Bytes are counted as the plan predicts them: an owner that shares ``b`` bytes
-    with ``n`` ranks counts ``b * (n - 1)`` bytes sent, also where a backend forwards them along a tree or a ring.
+    Kinds are ``"share"`` (parameters from owners), ``"reduce"`` (gradients to owners), ``"state"`` (optimizer state)
+    and ``"control"`` (agreement and status). Bytes are counted as the plan predicts them: an owner that shares ``b``
+    bytes with ``n`` ranks counts ``b * (n - 1)`` bytes sent, also where a backend forwards them along a tree or a ring.
     """
 
     totals: dict[str, Volume] = field(default_factory=lambda: dict.fromkeys(KINDS, Volume()))
 
-    def add(
-        self, kind: str, *, sent: int = 0, received: int = 0, calls: int = 0, waited: float = 0.0
-    ) -> None:
+    def add(self, kind: str, *, sent: int = 0, received: int = 0, calls: int = 0, waited: float = 0.0) -> None:
         """Add to the totals of ``kind``; sizes in bytes, ``waited`` in seconds."""
         old = self.totals[kind]
         self.totals[kind] = Volume(

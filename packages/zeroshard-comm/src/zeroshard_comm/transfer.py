@@ -2,9 +2,9 @@
 
 Protocol, over the control channel's gloo group and CPU memory. Every rank but the target describes its tensors in JSON
 (the caller's description plus the size of each tensor in bytes) and sends that text; the target makes room for all of
-them; all ranks meet, so that a target without memory is an error on every rank instead of a hang; then the bytes of each
-tensor follow in order, cut in chunks. The target receives straight into the room it made. A sender copies nothing when
-its tensor lies contiguous in CPU memory, else one chunk at a time.
+them; all ranks meet, so that a target without memory is an error on every rank instead of a hang; then the bytes of
+each tensor follow in order, cut in chunks. The target receives straight into the room it made. A sender copies nothing
+when its tensor lies contiguous in CPU memory, else one chunk at a time.
 """
 
 from __future__ import annotations
@@ -145,10 +145,7 @@ def _receive_all(
     for source in ranks.peers:
         assert control.channel is not None
         chunks = [
-            chunk
-            for room in rooms[source]
-            for chunk in room.view(torch.uint8).split(chunk_bytes)
-            if chunk.numel() > 0
+            chunk for room in rooms[source] for chunk in room.view(torch.uint8).split(chunk_bytes) if chunk.numel() > 0
         ]
         in_flight: deque[tuple[dist.Work | None, int]] = deque()
         # Trailing Nones drain what is still under way.

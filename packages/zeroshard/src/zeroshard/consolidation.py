@@ -75,7 +75,9 @@ class Assembly:
         for index, start, stop, written in shards:
             shard = owned.get(index)
             if shard is None or (shard.start, shard.stop) != (start, stop):
-                raise StateMapError(f"rank {rank} sends state of tensor {index} [{start}:{stop}], which it does not own")
+                raise StateMapError(
+                    f"rank {rank} sends state of tensor {index} [{start}:{stop}], which it does not own"
+                )
             whole = stop - start == self._plan.tensors[index].numel
             entries = self.state.setdefault(index, {})
             for key, entry in written.items():
@@ -94,13 +96,18 @@ class Assembly:
         return {key: self.state[key] for key in (*indices, *(k for k in self.state if not isinstance(k, int)))}
 
     def _place_part(
-        self, entries: dict[str, Any], key: str, entry: Any, part: tuple[int, int, int], rooms: list[torch.Tensor]  # noqa: ANN401 - JSON
+        self,
+        entries: dict[str, Any],
+        key: str,
+        entry: Any,  # noqa: ANN401 - JSON
+        part: tuple[int, int, int],
+        rooms: list[torch.Tensor],
     ) -> None:
         index, start, stop = part
         spec = self._plan.tensors[index]
         if isinstance(entry, dict) and "tensor" in entry and entry["tensor"][1] == [stop - start]:
             if key not in entries:
-                dtype = read_value(entry, lambda dtype, shape, stride: torch.empty(0, dtype=dtype)).dtype
+                dtype = read_value(entry, lambda dtype, _shape, _stride: torch.empty(0, dtype=dtype)).dtype
                 entries[key] = (
                     torch.empty(spec.shape, dtype=dtype)
                     if spec.stride is None
@@ -166,9 +173,9 @@ def pack_groups(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _mark_unstepped(state: dict[Any, Any], plan: Plan) -> dict[Any, Any]:
-    """Say of trainable tensors that were never stepped that they have no state, so that a load can tell them from lost ones."""
+    """Say of tensors that were never stepped that they have no state, so that a load can tell them from lost ones."""
     stateful_groups = {plan.tensors[key].group for key in state if isinstance(key, int)}
-    unstepped = {
+    unstepped: dict[int, dict[str, Any]] = {
         index: {}
         for index, spec in enumerate(plan.tensors)
         if spec.trainable and spec.group in stateful_groups and index not in state

@@ -83,6 +83,6 @@ def refuse_cuts(factory: OptimizerFactory, partition: str) -> None:
         ValueError: always.
     """
     raise ValueError(
-        f"partition={partition!r} cuts tensors, but {name_of(factory)} is not known to be elementwise: it may look at a "
-        f"whole tensor to update one element. Use partition='whole', or pass elementwise=True if it is."
+        f"partition={partition!r} cuts tensors, but {name_of(factory)} is not known to be elementwise: it may look at "
+        f"a whole tensor to update one element. Use partition='whole', or pass elementwise=True if it is."
     )

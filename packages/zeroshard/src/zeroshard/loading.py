@@ -41,14 +41,14 @@ def checked(
     """
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
         raise TypeError(
-            "load_state_dict() expects a dict with 'state' and 'param_groups', as state_dict() of an optimizer gives it; "
+            "load_state_dict() expects a dict with 'state' and 'param_groups', as an optimizer's state_dict(); "
             f"got {sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else torch.typename(state_dict)}"
         )
     saved_groups = state_dict["param_groups"]
     if len(saved_groups) != len(groups):
         raise ValueError(
-            f"loaded state dict has a different number of parameter groups: {len(saved_groups)}, but this optimizer has "
-            f"{len(groups)}"
+            f"loaded state dict has a different number of parameter groups: {len(saved_groups)}, but this optimizer "
+            f"has {len(groups)}"
         )
     index_of: dict[Any, int] = {}
     for number, (saved, group) in enumerate(zip(saved_groups, groups, strict=True)):
@@ -68,7 +68,7 @@ def checked(
             by_index[index_of[key]] = _entries(entries, key, plan.tensors[index_of[key]].name)
         elif type(key) in key_types:
             raise ValueError(
-                f"loaded state dict has an extra entry: state for parameter {key!r}, which none of its param_groups names"
+                f"loaded state dict has an extra entry: state for parameter {key!r}, which no param_group names"
             )
         else:
             by_index[key] = entries
@@ -156,7 +156,7 @@ class Expectations:
 
 
 def digest_of(state_dict: Mapping[str, Any]) -> int:
-    """A 63-bit number by which ranks find out that they were handed different checkpoints: structure and hyperparameters."""
+    """A 63-bit number of structure and hyperparameters, by which ranks notice that their checkpoints differ."""
     state = [
         [str(key), sorted((str(name), _outline(value)) for name, value in entries.items())]
         for key, entries in state_dict["state"].items()
@@ -217,11 +217,13 @@ def install(inner: optim.Optimizer, state: Mapping[Any, Any], saved_groups: Sequ
 def _entries(entries: object, key: object, name: str) -> Mapping[str, Any]:
     if entries is None:
         raise ValueError(
-            f"loaded state dict, parameter {key!r} {name!r}: its state is None. torch's ZeroRedundancyOptimizer empties "
-            f"the dict that it loads; read the checkpoint from its file again"
+            f"loaded state dict, parameter {key!r} {name!r}: its state is None. torch's ZeroRedundancyOptimizer "
+            f"empties the dict that it loads; read the checkpoint from its file again"
         )
     if not isinstance(entries, Mapping):
-        raise ValueError(f"loaded state dict, parameter {key!r} {name!r}: state is a {type(entries).__name__}, not a dict")
+        raise ValueError(
+            f"loaded state dict, parameter {key!r} {name!r}: state is a {type(entries).__name__}, not a dict"
+        )
     return entries
 
 
@@ -231,14 +233,16 @@ def _check_presence(by_index: Mapping[Any, Any], plan: Plan) -> None:
         if spec.trainable and spec.group in stateful_groups and index not in by_index:
             raise ValueError(
                 f"loaded state dict, parameter {index} {spec.name!r}: missing entry, there is no state for it, though "
-                f"other parameters of its group have state. If it was never stepped before the checkpoint was made, say "
-                f"so: state_dict['state'][{index}] = {{}}"
+                f"other parameters of its group have state. If it was never stepped before the checkpoint was made, "
+                f"say so: state_dict['state'][{index}] = {{}}"
             )
 
 
 def _outline(value: object) -> str:
     if isinstance(value, torch.Tensor):
-        return f"{tuple(value.shape)}{value.dtype}" + (f"={value.item()!r}" if value.numel() == 1 and value.device.type == "cpu" else "")
+        return f"{tuple(value.shape)}{value.dtype}" + (
+            f"={value.item()!r}" if value.numel() == 1 and value.device.type == "cpu" else ""
+        )
     return repr(value)
 
 

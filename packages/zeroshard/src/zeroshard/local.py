@@ -70,7 +70,9 @@ class LocalOptimizer:
         """The owned pieces by tensor index, ascending."""
         self._cut: list[Piece] = []
         members = self._members(groups, plan)
-        self.optim: optim.Optimizer = factory([self._local_group(g, m) for g, m in zip(groups, members, strict=True)], **defaults)
+        self.optim: optim.Optimizer = factory(
+            [self._local_group(g, m) for g, m in zip(groups, members, strict=True)], **defaults
+        )
         self._accept(members)
 
     def follow(self, groups: Sequence[ParamGroup], plan: Plan) -> None:
@@ -112,8 +114,8 @@ class LocalOptimizer:
             grad = piece.param.grad
             if grad is not None and grad.layout is not torch.strided:
                 raise RuntimeError(
-                    f"tensor {piece.shard.tensor} of shape {tuple(piece.param.shape)} has a sparse gradient, but is cut "
-                    f"over several ranks; use partition='whole' for models with sparse gradients"
+                    f"tensor {piece.shard.tensor} of shape {tuple(piece.param.shape)} has a sparse gradient, but is "
+                    f"cut over several ranks; use partition='whole' for models with sparse gradients"
                 )
 
     def step(self, closure: Closure | None, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as the inner step
@@ -197,7 +199,7 @@ class LocalOptimizer:
         return local
 
     def _initialise(self, arrived: Sequence[Piece], groups: Sequence[ParamGroup]) -> None:
-        """Give new pieces the state that the class makes in its constructor (Adagrad does), by building it once more."""
+        """Give new pieces the state that the class makes in its constructor (Adagrad does): build it once more."""
         missing = [piece for piece in arrived if not self.optim.state.get(piece.tensor)]
         if not missing:
             return

@@ -23,7 +23,6 @@ from zeroshard.local import Closure, LocalOptimizer, sync_groups
 from zeroshard.parameters import ParamGroup, parameters_of, read_group, read_groups
 from zeroshard.replicas import Replicas
 
-
 _FINE, _STOPPED, _FAILED = 0, 1, 2
 """What a rank tells the others with its share: it has stepped; it must talk first and has not; its step has failed."""
 
@@ -93,8 +92,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         params: Any,  # noqa: ANN401 - checked by read_groups, as torch's own annotation is wider than what it takes
         optimizer_class: OptimizerFactory,
         process_group: dist.ProcessGroup | None = None,
-        parameters_as_bucket_view: bool = False,  # noqa: FBT001, FBT002 - torch's signature
-        overlap_with_ddp: bool = False,  # noqa: FBT001, FBT002 - torch's signature
+        parameters_as_bucket_view: bool = False,
+        overlap_with_ddp: bool = False,
         *,
         partition: str | Strategy = "whole",
         cost: Cost = numel,
@@ -142,7 +141,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.initialized = True
 
     def _build(
-        self, params: Any, optimizer_class: OptimizerFactory, defaults: Mapping[str, Any]  # noqa: ANN401 - see __init__
+        self,
+        params: Any,  # noqa: ANN401 - see __init__
+        optimizer_class: OptimizerFactory,
+        defaults: Mapping[str, Any],
     ) -> tuple[Layout, LocalOptimizer]:
         """Everything of the constructor that can fail on bad input; nothing in it communicates."""
         if self._overlap_with_ddp:
@@ -175,13 +177,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return self._replicas.buffers
 
     @property
-    def state(self) -> defaultdict[Any, Any]:  # type: ignore[override]  # torch has an attribute; here it is the inner one's
+    def state(self) -> defaultdict[Any, Any]:
         """State of the parameters that this rank owns (or owns a part of): the local optimizer's own dicts, not copies.
 
         After a step it is empty on no rank: where this rank holds no state, one parameter has an empty dict.
         """
         if not hasattr(self, "_local"):
-            return self.__dict__.setdefault("_early_state", defaultdict(dict))
+            early: defaultdict[Any, Any] = self.__dict__.setdefault("_early_state", defaultdict(dict))
+            return early
         inner = self.optim.state
         if inner and not any(piece.is_cut for piece in self._local.pieces.values()):
             return inner
@@ -204,7 +207,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     # ------------------------------------------------------------------ stepping
 
-    def step(self, closure: Closure | None = None, **kwargs: Any) -> Any:  # type: ignore[override]  # noqa: ANN401 - what the inner step takes and returns
+    def step(self, closure: Closure | None = None, **kwargs: Any) -> Any:  # noqa: ANN401 - what the inner step takes and returns
         """Update this rank's shards and bring every rank the new values of the others'. Collective.
 
         Args:
@@ -362,16 +365,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         agree_over(self._control, operation, self._layout.declaration, error=failure)
         sync_groups(self.param_groups, self.optim.param_groups)
         self._consolidated = None
-        self._consolidated = consolidate(
-            self._control, self._local, self.plan, self.param_groups, to, operation
-        )
+        self._consolidated = consolidate(self._control, self._local, self.plan, self.param_groups, to, operation)
 
     def state_dict(self) -> StateDict:
         """Return the state that was last consolidated to this rank, in the form of the unsharded optimizer's.
 
         Returns:
-            ``{"state": {index: entries}, "param_groups": [...]}``, tensors on the CPU, hyperparameters as they were when
-            the state was consolidated. Fresh containers, the tensors shared between calls.
+            ``{"state": {index: entries}, "param_groups": [...]}``, tensors on the CPU, hyperparameters as they were
+            when the state was consolidated. Fresh containers, the tensors shared between calls.
 
         Raises:
             RuntimeError: if nothing was consolidated to this rank.
@@ -381,15 +382,17 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if self._consolidated is None:
             raise RuntimeError(
                 f"rank {self.rank} has no consolidated optimizer state to give. Call "
-                f"consolidate_state_dict(to={self.rank}) on all ranks beforehand, or state_dict() only on the rank that "
-                f"the state was consolidated to."
+                f"consolidate_state_dict(to={self.rank}) on all ranks beforehand, or state_dict() only on the rank "
+                f"that the state was consolidated to."
             )
         state_dict: StateDict = {
             "state": {
                 key: dict(entries) if isinstance(entries, dict) else entries
                 for key, entries in self._consolidated["state"].items()
             },
-            "param_groups": [{**group, "params": list(group["params"])} for group in self._consolidated["param_groups"]],
+            "param_groups": [
+                {**group, "params": list(group["params"])} for group in self._consolidated["param_groups"]
+            ],
         }
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             state_dict = post_hook(self, state_dict) or state_dict
@@ -474,8 +477,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         raise TypeError(
             "a ZeroRedundancyOptimizer cannot be pickled or deep-copied: it holds a process group and only this rank's "
-            "share of the state. Save its state with consolidate_state_dict() and state_dict(), and load that into a new "
-            "one"
+            "share of the state. Save its state with consolidate_state_dict() and state_dict(), and load that into a "
+            "new one"
         )
 
     # ------------------------------------------------------------------ names that other projects use

@@ -204,7 +204,7 @@ def _with_rooms(layout: BucketLayout, plan: Plan) -> BucketLayout:
 
 
 def _runs(layout: BucketLayout, plan: Plan) -> list[tuple[int | None, list[int], int, int]]:
-    """Cut a buffer into runs of whole tensors of one owner: owner (None: cut tensors), tensors, start, stop in elements."""
+    """Cut a buffer into runs of whole tensors of one owner: owner (None: cut), tensors, start, stop in elements."""
     runs: list[tuple[int | None, list[int], int]] = []
     for slot in layout.slots:
         shards = plan.of_tensor(slot.tensor)
