@@ -1,0 +1,66 @@
+"""Plans, buckets and state maps for sharding optimizer state: values and pure functions, without a process group."""
+
+from zeroshard_core.bucket import BucketLayout, Run, Slot, bucket_layouts, owned_runs
+from zeroshard_core.cost import Cost, nbytes, numel, state_bytes
+from zeroshard_core.flat import FlatBuffer, is_dense, storage_view
+from zeroshard_core.moves import Move, moves
+from zeroshard_core.partition import (
+    ALIGNMENT,
+    STRATEGIES,
+    Strategy,
+    hybrid,
+    partition,
+    repartition,
+    shard_loads,
+    split,
+    whole,
+)
+from zeroshard_core.plan import Plan
+from zeroshard_core.spec import Shard, TensorSpec, contiguous_strides, strides_are_dense
+from zeroshard_core.state import (
+    StateMapError,
+    cut_state,
+    join_state,
+    local_to_whole,
+    to_indices,
+    to_names,
+    whole_to_local,
+)
+
+__all__ = [
+    "ALIGNMENT",
+    "STRATEGIES",
+    "BucketLayout",
+    "Cost",
+    "FlatBuffer",
+    "Move",
+    "Plan",
+    "Run",
+    "Shard",
+    "Slot",
+    "StateMapError",
+    "Strategy",
+    "TensorSpec",
+    "bucket_layouts",
+    "contiguous_strides",
+    "cut_state",
+    "hybrid",
+    "is_dense",
+    "join_state",
+    "local_to_whole",
+    "moves",
+    "nbytes",
+    "numel",
+    "owned_runs",
+    "partition",
+    "repartition",
+    "shard_loads",
+    "split",
+    "state_bytes",
+    "storage_view",
+    "strides_are_dense",
+    "to_indices",
+    "to_names",
+    "whole",
+    "whole_to_local",
+]

@@ -1,0 +1,123 @@
+"""Bucket layouts: where whole tensors lie in flat buffers, as numbers alone."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+
+from zeroshard_core.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """The place of a whole tensor in a bucket.
+
+    Attributes:
+        tensor: index of the tensor in the plan.
+        offset: its first element's position in the bucket, in elements.
+        numel: its number of elements.
+    """
+
+    tensor: int
+    offset: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """The places of tensors of one dtype on one device in one flat buffer.
+
+    Attributes:
+        dtype: element type of all tensors.
+        device: logical device of all tensors.
+        slots: the places, by ascending offset.
+        numel: length of the buffer, in elements.
+        alignment: every slot starts at a multiple of this many elements.
+    """
+
+    dtype: torch.dtype
+    device: str
+    slots: tuple[Slot, ...]
+    numel: int
+    alignment: int = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The elements ``[start, stop)`` of a bucket, all owned by one rank.
+
+    Attributes:
+        rank: the owner.
+        start: first element, counted from the bucket's start.
+        stop: one past the last element.
+    """
+
+    rank: int
+    start: int
+    stop: int
+
+
+def bucket_layouts(
+    plan: Plan, *, tensors: Collection[int] | None = None, alignment: int = 64
+) -> tuple[BucketLayout, ...]:
+    """Lay out tensors in flat buffers, one per device and dtype.
+
+    Slots are ordered by the rank that owns a tensor's first element, then by tensor index, so that whole tensors of one
+    owner lie side by side.
+
+    Args:
+        plan: who owns what.
+        tensors: indices of the tensors to lay out; all if ``None``.
+        alignment: every tensor starts at a multiple of this many elements.
+
+    Returns:
+        The layouts, by first appearance of device and dtype among the tensors. None of them is empty of slots.
+
+    Raises:
+        ValueError: if ``alignment`` is less than 1.
+        IndexError: if there is no such tensor.
+    """
+    if alignment < 1:
+        raise ValueError(f"the alignment of a bucket should be at least 1 element, but is {alignment}")
+    chosen = range(len(plan.tensors)) if tensors is None else sorted(set(tensors))
+    kinds: dict[tuple[str, torch.dtype], list[tuple[int, int]]] = {}
+    for index in chosen:
+        owner = plan.of_tensor(index)[0].rank
+        spec = plan.tensors[index]
+        kinds.setdefault((spec.device, spec.dtype), []).append((owner, index))
+    layouts: list[BucketLayout] = []
+    for (device, dtype), members in kinds.items():
+        slots: list[Slot] = []
+        end = 0
+        for _, index in sorted(members):
+            offset = -(-end // alignment) * alignment
+            slots.append(Slot(index, offset, plan.tensors[index].numel))
+            end = offset + slots[-1].numel
+        layouts.append(BucketLayout(dtype, device, tuple(slots), slots[-1].offset + slots[-1].numel, alignment))
+    return tuple(layouts)
+
+
+def owned_runs(layout: BucketLayout, plan: Plan) -> tuple[Run, ...]:
+    """List the longest unbroken ranges of a bucket that have one owner each, in bucket order.
+
+    Padding between two slots belongs to the run if both sides have the same owner, and to nobody otherwise.
+
+    Args:
+        layout: a layout of tensors of ``plan``.
+        plan: who owns what.
+
+    Returns:
+        The runs. Tensors without elements take part in none.
+    """
+    runs: list[Run] = []
+    for slot in layout.slots:
+        for shard in plan.of_tensor(slot.tensor):
+            if shard.numel == 0:
+                continue
+            start, stop = slot.offset + shard.start, slot.offset + shard.stop
+            if runs and runs[-1].rank == shard.rank:
+                start = runs.pop().start
+            runs.append(Run(shard.rank, start, stop))
+    return tuple(runs)

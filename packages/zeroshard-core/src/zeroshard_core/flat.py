@@ -1,0 +1,150 @@
+"""Flat buffers: the storage behind a bucket layout, and tensors that are views of it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from zeroshard_core.bucket import BucketLayout, Slot
+from zeroshard_core.spec import TensorSpec, strides_are_dense
+
+
+class FlatBuffer:
+    """One flat tensor that holds others as views.
+
+    Only :meth:`adopt` and :meth:`release` change which tensors are views of it. The elements may be written by anyone
+    who holds the storage, a view or an adopted tensor: they are the same memory. Writing through one does not advance
+    the version counters of the others; a caller that writes behind autograd's back advances them itself.
+
+    Args:
+        layout: where tensors lie.
+        specs: the tensors of the plan that the layout was made for, by tensor index.
+        device: where to allocate.
+
+    Attributes:
+        layout: where tensors lie.
+        storage: the flat tensor, 1-D, of ``layout.numel`` elements; zero at first, padding included.
+    """
+
+    def __init__(self, layout: BucketLayout, specs: Sequence[TensorSpec], device: torch.device) -> None:
+        self.layout = layout
+        self.storage = torch.zeros(layout.numel, dtype=layout.dtype, device=device)
+        self._slots: dict[int, Slot] = {slot.tensor: slot for slot in layout.slots}
+        self._specs = {index: specs[index] for index in self._slots}
+        self._adopted: dict[int, tuple[torch.Tensor, _Place]] = {}
+
+    def view(self, tensor: int) -> torch.Tensor:
+        """Return the view of a tensor's place, of its spec's shape and strides.
+
+        Raises:
+            ValueError: if the layout has no place for this tensor.
+        """
+        if tensor not in self._slots:
+            raise ValueError(f"tensor {tensor} has no place in this buffer, which holds {len(self._slots)} others")
+        slot, spec = self._slots[tensor], self._specs[tensor]
+        flat = self.storage[slot.offset : slot.offset + slot.numel]
+        if spec.stride is None:
+            return flat.view(spec.shape)
+        return flat.as_strided(spec.shape, spec.stride, slot.offset)
+
+    def adopt(self, tensors: Mapping[int, torch.Tensor]) -> None:
+        """Copy tensors in, and make each a view of its place (``tensor.data = view``).
+
+        Values stay as they are, and the memory format becomes that of the spec. A tensor that was adopted before may be
+        adopted again, for instance after its ``.data`` was rebound.
+
+        Args:
+            tensors: tensors by index.
+
+        Raises:
+            ValueError: if a tensor has no place here, or its shape, dtype or device is not what the place is for; then
+                no tensor is changed.
+        """
+        views = {index: self.view(index) for index in tensors}
+        for index, tensor in tensors.items():
+            self._check(index, tensor, views[index])
+        for index, tensor in tensors.items():
+            view = views[index]
+            view.copy_(tensor.detach())
+            tensor.data = view
+            self._adopted[index] = (tensor, _place(tensor))
+
+    def rebound(self) -> tuple[int, ...]:
+        """List adopted tensors whose ``.data`` is no longer the view, by address, dtype, shape, strides and device.
+
+        Reads a few attributes per tensor and no data.
+        """
+        return tuple([index for index, (tensor, place) in self._adopted.items() if _place(tensor) != place])
+
+    def release(self, tensors: Collection[int] | None = None) -> None:
+        """Give adopted tensors storage of their own again, with values and memory format kept.
+
+        Tensors that were never adopted are ignored; those whose ``.data`` was rebound are forgotten and left alone.
+
+        Args:
+            tensors: indices; all adopted tensors if ``None``.
+        """
+        for index in list(self._adopted if tensors is None else tensors):
+            tensor, place = self._adopted.pop(index, (None, None))
+            if tensor is not None and _place(tensor) == place:
+                tensor.data = tensor.detach().clone()
+
+    def _check(self, index: int, tensor: torch.Tensor, view: torch.Tensor) -> None:
+        for what, found, expected in (
+            ("shape", tuple(tensor.shape), tuple(view.shape)),
+            ("dtype", tensor.dtype, view.dtype),
+            ("device", tensor.device, view.device),
+        ):
+            if found != expected:
+                raise ValueError(
+                    f"tensor {index} {self._specs[index].name!r} has {what} {found}, but its place in the buffer is "
+                    f"for {what} {expected}; lay out a new buffer for it"
+                )
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor fills one unbroken range of memory, each element once (strided, non-overlapping, dense).
+
+    >>> is_dense(torch.empty(2, 3).t()), is_dense(torch.empty(2, 3)[:, :2])
+    (True, False)
+    """
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return False
+    return tensor.is_contiguous() or strides_are_dense(tensor.shape, tensor.stride())
+
+
+def storage_view(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a 1-D alias of a dense tensor, its elements in the order in which they lie in memory.
+
+    >>> storage_view(torch.tensor([[1, 2], [3, 4]]).t())
+    tensor([1, 2, 3, 4])
+
+    Raises:
+        ValueError: if the tensor has gaps or overlaps in memory, or is not strided.
+    """
+    if not is_dense(tensor):
+        raise ValueError(
+            f"a {tensor.layout} tensor of shape {tuple(tensor.shape)} with gaps or overlaps in memory has no flat view; "
+            f"make a contiguous copy of it"
+        )
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+class _Place(NamedTuple):
+    """Where a tensor's data lies, and how it is read."""
+
+    address: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    device: torch.device
+
+
+def _place(tensor: torch.Tensor) -> _Place | None:
+    if tensor.layout is not torch.strided:
+        return None
+    return _Place(tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)

@@ -1,0 +1,162 @@
+"""The written forms of a plan: JSON text for people and files, and the bytes that its fingerprint is taken over."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from zeroshard_core.spec import Shard, TensorSpec
+
+FORMAT = "zeroshard-plan"
+VERSION = 1
+
+
+class PlanFields(NamedTuple):
+    """The fields of a plan, read but not yet validated against each other."""
+
+    world_size: int
+    tensors: tuple[TensorSpec, ...]
+    shards: tuple[Shard, ...]
+    loads: tuple[float, ...]
+    heaviest: float
+
+
+def canonical_bytes(world_size: int, tensors: Sequence[TensorSpec], shards: Sequence[Shard]) -> bytes:
+    """Return one byte string per value of the arguments: ASCII JSON without spaces, every field in fixed order."""
+    content = [
+        FORMAT,
+        VERSION,
+        world_size,
+        [[s.name, s.shape, _dtype_name(s.dtype), s.device, s.trainable, s.group, s.stride] for s in tensors],
+        [[shard.tensor, shard.start, shard.stop, shard.rank] for shard in shards],
+    ]
+    return json.dumps(content, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode("ascii")
+
+
+def write_json(plan: PlanFields) -> str:
+    """Return the fields as JSON text; :func:`read_json` gives them back exactly."""
+    content = {
+        "format": FORMAT,
+        "version": VERSION,
+        "world_size": plan.world_size,
+        "tensors": [
+            {
+                "name": spec.name,
+                "shape": spec.shape,
+                "dtype": _dtype_name(spec.dtype),
+                "device": spec.device,
+                "trainable": spec.trainable,
+                "group": spec.group,
+                "stride": spec.stride,
+            }
+            for spec in plan.tensors
+        ],
+        "shards": [[shard.tensor, shard.start, shard.stop, shard.rank] for shard in plan.shards],
+        "loads": plan.loads,
+        "heaviest": plan.heaviest,
+    }
+    return json.dumps(content, ensure_ascii=True, allow_nan=False)
+
+
+def read_json(text: str) -> PlanFields:
+    """Read what :func:`write_json` wrote.
+
+    Raises:
+        ValueError: if the text is damaged, of another format, or of another version; the message says where.
+    """
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"this is no plan: the text is not valid JSON ({error})") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise ValueError(f'this is no plan: it lacks "format": "{FORMAT}"')
+    if content.get("version") != VERSION:
+        raise ValueError(f"this plan has version {content.get('version')!r}, but this release reads version {VERSION}")
+    return PlanFields(
+        world_size=_integer(content.get("world_size"), "world_size"),
+        tensors=tuple(
+            [_spec(item, f"tensors[{i}]") for i, item in enumerate(_list(content.get("tensors"), "tensors"))]
+        ),
+        shards=tuple([_shard(item, f"shards[{i}]") for i, item in enumerate(_list(content.get("shards"), "shards"))]),
+        loads=tuple([_number(item, f"loads[{i}]") for i, item in enumerate(_list(content.get("loads"), "loads"))]),
+        heaviest=_number(content.get("heaviest"), "heaviest"),
+    )
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _spec(item: object, where: str) -> TensorSpec:
+    if not isinstance(item, dict):
+        raise _damaged(where, "an object", item)
+    stride = item.get("stride")
+    if not isinstance(item.get("trainable"), bool):
+        raise _damaged(f"{where}.trainable", "true or false", item.get("trainable"))
+    return TensorSpec(
+        name=_text(item.get("name"), f"{where}.name"),
+        shape=_integers(item.get("shape"), f"{where}.shape"),
+        dtype=_dtype(item.get("dtype"), f"{where}.dtype"),
+        device=_text(item.get("device"), f"{where}.device"),
+        trainable=item["trainable"],
+        group=_integer(item.get("group"), f"{where}.group"),
+        stride=None if stride is None else _integers(stride, f"{where}.stride"),
+    )
+
+
+def _shard(item: object, where: str) -> Shard:
+    numbers = _integers(item, where)
+    if len(numbers) != 4:
+        raise _damaged(where, "[tensor, start, stop, rank]", item)
+    return Shard(*numbers)
+
+
+def _dtype(item: object, where: str) -> torch.dtype:
+    dtype = getattr(torch, item, None) if isinstance(item, str) else None
+    if not isinstance(dtype, torch.dtype):
+        raise _damaged(where, "a dtype of this release of torch", item)
+    return dtype
+
+
+def _list(item: object, where: str) -> list[Any]:
+    if not isinstance(item, list):
+        raise _damaged(where, "a list", item)
+    return item
+
+
+def _integers(item: object, where: str) -> tuple[int, ...]:
+    return tuple([_integer(number, f"{where}[{i}]") for i, number in enumerate(_list(item, where))])
+
+
+def _integer(item: object, where: str) -> int:
+    # bool is an int to Python, but true is no number in JSON.
+    if not isinstance(item, int) or isinstance(item, bool):
+        raise _damaged(where, "an integer", item)
+    return item
+
+
+def _number(item: object, where: str) -> float:
+    if not isinstance(item, (int, float)) or isinstance(item, bool):
+        raise _damaged(where, "a number", item)
+    try:
+        number = float(item)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise _damaged(where, "a finite number", item)
+    return number
+
+
+def _text(item: object, where: str) -> str:
+    if not isinstance(item, str):
+        raise _damaged(where, "a text", item)
+    return item
+
+
+def _damaged(where: str, expected: str, found: object) -> ValueError:
+    shown = "nothing" if found is None else repr(found)[:80]
+    return ValueError(f"this plan is damaged: {where} should be {expected}, but is {shown}")
