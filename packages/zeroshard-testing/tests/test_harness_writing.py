@@ -77,7 +77,10 @@ RIGHT = """
         assert os.environ["FOR_THIS_TEST"] == "yes" and "LEFT_BEHIND" not in os.environ
         assert torch.get_default_dtype() == torch.float32 and torch.get_num_threads() == 1
         os.environ["LEFT_BEHIND"] = "1"
+        assert torch.get_default_device().type == "cpu" and not torch.are_deterministic_algorithms_enabled()
         torch.set_default_dtype(torch.float64)
+        torch.set_default_device("meta")
+        torch.use_deterministic_algorithms(True)
 
     @pytest.mark.ranks(2)
     def test_warns():

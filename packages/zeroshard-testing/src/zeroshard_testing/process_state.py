@@ -70,5 +70,9 @@ def _restore_random_state() -> None:
 def _restore_torch_defaults() -> None:
     torch.set_grad_enabled(True)
     torch.set_default_dtype(torch.float32)
+    if torch.get_default_device() != torch.device("cpu"):
+        torch.set_default_device(None)
+    if torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(False)
     if torch.get_num_threads() != 1:
         torch.set_num_threads(1)
