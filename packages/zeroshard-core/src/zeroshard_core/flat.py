@@ -33,7 +33,7 @@ class FlatBuffer:
         self.storage = torch.zeros(layout.numel, dtype=layout.dtype, device=device)
         self._slots: dict[int, Slot] = {slot.tensor: slot for slot in layout.slots}
         self._specs = {index: specs[index] for index in self._slots}
-        self._adopted: dict[int, tuple[torch.Tensor, _Place]] = {}
+        self._adopted: dict[int, tuple[torch.Tensor, _Place | None]] = {}
 
     def view(self, tensor: int) -> torch.Tensor:
         """Return the view of a tensor's place, of its spec's shape and strides.
@@ -126,8 +126,8 @@ def storage_view(tensor: torch.Tensor) -> torch.Tensor:
     """
     if not is_dense(tensor):
         raise ValueError(
-            f"a {tensor.layout} tensor of shape {tuple(tensor.shape)} with gaps or overlaps in memory has no flat view; "
-            f"make a contiguous copy of it"
+            f"a {tensor.layout} tensor of shape {tuple(tensor.shape)} with gaps or overlaps in memory has no flat "
+            f"view; make a contiguous copy of it"
         )
     if tensor.is_contiguous():
         return tensor.view(-1)
