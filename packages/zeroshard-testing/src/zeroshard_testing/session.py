@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import sys
 import warnings
 from collections.abc import Mapping
@@ -191,7 +192,7 @@ def _pytest_args(config: pytest.Config) -> list[str]:
     files = " ".join(config.getini("python_files"))
     filters = "\n".join(config.getini("filterwarnings"))
     # An unknown marker is a warning when the test module is imported, and filters may make that an error.
-    markers = "\n".join(line.split("\n")[0] for line in config.getini("markers"))
+    markers = "\n".join(re.split(r"[:(\n]", line)[0].strip() for line in config.getini("markers"))
     warnings = [text for given in config.getoption("pythonwarnings") or [] for text in ("-W", given)]
     verbosity = config.getoption("verbose")
     disabled = ["cacheprovider", "faulthandler", "logging"]
