@@ -1,0 +1,116 @@
+"""One model and its optimizer as a rank trains them, and what can be measured of it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from byte_gpt import ByteGPT, Shape
+from job import Job
+from torch.nn.parallel import DistributedDataParallel
+from zeroshard import ZeroRedundancyOptimizer
+
+
+@dataclass(frozen=True, slots=True)
+class Iteration:
+    """One step: the loss of this rank (nats per byte), and seconds in all and in ``optimizer.step()``."""
+
+    loss: torch.Tensor
+    seconds: float
+    update_seconds: float
+
+
+class Run:
+    """A model under DDP and its optimizer; only :meth:`iterate` and :meth:`load` change them.
+
+    Args:
+        job: what to build.
+        sharded: whether the optimizer's state is sharded.
+    """
+
+    def __init__(self, job: Job, *, sharded: bool) -> None:
+        self.model = ByteGPT(Shape(context=job.context), job.seed)
+        chosen: type[torch.optim.Optimizer] = getattr(torch.optim, job.optimizer)
+        settings: dict[str, Any] = {} if job.lr is None else {"lr": job.lr}
+        self.zero: ZeroRedundancyOptimizer | None = None
+        self.optimizer: torch.optim.Optimizer
+        if sharded:
+            self.zero = ZeroRedundancyOptimizer(
+                self.model.parameters(),
+                chosen,
+                parameters_as_bucket_view=job.bucket_views,
+                partition=job.partition,
+                **settings,
+            )
+            self.optimizer = self.zero
+        else:
+            self.optimizer = chosen(self.model.parameters(), **settings)
+        self._ddp = DistributedDataParallel(self.model)
+
+    def iterate(self, inputs: torch.Tensor, targets: torch.Tensor) -> Iteration:
+        """Train one step on this rank's share of the batch. Collective."""
+        # Ranks start together, so that no run is charged for what a rank did before it.
+        dist.barrier()
+        started = time.perf_counter()
+        self.optimizer.zero_grad()
+        loss = self._ddp(inputs, targets)
+        loss.backward()
+        updating = time.perf_counter()
+        self.optimizer.step()
+        ended = time.perf_counter()
+        return Iteration(loss.detach(), ended - started, ended - updating)
+
+    def flat(self) -> torch.Tensor:
+        """Return a copy of all parameters, 1-D."""
+        return torch.cat([param.detach().reshape(-1) for param in self.model.parameters()])
+
+    def state_bytes(self) -> int:
+        """Return the bytes of optimizer state that this rank holds."""
+        inner = self.optimizer if self.zero is None else self.zero.optim
+        return sum(
+            value.numel() * value.element_size()
+            for entries in inner.state.values()
+            for value in entries.values()
+            if isinstance(value, torch.Tensor)
+        )
+
+    def bytes_sent(self) -> int:
+        """Return the bytes that the optimizer of this rank has sent so far; DDP's gradients come on top."""
+        return 0 if self.zero is None else self.zero.traffic.total().bytes_sent
+
+    def predicted_bytes(self) -> int:
+        """Return what the plan says that this rank sends per step, in bytes of parameters."""
+        if self.zero is None:
+            return 0
+        plan = self.zero.plan
+        owned = sum(shard.numel * plan.tensors[shard.tensor].dtype.itemsize for shard in plan.of_rank(self.zero.rank))
+        return owned * (plan.world_size - 1)
+
+    def save(self, file: str) -> None:
+        """Consolidate the state on rank 0 and save it with the model, as one process without sharding would. Collective."""
+        if self.zero is not None:
+            self.zero.consolidate_state_dict(to=0)
+        if dist.get_rank() == 0:
+            torch.save({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}, file)
+        dist.barrier()
+
+    def load(self, file: str) -> None:
+        """Take over model and optimizer state from a file of :meth:`save`. Collective."""
+        found = torch.load(file, map_location="cpu", weights_only=True)
+        self.model.load_state_dict(found["model"])
+        self.optimizer.load_state_dict(found["optimizer"])
+
+
+def global_mean(loss: torch.Tensor) -> float:
+    """Average a loss over all ranks. Collective."""
+    mean = loss.clone()
+    dist.all_reduce(mean)
+    return float(mean) / dist.get_world_size()
+
+
+def largest_difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Return the largest absolute difference of two tensors; NaN if either holds one."""
+    return float((ours - theirs).abs().max())
