@@ -11,6 +11,7 @@ import json
 import random
 import sys
 from dataclasses import asdict
+from typing import Any
 
 import torch
 from pairs import alternate
@@ -76,8 +77,11 @@ def _bare_optimizer(sizes: list[int], ranks: int) -> ZeroRedundancyOptimizer:
 
 
 def _torch_partition(bare: ZeroRedundancyOptimizer) -> list[list[dict[str, list[torch.Tensor]]]]:
-    bare._partition_parameters_cache = []
-    return bare._partition_parameters()
+    undeclared: Any = bare
+    # Emptied, or a second call would return the first one's result.
+    undeclared._partition_parameters_cache = []
+    owners: list[list[dict[str, list[torch.Tensor]]]] = undeclared._partition_parameters()
+    return owners
 
 
 def _check_same_owners(bare: ZeroRedundancyOptimizer, specs: list[TensorSpec], ranks: int) -> None:

@@ -125,13 +125,13 @@ def whole(tensors: Sequence[TensorSpec], loads: Sequence[float], cost: Cost) -> 
     weights = [cost(spec) for spec in tensors]
     heap = [(load, rank) for rank, load in enumerate(loads)]
     heapq.heapify(heap)
-    shards: list[Shard] = []
+    owners = [0] * len(tensors)
     for positions in groups.values():
         for position in sorted(positions, key=weights.__getitem__, reverse=True):
             load, rank = heap[0]
             heapq.heapreplace(heap, (load + weights[position], rank))
-            shards.append(Shard(position, 0, tensors[position].numel, rank))
-    return shards
+            owners[position] = rank
+    return [Shard(position, 0, spec.numel, owners[position]) for position, spec in enumerate(tensors)]
 
 
 def split(tensors: Sequence[TensorSpec], loads: Sequence[float], cost: Cost) -> list[Shard]:

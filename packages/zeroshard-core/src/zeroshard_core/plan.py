@@ -166,8 +166,8 @@ def _check_ownership(world_size: int, tensors: tuple[TensorSpec, ...], shards: t
                 raise ValueError(_uncovered(index, spec, reached, shard))
             if not 0 <= shard.rank < world_size:
                 raise ValueError(
-                    f"tensor {index} {spec.name!r}: elements [{shard.start}, {shard.stop}) belong to rank {shard.rank}, "
-                    f"but there are ranks 0 to {world_size - 1} only"
+                    f"tensor {index} {spec.name!r}: elements [{shard.start}, {shard.stop}) belong to rank "
+                    f"{shard.rank}, but there are ranks 0 to {world_size - 1} only"
                 )
             position += 1
             if shard.start == 0 and shard.stop == numel:

@@ -55,7 +55,10 @@ def _name_difference(position: int, here: Sequence[TensorSpec], there: Sequence[
     ours_there = next((i for i, spec in enumerate(there) if spec.name == ours), None)
     theirs_here = next((i for i, spec in enumerate(here) if spec.name == theirs), None)
     if ours_there is not None and theirs_here is not None:
-        return f"another order: tensor {position} is {ours!r} here, {theirs!r} there, where {ours!r} is tensor {ours_there}"
+        return (
+            f"another order: tensor {position} is {ours!r} here, but {theirs!r} there, where {ours!r} is tensor "
+            f"{ours_there}"
+        )
     if theirs_here is not None:
         return f"tensor {position} {ours!r} is here only; there, tensor {position} is {theirs!r}"
     if ours_there is not None:

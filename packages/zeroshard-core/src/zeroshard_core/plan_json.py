@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -78,11 +78,9 @@ def read_json(text: str) -> PlanFields:
         raise ValueError(f"this plan has version {content.get('version')!r}, but this release reads version {VERSION}")
     return PlanFields(
         world_size=_integer(content.get("world_size"), "world_size"),
-        tensors=tuple(
-            [_spec(item, f"tensors[{i}]") for i, item in enumerate(_list(content.get("tensors"), "tensors"))]
-        ),
-        shards=tuple([_shard(item, f"shards[{i}]") for i, item in enumerate(_list(content.get("shards"), "shards"))]),
-        loads=tuple([_number(item, f"loads[{i}]") for i, item in enumerate(_list(content.get("loads"), "loads"))]),
+        tensors=tuple([_spec(item, where) for item, where in _items(content, "tensors")]),
+        shards=tuple([_shard(item, where) for item, where in _items(content, "shards")]),
+        loads=tuple([_number(item, where) for item, where in _items(content, "loads")]),
         heaviest=_number(content.get("heaviest"), "heaviest"),
     )
 
@@ -120,6 +118,10 @@ def _dtype(item: object, where: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise _damaged(where, "a dtype of this release of torch", item)
     return dtype
+
+
+def _items(content: dict[str, Any], key: str) -> Iterator[tuple[Any, str]]:
+    return ((item, f"{key}[{i}]") for i, item in enumerate(_list(content.get(key), key)))
 
 
 def _list(item: object, where: str) -> list[Any]:

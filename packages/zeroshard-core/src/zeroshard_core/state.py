@@ -277,8 +277,9 @@ def _joined(key: str, pieces: Sequence[tuple[Shard, Any]], spec: TensorSpec) -> 
 
 
 def _named(plan: Plan, index: object) -> str:
-    known = isinstance(index, int) and 0 <= index < len(plan.tensors)
-    return f"tensor {index!r} {plan.tensors[index].name!r}" if known else f"tensor {index!r}"  # type: ignore[index]
+    if isinstance(index, int) and 0 <= index < len(plan.tensors):
+        return f"tensor {index} {plan.tensors[index].name!r}"
+    return f"tensor {index!r}"
 
 
 def _positions(names: Sequence[str]) -> dict[Hashable, int]:
@@ -301,13 +302,11 @@ def _rekeyed(
         for key in keys:
             if not knows(key):
                 raise StateMapError(f"{where!r} has the key {key!r}, which is not {expected}")
-    twice = (
-        [key for position, key in enumerate(listed) if key in set(listed[:position])]
-        if len(set(listed)) < len(listed)
-        else []
-    )
-    if twice:
-        raise StateMapError(f"'param_groups' lists {twice[0]!r} twice")
+    seen: set[Hashable] = set()
+    for key in listed:
+        if key in seen:
+            raise StateMapError(f"'param_groups' lists {key!r} twice")
+        seen.add(key)
     return {
         **state_dict,
         "state": {rename(key): entries for key, entries in state_dict["state"].items()},
