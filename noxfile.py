@@ -1,0 +1,237 @@
+"""Everything this repository checks and builds, one nox session each; ``nox -l`` lists them.
+
+Torch is installed first, at one version, in every session that needs it: ``ZEROSHARD_TORCH`` names another one (such as
+``2.11.0``). Where pip would fetch a build with CUDA that nobody needs, ``PIP_EXTRA_INDEX_URL`` points it to an index of
+CPU builds.
+
+Tags say where a session runs by itself: ``ci`` on every change, ``unit`` on every change and every Python, ``nightly``,
+and ``gpu`` where there is one. The workflows take their matrices from ``nox -l --json -t TAG``.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import xml.etree.ElementTree as ElementTree
+from dataclasses import dataclass
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2024.3.2"
+nox.options.sessions = ["lint", "typecheck", "tests"]
+
+ROOT = Path(__file__).parent
+TORCH = os.environ.get("ZEROSHARD_TORCH", "2.13.0")
+RUFF = "ruff==0.17.5"
+MYPY = "mypy==2.4.1"
+
+# Each package with the siblings that it needs, itself last, in the order in which they build on each other.
+PACKAGES: dict[str, list[str]] = {
+    "zeroshard-core": ["zeroshard-core"],
+    "zeroshard-comm": ["zeroshard-core", "zeroshard-comm"],
+    "zeroshard": ["zeroshard-core", "zeroshard-comm", "zeroshard"],
+    "zeroshard-integrations": ["zeroshard-core", "zeroshard-comm", "zeroshard", "zeroshard-integrations"],
+    "zeroshard-testing": ["zeroshard-testing"],
+}
+BACKENDS = {"gloo-cpu": ["ci", "nightly"], "gloo-cuda": ["gpu"], "nccl": ["gpu"], "fake": ["ci", "nightly"]}
+TEST_NEEDS = ["pytest", "hypothesis"]
+TOOL_NEEDS = ["rich", "typer", "matplotlib"]
+
+# What a package installed alone must be able to do; the wheels session runs it.
+SMOKE: dict[str, str] = {
+    "zeroshard-core": (
+        "import torch; from zeroshard_core import TensorSpec, partition;"
+        "plan = partition([TensorSpec(str(i), (64,), torch.float32) for i in range(4)], 2);"
+        "assert plan.imbalance == 1.0, plan"
+    ),
+    "zeroshard-comm": "from zeroshard_comm import Traffic; Traffic()",
+    "zeroshard": (
+        "import torch, torch.distributed as dist; from zeroshard import ZeroRedundancyOptimizer;"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1);"
+        "p = torch.nn.Parameter(torch.ones(4)); o = ZeroRedundancyOptimizer([p], torch.optim.SGD, lr=1.0);"
+        "p.grad = torch.ones(4); o.step(); assert p.sum() == 0, p; dist.destroy_process_group()"
+    ),
+    "zeroshard-integrations": "import zeroshard_integrations",
+    "zeroshard-testing": (
+        "import sys, zeroshard_testing.plugin; assert 'torch' not in sys.modules, 'the plugin imports torch'"
+    ),
+}
+
+
+@nox.session(tags=["ci"])
+def lint(session: nox.Session) -> None:
+    """Ruff, its formatter, and the rules of which package may import which."""
+    session.install(RUFF)
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    session.run("python", "tools/check_imports.py")
+
+
+@nox.session(tags=["ci"])
+def typecheck(session: nox.Session) -> None:
+    """Mypy, strict, over all sources at once."""
+    _install_torch(session)
+    session.log("installing mypy and what the sources import")
+    session.install(MYPY, "nox", *TEST_NEEDS, *TOOL_NEEDS)
+    session.run("mypy", *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("packages/*/src")), "tools", __file__)
+
+
+@nox.session(tags=["ci"])
+def tests(session: nox.Session) -> None:
+    """All that must pass without a GPU: tests and doctests of the packages and the tools, then rank tests."""
+    _install_sources(session, list(PACKAGES), *TOOL_NEEDS)
+    session.log("1 of 2: tests and doctests of the packages and the tools")
+    _pytest(session, "--doctest-modules", "packages", "tools", *session.posargs)
+    session.log("2 of 2: rank tests")
+    _pytest(session, "tests", *session.posargs)
+
+
+@nox.session(tags=["unit"])
+@nox.parametrize("package", list(PACKAGES))
+def unit(session: nox.Session, package: str) -> None:
+    """One package with the siblings it needs: its own tests and doctests."""
+    siblings = PACKAGES[package]
+    # Its tests may run on ranks, and that takes the testing package; no other that it does not need is there.
+    _install_sources(session, [*siblings, *({"zeroshard-testing"} - set(siblings))])
+    _pytest(session, "--doctest-modules", f"packages/{package}", *session.posargs)
+
+
+@nox.session
+@nox.parametrize(
+    "backend",
+    [nox.param(name, tags=tags) for name, tags in BACKENDS.items()],
+)
+def ranks(session: nox.Session, backend: str) -> None:
+    """The tests that run on the ranks of one backend; ``-- --require`` fails where this machine lacks it."""
+    require = "--require" in session.posargs
+    posargs = [argument for argument in session.posargs if argument != "--require"]
+    _install_sources(session, list(PACKAGES), *TOOL_NEEDS)
+    missing = session.run("python", "tools/backend_here.py", backend, silent=True)
+    if isinstance(missing, str) and missing.strip():
+        refuse = session.error if require else session.skip
+        refuse(missing.strip().splitlines()[-1])
+    required = [f"--ranks-require={backend}"] if require else []
+    _pytest(session, "tests", "packages", f"--ranks-backend={backend}", *required, *posargs)
+
+
+@nox.session(tags=["ci"])
+def quickstart(session: nox.Session) -> None:
+    """Train a language model on two ranks with its optimizer state sharded; options go after ``--``."""
+    _install_sources(session, PACKAGES["zeroshard"], *TOOL_NEEDS)
+    session.run("python", "tools/quickstart", *session.posargs)
+
+
+@nox.session(tags=["ci"])
+def wheels(session: nox.Session) -> None:
+    """Build all packages, install each alone in a clean environment, and use it."""
+    session.install("build", "hatchling", "virtualenv")
+    dist = Path(session.create_tmp(), "dist")
+    shutil.rmtree(dist, ignore_errors=True)
+    for package in PACKAGES:
+        session.log(f"building {package}")
+        session.run(
+            "python", "-m", "build", "--no-isolation", "--outdir", str(dist), f"packages/{package}", silent=True
+        )
+    for number, package in enumerate(PACKAGES, 1):
+        session.log(f"{number} of {len(PACKAGES)}: {package} alone")
+        _try_alone(session, package, dist)
+    session.log(f"the wheels lie in {dist}")
+
+
+@nox.session(tags=["ci"])
+def docs(session: nox.Session) -> None:
+    """Build the documentation; a warning is an error."""
+    _install_sources(session, list(PACKAGES), "sphinx", "myst-parser", "furo")
+    session.run("sphinx-build", "-W", "--keep-going", "-b", "html", "docs", "docs/_build/html", *session.posargs)
+
+
+@nox.session(tags=["nightly"])
+def bench(session: nox.Session) -> None:
+    """Run benchmarks: all of tools/bench, or those named after ``--``; options behind the names go to each of them."""
+    programs = {
+        path.stem: path
+        for path in sorted(ROOT.glob("tools/bench/*.py"))
+        if '__name__ == "__main__"' in path.read_text(encoding="utf-8")
+    }
+    options = [index for index, argument in enumerate(session.posargs) if argument.startswith("-")]
+    split = options[0] if options else len(session.posargs)
+    chosen = session.posargs[:split] or list(programs)
+    unknown = [name for name in chosen if name not in programs]
+    if unknown or not chosen:
+        session.error(f"no benchmark {' '.join(unknown)!r}; there are: {', '.join(programs) or 'none'}")
+    _install_sources(session, PACKAGES["zeroshard"], *TOOL_NEEDS)
+    for number, name in enumerate(chosen, 1):
+        session.log(f"{number} of {len(chosen)}: {name}")
+        session.run("python", str(programs[name]), *session.posargs[split:])
+
+
+def _install_torch(session: nox.Session) -> None:
+    session.log(f"installing torch {TORCH}: a large download when the cache of pip lacks it")
+    session.install("--progress-bar=off", f"torch=={TORCH}", silent=False)
+
+
+def _install_sources(session: nox.Session, packages: list[str], *needs: str) -> None:
+    """Install packages from source, siblings named together, and what their tests and the session need."""
+    _install_torch(session)
+    session.log("installing what else is needed")
+    session.install("hatchling", "editables", *TEST_NEEDS, *needs)
+    session.log(f"installing {', '.join(packages)} from source")
+    editable = [argument for package in packages for argument in ("-e", f"packages/{package}")]
+    session.install("--no-build-isolation", *editable)
+
+
+@dataclass(frozen=True)
+class _Counts:
+    """How many tests one pytest run collected, and how many of them it skipped."""
+
+    collected: int
+    skipped: int
+
+    @classmethod
+    def read(cls, report: Path) -> _Counts:
+        suites = list(ElementTree.parse(report).iter("testsuite"))  # noqa: S314 - pytest has just written it
+        return cls(*(sum(int(suite.get(name, "0")) for suite in suites) for name in ("tests", "skipped")))
+
+
+def _pytest(session: nox.Session, *arguments: str) -> None:
+    """Run pytest, and fail when no test was executed, be it that none was found or that all were skipped."""
+    report = Path(session.create_tmp(), "report.xml").resolve()
+    report.unlink(missing_ok=True)
+    session.run("pytest", f"--junitxml={report}", *arguments)
+    counts = _Counts.read(report)
+    executed = counts.collected - counts.skipped
+    session.log(f"{executed} tests executed, {counts.skipped} skipped")
+    if executed < 1:
+        session.error(f"no test was executed; {counts.skipped} were skipped")
+
+
+def _try_alone(session: nox.Session, package: str, dist: Path) -> None:
+    """Install one package and what it declares in an environment of its own, use it, and look for strangers."""
+    place = Path(session.create_tmp(), "alone")
+    shutil.rmtree(place, ignore_errors=True)
+    session.run("python", "-m", "virtualenv", "--quiet", str(place), silent=True)
+    python = str(place / ("Scripts/python.exe" if os.name == "nt" else "bin/python"))
+    third_party = [f"torch=={TORCH}", *(["pytest"] if package == "zeroshard-testing" else [])]
+    session.run(python, "-m", "pip", "install", "--quiet", "--progress-bar=off", *third_party, external=True)
+    # Without an index, so that a sibling can come from nowhere but here, and only if it is declared.
+    install = ["install", "--quiet", "--no-index", "--find-links", str(dist), f"{package}=={_version(package)}"]
+    session.run(python, "-m", "pip", *install, external=True)
+    session.run(python, "-m", "pip", "check", external=True)
+    session.run(python, "-c", SMOKE[package], external=True)
+    strangers = [name.replace("-", "_") for name in PACKAGES if name not in PACKAGES[package]]
+    session.run(
+        python,
+        "-c",
+        f"import importlib.util as u; found = [n for n in {strangers} if u.find_spec(n)]; assert not found, found",
+        external=True,
+    )
+
+
+def _version(package: str) -> str:
+    lines = (ROOT / "packages" / package / "pyproject.toml").read_text(encoding="utf-8").splitlines()
+    return next(line.split('"')[1] for line in lines if line.startswith("version = "))
+
+
+if __name__ == "__main__":
+    nox.main()

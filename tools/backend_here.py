@@ -1,0 +1,45 @@
+"""Prints why this machine cannot run the rank tests of a backend on two ranks; nothing if it can.
+
+Run as ``python tools/backend_here.py nccl``; the nox session ``ranks`` asks before it runs any test.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import torch.distributed as dist
+from zeroshard_testing.backends import why_unavailable
+from zeroshard_testing.spec import BACKENDS, RanksSpec
+
+
+def why_not_here(backend_name: str) -> str | None:
+    """Say why two ranks of a backend cannot run on this machine.
+
+    Args:
+        backend_name: A name as the command line has it, such as ``"gloo-cpu"``.
+
+    Returns:
+        The reason, or None if they can.
+
+    Raises:
+        ValueError: If there is no such backend.
+    """
+    for backend, name in BACKENDS.items():
+        if name == backend_name:
+            return why_unavailable(RanksSpec(2, backend), machine())
+    raise ValueError(f"unknown backend {backend_name!r}; choose from {', '.join(BACKENDS.values())}")
+
+
+def machine() -> dict[str, object]:
+    """Return what `zeroshard_testing.backends.why_unavailable` reads about this machine."""
+    return {
+        "devices": torch.cuda.device_count() if torch.cuda.is_available() else 0,
+        "gloo": dist.is_available() and dist.is_gloo_available(),
+        "nccl": dist.is_available() and dist.is_nccl_available(),
+        "torch": torch.__version__,
+    }
+
+
+if __name__ == "__main__":
+    print(why_not_here(sys.argv[1]) or "")

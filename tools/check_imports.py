@@ -1,0 +1,195 @@
+"""Checks who may import whom: between the packages, within each of them, and what must never be imported.
+
+Run as ``python tools/check_imports.py``. It reads the sources with `ast` and imports nothing. The rules:
+
+- A package imports the siblings and the third-party packages that `RULES` names, and no other.
+- `zeroshard_core` never reaches `torch.distributed`, by whatever spelling.
+- The modules of a package import each other without cycles.
+- What `zeroshard_testing.plugin` imports when it is imported does not contain torch: pytest loads it for everyone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from module_imports import Import, Module, distributed_uses, read_modules
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What one package may import, beside itself and the standard library."""
+
+    siblings: frozenset[str]
+    third_party: frozenset[str]
+
+
+RULES: Mapping[str, Rule] = {
+    "zeroshard_core": Rule(frozenset(), frozenset({"torch"})),
+    "zeroshard_comm": Rule(frozenset({"zeroshard_core"}), frozenset({"torch"})),
+    "zeroshard": Rule(frozenset({"zeroshard_core", "zeroshard_comm"}), frozenset({"torch"})),
+    "zeroshard_integrations": Rule(frozenset({"zeroshard_core", "zeroshard_comm", "zeroshard"}), frozenset({"torch"})),
+    # _pytest: assertion rewriting in the worker processes has no public way in.
+    "zeroshard_testing": Rule(frozenset(), frozenset({"torch", "pytest", "_pytest"})),
+}
+WITHOUT_DISTRIBUTED = "zeroshard_core"
+WITHOUT_TORCH = "zeroshard_testing.plugin"
+
+
+@dataclass(frozen=True, order=True)
+class Violation:
+    """One broken rule, at a line of a file."""
+
+    path: Path
+    line: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.text}"
+
+
+def check(root: Path, rules: Mapping[str, Rule] = RULES) -> list[Violation]:
+    """Check all packages of a repository.
+
+    Args:
+        root: The repository; packages lie at ``packages/<folder>/src/<import name>``.
+        rules: What each package may import, by import name.
+
+    Returns:
+        The violations, sorted by file and line.
+
+    Raises:
+        FileNotFoundError: If a package of the rules has no source, so that nothing would be checked.
+        SyntaxError: If a source cannot be parsed.
+    """
+    modules: dict[str, Module] = {}
+    for package in rules:
+        found = [path for path in root.glob(f"packages/*/src/{package}") if path.is_dir()]
+        if not found:
+            raise FileNotFoundError(f"no source of {package} under {root / 'packages'}")
+        for folder in found:
+            modules.update(read_modules(folder))
+    return sorted(
+        {
+            *_forbidden_packages(modules, rules),
+            *_uses_of_distributed(modules),
+            *_cycles(modules),
+            *_torch_in_plugin(modules),
+        }
+    )
+
+
+def _forbidden_packages(modules: Mapping[str, Module], rules: Mapping[str, Rule]) -> Iterator[Violation]:
+    for module in modules.values():
+        rule = rules[module.package]
+        for imported in module.imports:
+            top = imported.name.partition(".")[0]
+            if top == module.package or top in sys.stdlib_module_names:
+                continue
+            if top in rules and top not in rule.siblings:
+                allowed = ", ".join(sorted(rule.siblings)) or "none of its siblings"
+                text = f"{module.package} must not import {top}; it may import {allowed}"
+            elif top not in rules and top not in rule.third_party:
+                text = (
+                    f"{module.package} must not import {top}; of third parties it may import {_list(rule.third_party)}"
+                )
+            else:
+                continue
+            yield Violation(module.path, imported.line, text)
+
+
+def _uses_of_distributed(modules: Mapping[str, Module]) -> Iterator[Violation]:
+    for module in modules.values():
+        if module.package == WITHOUT_DISTRIBUTED:
+            for line, spelling in distributed_uses(module):
+                text = f"{WITHOUT_DISTRIBUTED} must not reach torch.distributed: {spelling}"
+                yield Violation(module.path, line, text)
+
+
+def _cycles(modules: Mapping[str, Module]) -> Iterator[Violation]:
+    """Find one cycle for each module that starts one, with a depth-first walk over the imports within the package."""
+    finished: set[str] = set()
+
+    def walk(name: str, trail: list[str]) -> Iterator[Violation]:
+        trail.append(name)
+        for imported, target in _within(modules, modules[name].imports, modules[name].package):
+            if target == name:
+                yield Violation(modules[name].path, imported.line, f"{name} imports itself")
+            elif target in trail:
+                cycle = " -> ".join([*trail[trail.index(target) :], target])
+                yield Violation(modules[name].path, imported.line, f"import cycle: {cycle}")
+            elif target not in finished:
+                yield from walk(target, trail)
+        trail.pop()
+        finished.add(name)
+
+    for name in sorted(modules):
+        if name not in finished:
+            yield from walk(name, [])
+
+
+def _torch_in_plugin(modules: Mapping[str, Module]) -> Iterator[Violation]:
+    """Follow what is imported on import, the parents' ``__init__`` included, and find torch."""
+    if WITHOUT_TORCH not in modules:
+        return
+    package = modules[WITHOUT_TORCH].package
+    waiting = [package, WITHOUT_TORCH]
+    reached = set(waiting)
+    while waiting:
+        module = modules[waiting.pop()]
+        on_import = [imported for imported in module.imports if imported.runs_on_import]
+        for imported in on_import:
+            if imported.name.partition(".")[0] == "torch":
+                text = f"{WITHOUT_TORCH} must not import torch, and this line is reached when it is imported"
+                yield Violation(module.path, imported.line, text)
+        for _, target in _within(modules, on_import, package):
+            parents = [target.rsplit(".", depth)[0] for depth in range(target.count("."))]
+            fresh = {*parents, target} - reached
+            reached |= fresh
+            waiting += sorted(fresh)
+
+
+def _within(modules: Mapping[str, Module], imports: Iterable[Import], package: str) -> Iterator[tuple[Import, str]]:
+    """Yield the imports of modules of the same package, each with the module that it means."""
+    for imported in imports:
+        if imported.name.partition(".")[0] != package:
+            continue
+        # `from package import name` means a module if there is one of that name, else what is in the package.
+        for candidate in (imported.full_name, imported.name):
+            if candidate in modules:
+                yield imported, candidate
+                break
+
+
+def _list(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names)) or "none"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Check a repository and print what is wrong.
+
+    Args:
+        arguments: The command line, without the program's name; that of the process if None.
+
+    Returns:
+        The exit status: 1 if a rule is broken.
+    """
+    parser = argparse.ArgumentParser(description="Check which package imports which.")
+    parser.add_argument("root", type=Path, nargs="?", default=Path(__file__).parents[1], help="the repository")
+    root: Path = parser.parse_args(arguments).root
+    try:
+        violations = check(root)
+    except (FileNotFoundError, SyntaxError) as error:
+        print(f"check_imports: {error}", file=sys.stderr)
+        return 1
+    for violation in violations:
+        print(violation)
+    print(f"imports: {len(violations)} violations" if violations else "imports: every rule is kept")
+    return 1 if violations else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
