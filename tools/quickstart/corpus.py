@@ -43,7 +43,9 @@ def read_corpus(path: Path, least: int, limit: int = LIMIT) -> bytes:
         kind = "no text files (UTF-8)" if path.is_dir() else "no text (UTF-8)"
         raise InputError(f"{str(path)!r} holds {kind}; name a file or folder that does with --data")
     if size < least:
-        raise InputError(f"{str(path)!r} holds {size} bytes of text, but one context needs {least}; name more with --data")
+        raise InputError(
+            f"{str(path)!r} holds {size} bytes of text, but one context needs {least}; name more with --data"
+        )
     return b"".join(pieces)
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from errors import RankFailedError
 from job import Job
 
-OnStep = Callable[[int, int, float], None]
-"""Told of every step: its number from 1, the number of all steps, and the loss in nats per byte."""
+OnStep = Callable[[int, float], None]
+"""Told of every step: its number from 1, and the loss in nats per byte."""
 
 
 def launch(job: Job, ranks: int, on_step: OnStep) -> None:
@@ -38,9 +38,12 @@ def launch(job: Job, ranks: int, on_step: OnStep) -> None:
     if sys.platform == "linux":
         # All ranks are here, and some machines cannot resolve their own name.
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    with log_file.open("w") as log, subprocess.Popen(
-        command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, text=True
-    ) as process:
+    with (
+        log_file.open("w") as log,
+        subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, text=True
+        ) as process,
+    ):
         assert process.stdout is not None
         try:
             for line in process.stdout:
@@ -56,7 +59,7 @@ def launch(job: Job, ranks: int, on_step: OnStep) -> None:
 def _hear(line: str, on_step: OnStep) -> None:
     if line.startswith('{"step"'):
         told = json.loads(line)
-        on_step(told["step"], told["of"], told["loss"])
+        on_step(told["step"], told["loss"])
     elif line.strip():
         print(line, end="", file=sys.stderr)
 

@@ -24,7 +24,9 @@ def main() -> int:
     torch.set_num_threads(1)
     try:
         dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
-        write_answer(job, rank, train(job) if job.task == "train" else resume(job, sharded=job.task == "resume-sharded"))
+        write_answer(
+            job, rank, train(job) if job.task == "train" else resume(job, sharded=job.task == "resume-sharded")
+        )
         # No rank leaves while another may still need it.
         dist.barrier()
         dist.destroy_process_group()

@@ -41,7 +41,7 @@ def train(job: Job) -> Training:
         difference = found if found != found else max(difference, found)
         if found != found:
             break
-        _tell_step(step + 1, job.steps + job.more_steps, losses[sharded][-1])
+        _tell_step(step + 1, losses[sharded][-1])
     if dist.get_rank() == 0:
         torch.save(sharded.flat(), Path(job.folder) / UNINTERRUPTED)
     contenders = [
@@ -56,13 +56,21 @@ def train(job: Job) -> Training:
     ]
     elements, predicted = sharded.flat().numel(), sharded.predicted_bytes()
     dist.barrier()
-    return Training(
-        elements, contenders[0], contenders[1], difference, predicted, checkpoint_seconds, resume(job, sharded=True)
-    )
+    again = resume(job, sharded=True, told_before=job.steps + job.more_steps)
+    return Training(elements, contenders[0], contenders[1], difference, predicted, checkpoint_seconds, again)
 
 
-def resume(job: Job, *, sharded: bool) -> Continuation:
-    """Build everything anew, load the checkpoint and train on as the uninterrupted run did. Collective."""
+def resume(job: Job, *, sharded: bool, told_before: int = 0) -> Continuation:
+    """Build everything anew, load the checkpoint and train on as the uninterrupted run did. Collective.
+
+    Args:
+        job: what to do.
+        sharded: whether the optimizer's state is sharded.
+        told_before: steps that this launch has reported already.
+
+    Returns:
+        How it went, against the uninterrupted run.
+    """
     batches = batches_of(job)
     run = Run(job, sharded=sharded)
     run.load(job.checkpoint)
@@ -71,7 +79,7 @@ def resume(job: Job, *, sharded: bool) -> Continuation:
     for step in range(job.more_steps):
         batch = batches.of(job.steps + step, dist.get_rank(), dist.get_world_size())
         losses.append(global_mean(run.iterate(*batch).loss))
-        _tell_step(step + 1, job.more_steps, losses[-1])
+        _tell_step(told_before + step + 1, losses[-1])
     expected = torch.load(Path(job.folder) / UNINTERRUPTED, weights_only=True)
     ours = run.flat()
     moved = float((expected - loaded).norm())
@@ -85,6 +93,6 @@ def batches_of(job: Job) -> Batches:
     return Batches((Path(job.folder) / CORPUS).read_bytes(), job.sequences, job.context, job.seed)
 
 
-def _tell_step(step: int, of: int, loss: float) -> None:
+def _tell_step(step: int, loss: float) -> None:
     if dist.get_rank() == 0:
-        print(json.dumps({"step": step, "of": of, "loss": loss}), flush=True)
+        print(json.dumps({"step": step, "loss": loss}), flush=True)
