@@ -173,7 +173,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:
-        """The flat buffers that parameters are views of, 1-D; none without ``parameters_as_bucket_view``."""
+        """The flat buffers that parameters are views of, 1-D; none without ``parameters_as_bucket_view``.
+
+        Between and behind the parameters lie elements that belong to none, and whose values mean nothing.
+        """
         return self._replicas.buffers
 
     @property

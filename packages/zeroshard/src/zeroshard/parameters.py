@@ -94,6 +94,9 @@ def specs_of(groups: Sequence[Mapping[str, Any]], active: Sequence[bool]) -> tup
         groups: param groups with list-valued ``"params"``.
         active: per parameter, whether it counts as trainable.
 
+    Raises:
+        ValueError: for a parameter that is not a strided tensor.
+
     Returns:
         One spec per parameter. A parameter without a name is called ``param.<index>``. Devices are numbered in order of
         appearance, so that ranks on different GPUs describe the same thing.
@@ -103,6 +106,11 @@ def specs_of(groups: Sequence[Mapping[str, Any]], active: Sequence[bool]) -> tup
     for number, group in enumerate(groups):
         names = group.get("param_names")
         for position, param in enumerate(group["params"]):
+            if param.layout is not torch.strided:
+                raise ValueError(
+                    f"parameter {position} of group {number}, of shape {tuple(param.shape)}, is a {param.layout} tensor; "
+                    f"only strided parameters can be sharded (their gradients may be sparse)"
+                )
             device = param.device
             if device not in logical:
                 alike = sum(1 for known in logical if known.type == device.type)

@@ -200,7 +200,8 @@ def _with_rooms(layout: BucketLayout, plan: Plan) -> BucketLayout:
         shift = number * _ROOM
         chosen = set(members)
         slots += [replace(slot, offset=slot.offset + shift) for slot in layout.slots if slot.tensor in chosen]
-    return replace(layout, slots=tuple(slots), numel=layout.numel + shift + _ROOM)
+    filled = -(-layout.numel // _ROOM) * _ROOM
+    return replace(layout, slots=tuple(slots), numel=filled + shift + _ROOM)
 
 
 def _runs(layout: BucketLayout, plan: Plan) -> list[tuple[int | None, list[int], int, int]]:
