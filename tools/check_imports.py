@@ -147,7 +147,7 @@ def _torch_in_plugin(modules: Mapping[str, Module]) -> Iterator[Violation]:
                 yield Violation(module.path, imported.line, text)
         for _, target in _within(modules, on_import, package):
             parents = [target.rsplit(".", depth)[0] for depth in range(target.count("."))]
-            fresh = {*parents, target} - reached
+            fresh = ({*parents, target} - reached) & modules.keys()
             reached |= fresh
             waiting += sorted(fresh)
 
