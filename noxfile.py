@@ -74,7 +74,9 @@ def typecheck(session: nox.Session) -> None:
     _install_torch(session)
     session.log("installing mypy and what the sources import")
     session.install(MYPY, "nox", *TEST_NEEDS, *TOOL_NEEDS)
-    session.run("mypy", *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("packages/*/src")), "tools", "noxfile.py")
+    session.run(
+        "mypy", *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("packages/*/src")), "tools", "noxfile.py"
+    )
 
 
 @nox.session(tags=["ci"])
