@@ -1,7 +1,7 @@
 """The model: a small GPT that reads and predicts bytes.
 
-Every parameter is a matrix (norms have no gains, linear layers no biases), so that optimizers for matrices alone, such as
-Muon, can train it too.
+Every parameter is a matrix (norms have no gains, linear layers no biases), so that optimizers for matrices alone, such
+as Muon, can train it too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Shape:
         heads: attention heads per block; divides ``width``.
     """
 
-    context: int = 96
+    context: int = 48
     width: int = 384
     layers: int = 6
     heads: int = 6

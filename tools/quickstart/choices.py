@@ -41,8 +41,8 @@ def check_optimizer(name: str, partition: str) -> None:
     if name not in names:
         by_lower = {known.lower(): known for known in names}
         close = difflib.get_close_matches(name.lower(), by_lower, n=1)
-        meant = f", did you mean {by_lower[close[0]]!r}?" if close else ";"
-        raise InputError(f"torch.optim has no optimizer {name!r}{meant} Choose one of {', '.join(names)}")
+        meant = f" (did you mean {by_lower[close[0]]!r}?)" if close else ""
+        raise InputError(f"torch.optim has no optimizer {name!r}{meant}; choose one of {', '.join(names)}")
     check_partition(name, partition)
 
 

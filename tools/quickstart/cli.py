@@ -24,8 +24,8 @@ from rich.console import Console
 from training import CORPUS
 from verdict import Found
 
-CONTEXT = 96
-SEQUENCES = 6
+CONTEXT = 48
+SEQUENCES = 12
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -39,10 +39,12 @@ def quickstart(
     ] = None,
     ranks: Annotated[int, typer.Option(min=1, max=16, help="Processes that train together.")] = 2,
     resume_ranks: Annotated[int, typer.Option(min=1, max=16, help="Processes that resume from the checkpoint.")] = 3,
-    steps: Annotated[int, typer.Option(min=1, help="Steps before the checkpoint.")] = 30,
-    resume_steps: Annotated[int, typer.Option(min=1, help="Steps after the checkpoint.")] = 5,
+    steps: Annotated[int, typer.Option(min=1, help="Steps before the checkpoint.")] = 24,
+    resume_steps: Annotated[int, typer.Option(min=1, help="Steps after the checkpoint.")] = 4,
     optimizer: Annotated[str, typer.Option(help="Class of torch.optim, any but LBFGS and SparseAdam.")] = "AdamW",
-    lr: Annotated[float | None, typer.Option(help="Learning rate.", show_default="the optimizer's own")] = None,
+    lr: Annotated[
+        float | None, typer.Option(min=0.0, help="Learning rate.", show_default="the optimizer's own")
+    ] = None,
     partition: Annotated[
         str,
         typer.Option(
@@ -110,11 +112,11 @@ def quickstart(
 
 
 def global_sequences(*world_sizes: int) -> int:
-    """Return the smallest global batch of at least six sequences that every world size can share evenly.
+    """Return the smallest global batch of at least twelve sequences that every world size can share evenly.
 
     Examples:
         >>> global_sequences(2, 3), global_sequences(4, 3), global_sequences(1, 1)
-        (6, 12, 6)
+        (12, 12, 12)
     """
     common = math.lcm(*world_sizes)
     return common * math.ceil(SEQUENCES / common)

@@ -32,14 +32,14 @@ def draw(found: Found, file: Path) -> None:
     loss.plot(later, found.plain.losses, "x", color="black", markersize=6, label=f"resumed by plain {found.optimizer}")
     loss.axvline(found.steps + 0.5, color="grey", linewidth=1, linestyle=":")
     loss.annotate(
-        "checkpoint", (found.steps + 0.5, 0.02), xycoords=("data", "axes fraction"), xytext=(-4, 0),
+        "checkpoint", (found.steps + 0.5, 0.4), xycoords=("data", "axes fraction"), xytext=(-4, 0),
         textcoords="offset points", ha="right", va="bottom", color="grey", rotation=90,
     )  # fmt: skip
     loss.set(xlabel="step", ylabel="loss (nats per byte)", xlim=(0.5, len(steps) + 0.5))
     loss.set_title(f"Loss; largest parameter difference {found.difference:.3g}", loc="left")
     loss.xaxis.get_major_locator().set_params(integer=True)
     loss.grid(alpha=0.25)
-    loss.legend(frameon=False)
+    loss.legend(loc="upper right", framealpha=1, edgecolor="none")
 
     width = 0.38
     for offset, color, label, sizes in (

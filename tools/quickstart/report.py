@@ -13,16 +13,16 @@ def show(found: Found, console: Console) -> None:
     """Print both tables and what they mean."""
     console.print(_training_table(found))
     console.print(
-        "Both trained side by side on the same batches under DDP, whose gradient all-reduce comes on top for both.\n"
+        "Both trained side by side on the same batches under DDP, whose gradient all-reduce comes on top for both. "
         "Times are medians on this machine, as it was; they are no benchmark.",
         highlight=False,
         style="dim",
     )
     console.print(_resume_table(found))
     console.print(
-        "Resumed from the consolidated state, on the same batches. With another number of ranks, gradients are summed in "
-        "another\norder, so values agree up to rounding of float32, not bit for bit; unsharded and sharded training on "
-        "the same ranks\nare compared bit for bit above.",
+        "Resumed from the consolidated state, on the same batches. Another number of ranks sums gradients in another "
+        "order, so there values agree up to rounding of float32, not bit for bit. The difference is the largest of any "
+        "parameter, and as L2 norm relative to the way that training went since the checkpoint.",
         highlight=False,
         style="dim",
     )
@@ -70,12 +70,7 @@ def _resume_table(found: Found) -> Table:
     table = Table(title=f"Training on from the checkpoint after step {found.steps}: loss", title_justify="left")
     table.add_column("step", justify="right")
     continuations = (found.again, found.resumed, found.plain)
-    for title in (
-        "never interrupted",
-        f"resumed, {found.ranks} ranks",
-        f"resumed, {found.resume_ranks} ranks",
-        f"resumed, plain {found.optimizer}",
-    ):
+    for title in ("uninterrupted", f"{found.ranks} ranks", f"{found.resume_ranks} ranks", f"plain {found.optimizer}"):
         table.add_column(title, justify="right")
     uninterrupted = found.training[0].sharded.losses[found.steps :]
     for number, loss in enumerate(uninterrupted):
@@ -85,8 +80,8 @@ def _resume_table(found: Found) -> Table:
             *(f"{value:.6f}" for value in row),
             end_section=number == len(uninterrupted) - 1,
         )
-    table.add_row("largest parameter difference", "", *(_difference(went.difference) for went in continuations))
-    table.add_row("relative to the way gone", "", *(f"{went.relative:.1g}" for went in continuations))
+    table.add_row("difference", "", *(_difference(went.difference) for went in continuations))
+    table.add_row("relative", "", *(f"{went.relative:.1g}" for went in continuations))
     return table
 
 

@@ -90,7 +90,7 @@ class Run:
         return owned * (plan.world_size - 1)
 
     def save(self, file: str) -> None:
-        """Consolidate the state on rank 0 and save it with the model, as one process without sharding would. Collective."""
+        """Save the model and the consolidated state from rank 0, as a run without sharding would. Collective."""
         if self.zero is not None:
             self.zero.consolidate_state_dict(to=0)
         if dist.get_rank() == 0:

@@ -18,7 +18,7 @@ CORPUS = "corpus.bin"
 
 
 def train(job: Job) -> Training:
-    """Train sharded and unsharded on the same batches, checkpoint the sharded run midway, and resume it once. Collective."""
+    """Train sharded and unsharded on the same batches, save the sharded run midway, and resume it. Collective."""
     batches = batches_of(job)
     plain, sharded = Run(job, sharded=False), Run(job, sharded=True)
     seen: dict[Run, list[Iteration]] = {plain: [], sharded: []}
