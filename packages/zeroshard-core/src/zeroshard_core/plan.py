@@ -98,9 +98,8 @@ class Plan:
 
         The bound is the larger of the mean load, and the cost of the heaviest tensor that has one owner: some rank must
         hold at least the mean, and some rank must hold that tensor. So no other choice of owners for the same uncut
-        tensors is better by more than this. 0.0 when nothing weighs anything. Greedy placement by descending size stays
-        below 1/3 - 1/(3 N) on N ranks that started empty (R. L. Graham, Bounds on multiprocessing timing anomalies,
-        1969, against the true optimum, which lies at or above the bound).
+        tensors is better by more than this. 0.0 when nothing weighs anything. ``"whole"`` stays at or below 1 - 1/N on
+        N ranks that started empty (R. L. Graham, Bounds for certain multiprocessing anomalies, 1966).
         """
         bound = max(math.fsum(self.loads) / self.world_size, self.heaviest)
         return max(0.0, max(self.loads) / bound - 1) if bound > 0 else 0.0

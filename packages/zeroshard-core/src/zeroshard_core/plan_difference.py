@@ -7,7 +7,7 @@ from dataclasses import fields
 
 from zeroshard_core.spec import Shard, TensorSpec
 
-_FIELDS = tuple(field.name for field in fields(TensorSpec) if field.name != "name")
+_FIELDS = tuple(field.name for field in fields(TensorSpec) if field.compare and field.name != "name")
 
 
 def tensor_difference(here: Sequence[TensorSpec], there: Sequence[TensorSpec]) -> str | None:

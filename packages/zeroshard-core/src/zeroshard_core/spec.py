@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import index
 
 import torch
@@ -26,6 +26,7 @@ class TensorSpec:
         trainable: whether it takes part in training; a frozen tensor weighs nothing in a partition.
         group: index of its param group.
         stride: ``None`` if contiguous, else the strides (elements) of a non-overlapping and dense tensor.
+        numel: number of elements; follows from the shape.
 
     Raises:
         ValueError: if a size is negative, or the strides leave gaps or overlap.
@@ -38,10 +39,13 @@ class TensorSpec:
     trainable: bool = True
     group: int = 0
     stride: tuple[int, ...] | None = None
+    # Kept rather than computed on demand: partitions ask for it many times.
+    numel: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         # torch.Size and numpy integers would compare equal but not serialize alike.
         object.__setattr__(self, "shape", tuple([index(size) for size in self.shape]))
+        object.__setattr__(self, "numel", math.prod(self.shape))
         if any(size < 0 for size in self.shape):
             raise ValueError(f"tensor {self.name!r} has a negative size in its shape {self.shape}")
         if self.stride is not None:
@@ -51,11 +55,6 @@ class TensorSpec:
                     f"tensor {self.name!r} of shape {self.shape} has strides {self.stride}, which leave gaps or "
                     f"overlap; describe a non-overlapping and dense tensor, or leave out its strides"
                 )
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:

@@ -1,0 +1,217 @@
+"""Optimizer state is cut along shards and joined again without loss."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from plan_strategies import plans
+from zeroshard_core import (
+    Shard,
+    StateMapError,
+    TensorSpec,
+    cut_state,
+    join_state,
+    local_to_whole,
+    partition,
+    storage_view,
+    to_indices,
+    to_names,
+    whole_to_local,
+)
+
+IMAGE = TensorSpec("conv.weight", (4, 16, 3, 3), torch.float32, stride=(144, 1, 48, 16))
+MATRIX = TensorSpec("head.weight", (8, 16), torch.float32)
+LEFT, RIGHT = Shard(0, 0, 64, 0), Shard(0, 64, 128, 1)
+
+
+def numbered(spec, offset=0.0):
+    """A tensor whose elements in storage order are 0, 1, 2, ..."""
+    made = torch.empty(spec.shape) if spec.stride is None else torch.empty_strided(spec.shape, spec.stride)
+    storage_view(made).copy_(torch.arange(spec.numel) + offset)
+    return made
+
+
+def adam_state(spec):
+    return {"step": torch.tensor(3.0), "exp_avg": numbered(spec), "exp_avg_sq": numbered(spec, 0.5), "rounds": 7}
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(found[key], value), key
+            assert found[key].stride() == value.stride(), key
+        else:
+            assert found[key] == value
+
+
+@given(data=st.data(), strategy=st.sampled_from(["whole", "split", "hybrid"]), world_size=st.integers(1, 5))
+def test_what_is_cut_and_joined_is_what_it_was(data, strategy, world_size):
+    specs = [MATRIX, IMAGE, TensorSpec("scale", (), torch.float32), TensorSpec("none", (0, 3), torch.float32)]
+    plan = partition(data.draw(st.permutations(specs)), world_size, strategy=strategy)
+    with_state = data.draw(st.sets(st.integers(0, 3)))
+    state = {index: adam_state(plan.tensors[index]) for index in with_state}
+    locals_ = [whole_to_local(plan, rank, state) for rank in range(world_size)]
+    joined = local_to_whole(plan, locals_)
+    assert joined.keys() == state.keys()
+    for index in state:
+        assert_same(joined[index], state[index])
+
+
+@given(plans())
+def test_each_rank_holds_state_for_its_own_elements_alone(plan):
+    state = {index: {"exp_avg": torch.zeros(spec.shape)} for index, spec in enumerate(plan.tensors)}
+    for rank in range(plan.world_size):
+        held = sum(entries["exp_avg"].numel() for entries in whole_to_local(plan, rank, state).values())
+        assert held == sum(shard.numel for shard in plan.of_rank(rank))
+
+
+def test_an_entry_is_cut_in_the_tensor_s_storage_order():
+    piece = cut_state({"exp_avg": numbered(IMAGE)}, IMAGE, Shard(0, 64, 128, 1))
+    assert torch.equal(piece["exp_avg"], torch.arange(64.0, 128.0))
+
+
+def test_an_entry_of_another_memory_format_is_cut_in_the_tensor_s_storage_order():
+    contiguous = numbered(IMAGE).contiguous()
+    assert contiguous.stride() != IMAGE.stride
+    piece = cut_state({"exp_avg": contiguous}, IMAGE, Shard(0, 64, 128, 1))
+    assert torch.equal(piece["exp_avg"], torch.arange(64.0, 128.0))
+
+
+def test_an_entry_with_gaps_in_memory_is_cut_like_any_other():
+    gaps = torch.zeros(8, 32)[:, ::2].copy_(numbered(MATRIX))
+    assert torch.equal(cut_state({"m": gaps}, MATRIX, RIGHT)["m"], torch.arange(64.0, 128.0))
+
+
+def test_the_state_of_a_whole_tensor_passes_through_untouched():
+    state = {"row": torch.zeros(8), "exp_avg": numbered(MATRIX), "pair": [torch.zeros(2)]}
+    whole = Shard(0, 0, 128, 0)
+    cut = cut_state(state, MATRIX, whole)
+    assert all(cut[key] is value for key, value in state.items())
+    joined = join_state([(whole, cut)], MATRIX)
+    assert all(joined[key] is value for key, value in state.items())
+
+
+def test_cutting_leaves_its_argument_alone():
+    state = adam_state(MATRIX)
+    before = dict(state)
+    cut_state(state, MATRIX, LEFT)
+    assert all(state[key] is value for key, value in before.items())
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (torch.zeros(8, 1), r"shape \(8, 1\)"),
+        (torch.zeros(128), r"shape \(128,\)"),
+        (torch.zeros(8, 16).to_sparse(), r"shape \(8, 16\) and layout torch.sparse_coo"),
+        ([torch.zeros(8, 16)], "a list that holds tensors"),
+        ({"inner": [torch.zeros(2)]}, "a dict that holds tensors"),
+    ],
+)
+def test_what_does_not_follow_the_elements_is_not_cut(value, shown):
+    with pytest.raises(StateMapError, match=rf"'head.weight' of shape \(8, 16\).*'row' has {shown}"):
+        cut_state({"row": value}, MATRIX, LEFT)
+
+
+def test_pieces_join_in_any_order():
+    pieces = [(shard, cut_state(adam_state(MATRIX), MATRIX, shard)) for shard in (RIGHT, LEFT)]
+    assert_same(join_state(pieces, MATRIX), adam_state(MATRIX))
+
+
+@pytest.mark.parametrize(
+    ("pieces", "message"),
+    [
+        ([], "128 elements, but its 0 pieces end at 0"),
+        ([(LEFT, {})], "pieces end at 64"),
+        ([(RIGHT, {})], r"should go on at element 0, but the next is \[64, 128\)"),
+        ([(LEFT, {}), (LEFT, {})], "should go on at element 64"),
+        ([(LEFT, {}), (Shard(1, 64, 128, 1), {})], "of tensor 1 from rank 1"),
+        ([(LEFT, {"m": torch.zeros(64)}), (RIGHT, {})], r"\['m'\] on rank 0, but \[\] on rank 1"),
+        (
+            [(LEFT, {"m": torch.zeros(64)}), (RIGHT, {"m": torch.zeros(63)})],
+            r"'m'.*shape \(63,\) on rank 1.*64 elements",
+        ),
+        ([(LEFT, {"m": torch.zeros(64)}), (RIGHT, {"m": 1})], "'m'.*one value on rank 1"),
+        (
+            [(LEFT, {"m": 1}), (RIGHT, {"m": torch.zeros(64)})],
+            r"'m'.*one value on rank 0, but has shape \(64,\) on rank 1",
+        ),
+        (
+            [(LEFT, {"m": torch.zeros(64)}), (RIGHT, {"m": torch.zeros(64).double()})],
+            "'m'.*torch.float32 on rank 0, but torch.float64 on rank 1",
+        ),
+    ],
+)
+def test_pieces_that_do_not_fit_together_are_refused(pieces, message):
+    with pytest.raises(StateMapError, match=message):
+        join_state(pieces, MATRIX)
+
+
+def test_state_of_a_rank_that_does_not_own_it_is_refused():
+    plan = partition([MATRIX], 2)
+    with pytest.raises(StateMapError, match=r"rank 1 has state of tensor 0 'head\.weight', which it does not own"):
+        local_to_whole(plan, [{}, {0: {}}])
+
+
+def test_state_that_only_some_owners_have_is_refused():
+    plan = partition([MATRIX], 2, strategy="split")
+    with pytest.raises(StateMapError, match="has state on rank 0, but none on rank 1"):
+        local_to_whole(plan, [{0: {"m": torch.zeros(64)}}, {}])
+
+
+def test_there_is_one_state_per_rank():
+    with pytest.raises(StateMapError, match="for 2 ranks, but the state of 1"):
+        local_to_whole(partition([MATRIX], 2), [{}])
+
+
+@pytest.mark.parametrize("index", [1, -1, "head.weight"])
+def test_state_of_an_unknown_tensor_is_refused(index):
+    with pytest.raises(StateMapError, match="there is state of tensor"):
+        whole_to_local(partition([MATRIX], 2), 0, {index: {}})
+
+
+def test_names_and_indices_convert_into_each_other():
+    params = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
+    optimizer = torch.optim.Adam([{"params": params[:1]}, {"params": params[1:], "lr": 0.1}])
+    for param in params[:2]:
+        param.grad = torch.ones(2)
+    optimizer.step()
+    original = optimizer.state_dict()
+    named = to_names(original, ["a", "b", "c"])
+    assert list(named["state"]) == ["a", "b"]
+    assert [group["params"] for group in named["param_groups"]] == [["a"], ["b", "c"]]
+    assert to_indices(named, ["a", "b", "c"]) == original
+    assert original["param_groups"][0]["params"] == [0]
+
+
+@pytest.mark.parametrize(
+    ("convert", "state", "params", "names", "message"),
+    [
+        (to_names, {2: {}}, [0], ["a"], "'state' has the key 2, which is not an index from 0 to 0"),
+        (to_names, {}, [0, 1], ["a"], "'param_groups' has the key 1"),
+        (to_names, {}, [0, 0], ["a"], "lists 0 twice"),
+        (to_names, {}, [0, 1], ["a", "a"], "'a' stands for index 0 and for index 1"),
+        (to_names, {"a": {}}, [0], ["a"], "the key 'a', which is not an index"),
+        (to_names, {-1: {}}, [0], ["a"], "the key -1"),
+        (to_indices, {"x": {}}, ["a"], ["a"], "'state' has the key 'x', which is not one of the 1 names given"),
+        (to_indices, {}, ["x"], ["a"], "'param_groups' has the key 'x'"),
+        (to_indices, {}, ["a", "a"], ["a"], "lists 'a' twice"),
+        (to_indices, {}, ["a"], ["a", "a"], "'a' stands for index 0 and for index 1"),
+    ],
+)
+def test_unknown_and_repeated_names_are_refused(convert, state, params, names, message):
+    with pytest.raises(StateMapError, match=message):
+        convert({"state": state, "param_groups": [{"params": params}]}, names)
+
+
+def test_what_is_no_state_dict_is_refused():
+    with pytest.raises(StateMapError, match="lacks 'param_groups'"):
+        to_names({"state": {}}, [])
+
+
+def test_a_cut_tensor_of_another_dtype_keeps_its_entries_dtype():
+    spec = replace(MATRIX, dtype=torch.bfloat16)
+    assert cut_state({"m": torch.zeros(8, 16)}, spec, LEFT)["m"].dtype == torch.float32
