@@ -21,7 +21,7 @@ from picture import draw
 from progress import Stages
 from report import show
 from rich.console import Console
-from training import CORPUS
+from side_by_side import CORPUS
 from verdict import Found
 
 CONTEXT = 48

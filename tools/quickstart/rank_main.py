@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from job import Job, write_answer
-from training import resume, train
+from side_by_side import resume, train
 
 
 def main() -> int:
