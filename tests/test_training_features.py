@@ -473,3 +473,16 @@ def test_training_warns_of_nothing() -> None:
         set_gradients(pair[0].parameters(), 0)
         sharded.step()
         sharded.consolidate_state_dict()
+
+
+@pytest.mark.ranks(4, backend="gloo")
+def test_named_groups_of_which_a_rank_owns_nothing() -> None:
+    def groups(module: nn.Module) -> list[dict[str, Any]]:
+        named = list(module.named_parameters())
+        return [{"params": named[:1], "lr": 0.1}, {"params": named[1:]}]
+
+    pair = twins(lambda: nn.Linear(5, 3))
+    sharded = ZeroRedundancyOptimizer(groups(pair[0]), optim.AdamW)
+    plain = optim.AdamW(groups(pair[1]))
+    assert [group["param_names"] for group in sharded.param_groups] == [["weight"], ["bias"]]
+    run_steps(pair, (sharded, plain), range(3))

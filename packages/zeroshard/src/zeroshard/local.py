@@ -85,7 +85,8 @@ class LocalOptimizer:
             plan: the new plan.
         """
         members = self._members(groups, plan)
-        arrived = [[piece for piece in of_group if piece.tensor not in self._known()] for of_group in members]
+        known = {piece.tensor for piece in self.pieces.values()}
+        arrived = [piece for of_group in members for piece in of_group if piece.tensor not in known]
         for number, group in enumerate(groups[len(self.optim.param_groups) :], len(self.optim.param_groups)):
             self.optim.add_param_group(self._local_group(group, members[number]))
         for number, (group, of_group) in enumerate(zip(groups, members, strict=True)):
@@ -97,7 +98,7 @@ class LocalOptimizer:
         kept = {piece.tensor for piece in self.pieces.values()}
         for key in [key for key in self.optim.state if isinstance(key, torch.Tensor) and key not in kept]:
             del self.optim.state[key]
-        self._initialise([piece for of_group in arrived for piece in of_group], groups)
+        self._initialise(arrived, groups)
 
     def rebind(self) -> None:
         """Point the cut pieces at their parameters' present storage, after a parameter's ``.data`` was rebound."""
@@ -187,15 +188,12 @@ class LocalOptimizer:
         self.pieces = {piece.shard.tensor: piece for of_group in members for piece in of_group}
         self._cut = [piece for piece in self.pieces.values() if piece.is_cut]
 
-    def _known(self) -> set[torch.Tensor]:
-        return {piece.tensor for piece in self.pieces.values()}
-
     def _local_group(self, group: ParamGroup, pieces: Sequence[Piece]) -> ParamGroup:
         local = {key: value for key, value in group.items() if key not in NOT_SYNCED}
         local["params"] = [piece.tensor for piece in pieces]
         if "param_names" in group:
-            # Names go in as pairs: the base class then keeps them, also for a group that is empty here.
-            local["params"] = list(zip(_names(group, pieces), local["params"], strict=True))
+            # Not as pairs: an empty list of pairs has no names, and torch refuses groups with and without together.
+            local["param_names"] = _names(group, pieces)
         return local
 
     def _initialise(self, arrived: Sequence[Piece], groups: Sequence[ParamGroup]) -> None:

@@ -440,8 +440,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if verdict is not None:
             inner.state, inner.param_groups = before
             raise verdict from (failure if verdict is not failure else None)
-        sync_groups(state_dict["param_groups"], self.param_groups)
-        sync_groups(self.param_groups, inner.param_groups)
+        sync_groups(inner.param_groups, self.param_groups)
         self._consolidated = None
         self._stepped = True
         loaded = frozenset(key for key, entries in by_index.items() if isinstance(key, int) and entries)

@@ -108,8 +108,8 @@ def specs_of(groups: Sequence[Mapping[str, Any]], active: Sequence[bool]) -> tup
         for position, param in enumerate(group["params"]):
             if param.layout is not torch.strided:
                 raise ValueError(
-                    f"parameter {position} of group {number}, of shape {tuple(param.shape)}, is a {param.layout} tensor; "
-                    f"only strided parameters can be sharded (their gradients may be sparse)"
+                    f"parameter {position} of group {number}, of shape {tuple(param.shape)}, is a {param.layout} "
+                    f"tensor; only strided parameters can be sharded (their gradients may be sparse)"
                 )
             device = param.device
             if device not in logical:
