@@ -1,0 +1,63 @@
+"""Timing of collective operations: contenders take turns on all ranks, and the slowest rank's time counts."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+from collections.abc import Callable, Mapping
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+from pairs import PairedTiming, median_interval
+
+Times = dict[str, list[float]]
+"""Per contender, one time in seconds for each round."""
+
+
+def take_turns(
+    contenders: Mapping[str, Callable[[], object]], rounds: int, *, warm_up: int, advance: Callable[[], None]
+) -> Times:
+    """Time contenders in turn, in alternating order, ``rounds`` times each. Collective.
+
+    Each call begins behind a barrier, with the garbage of the previous one collected. Its time is that of the slowest
+    rank.
+
+    Args:
+        contenders: collective operations by name, in the same order on all ranks.
+        rounds: how often each is timed.
+        warm_up: untimed calls of each beforehand.
+        advance: called after every call, outside of what is timed.
+
+    Returns:
+        The same times on all ranks.
+    """
+    times: Times = {name: [] for name in contenders}
+    for number in range(-warm_up, rounds):
+        for name in list(contenders)[:: 1 if number % 2 == 0 else -1]:
+            seconds = _slowest(contenders[name])
+            if number >= 0:
+                times[name].append(seconds)
+            advance()
+    return times
+
+
+def compared(times: Times, a: str, b: str) -> PairedTiming:
+    """Return the ratio of contender ``a``'s times to contender ``b``'s, round by round.
+
+    >>> compared({"a": [2.0] * 6, "b": [4.0] * 6}, "a", "b").ratio
+    0.5
+    """
+    ratios = [x / y for x, y in zip(times[a], times[b], strict=True)]
+    low, high = median_interval(ratios)
+    return PairedTiming(statistics.median(ratios), low, high, statistics.median(times[a]), statistics.median(times[b]))
+
+
+def _slowest(operation: Callable[[], object]) -> float:
+    gc.collect()
+    dist.barrier()
+    start = perf_counter()
+    operation()
+    seconds = torch.tensor(perf_counter() - start, dtype=torch.float64)
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    return seconds.item()
