@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import signal
 import sysconfig
 import tempfile
 import time
@@ -70,6 +71,8 @@ def quickstart(
     """
     started = time.perf_counter()
     console, progress = Console(), Console(stderr=True)
+    # Whoever ends this program ends its ranks too, as Ctrl-C does.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         text = read_corpus(data or Path(sysconfig.get_path("stdlib")), least=CONTEXT + 1)
         check_optimizer(optimizer, partition)
