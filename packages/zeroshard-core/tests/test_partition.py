@@ -1,5 +1,6 @@
 """A partition gives every element one owner, and balances what the owners bear."""
 
+import gc
 from collections import Counter
 from dataclasses import replace
 
@@ -245,3 +246,16 @@ def test_repartition_refuses_an_index_that_is_not_there():
 def test_costs_count_elements_and_bytes():
     spec = TensorSpec("w", (3, 2), torch.bfloat16)
     assert (numel(spec), nbytes(spec)) == (6, 12)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_garbage_collection_is_afterwards_as_it_was(enabled):
+    was_enabled = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        partition(vectors(3), 2)
+        with pytest.raises(ValueError, match="cost"):
+            partition(vectors(3), 2, cost=lambda _: -1)
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if was_enabled else gc.disable)()
