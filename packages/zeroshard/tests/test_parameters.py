@@ -79,7 +79,7 @@ def test_specs_tell_memory_format_dtype_group_and_activity() -> None:
     assert (first.name, second.name) == ("param.0", "param.1")
 
 
-def test_a_sparse_parameter_is_refused_by_its_place() -> None:
-    sparse = nn.Parameter(torch.eye(3).to_sparse())
-    with pytest.raises(ValueError, match=r"parameter 0 of group 0.*sparse_coo"):
-        specs_of([{"params": [sparse]}], [True])
+def test_a_parameter_in_a_layout_that_cannot_be_shared_is_refused_by_its_place() -> None:
+    compressed = nn.Parameter(torch.eye(3).to_sparse_csr())
+    with pytest.raises(ValueError, match=r"parameter 0 of group 0.*sparse_csr"):
+        specs_of([{"params": [compressed]}], [True])

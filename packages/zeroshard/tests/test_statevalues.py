@@ -46,9 +46,14 @@ def test_anything_else_is_refused_by_the_name_of_the_entry(value: object) -> Non
         write_value(value, [], "entry")
 
 
-def test_a_sparse_tensor_is_refused() -> None:
-    with pytest.raises(StateMapError, match="sparse"):
-        write_value(torch.eye(2).to_sparse(), [], "entry")
+def test_a_sparse_tensor_travels_as_its_indices_and_values() -> None:
+    back = round_trip({"buffer": torch.eye(3).to_sparse()})["buffer"]
+    assert torch.equal(back.to_dense(), torch.eye(3))
+
+
+def test_a_tensor_in_another_layout_is_refused() -> None:
+    with pytest.raises(StateMapError, match="sparse_csr"):
+        write_value(torch.eye(2).to_sparse_csr(), [], "entry")
 
 
 @pytest.mark.parametrize("written", [{"tensor": ["no_such_dtype", [1], None]}, {"what": 1}, [1], {}])

@@ -65,7 +65,8 @@ def first_layout(policy: Policy, groups: Sequence[ParamGroup], optimizer_name: s
     """Plan for the first time.
 
     Raises:
-        ValueError: if the strategy is unknown, or cuts tensors of an optimizer that is not known to be elementwise.
+        ValueError: if the strategy is unknown, or cuts tensors of an optimizer that is not known to be elementwise,
+            or tensors that are sparse.
     """
     return _layout(policy, groups, None, frozenset(), optimizer_name)
 
@@ -112,12 +113,20 @@ def _layout(
         len(plan.of_tensor(index)) > 1 for index in range(len(specs))
     ):
         refuse_cuts(policy.factory, policy.name)
+    sparse = [index for index, param in enumerate(parameters_of(groups)) if param.layout is not torch.strided]
+    for index in sparse:
+        if len(plan.of_tensor(index)) > 1:
+            raise ValueError(
+                f"partition={policy.name!r} cuts tensor {index} {specs[index].name!r}, which is sparse; use "
+                f"partition='whole'"
+            )
     newly = frozenset(index for index, is_heavy in enumerate(weighs) if is_heavy)
     declaration = Declaration(
         plan,
         {
             "optimizer": optimizer_name,
             "parameters_as_bucket_view": policy.as_bucket_view,
+            "sparse parameters": ", ".join(specs[index].name for index in sparse),
         },
         active,
     )

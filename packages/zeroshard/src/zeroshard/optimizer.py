@@ -267,7 +267,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self._check_members()
             sync_groups(self.param_groups, self.optim.param_groups)
             self._local.check_gradients()
-            moved = self._replicas.moved(self._params)
+            moved = self._replicas.moved()
             if moved or activity(self._params) != layout.active:
                 layout = next_layout(self._policy, layout, self.param_groups)
                 if layout.declaration.digest == self._layout.declaration.digest:

@@ -95,7 +95,7 @@ def specs_of(groups: Sequence[Mapping[str, Any]], active: Sequence[bool]) -> tup
         active: per parameter, whether it counts as trainable.
 
     Raises:
-        ValueError: for a parameter that is not a strided tensor.
+        ValueError: for a parameter in another layout than strided and COO.
 
     Returns:
         One spec per parameter. A parameter without a name is called ``param.<index>``. Devices are numbered in order of
@@ -106,10 +106,10 @@ def specs_of(groups: Sequence[Mapping[str, Any]], active: Sequence[bool]) -> tup
     for number, group in enumerate(groups):
         names = group.get("param_names")
         for position, param in enumerate(group["params"]):
-            if param.layout is not torch.strided:
+            if param.layout not in (torch.strided, torch.sparse_coo):
                 raise ValueError(
                     f"parameter {position} of group {number}, of shape {tuple(param.shape)}, is a {param.layout} "
-                    f"tensor; only strided parameters can be sharded (their gradients may be sparse)"
+                    f"tensor; only strided and sparse_coo parameters can be sharded"
                 )
             device = param.device
             if device not in logical:

@@ -19,6 +19,8 @@ from zeroshard_comm import (
 )
 from zeroshard_core import BucketLayout, FlatBuffer, Plan, TensorSpec, bucket_layouts, is_dense, storage_view
 
+from zeroshard.sparse_parameters import SparseParameter, share_sparse
+
 _ROOM = 64
 """Elements left free behind each owner's run of a flat buffer: room for its status, in the buffer's alignment."""
 
@@ -43,6 +45,8 @@ class Replicas:
         self._exchanges: dict[torch.device, Exchange] = {}
         self._shipments: list[tuple[Exchange, Shipment]] = []
         self._loose: list[_Loose] = []
+        self._sparse: dict[torch.device, list[SparseParameter]] = {}
+        self._dense: list[torch.Tensor] = []
         self._addresses: list[int] = []
         self.carries_status = False
         """Whether statuses travel with a share: where all parameters are on the CPU, and there is a peer."""
@@ -52,9 +56,9 @@ class Replicas:
         """The storage of the flat buffers, 1-D; empty without bucket views."""
         return tuple(buffer.storage for buffer in self._buffers)
 
-    def moved(self, params: Sequence[torch.Tensor]) -> bool:
-        """Tell whether some parameter's ``.data`` was rebound, or parameters were added, since :meth:`follow`."""
-        return [param.data_ptr() for param in params] != self._addresses
+    def moved(self) -> bool:
+        """Tell whether some parameter's ``.data`` was rebound since :meth:`follow`."""
+        return [param.data_ptr() for param in self._dense] != self._addresses
 
     def follow(self, params: Sequence[torch.Tensor], plan: Plan, active: Sequence[bool]) -> None:
         """Lay out and prepare everything for these parameters and this plan.
@@ -70,8 +74,10 @@ class Replicas:
         if self._as_bucket_view:
             self._pack(plan, active)
         self._shared = [param for param, is_shared in zip(params, active, strict=True) if is_shared]
-        self._addresses = [param.data_ptr() for param in params]
-        self._shipments, self._loose = [], []
+        # A sparse parameter has no address, and is never viewed.
+        self._dense = [param for param in params if param.layout is torch.strided]
+        self._addresses = [param.data_ptr() for param in self._dense]
+        self._shipments, self._loose, self._sparse = [], [], {}
         self.carries_status = False
         if self._ranks.world_size == 1:
             return
@@ -116,6 +122,8 @@ class Replicas:
             for item in self._loose:
                 if item.owner != self._ranks.rank:
                     item.param.copy_(item.copy)
+            for device, items in self._sparse.items():
+                share_sparse(items, self._exchange(device))
         finally:
             # Receives and flat buffers write behind autograd's back; a graph that saved a parameter must notice.
             torch.autograd.graph.increment_version(self._shared)
@@ -169,7 +177,11 @@ class Replicas:
                 room = buffer.storage[stop - _ROOM : stop].view(torch.uint8)[: 8 * STATUS_WORDS].view(torch.int64)
                 rooms.setdefault(owner, room)
         for i in alone:
-            segments += self._pieces(plan, i)
+            if self._params[i].layout is torch.strided:
+                segments += self._pieces(plan, i)
+            else:
+                item = SparseParameter(plan.of_tensor(i)[0].rank, self._params[i])
+                self._sparse.setdefault(self._params[i].device, []).append(item)
         return segments, rooms
 
     def _pieces(self, plan: Plan, tensor: int) -> list[Segment]:

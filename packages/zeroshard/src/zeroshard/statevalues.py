@@ -26,8 +26,12 @@ def write_value(value: object, tensors: list[torch.Tensor], where: str) -> Any: 
         StateMapError: for anything else.
     """
     if isinstance(value, torch.Tensor):
+        if value.layout is torch.sparse_coo:
+            held = value.detach().coalesce()
+            parts = [write_value(part, tensors, where) for part in (held.indices(), held.values())]
+            return {"sparse": [list(value.shape), *parts]}
         if value.layout is not torch.strided:
-            raise StateMapError(f"{where} is a {value.layout} tensor; only strided tensors can be moved")
+            raise StateMapError(f"{where} is a {value.layout} tensor; only strided and sparse_coo tensors can be moved")
         tensors.append(value)
         stride = list(value.stride()) if is_dense(value) else None
         return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape), stride]}
@@ -68,6 +72,12 @@ def read_value(written: Any, make: Callable[[torch.dtype, Sequence[int], Sequenc
         if not isinstance(dtype, torch.dtype):
             raise StateMapError(f"damaged description of a state entry: no dtype {name!r}")
         return make(dtype, shape, stride)
+    if kind == "sparse":
+        shape, indices, values = body
+        # The parts may not have arrived yet, so their invariants cannot be checked.
+        return torch.sparse_coo_tensor(
+            read_value(indices, make), read_value(values, make), shape, check_invariants=False, is_coalesced=True
+        )
     if kind == "dict":
         return {key: read_value(item, make) for key, item in body.items()}
     if kind in ("list", "tuple"):
