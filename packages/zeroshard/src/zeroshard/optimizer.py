@@ -457,7 +457,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Args:
             **kwargs: arguments for all joinables of the context; none is used here.
         """
-        return OptimizerJoinHook(self)
+        return OptimizerJoinHook(self.step)
 
     @property
     def join_device(self) -> torch.device:
