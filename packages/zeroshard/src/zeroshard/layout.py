@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from zeroshard_comm import Declaration
 from zeroshard_core import Cost, Plan, Strategy, partition, repartition
 
 from zeroshard.elementwise import OptimizerFactory, is_elementwise, refuse_cuts
-from zeroshard.parameters import ParamGroup, is_active, parameters_of, specs_of
+from zeroshard.parameters import ParamGroup, activity, parameters_of, specs_of
 
 
 @dataclass(frozen=True)
@@ -80,11 +79,6 @@ def next_layout(policy: Policy, layout: Layout, groups: Sequence[ParamGroup]) ->
         ValueError: as :func:`first_layout`, or if a parameter has changed its shape.
     """
     return _layout(policy, groups, layout.plan, layout.settled, str(layout.declaration.settings["optimizer"]))
-
-
-def activity(params: Sequence[torch.Tensor]) -> tuple[bool, ...]:
-    """Tell per parameter whether a step may change it."""
-    return tuple([is_active(param) for param in params])
 
 
 def _layout(

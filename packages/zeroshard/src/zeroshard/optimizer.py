@@ -4,27 +4,23 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
-from zeroshard_comm import Control, RankGroup, Traffic, agree_over
+from zeroshard_comm import RankGroup, Traffic
 from zeroshard_core import Cost, Plan, Strategy, numel
 
 from zeroshard.consolidation import StateDict, consolidate
-from zeroshard.elementwise import OptimizerFactory, name_of, refuse_unshardable
+from zeroshard.elementwise import OptimizerFactory, refuse_unshardable
+from zeroshard.engine import Engine
 from zeroshard.join_hook import OptimizerJoinHook
-from zeroshard.layout import Layout, Policy, activity, first_layout, next_layout
+from zeroshard.layout import Policy
 from zeroshard.loading import Expectations, checked, digest_of, install, local_state
-from zeroshard.local import Closure, LocalOptimizer, sync_groups
-from zeroshard.parameters import ParamGroup, parameters_of, read_group, read_groups
-from zeroshard.replicas import Replicas
-
-_FINE, _STOPPED, _FAILED = 0, 1, 2
-"""What a rank tells the others with its share: it has stepped; it must talk first and has not; its step has failed."""
+from zeroshard.local import Closure, sync_groups
+from zeroshard.parameters import ParamGroup, read_group, read_groups
 
 
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
@@ -101,75 +97,50 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         **defaults: Any,  # noqa: ANN401 - arguments of any optimizer class
     ) -> None:
         self.initialized = False
-        self._ranks = RankGroup.of(process_group)
-        self.process_group = self._ranks.group
-        self.world_size = self._ranks.world_size
-        self.rank = self._ranks.rank
-        self.global_rank = self._ranks.global_rank
+        ranks = RankGroup.of(process_group)
+        self.process_group = ranks.group
+        self.world_size = ranks.world_size
+        self.rank = ranks.rank
+        self.global_rank = ranks.global_rank
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self.traffic = Traffic()
         self._overlap_with_ddp = overlap_with_ddp
-        self._control = Control(self._ranks, self.traffic)
-        self._policy = Policy(
-            partition, cost, optimizer_class, elementwise, parameters_as_bucket_view, self._ranks.world_size
-        )
-        self._user_defaults = dict(defaults)
-        self._replicas = Replicas(self._ranks, self.traffic, as_bucket_view=parameters_as_bucket_view)
         self._consolidated: StateDict | None = None
-        self._stepped = False
-        built: tuple[Layout, LocalOptimizer] | None = None
-        failure: Exception | None = None
-        try:
-            built = self._build(params, optimizer_class, defaults)
-        except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
-            failure = error
-        agree_over(
-            self._control,
-            "ZeroRedundancyOptimizer()",
-            built[0].declaration if built is not None else None,
-            error=failure,
-        )
-        assert built is not None
-        self._layout, self._local = built
-        self._params = parameters_of(self.param_groups)
-        self._replicas.follow(self._params, self._layout.plan, self._layout.active)
-        self._local.rebind()
+        self._holds_state = False
+        policy = Policy(partition, cost, optimizer_class, elementwise, parameters_as_bucket_view, self.world_size)
+
+        def read() -> list[ParamGroup]:
+            self._refuse_what_cannot_be(optimizer_class)
+            Optimizer.__init__(self, read_groups(params), dict(defaults))
+            Joinable.__init__(self)
+            return self.param_groups
+
+        self._engine = Engine(ranks, self.traffic, policy, defaults, read)
         self._expectations = Expectations(optimizer_class, defaults, elementwise=elementwise)
         sync_groups(self.optim.param_groups, self.param_groups)
         # What schedulers look up in `defaults` is what the inner class fills in.
         self.defaults = self.optim.defaults
         self.initialized = True
 
-    def _build(
-        self,
-        params: Any,  # noqa: ANN401 - see __init__
-        optimizer_class: OptimizerFactory,
-        defaults: Mapping[str, Any],
-    ) -> tuple[Layout, LocalOptimizer]:
-        """Everything of the constructor that can fail on bad input; nothing in it communicates."""
+    def _refuse_what_cannot_be(self, optimizer_class: OptimizerFactory) -> None:
         if self._overlap_with_ddp:
             raise ValueError(
                 "overlap_with_ddp=True needs the DDP communication hooks, which this version does not have; construct "
                 "with overlap_with_ddp=False and call step() after backward()"
             )
         refuse_unshardable(optimizer_class)
-        groups = read_groups(params)
-        Optimizer.__init__(self, groups, dict(defaults))
-        Joinable.__init__(self)
-        layout = first_layout(self._policy, self.param_groups, name_of(optimizer_class))
-        return layout, LocalOptimizer(optimizer_class, self.param_groups, layout.plan, self.rank, defaults)
 
     # ------------------------------------------------------------------ reading
 
     @property
     def optim(self) -> Optimizer:
         """The local optimizer, over this rank's shards."""
-        return self._local.optim
+        return self._engine.local.optim
 
     @property
     def plan(self) -> Plan:
         """Who owns what."""
-        return self._layout.plan
+        return self._engine.layout.plan
 
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:
@@ -177,7 +148,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         Between and behind the parameters lie elements that belong to none, and whose values mean nothing.
         """
-        return self._replicas.buffers
+        return self._engine.replicas.buffers
 
     @property
     def state(self) -> defaultdict[Any, Any]:
@@ -185,25 +156,25 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         After a step it is empty on no rank: where this rank holds no state, one parameter has an empty dict.
         """
-        if not hasattr(self, "_local"):
+        if not hasattr(self, "_engine"):
             early: defaultdict[Any, Any] = self.__dict__.setdefault("_early_state", defaultdict(dict))
             return early
         inner = self.optim.state
-        if inner and not any(piece.is_cut for piece in self._local.pieces.values()):
+        if inner and not any(piece.is_cut for piece in self._engine.local.pieces.values()):
             return inner
-        by_tensor = {piece.tensor: piece.param for piece in self._local.pieces.values()}
+        by_tensor = {piece.tensor: piece.param for piece in self._engine.local.pieces.values()}
         view: defaultdict[Any, Any] = defaultdict(dict)
         view.update({by_tensor.get(key, key): entries for key, entries in inner.items()})
-        if not view and self._stepped:
-            view[self._params[0]] = {}
+        if not view and self._holds_state:
+            view[self._engine.params[0]] = {}
         return view
 
     @state.setter
     def state(self, value: defaultdict[Any, Any]) -> None:
-        if not hasattr(self, "_local"):
+        if not hasattr(self, "_engine"):
             self.__dict__["_early_state"] = value
             return
-        by_param = {piece.param: piece.tensor for piece in self._local.pieces.values()}
+        by_param = {piece.param: piece.tensor for piece in self._engine.local.pieces.values()}
         replaced: defaultdict[Any, Any] = defaultdict(dict)
         replaced.update({by_param.get(key, key): entries for key, entries in value.items()})
         self.optim.state = replaced
@@ -229,83 +200,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             may have been stepped.
         """
         Join.notify_join_context(self)
-        layout, problem = self._observe()
-        if problem is not None or layout is not self._layout:
-            self._change("step()", layout, problem)
-        return self._step_agreed(closure, kwargs)
-
-    def _step_agreed(self, closure: Closure | None, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as step
-        """Step and share under a layout that this rank has agreed to; the others' statuses come with the shares."""
-        failure: Exception | None = None
-        result: Any = None
-        try:
-            result = self._local.step(closure, arguments)
-        except Exception as error:  # noqa: BLE001 - peers wait for this rank's share, and must hear of it
-            failure = error
-        if not self._share(_FAILED if failure is not None else _FINE):
-            # Raises: either somebody has an error to report, or somebody's layout has another digest.
-            agree_over(self._control, "step()", self._layout.declaration, error=failure)
-        sync_groups(self.optim.param_groups, self.param_groups)
-        self._stepped = True
+        result = self._engine.step(self.param_groups, closure, kwargs)
+        self._holds_state = True
         return result
-
-    def _share(self, status: int) -> bool:
-        """Share all parameters, and tell whether every rank is fine. Collective."""
-        statuses = self._replicas.share((status, 0, 0, 0))
-        if self._replicas.carries_status:
-            return all(words[0] == _FINE for words in statuses)
-        return not self._control.any_raised(status != _FINE, "step()")
-
-    def _observe(self) -> tuple[Layout, Exception | None]:
-        """Look at what the user did since the last step: the layout that follows, or what is wrong. Changes nothing.
-
-        Only parameters whose data was rebound, the layout being as before, are taken in at once: that concerns nobody
-        else.
-        """
-        layout = self._layout
-        try:
-            self._check_members()
-            sync_groups(self.param_groups, self.optim.param_groups)
-            self._local.check_gradients()
-            moved = self._replicas.moved()
-            if moved or activity(self._params) != layout.active:
-                layout = next_layout(self._policy, layout, self.param_groups)
-                if layout.declaration.digest == self._layout.declaration.digest:
-                    if moved:
-                        self._adopt(layout)
-                    layout = self._layout
-        except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
-            return self._layout, error
-        return layout, None
-
-    def _change(self, operation: str, layout: Layout, problem: Exception | None) -> None:
-        """Take over another layout if all ranks do, in a step; else raise on all of them. Collective.
-
-        The others may be stepping under the layout that was agreed on before. They find this rank's status in the share
-        that they wait for, and come to the meeting.
-        """
-        if self.world_size > 1:
-            self._share(_STOPPED)
-        agree_over(self._control, operation, layout.declaration, error=problem)
-        self._adopt(layout)
-
-    def _check_members(self) -> None:
-        """Raise if somebody has exchanged parameters or groups behind the optimizer's back."""
-        members = [param for group in self.param_groups for param in group["params"]]
-        if list(map(id, members)) != list(map(id, self._params)):
-            raise RuntimeError(
-                f"rank {self.rank}: the members of param_groups are not those that the optimizer was built with; add "
-                f"parameters with add_param_group(), and build a new optimizer to exchange or remove them"
-            )
-
-    def _adopt(self, layout: Layout) -> None:
-        """Take over an agreed layout."""
-        if layout.plan.shards != self._layout.plan.shards:
-            self._local.follow(self.param_groups, layout.plan)
-        self._layout = layout
-        self._params = parameters_of(self.param_groups)
-        self._replicas.follow(self._params, layout.plan, layout.active)
-        self._local.rebind()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, dealt out on top of what the ranks own already. Collective, at any time.
@@ -321,29 +218,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if not self.initialized:
             super().add_param_group(param_group)
             return
-        before = len(self.param_groups)
-        failure: Exception | None = None
-        layout = self._layout
-        try:
-            super().add_param_group(read_group(param_group))
-            layout = next_layout(self._policy, layout, self.param_groups)
-            self._rehearse(self.param_groups[-1])
-        except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
-            failure = error
-        try:
-            agree_over(self._control, "add_param_group()", layout.declaration, error=failure)
-        except BaseException:
-            del self.param_groups[before:]
-            raise
-        self._adopt(layout)
-        sync_groups(self.optim.param_groups, self.param_groups)
-
-    def _rehearse(self, group: ParamGroup) -> None:
-        """Build the local optimizer for an empty group with these hyperparameters: it raises now if it ever will."""
-        self._policy.factory(
-            [{key: value for key, value in group.items() if key not in ("params", "param_names")} | {"params": []}],
-            **self._user_defaults,
-        )
+        register = super().add_param_group
+        self._engine.grow(self.param_groups, lambda: register(read_group(param_group)))
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -365,10 +241,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             failure = ValueError(
                 f"consolidate_state_dict(to={to!r}): `to` must be a group rank from 0 to {self.world_size - 1}"
             )
-        agree_over(self._control, operation, self._layout.declaration, error=failure)
+        self._engine.meet(operation, failure)
         sync_groups(self.param_groups, self.optim.param_groups)
         self._consolidated = None
-        self._consolidated = consolidate(self._control, self._local, self.plan, self.param_groups, to, operation)
+        self._consolidated = consolidate(
+            self._engine.control, self._engine.local, self.plan, self.param_groups, to, operation
+        )
 
     def state_dict(self) -> StateDict:
         """Return the state that was last consolidated to this rank, in the form of the unsharded optimizer's.
@@ -424,10 +302,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 state_dict = pre_hook(self, state_dict) or state_dict
             by_index = checked(state_dict, self.param_groups, self.plan, self._expectations)
             digest = digest_of(state_dict)
-            mine = local_state(by_index, self._local, self.plan)
+            mine = local_state(by_index, self._engine.local, self.plan)
         except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
             failure = error
-        self._control.meet(
+        self._engine.control.meet(
             "load_state_dict()", digest, error=failure, explain=lambda *_: "they were handed different checkpoints"
         )
         inner = self.optim
@@ -436,16 +314,16 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             install(inner, mine, state_dict["param_groups"])
         except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
             failure = error
-        verdict = self._control.compare("the end of load_state_dict()", error=failure)
+        verdict = self._engine.control.compare("the end of load_state_dict()", error=failure)
         if verdict is not None:
             inner.state, inner.param_groups = before
             raise verdict from (failure if verdict is not failure else None)
         sync_groups(inner.param_groups, self.param_groups)
         self._consolidated = None
-        self._stepped = True
+        self._holds_state = True
         loaded = frozenset(key for key, entries in by_index.items() if isinstance(key, int) and entries)
         # Frozen tensors that now have state stay with the rank that holds it when they are unfrozen.
-        self._layout = replace(self._layout, settled=self._layout.settled | loaded)
+        self._engine.settle(loaded)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -462,7 +340,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     @property
     def join_device(self) -> torch.device:
         """The device on which ``Join`` counts the ranks that still run: that of the first parameter."""
-        return self._params[0].device
+        return self._engine.params[0].device
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
@@ -488,12 +366,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     @property
     def _param_to_rank(self) -> dict[torch.Tensor, int]:
         """Each parameter's owner; a cut parameter is listed with the owner of its first element."""
-        return {param: self.plan.of_tensor(index)[0].rank for index, param in enumerate(self._params)}
+        return {param: self.plan.of_tensor(index)[0].rank for index, param in enumerate(self._engine.params)}
 
     def _partition_parameters(self) -> list[list[dict[str, Any]]]:
         """Per rank, the public param groups narrowed to the parameters of which it owns something."""
         owners = {
-            param: {shard.rank for shard in self.plan.of_tensor(index)} for index, param in enumerate(self._params)
+            param: {shard.rank for shard in self.plan.of_tensor(index)}
+            for index, param in enumerate(self._engine.params)
         }
         return [
             [{**group, "params": [p for p in group["params"] if rank in owners[p]]} for group in self.param_groups]

@@ -82,9 +82,9 @@ def parameters_of(groups: Iterable[Mapping[str, Any]]) -> list[torch.Tensor]:
     return [param for group in groups for param in group["params"]]
 
 
-def is_active(param: torch.Tensor) -> bool:
-    """Tell whether an optimizer may change this parameter: it is trainable, or still has a gradient."""
-    return param.requires_grad or param.grad is not None
+def activity(params: Iterable[torch.Tensor]) -> tuple[bool, ...]:
+    """Tell per parameter whether an optimizer may change it: it is trainable, or still has a gradient."""
+    return tuple([param.requires_grad or param.grad is not None for param in params])
 
 
 def specs_of(groups: Sequence[Mapping[str, Any]], active: Sequence[bool]) -> tuple[TensorSpec, ...]:

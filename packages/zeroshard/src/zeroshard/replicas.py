@@ -116,17 +116,16 @@ class Replicas:
             share.set_status(status)
             share.send()
             shares.append(share)
-        try:
-            for share in shares:
-                share.wait()
-            for item in self._loose:
-                if item.owner != self._ranks.rank:
-                    item.param.copy_(item.copy)
-            for device, items in self._sparse.items():
-                share_sparse(items, self._exchange(device))
-        finally:
-            # Receives and flat buffers write behind autograd's back; a graph that saved a parameter must notice.
-            torch.autograd.graph.increment_version(self._shared)
+        # Receives and flat buffers write behind autograd's back; a graph that saved a parameter must notice. Now, since
+        # there is nothing else to do until the messages have arrived.
+        torch.autograd.graph.increment_version(self._shared)
+        for share in shares:
+            share.wait()
+        for item in self._loose:
+            if item.owner != self._ranks.rank:
+                item.param.copy_(item.copy)
+        for device, items in self._sparse.items():
+            share_sparse(items, self._exchange(device))
         return shares[0].statuses() if shares else []
 
     def _exchange(self, device: torch.device) -> Exchange:

@@ -1,0 +1,202 @@
+"""A plan at work: one place that follows the model, steps this rank's shards, shares them, and agrees with the others.
+
+No other module of this package issues a step's collectives. The order is fixed: this rank looks at its parameters; if
+nothing has changed it steps its shards at once and shares them, and the others' statuses come with their shares; if
+something has changed, or is wrong, it shares without having stepped, with a status that brings every rank to a meeting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from zeroshard_comm import Control, RankGroup, Traffic, agree_over
+
+from zeroshard.elementwise import name_of
+from zeroshard.layout import Layout, Policy, first_layout, next_layout
+from zeroshard.local import Closure, LocalOptimizer, sync_groups
+from zeroshard.parameters import ParamGroup, activity, parameters_of
+from zeroshard.replicas import Replicas
+
+_FINE, _STOPPED, _FAILED = 0, 1, 2
+"""What a rank tells the others with its share: it has stepped; it must talk first and has not; its step has failed."""
+
+
+class Engine:
+    """Holds the layout, the local optimizer and the replicas of one sharded optimizer, and alone replaces them.
+
+    Args:
+        ranks: the group.
+        traffic: where bytes and waiting are counted.
+        policy: how tensors are dealt out.
+        defaults: the user's keyword arguments for the optimizer class.
+        read_groups: reads and checks what the user handed in; returns the public param groups.
+
+    Attributes:
+        layout: who owns what, and what takes part.
+        local: the local optimizer.
+        replicas: where parameters lie, and the messages of a share.
+        control: the channel of the ranks' meetings.
+
+    Raises:
+        Exception: what any rank met while it read or planned, on every rank.
+        DisagreementError: if ranks differ in their plans or settings, on every rank.
+    """
+
+    def __init__(
+        self,
+        ranks: RankGroup,
+        traffic: Traffic,
+        policy: Policy,
+        defaults: Mapping[str, Any],
+        read_groups: Callable[[], list[ParamGroup]],
+    ) -> None:
+        self.ranks = ranks
+        self.control = Control(ranks, traffic)
+        self._policy, self._defaults = policy, dict(defaults)
+        built: tuple[list[ParamGroup], Layout, LocalOptimizer] | None = None
+        failure: Exception | None = None
+        try:
+            groups = read_groups()
+            layout = first_layout(policy, groups, name_of(policy.factory))
+            built = groups, layout, LocalOptimizer(policy.factory, groups, layout.plan, ranks.rank, defaults)
+        except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
+            failure = error
+        declaration = built[1].declaration if built is not None else None
+        agree_over(self.control, "ZeroRedundancyOptimizer()", declaration, error=failure)
+        assert built is not None
+        groups, self.layout, self.local = built
+        self.replicas = Replicas(ranks, traffic, as_bucket_view=policy.as_bucket_view)
+        self.params = parameters_of(groups)
+        self._lay_out()
+
+    def meet(self, operation: str, problem: Exception | None) -> None:
+        """Meet before a call that concerns all ranks, and raise on all of them if one differs or has a problem.
+
+        Raises:
+            DisagreementError: if ranks are in different calls, or their layouts differ.
+            PeerLostError: if a rank is gone.
+            Exception: a rank's problem.
+        """
+        agree_over(self.control, operation, self.layout.declaration, error=problem)
+
+    def step(self, groups: Sequence[ParamGroup], closure: Closure | None, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - what the inner step returns
+        """Follow the model, step this rank's shards, and bring every rank the others'. Collective.
+
+        Args:
+            groups: the public param groups; their hyperparameters are handed to the local optimizer and back.
+            closure: re-evaluates the model.
+            arguments: further keyword arguments of the inner step.
+
+        Returns:
+            What the inner step returned.
+
+        Raises:
+            DisagreementError: if ranks follow different changes of their models.
+            PeerLostError: if a rank is gone.
+            Exception: what any rank met, on every rank. Replicas are equal then.
+        """
+        layout, problem = self._observe(groups)
+        if problem is not None or layout is not self.layout:
+            # The others may be stepping already; they find this status in the share that they wait for.
+            self._share(_STOPPED)
+            agree_over(self.control, "step()", layout.declaration, error=problem)
+            self._adopt(layout, groups)
+        failure: Exception | None = None
+        result: Any = None
+        try:
+            result = self.local.step(closure, arguments)
+        except Exception as error:  # noqa: BLE001 - peers wait for this rank's share, and must hear of it
+            failure = error
+        if not self._share(_FAILED if failure is not None else _FINE):
+            # Raises: either somebody has an error to report, or somebody's layout has another digest.
+            self.meet("step()", failure)
+        sync_groups(self.local.optim.param_groups, groups)
+        return result
+
+    def grow(self, groups: list[ParamGroup], append: Callable[[], None]) -> None:
+        """Take in a new param group on all ranks, or on none. Collective.
+
+        Args:
+            groups: the public param groups.
+            append: checks the new group and appends it to ``groups``.
+
+        Raises:
+            DisagreementError: if ranks add different groups.
+            PeerLostError: if a rank is gone.
+            Exception: what any rank met, on every rank. ``groups`` is as before in every case.
+        """
+        before = len(groups)
+        layout, failure = self.layout, None
+        try:
+            append()
+            layout = next_layout(self._policy, layout, groups)
+            self._rehearse(groups[-1])
+        except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
+            failure = error
+        try:
+            agree_over(self.control, "add_param_group()", layout.declaration, error=failure)
+        except BaseException:
+            del groups[before:]
+            raise
+        self._adopt(layout, groups)
+        sync_groups(self.local.optim.param_groups, groups)
+
+    def settle(self, tensors: frozenset[int]) -> None:
+        """Let tensors that were given state stay with their owners, also if they are frozen and unfrozen later."""
+        self.layout = replace(self.layout, settled=self.layout.settled | tensors)
+
+    def _observe(self, groups: Sequence[ParamGroup]) -> tuple[Layout, Exception | None]:
+        """Look at what the user did since the last step: the layout that follows, or what is wrong.
+
+        If parameters' data was rebound but the layout is as before, that is taken in at once: it concerns nobody else.
+        """
+        layout = self.layout
+        try:
+            self._check_members(groups)
+            sync_groups(groups, self.local.optim.param_groups)
+            self.local.check_gradients()
+            moved = self.replicas.moved()
+            if moved or activity(self.params) != layout.active:
+                layout = next_layout(self._policy, layout, groups)
+                if layout.declaration.digest == self.layout.declaration.digest:
+                    if moved:
+                        self._lay_out()
+                    layout = self.layout
+        except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
+            return self.layout, error
+        return layout, None
+
+    def _share(self, status: int) -> bool:
+        """Share all parameters, and tell whether every rank is fine. Collective."""
+        statuses = self.replicas.share((status, 0, 0, 0))
+        if self.replicas.carries_status:
+            return all(words[0] == _FINE for words in statuses)
+        return not self.control.any_raised(status != _FINE, "step()")
+
+    def _adopt(self, layout: Layout, groups: Sequence[ParamGroup]) -> None:
+        """Take over an agreed layout."""
+        if layout.plan.shards != self.layout.plan.shards:
+            self.local.follow(groups, layout.plan)
+        self.layout = layout
+        self.params = parameters_of(groups)
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        self.replicas.follow(self.params, self.layout.plan, self.layout.active)
+        self.local.rebind()
+
+    def _check_members(self, groups: Sequence[ParamGroup]) -> None:
+        """Raise if somebody has exchanged parameters or groups behind the optimizer's back."""
+        members = [param for group in groups for param in group["params"]]
+        if list(map(id, members)) != list(map(id, self.params)):
+            raise RuntimeError(
+                f"rank {self.ranks.rank}: the members of param_groups are not those that the optimizer was built with; "
+                f"add parameters with add_param_group(), and build a new optimizer to exchange or remove them"
+            )
+
+    def _rehearse(self, group: ParamGroup) -> None:
+        """Build the local optimizer for an empty group with these hyperparameters: it raises now if it ever will."""
+        attributes = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        self._policy.factory([{**attributes, "params": []}], **self._defaults)
