@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from zeroshard_comm import Declaration
 from zeroshard_core import Cost, Plan, Strategy, partition, repartition
 
