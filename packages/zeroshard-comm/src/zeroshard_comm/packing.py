@@ -77,10 +77,8 @@ class Shipment:
                 key = (segment.owner, segment.buffer.dtype, segment.buffer.device)
                 small.setdefault(key, []).append(segment.buffer)
         crates = [_crate(owner, run) for (owner, _, _), pieces in small.items() for run in _runs(pieces)]
-        self._outgoing = [crate for crate in crates if crate.owner == rank]
-        self._incoming = [crate for crate in crates if crate.owner != rank]
+        self._crates = crates
         messages = [Segment(s.owner, s.buffer.view(torch.uint8)) for s in direct]
-        messages += [Segment(crate.owner, crate.staging) for crate in crates]
         self._rank = rank
         self._statuses: list[torch.Tensor] | None = None
         if rooms is not None:
@@ -92,23 +90,27 @@ class Shipment:
                     places[owner] = torch.zeros(STATUS_WORDS, dtype=torch.int64)
                     messages.append(Segment(owner, places[owner].view(torch.uint8)))
             self._statuses = [places[owner] for owner in range(world_size)]
-        self.messages: tuple[Segment, ...] = tuple(messages)
+        self._plain = tuple(messages)
+        self._packed = [Segment(crate.owner, crate.staging) for crate in crates]
+        self.messages: tuple[Segment, ...] = (*self._packed, *self._plain)
 
     @property
     def staging_bytes(self) -> int:
         """Bytes of all staging buffers on this rank."""
-        return sum(crate.staging.nbytes for crate in (*self._outgoing, *self._incoming))
+        return sum(crate.staging.nbytes for crate in self._crates)
 
     def prepare(self, exchange: Exchange) -> PackedShare:
         """Begin a share of these pieces; see :meth:`zeroshard_comm.Exchange.prepare_share`."""
-        return PackedShare(self, exchange.prepare_share(self.messages))
+        # In the order in which they are sent: point-to-point messages of one tag are matched in order.
+        packed = [exchange.prepare_share([segment]) for segment in self._packed]
+        return PackedShare(self, packed, exchange.prepare_share(self._plain))
 
 
 class PackedShare(Share):
     """A share that packs before it sends and unpacks after it has waited."""
 
-    def __init__(self, shipment: Shipment, inner: Share) -> None:
-        self._shipment, self._inner = shipment, inner
+    def __init__(self, shipment: Shipment, packed: Sequence[Share], plain: Share) -> None:
+        self._shipment, self._packed, self._plain = shipment, packed, plain
 
     def set_status(self, status: Status) -> None:
         """Say what the others shall know of this rank; before :meth:`send`. No-op for a shipment without statuses."""
@@ -121,16 +123,20 @@ class PackedShare(Share):
         return [status.tolist() for status in self._shipment._statuses or ()]
 
     def send(self) -> None:
-        """Copy this rank's small pieces into their staging buffers and send everything this rank owns."""
-        for crate in self._shipment._outgoing:
-            torch.cat(crate.pieces, out=crate.contents)
-        self._inner.send()
+        """Send everything this rank owns, small pieces first, from the staging buffers that they are copied to."""
+        for crate, share in zip(self._shipment._crates, self._packed, strict=True):
+            if crate.owner == self._shipment._rank:
+                torch.cat(crate.pieces, out=crate.contents)
+            share.send()
+        self._plain.send()
 
     def wait(self) -> None:
-        """Wait for everything, then copy what arrived in staging buffers to where it belongs."""
-        self._inner.wait()
-        for crate in self._shipment._incoming:
-            torch._foreach_copy_(crate.pieces, crate.slots)
+        """Wait for everything, and copy what arrived in staging buffers to where it belongs while the rest arrives."""
+        for crate, share in zip(self._shipment._crates, self._packed, strict=True):
+            share.wait()
+            if crate.owner != self._shipment._rank:
+                torch._foreach_copy_(crate.pieces, crate.slots)
+        self._plain.wait()
 
 
 def _runs(pieces: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
