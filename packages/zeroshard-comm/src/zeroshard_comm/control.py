@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from zeroshard_comm.failures import DisagreementError, PeerLostError, revive
+from zeroshard_comm.failures import DisagreementError, PeerLostError, builtin_name, revive
 from zeroshard_comm.ranks import RankGroup
 from zeroshard_comm.traffic import Traffic
 
@@ -127,7 +127,7 @@ class Control:
             operation,
             digest,
             detail() if any(header[1] != digest for header in headers) else "",
-            type(error).__name__ if error is not None else "",
+            builtin_name(error) if error is not None else "",
             str(error) if error is not None else "",
         )
         return _verdict(self._confer(reason), error, explain)

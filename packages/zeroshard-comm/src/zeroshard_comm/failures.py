@@ -13,6 +13,16 @@ class PeerLostError(RuntimeError):
     """A rank of the group closed its connection, died, or did not answer within the group's timeout."""
 
 
+def builtin_name(error: BaseException) -> str:
+    """Name the nearest built-in type of an error, by which other ranks can raise it too.
+
+    >>> class DamagedFile(ValueError): ...
+    >>> builtin_name(DamagedFile("x"))
+    'ValueError'
+    """
+    return next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins")
+
+
 def revive(type_name: str, message: str) -> Exception:
     """Make the error that another rank reported, from the name of its type and its message.
 

@@ -13,7 +13,7 @@ from zeroshard_core import Plan, StateMapError, cut_state
 
 from zeroshard.elementwise import OptimizerFactory, is_elementwise
 from zeroshard.local import NOT_SYNCED, LocalOptimizer
-from zeroshard.parameters import ParamGroup
+from zeroshard.parameters import ParamGroup, parameters_of
 from zeroshard.statevalues import copy_value
 
 StateDict = dict[str, Any]
@@ -73,9 +73,10 @@ def checked(
         else:
             by_index[key] = entries
     _check_presence(by_index, plan)
+    params = parameters_of(groups)
     for index, entries in by_index.items():
         if isinstance(index, int) and entries:
-            expectations.check(entries, index, saved_groups[plan.tensors[index].group], plan)
+            expectations.check(entries, index, saved_groups[plan.tensors[index].group], plan, params[index].layout)
     return by_index
 
 
@@ -96,8 +97,22 @@ class Expectations:
         self._applies = is_elementwise(factory, declared=elementwise)
         self._known: dict[str, dict[str, bool] | None] = {}
 
-    def check(self, entries: Mapping[str, Any], index: int, saved_group: Mapping[str, Any], plan: Plan) -> None:
+    def check(
+        self,
+        entries: Mapping[str, Any],
+        index: int,
+        saved_group: Mapping[str, Any],
+        plan: Plan,
+        layout: torch.layout,
+    ) -> None:
         """Check the state of one tensor.
+
+        Args:
+            entries: its state in the checkpoint.
+            index: which tensor.
+            saved_group: the hyperparameters of its group in the checkpoint.
+            plan: describes the tensor.
+            layout: layout of the parameter, which per-element entries share.
 
         Raises:
             ValueError: naming the tensor and the entry that is missing, extra or misshapen.
@@ -123,6 +138,8 @@ class Expectations:
             shape = tuple(value.shape)
             if per_element and shape != spec.shape:
                 raise ValueError(f"{where}: entry {key!r} has shape {shape}, expected {spec.shape}")
+            if per_element and value.layout != layout:
+                raise ValueError(f"{where}: entry {key!r} is a {value.layout} tensor, expected {layout}")
             if not per_element and value.numel() != 1:
                 raise ValueError(f"{where}: entry {key!r} has shape {shape}, expected a single number")
 
