@@ -1,0 +1,221 @@
+"""Bad input, and ranks that differ: the same clear error on every rank, nothing hung, the optimizer as it was."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+from training import assert_bitwise_equal, set_gradients, small_model, twins
+from zeroshard import ZeroRedundancyOptimizer
+from zeroshard_comm import DisagreementError
+from zeroshard_testing import assert_replicas_equal
+
+VIEWS = pytest.mark.parametrize("as_bucket_view", [False, True], ids=["params", "views"])
+Pair = tuple[nn.Module, nn.Module]
+Optimizers = tuple[ZeroRedundancyOptimizer, optim.Optimizer]
+
+
+def trained(*, as_bucket_view: bool = False) -> tuple[Pair, Optimizers]:
+    pair = twins()
+    sharded = ZeroRedundancyOptimizer(pair[0].parameters(), optim.Adam, parameters_as_bucket_view=as_bucket_view)
+    optimizers = (sharded, optim.Adam(pair[1].parameters()))
+    go_on(pair, optimizers, range(2))
+    return pair, optimizers
+
+
+def go_on(pair: Pair, optimizers: Optimizers, steps: range) -> None:
+    """The sharded run still is where the unsharded one is."""
+    for step in steps:
+        for module, optimizer in zip(pair, optimizers, strict=True):
+            set_gradients(module.parameters(), step)
+            optimizer.step()
+    assert_bitwise_equal(*pair, "after going on")
+
+
+BAD_PARAMS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "tensor": (lambda: torch.zeros(2), TypeError, "single"),
+    "not iterable": (lambda: 3, TypeError, "int"),
+    "mixed": (lambda: [nn.Parameter(torch.zeros(1)), {"params": []}], TypeError, "one kind"),
+    "empty": (list, ValueError, "empty parameter list"),
+    "no params": (lambda: [{"lr": 0.1}], ValueError, "'params'"),
+}
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.parametrize("where", ["on all ranks", "on rank 1"])
+@pytest.mark.parametrize("name", BAD_PARAMS)
+def test_params_that_cannot_be_used(rank: int, where: str, name: str) -> None:
+    make, error, words = BAD_PARAMS[name]
+    bad = where == "on all ranks" or rank == 1
+    with pytest.raises(error, match=words) as caught:
+        ZeroRedundancyOptimizer(make() if bad else small_model().parameters(), optim.Adam)
+    assert ("rank 1: " in str(caught.value)) == (where == "on rank 1")
+
+
+@pytest.mark.ranks(3, backend="gloo")
+def test_an_optimizer_class_that_cannot_be_built(rank: int) -> None:
+    with pytest.raises(ValueError, match=r"rank 1: Invalid learning rate: -1"):
+        ZeroRedundancyOptimizer(small_model().parameters(), optim.Adam, lr=-1.0 if rank == 1 else 1.0)
+    with pytest.raises(TypeError, match="no_such_argument"):
+        ZeroRedundancyOptimizer(small_model().parameters(), optim.Adam, no_such_argument=1)
+    with pytest.raises(ValueError, match="LBFGS cannot be sharded"):
+        ZeroRedundancyOptimizer(small_model().parameters(), optim.LBFGS)
+    with pytest.raises(ValueError, match="nonsense"):
+        ZeroRedundancyOptimizer(small_model().parameters(), optim.Adam, partition="nonsense")
+    with pytest.raises(ValueError, match="Muon is not known to be elementwise"):
+        ZeroRedundancyOptimizer([nn.Parameter(torch.zeros(64, 64))], optim.Muon, partition="split")
+    with pytest.raises(ValueError, match="overlap_with_ddp"):
+        ZeroRedundancyOptimizer(small_model().parameters(), optim.Adam, overlap_with_ddp=True)
+
+
+Named = list[tuple[str, torch.Tensor]]
+OTHER_PLANS: dict[str, tuple[Callable[[Named], Named], str]] = {
+    "a tensor missing": (lambda named: named[:-1], "tensor 8 '4.weight' is here only"),
+    "another order": (lambda named: [named[1], named[0], *named[2:]], "another order: tensor 0"),
+    "another shape": (lambda named: [("0.weight", nn.Parameter(torch.zeros(3))), *named[1:]], r"shape .* \(3,\) there"),
+    "another dtype": (lambda named: [(n, nn.Parameter(p.detach().double())) for n, p in named], "dtype"),
+    "frozen": (lambda named: [(n, p.requires_grad_(n != "2.weight")) for n, p in named], "tensor 4 '2.weight'"),
+}
+
+
+@pytest.mark.ranks(3, backend="gloo")
+@pytest.mark.parametrize("name", OTHER_PLANS)
+def test_a_plan_that_differs_is_named_on_every_rank(rank: int, name: str) -> None:
+    change, words = OTHER_PLANS[name]
+    named = list(small_model().named_parameters())
+    with pytest.raises(DisagreementError, match=f"rank 2 differs from rank 0: .*{words}"):
+        ZeroRedundancyOptimizer(change(named) if rank == 2 else named, optim.Adam)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_settings_that_differ_are_named(rank: int) -> None:
+    with pytest.raises(DisagreementError, match="optimizer is 'Adam' on rank 0 and 'AdamW' on rank 1"):
+        ZeroRedundancyOptimizer(small_model().parameters(), optim.AdamW if rank else optim.Adam)
+    with pytest.raises(DisagreementError, match="parameters_as_bucket_view is False on rank 0"):
+        ZeroRedundancyOptimizer(small_model().parameters(), optim.Adam, parameters_as_bucket_view=rank == 1)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@VIEWS
+def test_freezing_on_one_rank_alone(rank: int, as_bucket_view: bool) -> None:
+    (model, _), (sharded, _) = trained(as_bucket_view=as_bucket_view)
+    weight = list(model.parameters())[2]
+    weight.requires_grad_(rank == 0)
+    set_gradients(model.parameters(), 5)
+    with pytest.raises(DisagreementError, match=r"tensor 2 'param.2' is trainable .*frozen on rank 1"):
+        sharded.step()
+    assert_replicas_equal(model.parameters())
+    weight.requires_grad_(True)
+    set_gradients(model.parameters(), 6)
+    sharded.step()
+    assert_replicas_equal(model.parameters())
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@VIEWS
+def test_converting_the_model_on_one_rank_alone(rank: int, as_bucket_view: bool) -> None:
+    (model, _), (sharded, _) = trained(as_bucket_view=as_bucket_view)
+    if rank == 1:
+        model.double()
+    set_gradients(model.parameters(), 5)
+    with pytest.raises(DisagreementError, match=r"dtype torch.float32 here, torch.float64 there"):
+        sharded.step()
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@VIEWS
+def test_a_local_step_that_fails_on_one_rank(rank: int, as_bucket_view: bool) -> None:
+    (model, _), (sharded, _) = trained(as_bucket_view=as_bucket_view)
+    set_gradients(model.parameters(), 5)
+    if rank == 1:
+        for param in model.parameters():
+            param.grad = param.grad.to_sparse()
+    with pytest.raises(RuntimeError, match="rank 1: Adam does not support sparse gradients"):
+        sharded.step()
+    assert_replicas_equal(model.parameters())
+    set_gradients(model.parameters(), 6)
+    sharded.step()
+    assert_replicas_equal(model.parameters())
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_sparse_gradients_of_cut_tensors_are_refused_before_anything_is_stepped() -> None:
+    model, reference = twins()
+    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, lr=0.1, partition="split")
+    for param in model.parameters():
+        param.grad = torch.ones_like(param).to_sparse()
+    with pytest.raises(RuntimeError, match="sparse gradient, but is cut"):
+        sharded.step()
+    assert_bitwise_equal(model, reference, "after the refused step")
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_a_closure_that_raises_on_one_rank(rank: int) -> None:
+    pair, optimizers = trained()
+
+    def closure() -> float:
+        if rank == 0:
+            raise ZeroDivisionError("no loss today")
+        return 0.0
+
+    set_gradients(pair[0].parameters(), 5)
+    with pytest.raises(ZeroDivisionError, match="no loss today"):
+        optimizers[0].step(closure)
+    assert_replicas_equal(pair[0].parameters())
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.parametrize("where", ["on all ranks", "on rank 1"])
+def test_a_group_that_cannot_be_added_leaves_everything_as_it_was(rank: int, where: str) -> None:
+    pair, optimizers = trained()
+    sharded = optimizers[0]
+    added = [nn.Parameter(torch.ones(3, 3)) for _ in pair]
+    good = {"params": [added[0]]}
+    for bad in ({"params": [next(pair[0].parameters())]}, {"lr": 3}, [added[0]], {"params": [1]}):
+        with pytest.raises((TypeError, ValueError)):
+            sharded.add_param_group(bad if where == "on all ranks" or rank == 1 else good)
+        assert len(sharded.param_groups) == len(sharded.optim.param_groups) == 1
+    with pytest.raises(DisagreementError, match=r"add_param_group.*tensor 9"):
+        sharded.add_param_group(good if rank else {"params": [nn.Parameter(torch.zeros(2))]})
+    assert len(sharded.param_groups) == len(sharded.optim.param_groups) == 1
+    sharded.add_param_group(good)
+    optimizers[1].add_param_group({"params": [added[1]]})
+    added[0].grad, added[1].grad = torch.ones(3, 3), torch.ones(3, 3)
+    go_on(pair, optimizers, range(2, 4))
+    assert torch.equal(*added)
+
+
+@pytest.mark.ranks(3, backend="gloo")
+def test_different_calls_are_named(rank: int) -> None:
+    pair, optimizers = trained()
+    sharded = optimizers[0]
+    with pytest.raises(DisagreementError, match=r"ranks 0, 2 called consolidate.*rank 1 called add_param_group"):
+        if rank == 1:
+            sharded.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+        else:
+            sharded.consolidate_state_dict()
+    with pytest.raises(DisagreementError, match=r"rank 1 called consolidate_state_dict\(to=1\)"):
+        sharded.consolidate_state_dict(to=int(rank == 1))
+    with pytest.raises(ValueError, match="group rank from 0 to 2"):
+        sharded.consolidate_state_dict(to=7)
+    go_on(pair, optimizers, range(2, 4))
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_members_exchanged_behind_the_optimizers_back() -> None:
+    (model, _), (sharded, _) = trained()
+    sharded.param_groups[0]["params"][0] = nn.Parameter(torch.zeros(64, 40))
+    set_gradients(model.parameters(), 5)
+    with pytest.raises(RuntimeError, match="members of param_groups"):
+        sharded.step()
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_the_object_can_be_neither_copied_nor_pickled() -> None:
+    _, (sharded, _) = trained()
+    with pytest.raises(TypeError, match="cannot be pickled or deep-copied"):
+        copy.deepcopy(sharded)
