@@ -61,7 +61,7 @@ def test_bytes_sent_per_step_are_what_the_plan_predicts(
     rank: int, world_size: int, partition: str, as_bucket_view: bool
 ) -> None:
     model, _ = twins(layers)
-    frozen = list(model.parameters())[0]
+    frozen = next(iter(model.parameters()))
     frozen.requires_grad_(False)
     sharded = ZeroRedundancyOptimizer(
         model.parameters(), optim.SGD, lr=0.1, partition=partition, parameters_as_bucket_view=as_bucket_view

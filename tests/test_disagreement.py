@@ -193,11 +193,9 @@ def test_a_group_that_cannot_be_added_leaves_everything_as_it_was(rank: int, whe
 def test_different_calls_are_named(rank: int) -> None:
     pair, optimizers = trained()
     sharded = optimizers[0]
+    group = {"params": [nn.Parameter(torch.zeros(3))]}
     with pytest.raises(DisagreementError, match=r"ranks 0, 2 called consolidate.*rank 1 called add_param_group"):
-        if rank == 1:
-            sharded.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
-        else:
-            sharded.consolidate_state_dict()
+        sharded.add_param_group(group) if rank == 1 else sharded.consolidate_state_dict()
     with pytest.raises(DisagreementError, match=r"rank 1 called consolidate_state_dict\(to=1\)"):
         sharded.consolidate_state_dict(to=int(rank == 1))
     with pytest.raises(ValueError, match="group rank from 0 to 2"):

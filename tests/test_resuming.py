@@ -128,7 +128,7 @@ def test_state_dict_needs_a_consolidation_to_this_rank(rank: int) -> None:
 
 @pytest.mark.ranks(2, backend="gloo")
 def test_hooks_see_the_state_and_may_change_it(rank: int) -> None:
-    model, reference = twins()
+    model, _ = twins()
     sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam)
     step_all([(model, sharded)], range(1))
     seen: list[int] = []

@@ -1,0 +1,106 @@
+"""Ranks that are late, leave early, or die: the others get an error that says so, within the group's timeout."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+from torch import optim
+from training import assert_bitwise_equal, set_gradients, small_model, twins
+from zeroshard import ZeroRedundancyOptimizer
+from zeroshard_comm import PeerLostError
+from zeroshard_testing import assert_replicas_equal
+
+
+@pytest.mark.ranks(3, backend="gloo")
+def test_a_late_rank_is_waited_for(rank: int) -> None:
+    pair = twins()
+    sharded = ZeroRedundancyOptimizer(pair[0].parameters(), optim.Adam)
+    plain = optim.Adam(pair[1].parameters())
+    for step in range(3):
+        if rank == step:
+            time.sleep(0.3)
+        for module, optimizer in zip(pair, (sharded, plain), strict=True):
+            set_gradients(module.parameters(), step)
+            optimizer.step()
+        assert_bitwise_equal(*pair, f"after step {step}")
+    assert_replicas_equal(pair[0].parameters())
+
+
+@pytest.mark.ranks(2, backend="gloo", isolation="process")
+def test_a_rank_that_skips_a_step_ends_the_others_within_the_timeout(rank: int) -> None:
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    model = small_model()
+    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, process_group=group)
+    set_gradients(model.parameters(), 0)
+    sharded.step()
+    if rank == 0:
+        with pytest.raises(PeerLostError, match=r"rank 0 .*did not call step\(\) within"):
+            sharded.step()
+    dist.barrier()
+
+
+@pytest.mark.ranks(2, backend="gloo", isolation="process")
+def test_a_rank_that_skips_a_consolidation_is_named(rank: int) -> None:
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    sharded = ZeroRedundancyOptimizer(small_model().parameters(), optim.Adam, process_group=group)
+    if rank == 0:
+        with pytest.raises(PeerLostError, match=r"rank 0 lost rank 1 during consolidate_state_dict\(to=0\)"):
+            sharded.consolidate_state_dict()
+    dist.barrier()
+
+
+def _survive(rank: int, folder: str, when: str) -> None:
+    """One rank of a group of three, of which rank 2 is killed."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=3, timeout=timedelta(seconds=20)
+    )
+    model = small_model()
+    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam)
+    set_gradients(model.parameters(), 0)
+    sharded.step()
+    dist.barrier()
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        if when == "step":
+            sharded.step()
+        else:
+            sharded.consolidate_state_dict(to=0)
+    except PeerLostError as error:
+        Path(folder, f"rank{rank}").write_text(str(error))
+
+
+@pytest.mark.parametrize("when", ["step", "consolidation"])
+def test_a_killed_rank_is_an_error_on_the_others(tmp_path: Path, when: str) -> None:
+    # Processes of their own: the launcher of the other tests calls a killed rank a failure, as it should.
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=_survive, args=(rank, str(tmp_path), when)) for rank in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert processes[2].exitcode == -signal.SIGKILL
+    for rank in (0, 1):
+        assert processes[rank].exitcode == 0
+        assert "another rank has ended" in (text := (tmp_path / f"rank{rank}").read_text()) or "lost rank" in text
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_no_thread_is_left_behind() -> None:
+    before = set(threading.enumerate())
+    model = small_model()
+    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam)
+    set_gradients(model.parameters(), 0)
+    sharded.step()
+    sharded.consolidate_state_dict()
+    assert set(threading.enumerate()) == before
