@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 import time
@@ -10,9 +9,9 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
+from killed_rank import survive
 from torch import optim
 from training import assert_bitwise_equal, set_gradients, small_model, twins
 from zeroshard import ZeroRedundancyOptimizer
@@ -58,33 +57,11 @@ def test_a_rank_that_skips_a_consolidation_is_named(rank: int) -> None:
     dist.barrier()
 
 
-def _survive(rank: int, folder: str, when: str) -> None:
-    """One rank of a group of three, of which rank 2 is killed."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=3, timeout=timedelta(seconds=20)
-    )
-    model = small_model()
-    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam)
-    set_gradients(model.parameters(), 0)
-    sharded.step()
-    dist.barrier()
-    if rank == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        if when == "step":
-            sharded.step()
-        else:
-            sharded.consolidate_state_dict(to=0)
-    except PeerLostError as error:
-        Path(folder, f"rank{rank}").write_text(str(error))
-
-
 @pytest.mark.parametrize("when", ["step", "consolidation"])
 def test_a_killed_rank_is_an_error_on_the_others(tmp_path: Path, when: str) -> None:
     # Processes of their own: the launcher of the other tests calls a killed rank a failure, as it should.
     context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=_survive, args=(rank, str(tmp_path), when)) for rank in range(3)]
+    processes = [context.Process(target=survive, args=(rank, str(tmp_path), when)) for rank in range(3)]
     for process in processes:
         process.start()
     for process in processes:
