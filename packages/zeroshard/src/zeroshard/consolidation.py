@@ -145,12 +145,15 @@ def consolidate(
 
     Raises:
         StateMapError: if an entry cannot be moved, on every rank.
+        Exception: if a hyperparameter cannot be copied, on every rank.
         PeerLostError: if a rank is gone.
     """
-    consignment, failure = Consignment([[], {}], []), None
+    consignment, packed = Consignment([[], {}], []), list[dict[str, Any]]()
+    failure: Exception | None = None
     try:
         consignment = describe_local(local, plan)
-    except StateMapError as error:
+        packed = pack_groups(groups)
+    except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
         failure = error
     control.meet(f"{operation}: describing state", error=failure)
     assembly = Assembly(plan)
@@ -158,7 +161,7 @@ def consolidate(
     if control.ranks.rank != target:
         return None
     state = assembly.finished()
-    return {"state": _mark_unstepped(state, plan), "param_groups": pack_groups(groups)}
+    return {"state": _mark_unstepped(state, plan), "param_groups": packed}
 
 
 def pack_groups(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

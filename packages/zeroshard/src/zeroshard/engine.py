@@ -54,7 +54,7 @@ class Engine:
     ) -> None:
         self.ranks = ranks
         self.control = Control(ranks, traffic)
-        self._policy, self._defaults = policy, dict(defaults)
+        self._policy = policy
         built: tuple[list[ParamGroup], Layout, LocalOptimizer] | None = None
         failure: Exception | None = None
         try:
@@ -132,7 +132,7 @@ class Engine:
         try:
             append()
             layout = next_layout(self._policy, layout, groups)
-            self._rehearse(groups[-1])
+            self.local.rehearse(groups, layout.plan)
         except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
             failure = error
         try:
@@ -195,8 +195,3 @@ class Engine:
                 f"rank {self.ranks.rank}: the members of param_groups are not those that the optimizer was built with; "
                 f"add parameters with add_param_group(), and build a new optimizer to exchange or remove them"
             )
-
-    def _rehearse(self, group: ParamGroup) -> None:
-        """Build the local optimizer for an empty group with these hyperparameters: it raises now if it ever will."""
-        attributes = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        self._policy.factory([{**attributes, "params": []}], **self._defaults)

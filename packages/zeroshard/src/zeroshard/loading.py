@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import optim
 from zeroshard_core import Plan, StateMapError, cut_state
 
-from zeroshard.elementwise import OptimizerFactory, is_elementwise
+from zeroshard.elementwise import OptimizerFactory, class_of, is_elementwise
 from zeroshard.local import NOT_SYNCED, LocalOptimizer
 from zeroshard.parameters import ParamGroup, parameters_of
 from zeroshard.statevalues import copy_value
 
 StateDict = dict[str, Any]
+
+_Form = str | tuple[int | None, ...]
+"""What a state entry is: one of the words below, or per axis the parameter's axis of its size, None for size 1."""
+_NUMBER, _PER_ELEMENT, _ANYTHING = "number", "per element", "anything"
+_MOST_AXES = 6
+"""A probe with more axes, of 2, 3, 4 ... elements each, would no longer be small."""
 
 
 def checked(
@@ -45,6 +51,7 @@ def checked(
             f"got {sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else torch.typename(state_dict)}"
         )
     saved_groups = state_dict["param_groups"]
+    _check_containers(state_dict["state"], saved_groups)
     if len(saved_groups) != len(groups):
         raise ValueError(
             f"loaded state dict has a different number of parameter groups: {len(saved_groups)}, but this optimizer "
@@ -81,10 +88,10 @@ def checked(
 
 
 class Expectations:
-    """What state an optimizer class keeps per tensor, found out by stepping it on two elements.
+    """What state an optimizer class keeps per tensor, found out by stepping it on a few elements.
 
-    Only classes whose state has one form for every tensor are probed: those of torch.optim that are elementwise, and
-    those declared so. Of any other class nothing is expected.
+    Elementwise classes are probed with one vector, for their state has one form for every tensor; the other classes of
+    torch.optim with a tensor of as many axes, for theirs depends on these. Of any other class nothing is expected.
 
     Args:
         factory: the optimizer class.
@@ -94,8 +101,9 @@ class Expectations:
 
     def __init__(self, factory: OptimizerFactory, defaults: Mapping[str, Any], *, elementwise: bool) -> None:
         self._factory, self._defaults = factory, dict(defaults)
-        self._applies = is_elementwise(factory, declared=elementwise)
-        self._known: dict[str, dict[str, bool] | None] = {}
+        self._elementwise = is_elementwise(factory, declared=elementwise)
+        self._applies = self._elementwise or class_of(factory) in vars(optim).values()
+        self._known: dict[tuple[str, int], dict[str, _Form] | None] = {}
 
     def check(
         self,
@@ -119,45 +127,53 @@ class Expectations:
         """
         spec = plan.tensors[index]
         where = f"loaded state dict, parameter {index} {spec.name!r}"
-        if not self._applies:
+        if not self._applies or (not self._elementwise and len(spec.shape) > _MOST_AXES):
             return
-        expected = self._of(saved_group)
+        expected = self._of(saved_group, 1 if self._elementwise else max(1, len(spec.shape)))
         if expected is None:
             return
         missing = sorted(set(expected) - set(entries))
-        extra = sorted(set(map(str, entries)) - set(expected))
+        extra = sorted(str(key) for key, value in entries.items() if key not in expected and value is not None)
         if missing or extra:
             what = f"missing entry {missing[0]!r}" if missing else f"extra entry {extra[0]!r}"
             raise ValueError(f"{where}: {what}; expected the entries {sorted(expected)}")
-        for key, per_element in expected.items():
+        for key, form in expected.items():
             value = entries[key]
+            if form == _ANYTHING:
+                continue
             if not isinstance(value, torch.Tensor):
-                if per_element and value is not None:
+                if form != _NUMBER:
                     raise ValueError(f"{where}: entry {key!r} is a {type(value).__name__}, expected a tensor")
+                if not isinstance(value, (int, float)):
+                    raise ValueError(f"{where}: entry {key!r} is a {type(value).__name__}, expected a single number")
                 continue
             shape = tuple(value.shape)
-            if per_element and shape != spec.shape:
-                raise ValueError(f"{where}: entry {key!r} has shape {shape}, expected {spec.shape}")
-            if per_element and value.layout != layout:
+            if form == _NUMBER:
+                if value.numel() != 1:
+                    raise ValueError(f"{where}: entry {key!r} has shape {shape}, expected a single number")
+                continue
+            wanted = spec.shape if isinstance(form, str) else tuple(1 if a is None else spec.shape[a] for a in form)
+            if shape != wanted:
+                raise ValueError(f"{where}: entry {key!r} has shape {shape}, expected {wanted}")
+            if form == _PER_ELEMENT and value.layout != layout:
                 raise ValueError(f"{where}: entry {key!r} is a {value.layout} tensor, expected {layout}")
-            if not per_element and value.numel() != 1:
-                raise ValueError(f"{where}: entry {key!r} has shape {shape}, expected a single number")
 
-    def _of(self, saved_group: Mapping[str, Any]) -> dict[str, bool] | None:
-        """Per entry, whether it is per element; None if the class cannot be probed with these hyperparameters."""
+    def _of(self, saved_group: Mapping[str, Any], axes: int) -> dict[str, _Form] | None:
+        """Per entry, its form for a tensor of that many axes; None if the class cannot be probed like this."""
         attributes = {
             key: False if key in ("foreach", "fused", "capturable", "differentiable") else value
             for key, value in saved_group.items()
             if key not in NOT_SYNCED
         }
-        known_by = repr(sorted((key, repr(value)) for key, value in attributes.items()))
+        known_by = (repr(sorted((key, repr(value)) for key, value in attributes.items())), axes)
         if known_by not in self._known:
-            self._known[known_by] = self._probe(attributes)
+            self._known[known_by] = self._probe(attributes, axes)
         return self._known[known_by]
 
-    def _probe(self, attributes: Mapping[str, Any]) -> dict[str, bool] | None:
-        probe = torch.zeros(2, requires_grad=True)
-        probe.grad = torch.ones(2)
+    def _probe(self, attributes: Mapping[str, Any], axes: int) -> dict[str, _Form] | None:
+        # Sizes that differ and are not 1, so that an entry's axes can be told from its shape.
+        probe = torch.zeros(tuple(range(2, 2 + axes)), requires_grad=True)
+        probe.grad = torch.ones_like(probe)
         group = {key: copy_value(value) for key, value in attributes.items()}
         quiet = {k: v for k, v in self._defaults.items() if k not in ("foreach", "fused", "capturable")}
         try:
@@ -166,10 +182,7 @@ class Expectations:
             (getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step)(built)
         except (RuntimeError, TypeError, ValueError, KeyError, AttributeError):
             return None
-        return {
-            key: isinstance(value, torch.Tensor) and value.shape == probe.shape
-            for key, value in built.state[probe].items()
-        }
+        return {key: _form_of(value, probe) for key, value in built.state[probe].items()}
 
 
 def digest_of(state_dict: Mapping[str, Any]) -> int:
@@ -231,6 +244,20 @@ def install(inner: optim.Optimizer, state: Mapping[Any, Any], saved_groups: Sequ
     )
 
 
+def _check_containers(state: object, saved_groups: object) -> None:
+    if not isinstance(state, Mapping):
+        raise TypeError(f"loaded state dict: 'state' must be a dict, but is a {type(state).__name__}")
+    if not isinstance(saved_groups, (list, tuple)):
+        raise TypeError(f"loaded state dict: 'param_groups' must be a list, but is a {type(saved_groups).__name__}")
+    for number, saved in enumerate(saved_groups):
+        if not isinstance(saved, Mapping):
+            raise TypeError(f"loaded state dict: group {number} must be a dict, but is a {type(saved).__name__}")
+        if "params" not in saved:
+            raise ValueError(f"loaded state dict: group {number} lacks 'params', the keys of its parameters")
+        if not isinstance(saved["params"], (list, tuple)) or not all(isinstance(k, Hashable) for k in saved["params"]):
+            raise TypeError(f"loaded state dict: 'params' of group {number} must be a list of integers or names")
+
+
 def _entries(entries: object, key: object, name: str) -> Mapping[str, Any]:
     if entries is None:
         raise ValueError(
@@ -242,6 +269,19 @@ def _entries(entries: object, key: object, name: str) -> Mapping[str, Any]:
             f"loaded state dict, parameter {key!r} {name!r}: state is a {type(entries).__name__}, not a dict"
         )
     return entries
+
+
+def _form_of(value: object, probe: torch.Tensor) -> _Form:
+    if isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+        return _NUMBER
+    if not isinstance(value, torch.Tensor):
+        return _ANYTHING
+    if value.shape == probe.shape:
+        return _PER_ELEMENT
+    sizes = list(probe.shape)
+    if not all(size == 1 or size in sizes for size in value.shape):
+        return _ANYTHING
+    return tuple(None if size == 1 else sizes.index(size) for size in value.shape)
 
 
 def _check_presence(by_index: Mapping[Any, Any], plan: Plan) -> None:

@@ -75,6 +75,18 @@ class LocalOptimizer:
         )
         self._accept(members)
 
+    def rehearse(self, groups: Sequence[ParamGroup], plan: Plan) -> None:
+        """Build another optimizer for this rank's pieces of the last group, so that it raises now if it ever will.
+
+        Args:
+            groups: the public param groups, the new one last.
+            plan: the plan over all their parameters.
+
+        Raises:
+            Exception: whatever the class raises for these hyperparameters or tensors.
+        """
+        self._factory([self._local_group(groups[-1], self._members(groups, plan)[-1])], **self._defaults)
+
     def follow(self, groups: Sequence[ParamGroup], plan: Plan) -> None:
         """Take over a plan that adds groups or gives tensors without state another owner.
 
