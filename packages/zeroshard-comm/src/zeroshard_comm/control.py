@@ -137,17 +137,24 @@ class Control:
 
         Args:
             raised: whether this rank does.
-            operation: named in errors.
+            operation: what this rank is about to do, as for :meth:`meet`.
 
         Raises:
+            DisagreementError: if a rank is in a different operation.
             PeerLostError: if a rank is gone.
+            Exception: if a rank that is in a different operation reported an error there.
         """
         if self.alone:
             return raised
-        self._mine.copy_(torch.tensor([zlib.crc32(operation.encode()), 0, int(raised)]))
+        code = zlib.crc32(operation.encode())
+        self._mine.copy_(torch.tensor([code, 0, int(raised)]))
         self._exchange(self._mine, self._rows, operation)
         self._rows[self.ranks.rank].copy_(self._mine)
-        return bool((self._all[:, 2] != 0).any())
+        headers = self._all.tolist()
+        if any(header[0] != code for header in headers):
+            # Whoever met for something else sees the difference too, and goes on to the reasons.
+            raise _verdict(self._confer(Reason(self.ranks.rank, operation, 0, "")), None, None)
+        return any(header[2] for header in headers)
 
     def _exchange(
         self, mine: torch.Tensor, rows: Sequence[torch.Tensor], operation: str, tag: int = TAG_HEADER

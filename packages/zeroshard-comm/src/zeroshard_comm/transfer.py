@@ -31,6 +31,7 @@ CHUNK_BYTES = 16 * 1024 * 1024
 """Largest message, and the most that a sender copies at a time, in bytes."""
 
 _IN_FLIGHT = 4
+_NOTHING_TO_SAY = b"null"
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def gather(
     Raises:
         RuntimeError: on the ``fake`` backend with more than one rank, which moves no data.
         PeerLostError: if a rank is gone.
-        Exception: if ``place`` raised on the target: that error, on every rank.
+        Exception: if ``place`` raised on the target, or a consignment cannot be described: that error, on every rank.
     """
     ranks = control.ranks
     if control.channel is None and ranks.world_size > 1:
@@ -89,12 +90,18 @@ def gather(
 def _send_all(control: Control, consignment: Consignment, target: int, operation: str, chunk_bytes: int) -> None:
     assert control.channel is not None
     group, rank = control.channel.group, control.ranks.rank
-    sizes = [tensor.nbytes for tensor in consignment.tensors]
-    text = json.dumps({"description": consignment.description, "sizes": sizes}).encode()
+    failure: Exception | None = None
+    sizes: list[int] = []
+    text = _NOTHING_TO_SAY
+    try:
+        sizes = [tensor.nbytes for tensor in consignment.tensors]
+        text = json.dumps({"description": consignment.description, "sizes": sizes}).encode()
+    except Exception as error:  # noqa: BLE001 - whatever it is, every rank must hear of it before it is raised
+        failure = error
     size, body = torch.tensor([len(text)]), torch.frombuffer(bytearray(text), dtype=torch.uint8)
     for payload, tag in ((size, TAG_STATE_SIZE), (body, TAG_STATE_TEXT)):
         wait_for(dist.isend(payload, group=group, group_dst=target, tag=tag), target, rank, operation)
-    control.meet(f"{operation}: making room")
+    control.meet(f"{operation}: making room", error=failure)
     started = time.perf_counter()
     in_flight: deque[tuple[dist.Work | None, torch.Tensor]] = deque()
     for tensor in consignment.tensors:
@@ -124,12 +131,12 @@ def _receive_all(
     failure: Exception | None = None
     rooms: dict[int, Sequence[torch.Tensor]] = {}
     for source in range(ranks.world_size):
-        description, sizes = consignment.description, [tensor.nbytes for tensor in consignment.tensors]
-        if source != ranks.rank:
-            description, sizes = _receive_text(control, source, operation)
+        told = _receive_text(control, source, operation) if source != ranks.rank else None
         try:
-            if failure is None:
-                rooms[source] = _checked(place(source, description), sizes, source)
+            if source == ranks.rank:
+                told = consignment.description, [tensor.nbytes for tensor in consignment.tensors]
+            if failure is None and told is not None:
+                rooms[source] = _checked(place(source, told[0]), told[1], source)
         except Exception as error:  # noqa: BLE001 - whatever it is, every rank must hear of it before it is raised
             failure = error
     control.meet(f"{operation}: making room", error=failure)
@@ -162,7 +169,8 @@ def _receive_all(
     control.traffic.add("state", received=received, calls=2 * len(ranks.peers), waited=time.perf_counter() - started)
 
 
-def _receive_text(control: Control, source: int, operation: str) -> tuple[Any, list[int]]:
+def _receive_text(control: Control, source: int, operation: str) -> tuple[Any, list[int]] | None:
+    """What a sender says of its tensors; None if it failed to, and will report why at the meeting."""
     assert control.channel is not None
     group, rank = control.channel.group, control.ranks.rank
     size = torch.zeros(1, dtype=torch.int64)
@@ -170,7 +178,7 @@ def _receive_text(control: Control, source: int, operation: str) -> tuple[Any, l
     body = torch.zeros(int(size), dtype=torch.uint8)
     wait_for(dist.irecv(body, group=group, group_src=source, tag=TAG_STATE_TEXT), source, rank, operation)
     parts = json.loads(bytes(body.tolist()))
-    return parts["description"], parts["sizes"]
+    return None if parts is None else (parts["description"], parts["sizes"])
 
 
 def _checked(rooms: Sequence[torch.Tensor], sizes: Sequence[int], source: int) -> Sequence[torch.Tensor]:

@@ -1,0 +1,161 @@
+"""State on its way to one rank: every kind of tensor, every target, and what goes wrong on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from zeroshard_comm import (
+    CollectiveExchange,
+    Consignment,
+    Control,
+    Exchange,
+    GlooExchange,
+    PointToPointExchange,
+    RankGroup,
+    Segment,
+    gather,
+)
+
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.complex64,
+    torch.complex128,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+]
+
+
+def of_every_dtype(rank: int) -> list[torch.Tensor]:
+    return [torch.arange(rank, rank + 7).remainder(3).to(dtype) for dtype in DTYPES]
+
+
+def rooms_for(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [torch.empty(tensor.numel(), dtype=tensor.dtype) for tensor in tensors]
+
+
+@pytest.mark.ranks(3, backend="gloo")
+@pytest.mark.parametrize("target", range(3))
+def test_every_dtype_arrives_at_every_target(rank: int, target: int) -> None:
+    rooms: dict[int, list[torch.Tensor]] = {}
+
+    def place(source: int, description: Any) -> Sequence[torch.Tensor]:
+        rooms[source] = rooms_for(of_every_dtype(source))
+        return rooms[source]
+
+    gather(Control(RankGroup.of()), Consignment(None, of_every_dtype(rank)), target, place)
+    assert list(rooms) == (list(range(3)) if rank == target else [])
+    for source, arrived in rooms.items():
+        assert all(map(torch.equal, arrived, of_every_dtype(source)))
+
+
+@pytest.mark.ranks(3, backend="gloo")
+def test_descriptions_travel_as_they_are_and_senders_may_have_nothing(rank: int) -> None:
+    description = {"name": "Gewicht \u2211", "nested": [1, None, {"x": 2.5}], "rank": rank}
+    heard: list[Any] = []
+
+    def place(source: int, told: Any) -> Sequence[torch.Tensor]:
+        heard.append(told)
+        return []
+
+    gather(Control(RankGroup.of()), Consignment(description, []), 0, place)
+    assert heard == ([{**description, "rank": source} for source in range(3)] if rank == 0 else [])
+
+
+@pytest.mark.ranks(4, backend="gloo")
+def test_the_target_is_a_group_rank(rank: int) -> None:
+    group = dist.new_group([1, 3])
+    if rank in (1, 3):
+        rooms = [torch.empty(2), torch.empty(2)]
+        mine = Consignment(None, [torch.full((2,), float(rank))])
+        gather(Control(RankGroup.of(group)), mine, 1, lambda source, _: [rooms[source]])
+        if rank == 3:
+            assert [room.tolist() for room in rooms] == [[1.0, 1.0], [3.0, 3.0]]
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_nothing_is_written_over_what_is_sent_and_the_bytes_are_counted(rank: int) -> None:
+    control = Control(RankGroup.of())
+    tensor = torch.arange(12.0).view(3, 4).t()
+    before = tensor.clone()
+    room = torch.zeros(12)
+    gather(control, Consignment(None, [tensor]), 0, lambda *_: [room])
+    assert torch.equal(tensor, before)
+    moved = control.traffic.of("state")
+    assert moved.bytes_received == (48 if rank == 0 else 0)
+    assert (moved.bytes_sent >= 48) == (rank == 1)
+
+
+@pytest.mark.ranks(3, backend="gloo")
+def test_rooms_of_another_size_are_an_error_on_every_rank_before_anything_is_sent(rank: int) -> None:
+    control = Control(RankGroup.of())
+    with pytest.raises(RuntimeError, match=r"rank 1 sends tensors of \[12\] bytes, but there is room for \[8\]"):
+        gather(
+            control,
+            Consignment(None, [torch.zeros(3)]),
+            0,
+            lambda source, _: [torch.zeros(2 if source == 1 else 3)],
+        )
+    control.meet("afterwards")
+
+
+@pytest.mark.ranks(1, backend="gloo")
+def test_a_group_of_one_copies() -> None:
+    room = torch.zeros(3)
+    gather(Control(RankGroup.of()), Consignment(None, [torch.ones(3)]), 0, lambda *_: [room])
+    assert room.tolist() == [1, 1, 1]
+
+
+@pytest.mark.ranks(4, backend="fake")
+def test_a_fake_group_gathers_nothing_and_says_so() -> None:
+    with pytest.raises(RuntimeError, match="moves no data"):
+        gather(Control(RankGroup.of()), Consignment(None, []), 0, lambda *_: [])
+
+
+@pytest.mark.ranks(3, backend="gloo")
+@pytest.mark.parametrize("kind", [PointToPointExchange, GlooExchange, CollectiveExchange])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.int64], ids=str)
+def test_sums_are_made_in_the_dtype_of_the_segment(rank: int, kind: type[Exchange], dtype: torch.dtype) -> None:
+    # Small whole numbers, so that the order of additions does not matter in any dtype.
+    segments = [Segment(owner, torch.full((5,), rank + 1).to(dtype)) for owner in (0, 2)]
+    kind(RankGroup.of()).reduce_to_owners(segments).wait()
+    for segment in segments:
+        if segment.owner == rank:
+            assert torch.equal(segment.buffer, torch.full((5,), 6).to(dtype))
+
+
+@pytest.mark.ranks(2, 4, backend="gloo")
+@pytest.mark.parametrize("kind", [PointToPointExchange, GlooExchange, CollectiveExchange])
+def test_several_moves_may_be_under_way_at_once(rank: int, kind: type[Exchange]) -> None:
+    exchange = kind(RankGroup.of())
+    buffers = [[torch.full((n,), float(10 * move + rank)) for n in (3, 5000)] for move in range(4)]
+    moves = [exchange.share_from_owners([Segment(owner, b) for owner, b in enumerate(pair)]) for pair in buffers]
+    sums = torch.ones(100)
+    reduction = exchange.reduce_to_owners([Segment(1, sums)])
+    for move in moves:
+        move.wait()
+    reduction.wait()
+    for move, pair in enumerate(buffers):
+        for owner, buffer in enumerate(pair):
+            assert torch.equal(buffer, torch.full_like(buffer, 10 * move + owner))
+    if rank == 1:
+        assert torch.equal(sums, torch.full_like(sums, exchange.ranks.world_size))
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_a_description_that_is_no_json_is_an_error_on_every_rank(rank: int) -> None:
+    control = Control(RankGroup.of())
+    description: Any = {"bad": object()} if rank == 1 else None
+    with pytest.raises(TypeError, match=r"rank 1: .*not JSON serializable"):
+        gather(control, Consignment(description, []), 0, lambda *_: [])
+    control.meet("afterwards")
