@@ -72,6 +72,19 @@ def test_an_optimizer_class_that_cannot_be_built(rank: int) -> None:
         ZeroRedundancyOptimizer(small_model().parameters(), optim.Adam, overlap_with_ddp=True)
 
 
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.parametrize("partition", ["split", "hybrid"])
+def test_tensors_with_gaps_in_memory_can_be_dealt_out_but_not_cut(partition: str) -> None:
+    def gapped() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.ParameterList([nn.Parameter(torch.randn(64, 64)[:, ::2]), nn.Parameter(torch.zeros(3))])
+
+    with pytest.raises(ValueError, match=f"'{partition}' cuts tensor 0 'param.0', which has gaps or overlaps"):
+        ZeroRedundancyOptimizer(gapped().parameters(), optim.Adam, partition=partition)
+    pair = twins(gapped)
+    go_on(pair, (ZeroRedundancyOptimizer(pair[0].parameters(), optim.Adam), optim.Adam(pair[1].parameters())), range(3))
+
+
 Named = list[tuple[str, torch.Tensor]]
 OTHER_PLANS: dict[str, tuple[Callable[[Named], Named], str]] = {
     "a tensor missing": (lambda named: named[:-1], "tensor 8 '4.weight' is here only"),

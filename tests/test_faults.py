@@ -9,10 +9,12 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from killed_rank import survive
 from torch import optim
+from torch.nn.parallel import DistributedDataParallel
 from training import assert_bitwise_equal, set_gradients, small_model, twins
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_comm import PeerLostError
@@ -54,6 +56,35 @@ def test_a_rank_that_skips_a_consolidation_is_named(rank: int) -> None:
     if rank == 0:
         with pytest.raises(PeerLostError, match=r"rank 0 lost rank 1 during consolidate_state_dict\(to=0\)"):
             sharded.consolidate_state_dict()
+    dist.barrier()
+
+
+@pytest.mark.ranks(2, backend="gloo", isolation="process")
+def test_the_rank_that_failed_says_why_though_the_others_wait_elsewhere(rank: int) -> None:
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    model = DistributedDataParallel(small_model(), process_group=group)
+    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, process_group=group)
+
+    def closure() -> torch.Tensor:
+        if rank == 0:
+            raise ZeroDivisionError("no loss today")
+        loss: torch.Tensor = model(torch.ones(4, 40)).sum()
+        loss.backward()
+        return loss
+
+    # Rank 1 waits for gradients that rank 0 never computes.
+    with pytest.raises(ZeroDivisionError if rank == 0 else RuntimeError) as caught:
+        sharded.step(closure)
+    assert rank == 1 or str(caught.value) == "no loss today"
+    dist.barrier()
+
+
+@pytest.mark.ranks(2, backend="gloo", isolation="process")
+def test_different_calls_beside_a_step_end_within_the_timeout(rank: int) -> None:
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    sharded = ZeroRedundancyOptimizer(small_model().parameters(), optim.Adam, process_group=group)
+    with pytest.raises(PeerLostError, match=r"did not call (step\(\)|consolidate_state_dict\(to=0\)) within"):
+        sharded.step() if rank == 0 else sharded.consolidate_state_dict()
     dist.barrier()
 
 

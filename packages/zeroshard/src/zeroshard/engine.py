@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from zeroshard_comm import Control, RankGroup, Traffic, agree_over
+from zeroshard_comm import Control, PeerLostError, RankGroup, Traffic, agree_over
 
 from zeroshard.elementwise import name_of
 from zeroshard.layout import Layout, Policy, first_layout, next_layout
@@ -100,7 +100,7 @@ class Engine:
         layout, problem = self._observe(groups)
         if problem is not None or layout is not self.layout:
             # The others may be stepping already; they find this status in the share that they wait for.
-            self._share(_STOPPED)
+            self._share(_STOPPED, problem)
             agree_over(self.control, "step()", layout.declaration, error=problem)
             self._adopt(layout, groups)
         failure: Exception | None = None
@@ -109,7 +109,7 @@ class Engine:
             result = self.local.step(closure, arguments)
         except Exception as error:  # noqa: BLE001 - peers wait for this rank's share, and must hear of it
             failure = error
-        if not self._share(_FAILED if failure is not None else _FINE):
+        if not self._share(_FAILED if failure is not None else _FINE, failure):
             # Raises: either somebody has an error to report, or somebody's layout has another digest.
             self.meet("step()", failure)
         sync_groups(self.local.optim.param_groups, groups)
@@ -168,12 +168,23 @@ class Engine:
             return self.layout, error
         return layout, None
 
-    def _share(self, status: int) -> bool:
-        """Share all parameters, and tell whether every rank is fine. Collective."""
-        statuses = self.replicas.share((status, 0, 0, 0))
-        if self.replicas.carries_status:
-            return all(words[0] == _FINE for words in statuses)
-        return not self.control.any_raised(status != _FINE, "step()")
+    def _share(self, status: int, own: Exception | None) -> bool:
+        """Share all parameters, and tell whether every rank is fine. Collective.
+
+        Raises:
+            PeerLostError: if a rank is gone.
+            Exception: ``own``, what this rank has to report, if a rank is gone before it could be told.
+        """
+        try:
+            statuses = self.replicas.share((status, 0, 0, 0))
+            if self.replicas.carries_status:
+                return all(words[0] == _FINE for words in statuses)
+            return not self.control.any_raised(status != _FINE, "step()")
+        except PeerLostError as lost:
+            # The others may be lost because of this rank's error, e.g. in collectives of a closure that raised here.
+            if own is not None:
+                raise own from lost
+            raise
 
     def _adopt(self, layout: Layout, groups: Sequence[ParamGroup]) -> None:
         """Take over an agreed layout."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from zeroshard_comm import Declaration
-from zeroshard_core import Cost, Plan, Strategy, partition, repartition
+from zeroshard_core import Cost, Plan, Strategy, is_dense, partition, repartition
 
 from zeroshard.elementwise import OptimizerFactory, is_elementwise, refuse_cuts
 from zeroshard.parameters import ParamGroup, activity, parameters_of, specs_of
@@ -66,7 +66,7 @@ def first_layout(policy: Policy, groups: Sequence[ParamGroup], optimizer_name: s
 
     Raises:
         ValueError: if the strategy is unknown, or cuts tensors of an optimizer that is not known to be elementwise,
-            or tensors that are sparse.
+            or tensors that are sparse or have gaps in memory.
     """
     return _layout(policy, groups, None, frozenset(), optimizer_name)
 
@@ -108,13 +108,15 @@ def _layout(
         len(plan.of_tensor(index)) > 1 for index in range(len(specs))
     ):
         refuse_cuts(policy.factory, policy.name)
-    sparse = [index for index, param in enumerate(parameters_of(groups)) if param.layout is not torch.strided]
-    for index in sparse:
-        if len(plan.of_tensor(index)) > 1:
+    params = parameters_of(groups)
+    for index, param in enumerate(params):
+        if plan.is_cut(index) and not is_dense(param):
+            what = "has gaps or overlaps in memory" if param.layout is torch.strided else "is sparse"
             raise ValueError(
-                f"partition={policy.name!r} cuts tensor {index} {specs[index].name!r}, which is sparse; use "
+                f"partition={policy.name!r} cuts tensor {index} {specs[index].name!r}, which {what}; use "
                 f"partition='whole'"
             )
+    sparse = [index for index, param in enumerate(params) if param.layout is not torch.strided]
     newly = frozenset(index for index, is_heavy in enumerate(weighs) if is_heavy)
     declaration = Declaration(
         plan,
