@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from operator import is_
 from typing import Any
 
 from zeroshard_comm import Control, PeerLostError, RankGroup, Traffic, agree_over
@@ -201,7 +202,7 @@ class Engine:
     def _check_members(self, groups: Sequence[ParamGroup]) -> None:
         """Raise if somebody has exchanged parameters or groups behind the optimizer's back."""
         members = [param for group in groups for param in group["params"]]
-        if list(map(id, members)) != list(map(id, self.params)):
+        if len(members) != len(self.params) or not all(map(is_, members, self.params)):
             raise RuntimeError(
                 f"rank {self.ranks.rank}: the members of param_groups are not those that the optimizer was built with; "
                 f"add parameters with add_param_group(), and build a new optimizer to exchange or remove them"
