@@ -58,7 +58,7 @@ class Replicas:
 
     def moved(self) -> bool:
         """Tell whether some parameter's ``.data`` was rebound since :meth:`follow`."""
-        return [param.data_ptr() for param in self._dense] != self._addresses
+        return list(map(torch.Tensor.data_ptr, self._dense)) != self._addresses
 
     def follow(self, params: Sequence[torch.Tensor], plan: Plan, active: Sequence[bool]) -> None:
         """Lay out and prepare everything for these parameters and this plan.
