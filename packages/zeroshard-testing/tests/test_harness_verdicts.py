@@ -69,7 +69,7 @@ WRONG = """
     @pytest.mark.ranks(2, timeout=1)
     def test_hangs(rank):
         def stuck_here():
-            dist.recv(torch.ones(1), src=1)
+            time.sleep(60)
         if rank == 0:
             stuck_here()
 
@@ -156,8 +156,7 @@ def test_identical_tracebacks_are_shown_once_with_their_ranks(wrong: Suite) -> N
 def test_a_waiting_peer_is_told_of_after_the_cause(wrong: Suite) -> None:
     text = wrong.cases["test_raises_while_the_other_waits[2-gloo]"].text
     assert text.startswith("rank 0 failed: ValueError: the cause")
-    assert text.index("the cause") < text.index("rank 1 was stopped: still running")
-    assert "all_reduce" in text[text.index("rank 1 was stopped") :]
+    assert text.index("the cause") < text.index("rank 1 stuck in all_reduce")
 
 
 def test_a_killed_rank_fails_the_test_and_is_named_before_those_that_lost_it(wrong: Suite) -> None:

@@ -14,6 +14,7 @@ XFAILED = "xfailed"
 DIED = "died"
 STOPPED = "stopped"
 TIMED_OUT = "timed out"
+DEADLOCKED = "deadlocked"
 
 
 _ECHOES = re.compile(
@@ -39,7 +40,8 @@ class Outcome:
 
     Attributes:
         kind: ``"passed"``, ``"failed"``, ``"skipped"`` or ``"xfailed"`` by the rank's own report; ``"died"``,
-            ``"stopped"`` (by the controller, after another rank had failed) or ``"timed out"`` without one.
+            ``"stopped"`` (by the controller, after another rank had failed), ``"deadlocked"`` or ``"timed out"``
+            without one.
         summary: One line: the exception, the reason of a skip, how the process ended.
         detail: The traceback as pytest renders it, or the Python stacks of a rank that was stopped.
         moment: Seconds on the machine's monotonic clock, to tell what came first.
@@ -55,6 +57,13 @@ class Outcome:
     path: str = ""
     line: int = 0
     warnings: tuple[tuple[str, str, str, int], ...] = ()
+
+    @property
+    def predicate(self) -> str:
+        """What to say of the ranks that ended so, as in ``"was killed by SIGKILL"``."""
+        if self.kind == FAILED and not self.summary.startswith(("called ", "returned ", "left ")):
+            return f"failed: {self.summary}"
+        return self.summary
 
     @property
     def is_clean(self) -> bool:

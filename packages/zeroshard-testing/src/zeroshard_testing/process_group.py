@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # torch exports them unseen
 
+from zeroshard_testing.stacks import OWN_THREADS
+
 # Gloo needs about 20 ms to close the connections of a group, most of it asleep.
 _REAPERS = 8
 _BACKLOG = 64
@@ -78,7 +80,7 @@ class GroupKeeper:
         with _torch_warnings_ignored():
             dist.destroy_process_group()
         if not self._reapers or (len(self._reapers) < _REAPERS and not self._retired.empty()):
-            reaper = threading.Thread(target=self._reap, name="zeroshard-group-reaper", daemon=True)
+            reaper = threading.Thread(target=self._reap, name=f"{OWN_THREADS}group-reaper", daemon=True)
             self._reapers.append(reaper)
             reaper.start()
         self._retired.put(groups)
@@ -104,8 +106,13 @@ def _all_groups() -> list[Any]:
     return [*known, dist.group.WORLD]
 
 
-def loopback_environment() -> dict[str, str]:
-    """Return the environment by which gloo binds to the loopback interface: no name lookups, no firewalls."""
-    if os.name != "posix":
-        return {}
-    return {"GLOO_SOCKET_IFNAME": "lo0" if os.uname().sysname == "Darwin" else "lo"}
+def worker_environment() -> dict[str, str]:
+    """Return what torch is to find in a worker's environment, unless the user has set it otherwise.
+
+    Gloo binds to the loopback interface: no name lookups, no firewalls. The flight recorder keeps the latest
+    collectives.
+    """
+    environment = {"TORCH_FR_BUFFER_SIZE": "256"}
+    if os.name == "posix":
+        environment["GLOO_SOCKET_IFNAME"] = "lo0" if os.uname().sysname == "Darwin" else "lo"
+    return environment

@@ -1,11 +1,50 @@
-"""Python stacks as a reader wants them: without the frames that every worker has."""
+"""Python stacks as a reader wants them: without the frames and threads that every worker has."""
 
 from __future__ import annotations
 
 import re
+import threading
+import traceback
+from collections.abc import Mapping
+from types import FrameType
+
+OWN_THREADS = "ranks-harness-"
+"""How the names of this package's own threads begin."""
 
 _OWN_FRAME = re.compile(r'^\s+File ".*[/\\]zeroshard_testing[/\\]worker\.py"', re.MULTILINE)
-_OWN_THREAD = re.compile(r'[/\\]zeroshard_testing[/\\]process_group\.py", line \d+ in _reap')
+_OWN_THREAD = re.compile(
+    r"[/\\]zeroshard_testing[/\\](process_group\.py\", line \d+ in _reap|inbox\.py\", line \d+ in _)"
+)
+_BELOW_THE_TEST = re.compile(r"[/\\]zeroshard_testing[/\\]worker\.py$")
+_ABOVE_THE_WAIT = re.compile(r"[/\\]zeroshard_testing[/\\]waits\.py$")
+
+
+def python_stacks(frames: Mapping[int, FrameType]) -> str:
+    """Render the stacks of this process's threads, the one that runs the test first.
+
+    Args:
+        frames: Innermost frame of each thread, as from `sys._current_frames`.
+
+    Returns:
+        A block for each thread that is not this package's own, most recent call last, with lines of source.
+    """
+    threads = {thread.ident: thread for thread in threading.enumerate()}
+    main = threading.main_thread().ident
+    blocks = []
+    for ident, frame in sorted(frames.items(), key=lambda item: item[0] != main):
+        name = threads[ident].name if ident in threads else f"thread {ident}"
+        if ident == threading.get_ident() or name.startswith(OWN_THREADS):
+            continue
+        lines = traceback.format_list(_users_part(traceback.extract_stack(frame)))
+        title = "" if ident == main else f"Thread {name!r}:\n"
+        blocks.append(title + "".join(lines).rstrip())
+    return "\n\n".join(block for block in blocks if block)
+
+
+def _users_part(summary: traceback.StackSummary) -> list[traceback.FrameSummary]:
+    own = [place for place, entry in enumerate(summary) if _BELOW_THE_TEST.search(entry.filename)]
+    entries = summary[own[-1] + 1 :] if own else list(summary)
+    return [entry for entry in entries if not _ABOVE_THE_WAIT.search(entry.filename)]
 
 
 def readable_stacks(text: str) -> str:

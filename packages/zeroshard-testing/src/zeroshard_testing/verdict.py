@@ -59,7 +59,7 @@ def judge(outcomes: Mapping[int, Outcome]) -> Verdict:
         parts.append(f"{_name(passed)} passed")
     return Verdict(
         "failed",
-        f"{cause.name} {_predicate(cause.outcome)}",
+        f"{cause.name} {cause.outcome.predicate}",
         "\n\n".join(parts),
         cause.outcome.path,
         cause.outcome.line,
@@ -101,24 +101,17 @@ def _grouped(outcomes: Mapping[int, Outcome]) -> list[_Group]:
 
 
 def _nearness_to_cause(outcome: Outcome) -> int:
-    if outcome.kind == kinds.DIED:
-        return 0
     if outcome.kind == kinds.FAILED:
-        return 3 if is_echo(outcome.summary) else 1
-    return {kinds.SKIPPED: 2, kinds.XFAILED: 2, kinds.TIMED_OUT: 4, kinds.STOPPED: 5}[outcome.kind]
+        return 4 if is_echo(outcome.summary) else 1
+    order = {kinds.DIED: 0, kinds.SKIPPED: 2, kinds.XFAILED: 2, kinds.DEADLOCKED: 3, kinds.TIMED_OUT: 5}
+    return order.get(outcome.kind, 6)
 
 
 def _section(group: _Group) -> str:
     echo = group.outcome.kind == kinds.FAILED and is_echo(group.outcome.summary)
     note = " (a consequence)" if echo else ""
-    title = f" {group.name} {_predicate(group.outcome)}{note} "
+    title = f" {group.name} {group.outcome.predicate}{note} "
     return "\n".join(part for part in (f"{title:=^100}", group.outcome.detail) if part)
-
-
-def _predicate(outcome: Outcome) -> str:
-    if outcome.kind == kinds.FAILED and not outcome.summary.startswith("called "):
-        return f"failed: {outcome.summary}"
-    return outcome.summary
 
 
 def _name(ranks: list[int] | tuple[int, ...]) -> str:

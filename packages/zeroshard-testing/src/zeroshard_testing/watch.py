@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import os
 import selectors
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 
 from zeroshard_testing import outcome as kinds
-from zeroshard_testing.launcher import Child, Launcher, readable_channels, size_of, text_of
+from zeroshard_testing.launcher import Child, Launcher, readable_channels, text_of
 from zeroshard_testing.outcome import Outcome
+from zeroshard_testing.rank_state import RankState
+from zeroshard_testing.rounds import Rounds
 from zeroshard_testing.stacks import readable_stacks
 from zeroshard_testing.wire import ClosedError, Message
 
 # After the first failure the others have this long, in seconds, to come to an outcome of their own.
 _GRACE = 0.5
+# After a death less: whatever the others have to say, it is not the cause.
+_GRACE_AFTER_DEATH = 0.04
 _IMPORT_TIMEOUT = 300.0
 # How long the forkserver may take to tell the status of a worker whose channel has ended, in seconds.
 _STATUS_TIMEOUT = 2.0
-_STACKS_TIMEOUT = 1.0
 _NEWS_INTERVAL = 0.02
-_STACK_SIGNAL = getattr(signal, "SIGUSR1", None)
 
 
 class Watch:
@@ -44,7 +44,8 @@ class Watch:
         self._ended: dict[int, float] = {}
         self._importing: set[int] = set()
         self._deadline = time.monotonic() + timeout
-        self._first_failure: float | None = None
+        self._grace_ends: float | None = None
+        self._rounds = Rounds(workers, run)
 
     def outcomes(self) -> Mapping[int, Outcome]:
         """Wait until every rank has reported, died, or been given up; the caller replaces workers afterwards.
@@ -65,7 +66,11 @@ class Watch:
                 if now >= self._end():
                     self._give_up()
                     break
-                for key, _ in selector.select(min(self._end() - now, self._patience())):
+                self._rounds.ask_when_due(now)
+                patience = min(self._end(), self._rounds.due) - time.monotonic()
+                if self._must_ask():
+                    patience = min(patience, _NEWS_INTERVAL)
+                for key, _ in selector.select(max(patience, 0)):
                     if key.data is None:
                         self._launcher.take_news()
                     elif not self._read(key.data):
@@ -73,6 +78,8 @@ class Watch:
                 if self._must_ask():
                     self._launcher.take_news()
                 self._notice_deaths()
+                self._notice_deadlock()
+        self._notice_unmatched()
         return dict(sorted(self._outcomes.items()))
 
     def _is_over(self) -> bool:
@@ -82,8 +89,8 @@ class Watch:
     def _end(self) -> float:
         """The moment at which the ranks that are still out are given up, or the loop must look again."""
         deadline = self._deadline
-        if self._first_failure is not None:
-            deadline = min(deadline, self._first_failure + _GRACE)
+        if self._grace_ends is not None:
+            deadline = min(deadline, self._grace_ends)
         if self._ended:
             # The status of a dead rank is worth a wait of its own.
             deadline = max(deadline, max(self._ended.values()) + _STATUS_TIMEOUT)
@@ -93,9 +100,6 @@ class Watch:
         """Whether a status is awaited of which no news will come unasked."""
         return bool(self._ended) and self._launcher.channel is None
 
-    def _patience(self) -> float:
-        return _NEWS_INTERVAL if self._must_ask() else _IMPORT_TIMEOUT
-
     def _read(self, slot: int) -> bool:
         """Take what a worker has sent; False when its channel has ended."""
         try:
@@ -104,11 +108,14 @@ class Watch:
                     self._take(slot, message)
         except ClosedError:
             self._ended[slot] = time.monotonic()
+            self._rounds.leave(slot)
             return False
         return True
 
     def _take(self, slot: int, message: Message) -> None:
-        if message["op"] == "importing":
+        if message["op"] == "state":
+            self._rounds.take(slot, message)
+        elif message["op"] == "importing":
             self._importing.add(slot)
             self._deadline = max(self._deadline, time.monotonic() + _IMPORT_TIMEOUT)
         elif message["op"] == "imported":
@@ -116,14 +123,16 @@ class Watch:
             if not self._importing:
                 self._deadline = time.monotonic() + self._timeout
         else:
-            outcome = Outcome.from_message(message)
             self._importing.discard(slot)
-            self._settle(slot, outcome)
+            self._settle(slot, Outcome.from_message(message))
+            self._rounds.finish(slot, RankState.from_message(message["state"]))
 
     def _settle(self, slot: int, outcome: Outcome) -> None:
         self._outcomes[slot] = outcome
-        if not outcome.is_clean and self._first_failure is None:
-            self._first_failure = time.monotonic()
+        if not outcome.is_clean:
+            grace = _GRACE_AFTER_DEATH if outcome.kind == kinds.DIED else _GRACE
+            ends = time.monotonic() + grace
+            self._grace_ends = ends if self._grace_ends is None else min(self._grace_ends, ends)
 
     def _notice_deaths(self) -> None:
         for slot, child in enumerate(self._workers):
@@ -134,6 +143,7 @@ class Watch:
                 # hold the other end open, so the channel's end is not waited for.
                 self._drain(slot)
             self._ended.pop(slot, None)
+            self._rounds.leave(slot)
             self._die(slot, describe_exit(child.status))
 
     def _drain(self, slot: int) -> None:
@@ -152,51 +162,45 @@ class Watch:
         detail = readable_stacks(text_of(self._workers[slot].stacks))
         self._settle(slot, Outcome(kinds.DIED, summary, detail, time.monotonic()))
 
+    def _notice_deadlock(self) -> None:
+        """Settle the ranks that are still out if it is proven that they wait for ever."""
+        deadlock = self._rounds.deadlock()
+        if deadlock is None or self._ended:
+            return
+        mismatch = self._rounds.mismatch()
+        now = time.monotonic()
+        seen = self._rounds.details([slot for slot in deadlock.reasons if slot not in self._outcomes])
+        for slot, reason in deadlock.reasons.items():
+            if slot not in self._outcomes:
+                summary = f"stuck: {mismatch}" if mismatch else reason
+                detail = "\n".join(part for part in (f"This rank is {reason}.", seen.get(slot, "")) if part)
+                self._outcomes[slot] = Outcome(kinds.DEADLOCKED, summary, detail, now)
+
+    def _notice_unmatched(self) -> None:
+        """Turn a pass into a failure where a rank has left a collective to the others."""
+        if any(outcome.kind != kinds.PASSED for outcome in self._outcomes.values()):
+            return
+        for slot, text in self._rounds.unmatched().items():
+            self._outcomes[slot] = Outcome(kinds.FAILED, text, moment=time.monotonic())
+
     def _give_up(self) -> None:
         """Settle the ranks that are still out, with their Python stacks."""
-        out = [slot for slot in range(len(self._workers)) if slot not in self._outcomes]
-        timed_out = self._first_failure is None
-        stacks = self._stacks(range(len(self._workers)) if timed_out else out)
         for slot in list(self._ended):
             self._ended.pop(slot)
             self._die(slot, "closed its control channel; its process did not end")
+        timed_out = all(outcome.is_clean for outcome in self._outcomes.values())
+        out = [slot for slot in range(len(self._workers)) if slot not in self._outcomes]
+        seen = self._rounds.details(out)
         now = time.monotonic()
         for slot in out:
-            if slot in self._outcomes:
-                continue
             if slot in self._importing:
                 summary = "was still importing the test's module"
             elif timed_out:
                 summary = f"timed out: no outcome after {self._timeout:g} s"
             else:
-                summary = f"was stopped: still running {_GRACE:g} s after the first failure"
+                summary = "was stopped: still running when another rank had failed"
             kind = kinds.TIMED_OUT if timed_out else kinds.STOPPED
-            self._outcomes[slot] = Outcome(kind, summary, stacks.get(slot, ""), now)
-
-    def _stacks(self, slots: Sequence[int]) -> dict[int, str]:
-        """Have workers write their Python stacks, and wait a moment for them."""
-        asked = [self._workers[slot] for slot in slots if _signal_for_stacks(self._workers[slot])]
-        deadline = time.monotonic() + _STACKS_TIMEOUT
-        sizes: list[int] | None = None
-        while asked and time.monotonic() < deadline:
-            time.sleep(0.02)
-            before, sizes = sizes, [size_of(child.stacks) for child in asked]
-            if sizes == before and all(sizes):
-                break
-        return {
-            slot: readable_stacks(text_of(self._workers[slot].stacks))
-            or "(it did not answer when asked for its Python stack)"
-            for slot in slots
-        }
-
-
-def _signal_for_stacks(child: Child) -> bool:
-    if _STACK_SIGNAL is None or child.pid is None or child.status is not None:
-        return False
-    with suppress(ProcessLookupError):
-        os.kill(child.pid, _STACK_SIGNAL)
-        return True
-    return False
+            self._outcomes[slot] = Outcome(kind, summary, seen.get(slot, ""), now)
 
 
 def describe_exit(status: int) -> str:

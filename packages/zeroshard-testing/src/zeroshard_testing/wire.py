@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import struct
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -30,6 +31,7 @@ class Channel:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
+        self._sending = threading.Lock()
         self._buffer = bytearray()
         self._descriptors: list[int] = []
 
@@ -38,7 +40,7 @@ class Channel:
         return self._sock.fileno()
 
     def send(self, message: Message, payload: bytes = b"", descriptors: Sequence[int] = ()) -> None:
-        """Send one message.
+        """Send one message; any thread may.
 
         Args:
             message: A JSON object.
@@ -51,11 +53,12 @@ class Channel:
         body = json.dumps(message).encode()
         frame = _FRAME.pack(len(body), len(payload)) + body + payload
         try:
-            if descriptors:
-                sent = socket.send_fds(self._sock, [frame], descriptors)
-                frame = frame[sent:]
-            if frame:
-                self._sock.sendall(frame)
+            with self._sending:
+                if descriptors:
+                    sent = socket.send_fds(self._sock, [frame], descriptors)
+                    frame = frame[sent:]
+                if frame:
+                    self._sock.sendall(frame)
         except OSError as error:
             raise ClosedError(str(error)) from error
 

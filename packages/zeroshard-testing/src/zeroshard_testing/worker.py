@@ -20,12 +20,15 @@ import pytest
 
 from zeroshard_testing import outcome as kinds
 from zeroshard_testing.importing import import_test_module, is_imported
+from zeroshard_testing.inbox import Inbox
 from zeroshard_testing.outcome import Outcome, is_echo
 from zeroshard_testing.process_state import ProcessState
+from zeroshard_testing.rank_state import RankState
 from zeroshard_testing.rank_values import set_rank_values
 from zeroshard_testing.wire import Channel, Message
 
 if TYPE_CHECKING:
+    from zeroshard_testing.observer import Observer
     from zeroshard_testing.process_group import GroupKeeper
 
 STACK_SIGNAL = getattr(signal, "SIGUSR1", None)
@@ -41,28 +44,42 @@ def serve(channel: Channel, request: Message, stacks: int, session: pytest.Sessi
         stacks: Descriptor of the file for Python stacks.
         session: The idle pytest session of this process.
     """
-    from zeroshard_testing.process_group import GroupKeeper, loopback_environment
+    from zeroshard_testing.observer import Observer
+    from zeroshard_testing.process_group import GroupKeeper, worker_environment
+    from zeroshard_testing.waits import watch_waits
 
     faulthandler.enable(stacks, all_threads=True)
     if STACK_SIGNAL is not None:
         faulthandler.register(STACK_SIGNAL, stacks, all_threads=True, chain=False)
-    state = ProcessState(loopback_environment())
+    state = ProcessState(worker_environment())
     groups = GroupKeeper(request["port"])
+    observer = Observer(watch_waits())
+    inbox = Inbox(channel, lambda question: _answer(observer, question))
     channel.send({"op": "ready"})
     while True:
-        message, payload = channel.receive()
+        message, payload = inbox.take()
         if message["op"] == "run":
             state.restore(message)
-            outcome = _Run(channel, message, payload, groups, session).outcome()
+            outcome = _Run(channel, message, payload, groups, session, observer).outcome()
+            observer.end()
             for stream in (sys.stdout, sys.stderr):
                 # A test may have put anything in their place.
                 with contextlib.suppress(Exception):
                     stream.flush()
             # A reference left here would close the group's connections on the next test's time.
             set_rank_values({})
-            channel.send({"op": "outcome", "run": message["run"], **outcome.to_message()})
+            ended = observer.look(message["run"], details=False)
+            channel.send({"op": "outcome", "run": message["run"], **outcome.to_message(), "state": ended.to_message()})
         else:
             groups.retire()
+
+
+def _answer(observer: Observer, question: Message) -> Message:
+    try:
+        state = observer.look(question["run"], details=question["details"])
+    except Exception as error:  # noqa: BLE001 - what cannot be observed is unknown, and the thread must live on
+        state = RankState(stacks=f"(this rank could not be observed: {error!r})")
+    return {"op": "state", "run": question["run"], "round": question["round"], **state.to_message()}
 
 
 _TracebackStyle = Literal["long", "short", "line", "no", "native", "value", "auto"]
@@ -72,13 +89,20 @@ class _Run:
     """One test on this rank."""
 
     def __init__(
-        self, channel: Channel, message: Message, payload: bytes, groups: GroupKeeper, session: pytest.Session
+        self,
+        channel: Channel,
+        message: Message,
+        payload: bytes,
+        groups: GroupKeeper,
+        session: pytest.Session,
+        observer: Observer,
     ) -> None:
         self._channel = channel
         self._message = message
         self._payload = payload
         self._groups = groups
         self._session = session
+        self._observer = observer
 
     def outcome(self) -> Outcome:
         """Run the test, whatever it does."""
@@ -104,6 +128,7 @@ class _Run:
                 import_test_module(*module)
             self._channel.send({"op": "imported", "run": message["run"]})
         owner: Any = import_test_module(*message["module"])
+        self._observer.begin(message["run"], message["timeout"])
         self._groups.begin(
             message["group"], message["backend"], message["rank"], message["world_size"], message["timeout"]
         )

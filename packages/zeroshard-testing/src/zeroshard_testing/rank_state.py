@@ -1,0 +1,104 @@
+"""What a rank is doing, as a value that travels: whether it can move on by itself, and what it has issued so far."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A collective that a rank has issued.
+
+    Attributes:
+        name: Such as ``"all_reduce"``.
+        tensors: Its input, such as ``"float32[4, 3]"``, or its output where it takes none; empty without tensors.
+        pending: Whether it is still to complete on this rank.
+    """
+
+    name: str
+    tensors: str = ""
+    pending: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.name} of {self.tensors}" if self.tensors else self.name
+
+
+@dataclass(frozen=True)
+class GroupState:
+    """What a rank has done in one process group.
+
+    Attributes:
+        label: The group's name for people.
+        members: Its ranks, as numbered in the default group.
+        issued: Number of collectives issued there.
+        operations: The latest of them by sequence number, which starts at 1.
+        messages: Number of point-to-point messages issued, by ``"send 3 0"``: kind, peer in the default group (-1 for
+            any), tag.
+    """
+
+    label: str
+    members: tuple[int, ...]
+    issued: int
+    operations: Mapping[int, Operation] = field(default_factory=dict)
+    messages: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Awaited:
+    """What one thread of a rank waits for.
+
+    Attributes:
+        kind: ``"collective"`` (all those pending), ``"send"``, ``"recv"``, ``"store"`` or ``"group"`` (its creation).
+        group: Key of the message's group, empty for other kinds.
+        peer: The message's other end in the default group, -1 for any.
+        tag: The message's tag.
+        number: How many alike were issued before it.
+    """
+
+    kind: str
+    group: str = ""
+    peer: int = -1
+    tag: int = 0
+    number: int = 0
+
+
+@dataclass(frozen=True)
+class RankState:
+    """What a rank was doing at one moment.
+
+    Attributes:
+        finished: Whether its test has ended, so that it issues nothing any more.
+        awaited: What its threads wait for, when all of them wait for other ranks; empty when one of them may go on by
+            itself, or when nothing is known.
+        fingerprint: Equal at two moments only if no thread has moved in between.
+        groups: What it did in each process group, by a key that all members share.
+        stacks: The Python stacks of its threads, if they were asked for.
+        disturbed: Whether a wait of this test has ended with an exception, after which ranks may rightly have issued
+            different numbers of collectives.
+    """
+
+    finished: bool = False
+    awaited: tuple[Awaited, ...] = ()
+    fingerprint: str = ""
+    groups: Mapping[str, GroupState] = field(default_factory=dict)
+    stacks: str = ""
+    disturbed: bool = False
+
+    def to_message(self) -> dict[str, Any]:
+        """Return the state as a JSON object."""
+        return asdict(self)
+
+    @classmethod
+    def from_message(cls, message: Mapping[str, Any]) -> RankState:
+        """Read what `to_message` made, ignoring other keys."""
+        values = {part.name: message[part.name] for part in fields(cls)}
+        values["awaited"] = tuple(Awaited(**one) for one in values["awaited"])
+        values["groups"] = {key: _group(one) for key, one in values["groups"].items()}
+        return cls(**values)
+
+
+def _group(values: Mapping[str, Any]) -> GroupState:
+    operations = {int(number): Operation(**one) for number, one in values["operations"].items()}
+    return GroupState(**{**values, "members": tuple(values["members"]), "operations": operations})
