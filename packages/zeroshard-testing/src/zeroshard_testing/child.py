@@ -14,19 +14,20 @@ if TYPE_CHECKING:
     import pytest
 
 
-def run_child(channel: Channel, request: Message, stacks: int, session: pytest.Session) -> None:
+def run_child(channel: Channel, request: Message, stacks: int, journal: int, session: pytest.Session) -> None:
     """Do what the controller asked this process for, and return when it is done.
 
     Args:
         channel: The control channel.
         request: ``kind`` says what to become; a rank's request also carries the store's ``port``.
         stacks: Descriptor of the file for Python stacks.
+        journal: Descriptor of the file for the latest collectives.
         session: The idle pytest session of this process.
     """
     _open_streams()
     try:
         if request["kind"] == "rank":
-            worker.serve(channel, request, stacks, session)
+            worker.serve(channel, request, stacks, journal, session)
         elif request["kind"] == "store":
             _host_store(channel)
         else:

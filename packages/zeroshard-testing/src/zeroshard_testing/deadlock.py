@@ -68,7 +68,7 @@ def find_mismatch(states: Mapping[int, RankState]) -> str | None:
 
 
 def find_unmatched(states: Mapping[int, RankState]) -> dict[int, str]:
-    """Return, in words and by rank, where ranks that have all finished issued fewer collectives than another member.
+    """Return, in words and by rank, where ranks that have all finished issued fewer or other collectives than a member.
 
     Args:
         states: What each rank has issued.
@@ -82,6 +82,9 @@ def find_unmatched(states: Mapping[int, RankState]) -> dict[int, str]:
         if len(members) < len(group.members):
             continue
         for rank in members:
+            if states[rank].groups[key].digest != states[members[0]].groups[key].digest:
+                what = find_mismatch(states) or f"the ranks have issued different collectives in {group.label}"
+                found[rank] = f"passed, but {what}"
             count = states[rank].groups[key].issued
             if count < group.issued:
                 found[rank] = f"returned without {_name(group, count + 1)}, which rank {most} has issued"
@@ -98,7 +101,7 @@ def _differ(one: Operation, other: Operation) -> bool:
     if one.name != other.name:
         return True
     # Of other collectives the ranks' own tensors may differ, or the recorder shows the root's only.
-    return one.name in ("all_reduce", "broadcast") and one.tensors != other.tensors
+    return one.name in ("all_reduce", "broadcast") and one.amounts != other.amounts
 
 
 def _never_comes(awaited: Awaited, rank: int, states: Mapping[int, RankState]) -> str | None:

@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Sequence
 from typing import IO
 
+from zeroshard_testing.journal import SIZE as JOURNAL_SIZE
 from zeroshard_testing.launcher import SEND_TIMEOUT, Child, Launcher, LaunchError, readable_channels, text_of
 from zeroshard_testing.wire import Channel, ClosedError, Message
 
@@ -60,11 +61,13 @@ class ForkLauncher(Launcher):
         ours, theirs = socket.socketpair()
         ours.settimeout(SEND_TIMEOUT)
         stdout, stderr = (None, None) if self._inherit_output else (_append_only_file(), _append_only_file())
-        child = Child(self._started, Channel(ours), stdout, stderr, _append_only_file())
+        journal = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - lives as long as the child
+        journal.truncate(JOURNAL_SIZE)
+        child = Child(self._started, Channel(ours), stdout, stderr, _append_only_file(), journal)
         self._started += 1
         self._children[child.identity] = child
         outputs = [1 if stdout is None else stdout.fileno(), 2 if stderr is None else stderr.fileno()]
-        descriptors = [theirs.fileno(), *outputs, child.stacks.fileno()]
+        descriptors = [theirs.fileno(), *outputs, child.stacks.fileno(), journal.fileno()]
         message = {**request, "op": "fork", "id": child.identity, "descriptors": len(descriptors)}
         with theirs:
             try:

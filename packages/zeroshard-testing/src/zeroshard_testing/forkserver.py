@@ -93,11 +93,11 @@ class _Server:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self._wakeup.close()
             self._channel.close()
-            control, stdout, stderr, stacks = descriptors
+            control, stdout, stderr, stacks, journal = descriptors
             for source, target in ((stdout, 1), (stderr, 2)):
                 os.dup2(source, target)
                 os.close(source)
-            run_child(Channel(socket.socket(fileno=control)), message, stacks, self._session)
+            run_child(Channel(socket.socket(fileno=control)), message, stacks, journal, self._session)
             status = 0
         except BaseException:  # noqa: BLE001 - this process must not return into the server's code
             sys.excepthook(*sys.exc_info())

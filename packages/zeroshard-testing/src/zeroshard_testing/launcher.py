@@ -33,6 +33,7 @@ class Child:
         stdout: File that its standard output goes to, None when that is the controller's own.
         stderr: Likewise for standard error.
         stacks: File that it writes Python stacks to.
+        journal: File that it writes its latest collectives to; see `zeroshard_testing.journal`.
         pid: Process id, None until it is known.
         status: Exit status, negative for a signal, None while it runs.
         ready: What it reported when it was ready, None before.
@@ -43,6 +44,7 @@ class Child:
     stdout: IO[bytes] | None
     stderr: IO[bytes] | None
     stacks: IO[bytes]
+    journal: IO[bytes]
     pid: int | None = None
     status: int | None = None
     ready: Message | None = None
@@ -61,7 +63,7 @@ class Child:
     def close(self) -> None:
         """Close the controller's end of everything. Safe to call repeatedly."""
         self.channel.close()
-        for file in self.files:
+        for file in (*self.files, self.journal):
             file.close()
 
 

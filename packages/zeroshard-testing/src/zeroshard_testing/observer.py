@@ -21,7 +21,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zeroshard_testing.rank_state import Awaited, GroupState, Operation, RankState
+from zeroshard_testing.collectives import Collectives
+from zeroshard_testing.journal import JournalWriter
+from zeroshard_testing.rank_state import Awaited, GroupState, Operation, RankState, group_key, group_label
 from zeroshard_testing.stacks import OWN_THREADS, python_stacks
 from zeroshard_testing.waits import ANY_SOURCE, Wait, Waits
 
@@ -46,10 +48,14 @@ class Observer:
 
     Args:
         waits: The record of waits.
+        collectives: The record of collectives.
+        journal: Told which test it is written for.
     """
 
-    def __init__(self, waits: Waits) -> None:
+    def __init__(self, waits: Waits, collectives: Collectives, journal: JournalWriter) -> None:
         self._waits = waits
+        self._collectives = collectives
+        self._journal = journal
         self._began = 0.0
         self._deadline = 0.0
         self._testing = False
@@ -62,7 +68,7 @@ class Observer:
             run: Its number.
             timeout: Seconds that it may take.
         """
-        self._run = run
+        self._run = self._journal.run = run
         self._began = time.time()
         self._deadline = self._began + timeout
         self._testing = True
@@ -103,14 +109,10 @@ class Observer:
         for group in list(getattr(getattr(dist.distributed_c10d, "_world", None), "pg_map", ())):
             try:
                 members = tuple(dist.get_process_group_ranks(group))
-                messages = self._waits.messages(group)
-                # The group numbers collectives and messages alike.
-                issued = group._get_sequence_number_for_group() - sum(messages.values())
+                issued = self._collectives.issued(group)
             except (RuntimeError, KeyError, ValueError):
                 # A group that is just being made or destroyed, or whose backend does not count.
                 continue
-            default = group is dist.group.WORLD
-            label = "the default group" if default else f"the group of ranks {', '.join(map(str, members))}"
             operations = {
                 int(entry["collective_seq_id"]): _operation(entry)
                 for entry in recorded or ()
@@ -118,11 +120,12 @@ class Observer:
             }
             counts = {
                 f"{kind} {peer if peer == ANY_SOURCE else members[peer]} {tag}": count
-                for (kind, peer, tag), count in messages.items()
+                for (kind, peer, tag), count in self._waits.messages(group).items()
             }
-            states[f"{group.group_name}:{','.join(map(str, members))}"] = GroupState(
-                label, members, issued, operations, counts
-            )
+            key = group_key(group.group_name, members)
+            label = group_label(key, dist.get_world_size())
+            digest = self._collectives.digest(group)
+            states[key] = GroupState(label, members, issued, operations, counts, digest)
         return states
 
     def _recorded(self) -> list[dict[str, Any]]:
@@ -198,8 +201,7 @@ class Observer:
             return None
         members = tuple(dist.get_process_group_ranks(group))
         peer = message.peer if message.peer == ANY_SOURCE else members[message.peer]
-        key = f"{group.group_name}:{','.join(map(str, members))}"
-        return Awaited(message.kind, key, peer, message.tag, message.number)
+        return Awaited(message.kind, group_key(group.group_name, members), peer, message.tag, message.number)
 
 
 def _operation(entry: Mapping[str, Any]) -> Operation:

@@ -61,7 +61,7 @@ class Outcome:
     @property
     def predicate(self) -> str:
         """What to say of the ranks that ended so, as in ``"was killed by SIGKILL"``."""
-        if self.kind == FAILED and not self.summary.startswith(("called ", "returned ", "left ")):
+        if self.kind == FAILED and not self.summary.startswith(("called ", "returned ", "left ", "passed, but ")):
             return f"failed: {self.summary}"
         return self.summary
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
+
+_TENSOR = re.compile(r"(\w+)\[([^\]]*)\]")
 
 
 @dataclass(frozen=True)
@@ -21,6 +25,18 @@ class Operation:
     tensors: str = ""
     pending: bool = False
 
+    @property
+    def amounts(self) -> list[tuple[str, int]]:
+        """Dtype and number of elements of each tensor: what has to match, whatever the shapes.
+
+        >>> Operation("all_reduce", "float32[4, 3], int64[]").amounts
+        [('float32', 12), ('int64', 1)]
+        """
+        return [
+            (dtype, math.prod(int(size) for size in sizes.split(",") if size.strip()))
+            for dtype, sizes in _TENSOR.findall(self.tensors)
+        ]
+
     def __str__(self) -> str:
         return f"{self.name} of {self.tensors}" if self.tensors else self.name
 
@@ -36,6 +52,7 @@ class GroupState:
         operations: The latest of them by sequence number, which starts at 1.
         messages: Number of point-to-point messages issued, by ``"send 3 0"``: kind, peer in the default group (-1 for
             any), tag.
+        digest: The same number on ranks that have issued the same collectives.
     """
 
     label: str
@@ -43,6 +60,7 @@ class GroupState:
     issued: int
     operations: Mapping[int, Operation] = field(default_factory=dict)
     messages: Mapping[str, int] = field(default_factory=dict)
+    digest: int = 0
 
 
 @dataclass(frozen=True)
@@ -102,3 +120,25 @@ class RankState:
 def _group(values: Mapping[str, Any]) -> GroupState:
     operations = {int(number): Operation(**one) for number, one in values["operations"].items()}
     return GroupState(**{**values, "members": tuple(values["members"]), "operations": operations})
+
+
+def group_key(name: str, members: Iterable[int]) -> str:
+    """Return the key of a process group, from its name and its ranks as numbered in the default group."""
+    return f"{name}:{','.join(map(str, members))}"
+
+
+def group_members(key: str) -> tuple[int, ...]:
+    """Return the ranks that a key of `group_key` names.
+
+    >>> group_members(group_key("7", [0, 2]))
+    (0, 2)
+    """
+    return tuple(int(text) for text in key.rpartition(":")[2].split(",") if text)
+
+
+def group_label(key: str, world_size: int) -> str:
+    """Return what to call a group, given the number of ranks of the default group, whose name is ``"0"``."""
+    members = group_members(key)
+    if key.startswith("0:") and len(members) == world_size:
+        return "the default group"
+    return f"the group of ranks {', '.join(map(str, members))}"

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from zeroshard_testing.deadlock import Deadlock, find_deadlock, find_mismatch, find_unmatched
+from zeroshard_testing.journal import read_journal
 from zeroshard_testing.launcher import Child, readable_channels, size_of, text_of
 from zeroshard_testing.rank_state import RankState
 from zeroshard_testing.stacks import readable_stacks
@@ -79,8 +80,11 @@ class Rounds:
         return self._proof
 
     def mismatch(self) -> str | None:
-        """Return which collective the ranks have issued differently, in words, as of the last round."""
-        return find_mismatch(self._answers)
+        """Return which collective the ranks have issued differently, in words, of those that died too."""
+        written = {
+            slot: read_journal(child.journal, self._run, len(self._workers)) for slot, child in enumerate(self._workers)
+        }
+        return find_mismatch(self._answers) or find_mismatch(written)
 
     def unmatched(self) -> Mapping[int, str]:
         """Return, by slot, which ranks have ended without a collective that others issued, in words."""

@@ -13,13 +13,15 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from zeroshard_testing.journal import SIZE as JOURNAL_SIZE
 from zeroshard_testing.launcher import SEND_TIMEOUT, Child, Launcher
 from zeroshard_testing.wire import Channel, Message
 
 _BOOTSTRAP = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from zeroshard_testing.spawned import main; main(json.loads(sys.argv[2]), json.loads(sys.argv[3]), sys.argv[4])"
+    "from zeroshard_testing.spawned import main; main(json.loads(sys.argv[2]), json.loads(sys.argv[3]), *sys.argv[4:])"
 )
+_FILES = ("stdout", "stderr", "stacks", "journal")
 _WINDOWS = sys.platform == "win32"
 
 
@@ -44,9 +46,10 @@ class SpawnLauncher(Launcher):
         """See `Launcher.start`."""
         ours, theirs = socket.socketpair()
         ours.settimeout(SEND_TIMEOUT)
-        paths = [Path(self._folder.name, f"{self._started}-{name}") for name in ("stdout", "stderr", "stacks")]
-        stdout, stderr, stacks = (path.open("ab+", buffering=0) for path in paths)
-        arguments = [json.dumps(sys.path), json.dumps(self._pytest_args), json.dumps(request), str(paths[2])]
+        paths = [Path(self._folder.name, f"{self._started}-{name}") for name in _FILES]
+        stdout, stderr, stacks, journal = (path.open("ab+", buffering=0) for path in paths)
+        journal.truncate(JOURNAL_SIZE)
+        arguments = [json.dumps(sys.path), json.dumps(self._pytest_args), json.dumps(request), *map(str, paths[2:])]
         with theirs:
             process = subprocess.Popen(
                 [sys.executable, "-c", _BOOTSTRAP, *arguments],
@@ -64,7 +67,7 @@ class SpawnLauncher(Launcher):
                 shared = str(theirs.fileno())
             with contextlib.suppress(OSError), process.stdin as stdin:  # type: ignore[union-attr]
                 stdin.write(shared.encode() + b"\n")
-        child = Child(self._started, Channel(ours), stdout, stderr, stacks, pid=process.pid)
+        child = Child(self._started, Channel(ours), stdout, stderr, stacks, journal, pid=process.pid)
         self._started += 1
         self._processes[child.identity] = child, process
         return child
@@ -76,7 +79,7 @@ class SpawnLauncher(Launcher):
         if process is not None:
             _kill_group(process)
             process.wait()
-            for name in ("stdout", "stderr", "stacks"):
+            for name in _FILES:
                 Path(self._folder.name, f"{child.identity}-{name}").unlink(missing_ok=True)
 
     def take_news(self) -> None:

@@ -11,13 +11,14 @@ from zeroshard_testing.idle_pytest import with_idle_pytest
 from zeroshard_testing.wire import Channel, Message
 
 
-def main(pytest_args: list[str], request: Message, stacks: str) -> None:
+def main(pytest_args: list[str], request: Message, stacks: str, journal: str) -> None:
     """Become a child. Does not return.
 
     Args:
         pytest_args: Command line for the pytest that is configured here.
         request: What to become; see `zeroshard_testing.child.run_child`.
         stacks: Path of the file for Python stacks.
+        journal: Path of the file for the latest collectives.
     """
     shared = sys.stdin.readline().strip()
     if sys.platform == "win32":
@@ -25,5 +26,6 @@ def main(pytest_args: list[str], request: Message, stacks: str) -> None:
     else:
         control = socket.socket(fileno=int(shared))
     descriptor = os.open(stacks, os.O_WRONLY | os.O_APPEND)
-    with_idle_pytest(pytest_args, lambda session: run_child(Channel(control), request, descriptor, session))
+    kept = os.open(journal, os.O_RDWR)
+    with_idle_pytest(pytest_args, lambda session: run_child(Channel(control), request, descriptor, kept, session))
     os._exit(0)

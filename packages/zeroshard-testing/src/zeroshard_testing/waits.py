@@ -89,6 +89,11 @@ class Waits:
         """Return how many messages were issued in a group, by kind, peer and tag."""
         return Counter(self._counts.get(group, ()))
 
+    def issued(self, group: dist.ProcessGroup) -> int:
+        """Return how many messages were issued in a group."""
+        counts = self._counts.get(group)
+        return 0 if counts is None else sum(counts.values())
+
     def issue(self, kind: str, group: dist.ProcessGroup, peer: int, tag: int, work: object) -> None:
         """Note a message that has just been issued, and the work that stands for it."""
         counts = self._counts.setdefault(group, Counter())

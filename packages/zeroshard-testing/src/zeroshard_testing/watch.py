@@ -6,6 +6,7 @@ import selectors
 import signal
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from zeroshard_testing import outcome as kinds
 from zeroshard_testing.launcher import Child, Launcher, readable_channels, text_of
@@ -80,6 +81,7 @@ class Watch:
                 self._notice_deaths()
                 self._notice_deadlock()
         self._notice_unmatched()
+        self._explain_aborts()
         return dict(sorted(self._outcomes.items()))
 
     def _is_over(self) -> bool:
@@ -182,6 +184,15 @@ class Watch:
             return
         for slot, text in self._rounds.unmatched().items():
             self._outcomes[slot] = Outcome(kinds.FAILED, text, moment=time.monotonic())
+
+    def _explain_aborts(self) -> None:
+        """Say of ranks that a signal has ended, and of nobody else, in which collective they met another one."""
+        for slot, outcome in list(self._outcomes.items()):
+            status = self._workers[slot].status
+            if outcome.kind == kinds.DIED and status == -signal.SIGABRT:
+                mismatch = self._rounds.mismatch()
+                if mismatch is not None:
+                    self._outcomes[slot] = replace(outcome, summary=f"{describe_exit(status)}: {mismatch}")
 
     def _give_up(self) -> None:
         """Settle the ranks that are still out, with their Python stacks."""

@@ -35,15 +35,18 @@ STACK_SIGNAL = getattr(signal, "SIGUSR1", None)
 """On this signal a worker writes the Python stacks of all its threads; None where there is no such signal."""
 
 
-def serve(channel: Channel, request: Message, stacks: int, session: pytest.Session) -> None:
+def serve(channel: Channel, request: Message, stacks: int, journal: int, session: pytest.Session) -> None:
     """Run tests until the controller closes the channel.
 
     Args:
         channel: The control channel of this rank.
         request: ``port`` is where the shared store listens.
         stacks: Descriptor of the file for Python stacks.
+        journal: Descriptor of the file for the latest collectives.
         session: The idle pytest session of this process.
     """
+    from zeroshard_testing.collectives import watch_collectives
+    from zeroshard_testing.journal import JournalWriter
     from zeroshard_testing.observer import Observer
     from zeroshard_testing.process_group import GroupKeeper, worker_environment
     from zeroshard_testing.waits import watch_waits
@@ -53,7 +56,8 @@ def serve(channel: Channel, request: Message, stacks: int, session: pytest.Sessi
         faulthandler.register(STACK_SIGNAL, stacks, all_threads=True, chain=False)
     state = ProcessState(worker_environment())
     groups = GroupKeeper(request["port"])
-    observer = Observer(watch_waits())
+    waits, writer = watch_waits(), JournalWriter(journal)
+    observer = Observer(waits, watch_collectives(writer, waits), writer)
     inbox = Inbox(channel, lambda question: _answer(observer, question))
     channel.send({"op": "ready"})
     while True:

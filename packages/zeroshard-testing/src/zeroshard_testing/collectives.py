@@ -1,0 +1,117 @@
+"""What collectives this process issues from Python, as they are issued: for comparison between ranks, and on record.
+
+The methods of process groups that issue collectives are wrapped, in worker processes only. What C++ issues, such as the
+reductions of DistributedDataParallel, does not pass here; the flight recorder knows of it.
+"""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zeroshard_testing.journal import JournalWriter
+from zeroshard_testing.rank_state import Operation, group_key
+from zeroshard_testing.waits import Waits
+
+_ALIKE = {"allreduce": "all_reduce", "broadcast": "broadcast", "reduce": "reduce"}
+"""Methods whose tensors must be alike on all ranks, with the names by which users know them."""
+
+_NAMES = {
+    "allreduce_coalesced": "all_reduce_coalesced",
+    "allgather": "all_gather",
+    "_allgather_base": "all_gather_into_tensor",
+    "all_gather_single": "all_gather_into_tensor",
+    "allgather_coalesced": "all_gather_coalesced",
+    "allgather_into_tensor_coalesced": "all_gather_into_tensor_coalesced",
+    "all_gather_single_coalesced": "all_gather_into_tensor_coalesced",
+    "gather": "gather",
+    "scatter": "scatter",
+    "reduce_scatter": "reduce_scatter",
+    "_reduce_scatter_base": "reduce_scatter_tensor",
+    "reduce_scatter_single": "reduce_scatter_tensor",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter_tensor_coalesced",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+    "alltoall": "all_to_all",
+    "alltoall_base": "all_to_all_single",
+    "all_to_all_single": "all_to_all_single",
+    "barrier": "barrier",
+}
+
+
+class Collectives:
+    """A running digest of the collectives of each process group. `watch_collectives` makes the one of a worker.
+
+    Args:
+        journal: Where each collective is put on record.
+        waits: Knows how many messages a group has issued besides.
+    """
+
+    def __init__(self, journal: JournalWriter, waits: Waits) -> None:
+        self._journal = journal
+        self._waits = waits
+        self._keys: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
+        self._digests: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+
+    def digest(self, group: dist.ProcessGroup) -> int:
+        """Return a number that is the same on ranks which have issued alike in a group."""
+        return self._digests.get(group, 0)
+
+    def issued(self, group: dist.ProcessGroup) -> int:
+        """Return how many collectives were issued in a group, from C++ too.
+
+        Raises:
+            RuntimeError: If the backend does not count.
+        """
+        number: int = group._get_sequence_number_for_group()  # type: ignore[attr-defined]  # missing in torch's stubs
+        # The group numbers collectives and messages alike.
+        return number - self._waits.issued(group)
+
+    def issue(self, group: dist.ProcessGroup, operation: Operation) -> None:
+        """Put a collective on record that is about to be issued."""
+        key = self._keys.get(group)
+        try:
+            if key is None:
+                key = self._keys[group] = group_key(group.group_name, dist.get_process_group_ranks(group))
+            number = self.issued(group) + 1
+        except (RuntimeError, KeyError, ValueError):
+            # A group that torch does not know by rank, or whose backend does not count.
+            return
+        text = f"{number} {operation.name} {operation.amounts}"
+        self._digests[group] = zlib.crc32(text.encode(), self._digests.get(group, 0))
+        self._journal.write(key, number, operation)
+
+
+def watch_collectives(journal: JournalWriter, waits: Waits) -> Collectives:
+    """Wrap torch's collective methods; call once in a process.
+
+    Returns:
+        The record that the wrappers keep.
+    """
+    collectives = Collectives(journal, waits)
+    for name, title in {**_ALIKE, **_NAMES}.items():
+        method = getattr(dist.ProcessGroup, name, None)
+        if method is not None:
+            setattr(dist.ProcessGroup, name, _recording(collectives, method, title, name in _ALIKE))
+    return collectives
+
+
+def _recording(collectives: Collectives, method: Callable[..., Any], title: str, alike: bool) -> Callable[..., Any]:
+    def issue(self: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the wrapped method
+        __tracebackhide__ = True
+        tensors = next(iter((*args, *kwargs.values())), None) if alike else None
+        collectives.issue(self, Operation(title, _described(tensors)))
+        return method(self, *args, **kwargs)
+
+    issue.__doc__ = method.__doc__
+    return issue
+
+
+def _described(tensors: object) -> str:
+    if isinstance(tensors, torch.Tensor):
+        return f"{str(tensors.dtype).removeprefix('torch.')}{list(tensors.shape)}"
+    return ", ".join(map(_described, tensors)) if isinstance(tensors, (list, tuple)) else ""
