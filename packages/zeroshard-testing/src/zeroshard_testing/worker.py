@@ -47,6 +47,7 @@ def serve(channel: Channel, request: Message, stacks: int, journal: int, session
     """
     from zeroshard_testing.collectives import watch_collectives
     from zeroshard_testing.journal import JournalWriter
+    from zeroshard_testing.leftovers import Leftovers
     from zeroshard_testing.observer import Observer
     from zeroshard_testing.process_group import GroupKeeper, worker_environment
     from zeroshard_testing.waits import watch_waits
@@ -64,8 +65,12 @@ def serve(channel: Channel, request: Message, stacks: int, journal: int, session
         message, payload = inbox.take()
         if message["op"] == "run":
             state.restore(message)
+            threads = Leftovers(waits)
             outcome = _Run(channel, message, payload, groups, session, observer).outcome()
             observer.end()
+            left = threads.describe() if outcome.is_clean else None
+            if left is not None:
+                outcome = replace(outcome, kind=kinds.FAILED, summary=left[0], detail=left[1], moment=time.monotonic())
             for stream in (sys.stdout, sys.stderr):
                 # A test may have put anything in their place.
                 with contextlib.suppress(Exception):
