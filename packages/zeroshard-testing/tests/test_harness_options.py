@@ -162,7 +162,9 @@ def test_a_worker_that_dies_between_tests_fails_the_run(suite: RunSuite) -> None
             @pytest.mark.ranks(2)
             def test_leaves_a_thread_that_exits(rank):
                 if rank == 1:
-                    threading.Timer(0.1, os._exit, [7]).start()
+                    timer = threading.Timer(0.1, os._exit, [7])
+                    timer.daemon = True
+                    timer.start()
 
             def test_plain():
                 time.sleep(1)

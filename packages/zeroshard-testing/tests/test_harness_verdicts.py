@@ -116,7 +116,9 @@ WRONG = """
     def test_dies_after_reporting(rank):
         if rank == 1:
             import threading
-            threading.Timer(0.2, os._exit, [3]).start()
+            timer = threading.Timer(0.2, os._exit, [3])
+            timer.daemon = True
+            timer.start()
         else:
             time.sleep(1)
 """

@@ -6,19 +6,28 @@ Mark a test with ``@pytest.mark.ranks(2, 4)`` and it runs on every rank of a war
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from zeroshard_testing.faults import Faults
+    from zeroshard_testing.rank_fixtures import rank_fixture
     from zeroshard_testing.replicas import assert_replicas_equal
+    from zeroshard_testing.single_process import assert_matches_single_process
 
-__all__ = ["assert_replicas_equal"]
+__all__ = ["Faults", "assert_matches_single_process", "assert_replicas_equal", "rank_fixture"]
 
 __version__ = "0.1.0"
 
+_MODULES = {
+    "Faults": "faults",
+    "assert_matches_single_process": "single_process",
+    "assert_replicas_equal": "replicas",
+    "rank_fixture": "rank_fixtures",
+}
+
 
 def __getattr__(name: str) -> object:
-    if name == "assert_replicas_equal":
-        from zeroshard_testing.replicas import assert_replicas_equal
-
-        return assert_replicas_equal
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

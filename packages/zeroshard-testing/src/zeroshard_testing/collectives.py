@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zeroshard_testing.faults import Faults, reach
 from zeroshard_testing.journal import JournalWriter
 from zeroshard_testing.rank_state import Operation, group_key
 from zeroshard_testing.waits import Waits
@@ -86,8 +87,13 @@ class Collectives:
         self._journal.write(key, number, operation)
 
 
-def watch_collectives(journal: JournalWriter, waits: Waits) -> Collectives:
+def watch_collectives(journal: JournalWriter, waits: Waits, faults: Faults) -> Collectives:
     """Wrap torch's collective methods; call once in a process.
+
+    Args:
+        journal: Where each collective is put on record.
+        waits: Knows how many messages a group has issued besides.
+        faults: Asked before each collective.
 
     Returns:
         The record that the wrappers keep.
@@ -96,13 +102,17 @@ def watch_collectives(journal: JournalWriter, waits: Waits) -> Collectives:
     for name, title in {**_ALIKE, **_NAMES}.items():
         method = getattr(dist.ProcessGroup, name, None)
         if method is not None:
-            setattr(dist.ProcessGroup, name, _recording(collectives, method, title, name in _ALIKE))
+            setattr(dist.ProcessGroup, name, _recording(collectives, faults, method, title, name in _ALIKE))
     return collectives
 
 
-def _recording(collectives: Collectives, method: Callable[..., Any], title: str, alike: bool) -> Callable[..., Any]:
+def _recording(
+    collectives: Collectives, faults: Faults, method: Callable[..., Any], title: str, alike: bool
+) -> Callable[..., Any]:
     def issue(self: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the wrapped method
         __tracebackhide__ = True
+        if faults.armed and (instead := reach(faults, title)) is not None:
+            return instead
         tensors = next(iter((*args, *kwargs.values())), None) if alike else None
         collectives.issue(self, Operation(title, _described(tensors)))
         return method(self, *args, **kwargs)

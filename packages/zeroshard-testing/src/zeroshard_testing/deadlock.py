@@ -82,12 +82,12 @@ def find_unmatched(states: Mapping[int, RankState]) -> dict[int, str]:
         if len(members) < len(group.members):
             continue
         for rank in members:
-            if states[rank].groups[key].digest != states[members[0]].groups[key].digest:
+            there = states[rank].groups[key]
+            if there.issued < group.issued:
+                found[rank] = f"returned without {_name(group, there.issued + 1)}, which rank {most} has issued"
+            elif there.digest != group.digest:
                 what = find_mismatch(states) or f"the ranks have issued different collectives in {group.label}"
                 found[rank] = f"passed, but {what}"
-            count = states[rank].groups[key].issued
-            if count < group.issued:
-                found[rank] = f"returned without {_name(group, count + 1)}, which rank {most} has issued"
     return found
 
 

@@ -45,6 +45,12 @@ def device(_ranks_spec: RanksSpec) -> RankValue:
 
 
 @pytest.fixture
+def faults(_ranks_spec: RanksSpec) -> RankValue:
+    """The faults that this test asks for, a `zeroshard_testing.Faults`."""
+    return RankValue("faults")
+
+
+@pytest.fixture
 def ranks_tmp_path(_ranks_spec: RanksSpec, tmp_path: Path) -> Path:
     """A temporary folder, the same one on all ranks."""
     return tmp_path

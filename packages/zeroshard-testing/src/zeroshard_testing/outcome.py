@@ -14,6 +14,7 @@ XFAILED = "xfailed"
 DIED = "died"
 STOPPED = "stopped"
 TIMED_OUT = "timed out"
+FAULTED = "faulted"
 DEADLOCKED = "deadlocked"
 
 
@@ -41,7 +42,7 @@ class Outcome:
     Attributes:
         kind: ``"passed"``, ``"failed"``, ``"skipped"`` or ``"xfailed"`` by the rank's own report; ``"died"``,
             ``"stopped"`` (by the controller, after another rank had failed), ``"deadlocked"`` or ``"timed out"``
-            without one.
+            without one; ``"faulted"`` if the test's own fault has ended or stopped it.
         summary: One line: the exception, the reason of a skip, how the process ended.
         detail: The traceback as pytest renders it, or the Python stacks of a rank that was stopped.
         moment: Seconds on the machine's monotonic clock, to tell what came first.
@@ -68,7 +69,7 @@ class Outcome:
     @property
     def is_clean(self) -> bool:
         """Whether the rank came to an end of its own that is no failure in itself."""
-        return self.kind in (PASSED, SKIPPED, XFAILED)
+        return self.kind in (PASSED, SKIPPED, XFAILED, FAULTED)
 
     def to_message(self) -> dict[str, Any]:
         """Return the outcome as a JSON object."""

@@ -13,6 +13,7 @@ from zeroshard_testing.fixtures import (
     SPEC_FIXTURE,
     _ranks_spec,
     device,
+    faults,
     process_group,
     rank,
     ranks_tmp_path,
@@ -20,10 +21,10 @@ from zeroshard_testing.fixtures import (
 )
 from zeroshard_testing.launcher import LaunchError
 from zeroshard_testing.report import RanksFailure, failure_report
-from zeroshard_testing.session import RanksSession
+from zeroshard_testing.session import RanksSession, set_running_session
 from zeroshard_testing.spec import BACKENDS, RanksSpec, SpecError, parse_marker
 
-__all__ = ["_ranks_spec", "device", "process_group", "rank", "ranks_tmp_path", "world_size"]
+__all__ = ["_ranks_spec", "device", "faults", "process_group", "rank", "ranks_tmp_path", "world_size"]
 
 _MARKER_HELP = (
     'ranks(*world_sizes, backend="gloo", isolation="group", timeout=60, fake_rank=0): run the test on every rank of a '
@@ -50,6 +51,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help=f"fail, instead of skipping, tests whose backend is missing here: a comma-separated list of {names}",
     )
     group.addoption(
+        "--ranks-logs",
+        metavar="DIR",
+        help="where a failing test leaves a log file for each rank, by default pytest's folder for temporary files",
+    )
+    group.addoption(
         "--ranks-launch",
         choices=["forkserver", "spawn"],
         default="forkserver" if hasattr(os, "fork") else "spawn",
@@ -66,6 +72,7 @@ def pytest_configure(config: pytest.Config) -> None:
                 f"--ranks-require: unknown backend {name!r}; choose from {', '.join(BACKENDS.values())}"
             )
     config.stash[_session_key] = RanksSession(config)
+    set_running_session(config.stash[_session_key])
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -84,6 +91,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept = [item for item in items if (spec := spec_of(item)) is not None and spec.backend_name == chosen]
         config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
         items[:] = kept
+    for item in items:
+        if spec_of(item) is not None and isinstance(item, pytest.Function) and item.cls is not None:
+            config.stash[_session_key].remember(item.cls)
     _mark_unavailable(config, items)
 
 
@@ -103,6 +113,7 @@ def pytest_runtestloop(session: pytest.Session) -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip a test whose backend is missing, or fail it if the backend is required."""
+    item.config.stash[_session_key].begin(item)
     spec = spec_of(item)
     if spec is None:
         if item.get_closest_marker("ranks") is not None:
@@ -151,6 +162,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     session = config.stash.get(_session_key, None)
     if session is not None:
         session.close()
+        set_running_session(None)
 
 
 def spec_of(item: pytest.Item) -> RanksSpec | None:

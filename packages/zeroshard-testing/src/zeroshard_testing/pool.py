@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from zeroshard_testing.launcher import Child, Launcher, text_of
-from zeroshard_testing.outcome import Outcome
+from zeroshard_testing.outcome import FAULTED, Outcome
 from zeroshard_testing.spec import RanksSpec
 from zeroshard_testing.stacks import readable_stacks
 from zeroshard_testing.watch import Watch, describe_exit
@@ -103,7 +103,7 @@ class Pool:
                 {spec.actual_rank(slot): text for slot, child in enumerate(workers) if (text := text_of(child.stdout))},
                 {spec.actual_rank(slot): text for slot, child in enumerate(workers) if (text := text_of(child.stderr))},
             )
-            clean = all(outcome.is_clean for outcome in outcomes.values())
+            clean = all(outcome.is_clean and outcome.kind != FAULTED for outcome in outcomes.values())
             self._last_tests.update((child.identity, str(job.message["nodeid"])) for child in workers)
         finally:
             # Also after Ctrl-C: a worker in the midst of a test is of no use to the next one.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-RANK_VALUES = ("rank", "process_group", "device")
+RANK_VALUES = ("rank", "process_group", "device", "faults")
 
 _current: dict[str, Any] = {}
 

@@ -8,12 +8,14 @@ import re
 import sys
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from zeroshard_testing.launcher import Launcher, LaunchError
+from zeroshard_testing.log_files import write_log_files
 from zeroshard_testing.pool import Job, Pool, Result
 from zeroshard_testing.report import RanksFailure
 from zeroshard_testing.spec import RanksSpec
@@ -32,6 +34,8 @@ class RanksSession:
         self._pool: Pool | None = None
         self._machine: Mapping[str, Any] | None = None
         self._late_deaths: list[str] = []
+        self._item: pytest.Item | None = None
+        self._classes: dict[type, dict[str, object]] = {}
         self._conftests: dict[Path, list[list[str]]] = {}
 
     def boot(self) -> Pool:
@@ -46,6 +50,23 @@ class RanksSession:
             self._machine = self.boot().probe()
         return self._machine
 
+    def remember(self, cls: type) -> None:
+        """Note what a test class holds before any of its tests is set up."""
+        self._classes.setdefault(cls, dict(vars(cls)))
+
+    def _set_since(self, cls: type) -> dict[str, object]:
+        """Return what ``setup_class`` and class fixtures have set on a class."""
+        before, missing = self._classes.get(cls, {}), object()
+        return {
+            name: value
+            for name, value in vars(cls).items()
+            if before.get(name, missing) is not value and not name.startswith("__")
+        }
+
+    def begin(self, item: pytest.Item) -> None:
+        """Say which test the calls that follow belong to."""
+        self._item = item
+
     def run(self, item: pytest.Function, spec: RanksSpec) -> None:
         """Run a test on its ranks, and raise what pytest is to make of it.
 
@@ -56,9 +77,40 @@ class RanksSession:
         Raises:
             RanksFailure: If it has not passed on every rank, nor been skipped on all.
         """
+        arguments = {name: item.funcargs[name] for name in item._fixtureinfo.argnames}
+        attributes = {} if item.cls is None else {**self._set_since(item.cls), **vars(item.instance)}
+        message = {
+            "module": [item.module.__name__, str(item.path)],
+            "classes": [] if item.cls is None else item.cls.__qualname__.split("."),
+            "function": item.originalname,
+        }
+        self._carry_out(item, item.nodeid, spec, message, _pickled(item.nodeid, arguments, attributes))
+
+    def call(
+        self, title: str, module: tuple[str, str], function: str, spec: RanksSpec, arguments: Mapping[str, object]
+    ) -> None:
+        """Run a function on ranks within the current test, and raise what pytest is to make of it.
+
+        Args:
+            title: What to call it in reports.
+            module: Name and file of the function's module.
+            function: Its name there.
+            spec: The ranks.
+            arguments: What to call it with, by name.
+
+        Raises:
+            RanksFailure: If it has not passed on every rank, nor been skipped on all.
+        """
+        assert self._item is not None
+        message = {"module": list(module), "classes": [], "function": function}
+        self._carry_out(self._item, title, spec, message, _pickled(title, arguments, {}))
+
+    def _carry_out(
+        self, item: pytest.Item, title: str, spec: RanksSpec, message: Mapping[str, object], payload: bytes
+    ) -> None:
         if item.path not in self._conftests:
             self._conftests[item.path] = _conftests(item)
-        job = _job(item, spec, self._config, self._conftests[item.path])
+        job = Job(spec, {**_surroundings(item, self._conftests[item.path]), **message}, payload)
         try:
             result = self.boot().run(job)
         except LaunchError as error:
@@ -72,7 +124,15 @@ class RanksSession:
         if verdict.kind == "xfailed":
             pytest.xfail(verdict.summary)
         if verdict.kind != "passed":
-            raise RanksFailure(verdict)
+            folder = write_log_files(self._log_folder(), title, result.outcomes, result.stdout, result.stderr)
+            raise RanksFailure(replace(verdict, text=f"{verdict.text}\n\nA log file for each rank: {folder}"))
+
+    def _log_folder(self) -> Path:
+        chosen = self._config.getoption("--ranks-logs")
+        if chosen is not None:
+            return Path(chosen)
+        factory: pytest.TempPathFactory = self._config._tmp_path_factory  # type: ignore[attr-defined]  # as tmp_path does
+        return factory.getbasetemp() / "ranks-logs"
 
     def late_deaths(self) -> list[str]:
         """Return what is known of workers that died after their test had its verdict, in words."""
@@ -110,26 +170,37 @@ def _worker_environment() -> dict[str, str]:
     return environment
 
 
-def _job(item: pytest.Function, spec: RanksSpec, config: pytest.Config, conftests: list[list[str]]) -> Job:
-    arguments = {name: item.funcargs[name] for name in item._fixtureinfo.argnames}
-    attributes = {} if item.cls is None else dict(vars(item.instance))
-    message = {
+def running_session() -> RanksSession | None:
+    """Return what runs rank tests in this process, None outside pytest and on ranks."""
+    return _running[-1] if _running else None
+
+
+def set_running_session(session: RanksSession | None) -> None:
+    """Say what runs rank tests in this process; None when the innermost pytest of this process ends."""
+    if session is None:
+        _running.pop()
+    else:
+        _running.append(session)
+
+
+_running: list[RanksSession] = []
+
+
+def _surroundings(item: pytest.Item, conftests: list[list[str]]) -> dict[str, object]:
+    """Return the part of a request that is the same for all that one test runs on ranks."""
+    return {
         "name": item.name,
         "nodeid": f"{item.nodeid} (call)",
-        "module": [item.module.__name__, str(item.path)],
         "conftests": conftests,
-        "classes": [] if item.cls is None else item.cls.__qualname__.split("."),
-        "function": item.originalname,
         "sys_path": sys.path,
         "cwd": os.getcwd(),  # noqa: PTH109 - a string, and per test
         "filterwarnings": [mark.args for mark in item.iter_markers("filterwarnings")],
-        "tb_style": _traceback_style(config),
-        "showlocals": bool(config.getoption("showlocals", default=False)),
+        "tb_style": _traceback_style(item.config),
+        "showlocals": bool(item.config.getoption("showlocals", default=False)),
     }
-    return Job(spec, message, _pickled(item, arguments, attributes))
 
 
-def _conftests(item: pytest.Function) -> list[list[str]]:
+def _conftests(item: pytest.Item) -> list[list[str]]:
     """Return name and file of the conftest modules that hold for the test, outermost first."""
     loaded = {}
     for plugin in item.config.pluginmanager.get_plugins():
@@ -139,7 +210,7 @@ def _conftests(item: pytest.Function) -> list[list[str]]:
     return [loaded[folder] for folder in reversed(item.path.parents) if folder in loaded]
 
 
-def _pickled(item: pytest.Function, arguments: Mapping[str, object], attributes: Mapping[str, object]) -> bytes:
+def _pickled(title: str, arguments: Mapping[str, object], attributes: Mapping[str, object]) -> bytes:
     try:
         return pickle.dumps((arguments, attributes), pickle.HIGHEST_PROTOCOL)
     except Exception as failure:  # noqa: BLE001 - any object may refuse in its own way
@@ -150,7 +221,7 @@ def _pickled(item: pytest.Function, arguments: Mapping[str, object], attributes:
             if (own_error := _pickling_error(value)) is not None:
                 error = own_error
                 culprit = f"{kind} {name!r}, a {type(value).__name__}, cannot be sent to the ranks"
-    pytest.fail(f"{item.nodeid}: {culprit}: {error}. Make it in the test itself.", pytrace=False)
+    pytest.fail(f"{title}: {culprit}: {error}. Make it in the test itself.", pytrace=False)
 
 
 def _pickling_error(value: object) -> Exception | None:
@@ -161,7 +232,7 @@ def _pickling_error(value: object) -> Exception | None:
     return None
 
 
-def _keep_output(item: pytest.Function, result: Result) -> None:
+def _keep_output(item: pytest.Item, result: Result) -> None:
     for stream, texts in (("stdout", result.stdout), ("stderr", result.stderr)):
         for rank, text in texts.items():
             item.add_report_section("call", f"{stream} rank {rank}", text)

@@ -48,7 +48,7 @@ def judge(outcomes: Mapping[int, Outcome]) -> Verdict:
         >>> judge({0: Outcome("passed"), 1: Outcome("died", "was killed by SIGKILL")}).summary
         'rank 1 was killed by SIGKILL'
     """
-    found = {outcome.kind for outcome in outcomes.values()}
+    found = {outcome.kind for outcome in outcomes.values() if outcome.kind != kinds.FAULTED} or {kinds.PASSED}
     if len(found) == 1 and found <= {kinds.PASSED, kinds.SKIPPED, kinds.XFAILED}:
         return Verdict(found.pop(), "; ".join(sorted({outcome.summary for outcome in outcomes.values()})))
     groups = _grouped({rank: _as_failure(outcome, outcomes) for rank, outcome in outcomes.items()})
@@ -57,6 +57,9 @@ def judge(outcomes: Mapping[int, Outcome]) -> Verdict:
     passed = [rank for rank, outcome in outcomes.items() if outcome.kind == kinds.PASSED]
     if passed:
         parts.append(f"{_name(passed)} passed")
+    faulted = [rank for rank, outcome in outcomes.items() if outcome.kind == kinds.FAULTED]
+    if faulted:
+        parts.append(f"{_name(faulted)} ended by the fault that the test asked for")
     return Verdict(
         "failed",
         f"{cause.name} {cause.outcome.predicate}",
@@ -90,7 +93,7 @@ def _as_failure(outcome: Outcome, outcomes: Mapping[int, Outcome]) -> Outcome:
 def _grouped(outcomes: Mapping[int, Outcome]) -> list[_Group]:
     alike: dict[tuple[str, str, str], list[int]] = {}
     for rank, outcome in sorted(outcomes.items()):
-        if outcome.kind != kinds.PASSED:
+        if outcome.kind not in (kinds.PASSED, kinds.FAULTED):
             texts = (_ADDRESS.sub("0x", text) for text in (outcome.summary, outcome.detail))
             alike.setdefault((outcome.kind, *texts), []).append(rank)  # type: ignore[arg-type]
     groups = [

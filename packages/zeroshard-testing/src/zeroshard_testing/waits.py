@@ -24,6 +24,8 @@ import torch.distributed as dist
 # torch exports these unseen by type checkers.
 from torch.distributed import Store, Work  # type: ignore[attr-defined]
 
+from zeroshard_testing.faults import Faults, reach
+
 ANY_SOURCE = -1
 """The peer of a receive that takes a message from whoever sends."""
 
@@ -121,8 +123,11 @@ class Waits:
                 self._current[me] = outer
 
 
-def watch_waits() -> Waits:
+def watch_waits(faults: Faults) -> Waits:
     """Wrap torch's waiting and sending methods; call once in a process.
+
+    Args:
+        faults: Asked before each message.
 
     Returns:
         The record that the wrappers keep.
@@ -132,7 +137,8 @@ def watch_waits() -> Waits:
         for name in names:
             setattr(owner, name, _waiting(waits, getattr(owner, name)))
     for name, kind, takes_peer in (("send", "send", True), ("recv", "recv", True), ("recv_anysource", "recv", False)):
-        setattr(dist.ProcessGroup, name, _issuing(waits, getattr(dist.ProcessGroup, name), kind, takes_peer))
+        method = getattr(dist.ProcessGroup, name)
+        setattr(dist.ProcessGroup, name, _issuing(waits, faults, method, kind, takes_peer))
     return waits
 
 
@@ -145,9 +151,13 @@ def _waiting(waits: Waits, method: Callable[..., Any]) -> Callable[..., Any]:
     return wait
 
 
-def _issuing(waits: Waits, method: Callable[..., Any], kind: str, takes_peer: bool) -> Callable[..., Any]:
+def _issuing(
+    waits: Waits, faults: Faults, method: Callable[..., Any], kind: str, takes_peer: bool
+) -> Callable[..., Any]:
     def issue(self: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the wrapped method
         __tracebackhide__ = True
+        if faults.armed and (instead := reach(faults, kind)) is not None:
+            return instead
         work = method(self, *args, **kwargs)
         numbers = [*args[1:], *(kwargs[name] for name in ("dstRank", "srcRank", "tag") if name in kwargs)]
         peer, tag = numbers if takes_peer else (ANY_SOURCE, *numbers)

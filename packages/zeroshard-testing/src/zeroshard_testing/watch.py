@@ -42,6 +42,7 @@ class Watch:
         self._run = run
         self._timeout = timeout
         self._outcomes: dict[int, Outcome] = {}
+        self._faulted: dict[int, str] = {}
         self._ended: dict[int, float] = {}
         self._importing: set[int] = set()
         self._deadline = time.monotonic() + timeout
@@ -79,6 +80,7 @@ class Watch:
                 if self._must_ask():
                     self._launcher.take_news()
                 self._notice_deaths()
+                self._notice_stops()
                 self._notice_deadlock()
         self._notice_unmatched()
         self._explain_aborts()
@@ -117,6 +119,8 @@ class Watch:
     def _take(self, slot: int, message: Message) -> None:
         if message["op"] == "state":
             self._rounds.take(slot, message)
+        elif message["op"] == "fault":
+            self._faulted[slot] = message["kind"]
         elif message["op"] == "importing":
             self._importing.add(slot)
             self._deadline = max(self._deadline, time.monotonic() + _IMPORT_TIMEOUT)
@@ -155,7 +159,10 @@ class Watch:
 
     def _die(self, slot: int, summary: str) -> None:
         known = self._outcomes.get(slot)
-        if known is not None and not known.is_clean:
+        if known is not None and (not known.is_clean or known.kind == kinds.FAULTED):
+            return
+        if slot in self._faulted:
+            self._outcomes[slot] = Outcome(kinds.FAULTED, summary, moment=time.monotonic())
             return
         if known is not None:
             summary += f" after it had reported {known.kind!r}, while other ranks were still running"
@@ -163,6 +170,13 @@ class Watch:
             summary += " before it reported an outcome"
         detail = readable_stacks(text_of(self._workers[slot].stacks))
         self._settle(slot, Outcome(kinds.DIED, summary, detail, time.monotonic()))
+
+    def _notice_stops(self) -> None:
+        """Settle the ranks that the test has stopped for good, when all others have an outcome."""
+        out = {slot for slot in range(len(self._workers)) if slot not in self._outcomes}
+        if out and not self._ended and all(self._faulted.get(slot) == "stop" for slot in out):
+            for slot in out:
+                self._outcomes[slot] = Outcome(kinds.FAULTED, "was stopped by its own fault", moment=time.monotonic())
 
     def _notice_deadlock(self) -> None:
         """Settle the ranks that are still out if it is proven that they wait for ever."""

@@ -6,6 +6,7 @@ import contextlib
 import faulthandler
 import inspect
 import io
+import os
 import pickle
 import signal
 import sys
@@ -19,10 +20,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import pytest
 
 from zeroshard_testing import outcome as kinds
+from zeroshard_testing.faults import Faults, begin_faults, unreached_faults
 from zeroshard_testing.importing import import_test_module, is_imported
 from zeroshard_testing.inbox import Inbox
 from zeroshard_testing.outcome import Outcome, is_echo
 from zeroshard_testing.process_state import ProcessState
+from zeroshard_testing.rank_fixtures import tear_down
 from zeroshard_testing.rank_state import RankState
 from zeroshard_testing.rank_values import set_rank_values
 from zeroshard_testing.wire import Channel, Message
@@ -57,16 +60,21 @@ def serve(channel: Channel, request: Message, stacks: int, journal: int, session
         faulthandler.register(STACK_SIGNAL, stacks, all_threads=True, chain=False)
     state = ProcessState(worker_environment())
     groups = GroupKeeper(request["port"])
-    waits, writer = watch_waits(), JournalWriter(journal)
-    observer = Observer(waits, watch_collectives(writer, waits), writer)
+    faults = Faults(channel)
+    waits, writer = watch_waits(faults), JournalWriter(journal)
+    observer = Observer(waits, watch_collectives(writer, waits, faults), writer)
     inbox = Inbox(channel, lambda question: _answer(observer, question))
     channel.send({"op": "ready"})
+    pid = os.getpid()
     while True:
         message, payload = inbox.take()
         if message["op"] == "run":
             state.restore(message)
             threads = Leftovers(waits)
-            outcome = _Run(channel, message, payload, groups, session, observer).outcome()
+            outcome = _Run(channel, message, payload, groups, session, observer, faults).outcome()
+            if os.getpid() != pid:
+                # A copy of this process that the test has forked speaks for nobody.
+                os._exit(1)
             observer.end()
             left = threads.describe() if outcome.is_clean else None
             if left is not None:
@@ -105,6 +113,7 @@ class _Run:
         groups: GroupKeeper,
         session: pytest.Session,
         observer: Observer,
+        faults: Faults,
     ) -> None:
         self._channel = channel
         self._message = message
@@ -112,6 +121,7 @@ class _Run:
         self._groups = groups
         self._session = session
         self._observer = observer
+        self._faults = faults
 
     def outcome(self) -> Outcome:
         """Run the test, whatever it does."""
@@ -119,8 +129,16 @@ class _Run:
             call = self._prepared()
             self._under_pytest(call)
             outcome = Outcome(kinds.PASSED, moment=time.monotonic())
+            if unreached := unreached_faults(self._faults):
+                text = f"left faults unreached: {', '.join(unreached)}"
+                outcome = Outcome(kinds.FAILED, text, moment=time.monotonic())
         except BaseException as error:  # noqa: BLE001 - whatever a test raises is its outcome
             outcome = self._of_exception(error)
+        try:
+            tear_down()
+        except BaseException as error:  # noqa: BLE001 - as above
+            if outcome.is_clean:
+                outcome = self._of_exception(error)
         return replace(outcome, warnings=self._take_warnings())
 
     def _take_warnings(self) -> tuple[tuple[str, str, str, int], ...]:
@@ -141,7 +159,8 @@ class _Run:
         self._groups.begin(
             message["group"], message["backend"], message["rank"], message["world_size"], message["timeout"]
         )
-        set_rank_values(_rank_values(message))
+        begin_faults(self._faults, message["run"], message["rank"])
+        set_rank_values({**_rank_values(message), "faults": self._faults})
         # Sent by the controller that started this process, over a socket that nobody else has.
         arguments, attributes = pickle.loads(self._payload)  # noqa: S301 - see above
         for name in message["classes"]:
