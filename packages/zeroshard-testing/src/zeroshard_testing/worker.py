@@ -173,7 +173,8 @@ class _Run:
 
     def _under_pytest(self, call: Callable[[], object]) -> None:
         """Call within pytest's own wrappers, which explain failing assertions and apply warning filters."""
-        item = _RankItem.from_parent(self._session, name=self._message["name"], call=call)
+        nodeid = self._message["nodeid"].removesuffix(" (call)")
+        item = _RankItem.from_parent(self._session, name=self._message["name"], nodeid=nodeid, call=call)
         for arguments in self._message["filterwarnings"]:
             item.add_marker(pytest.mark.filterwarnings(*arguments))
         hook = self._session.config.hook
