@@ -10,6 +10,8 @@ from zeroshard_testing.spec import RanksSpec
 NEEDS_PROBE = ("nccl", "gloo-cuda")
 """Backends that depend on the machine; the others come with torch."""
 
+_NCCL_THAT_SHARES = (2, 30)
+
 
 def why_unavailable(spec: RanksSpec, machine: Mapping[str, Any]) -> str | None:
     """Say why a test cannot run here.
@@ -23,8 +25,9 @@ def why_unavailable(spec: RanksSpec, machine: Mapping[str, Any]) -> str | None:
 
     Example:
         >>> from zeroshard_testing.spec import RanksSpec
-        >>> why_unavailable(RanksSpec(2, "nccl"), {"devices": 1, "nccl": True, "torch": "2.13.0"})
-        'backend nccl needs a CUDA device for each of 2 ranks, and there is 1'
+        >>> machine = {"devices": 1, "nccl": True, "nccl_version": [2, 29, 3], "torch": "2.13.0"}
+        >>> why_unavailable(RanksSpec(2, "nccl"), machine)
+        'backend nccl needs a CUDA device for each of 2 ranks, and there is 1 (NCCL 2.29.3; they can share one from 2.30)'
     """
     if spec.backend not in NEEDS_PROBE:
         return None
@@ -34,7 +37,11 @@ def why_unavailable(spec: RanksSpec, machine: Mapping[str, Any]) -> str | None:
     library = "nccl" if spec.backend == "nccl" else "gloo"
     if not machine[library]:
         return f"torch {machine['torch']} was built without {library}"
-    if spec.backend == "nccl" and devices < spec.world_size:
+    version = machine["nccl_version"]
+    if spec.backend == "nccl" and devices < spec.world_size and tuple(version) < _NCCL_THAT_SHARES:
         found = "there is 1" if devices == 1 else f"there are {devices}"
-        return f"backend nccl needs a CUDA device for each of {spec.world_size} ranks, and {found}"
+        return (
+            f"backend nccl needs a CUDA device for each of {spec.world_size} ranks, and {found} (NCCL "
+            f"{'.'.join(map(str, version))}; they can share one from {'.'.join(map(str, _NCCL_THAT_SHARES))})"
+        )
     return None

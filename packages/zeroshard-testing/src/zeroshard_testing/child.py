@@ -75,5 +75,6 @@ def _probe_accelerators(channel: Channel) -> None:
             "torch": torch.__version__,
             "gloo": dist.is_available() and dist.is_gloo_available(),
             "nccl": dist.is_available() and dist.is_nccl_available(),
+            "nccl_version": list(torch.cuda.nccl.version()) if available and dist.is_nccl_available() else [],
         }
     )

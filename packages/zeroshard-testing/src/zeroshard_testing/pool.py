@@ -67,7 +67,8 @@ class Pool:
         """Ask a throw-away process which backends and devices there are; no other process touches CUDA for it.
 
         Returns:
-            ``devices`` (number of CUDA devices), ``gloo`` and ``nccl`` (whether torch has them), versions.
+            ``devices`` (number of CUDA devices), ``gloo`` and ``nccl`` (whether torch has them), ``nccl_version`` (its
+            numbers), ``torch`` (its version).
 
         Raises:
             LaunchError: If the process cannot be started.

@@ -110,9 +110,9 @@ def worker_environment() -> dict[str, str]:
     """Return what torch is to find in a worker's environment, unless the user has set it otherwise.
 
     Gloo binds to the loopback interface: no name lookups, no firewalls. The flight recorder keeps the latest
-    collectives.
+    collectives. NCCL lets ranks share a GPU where it can.
     """
-    environment = {"TORCH_FR_BUFFER_SIZE": "256"}
+    environment = {"TORCH_FR_BUFFER_SIZE": "256", "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
     if os.name == "posix":
         environment["GLOO_SOCKET_IFNAME"] = "lo0" if os.uname().sysname == "Darwin" else "lo"
     return environment
