@@ -35,6 +35,7 @@ def machine() -> dict[str, object]:
     """Return what `zeroshard_testing.backends.why_unavailable` reads about this machine."""
     return {
         "devices": torch.cuda.device_count() if torch.cuda.is_available() else 0,
+        "nccl_version": torch.cuda.nccl.version() if torch.cuda.is_available() and dist.is_nccl_available() else (),
         "gloo": dist.is_available() and dist.is_gloo_available(),
         "nccl": dist.is_available() and dist.is_nccl_available(),
         "torch": torch.__version__,

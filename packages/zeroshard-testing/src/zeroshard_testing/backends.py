@@ -26,8 +26,8 @@ def why_unavailable(spec: RanksSpec, machine: Mapping[str, Any]) -> str | None:
     Example:
         >>> from zeroshard_testing.spec import RanksSpec
         >>> machine = {"devices": 1, "nccl": True, "nccl_version": [2, 29, 3], "torch": "2.13.0"}
-        >>> why_unavailable(RanksSpec(2, "nccl"), machine)
-        'backend nccl needs a CUDA device for each of 2 ranks, and there is 1 (NCCL 2.29.3; they can share one from 2.30)'
+        >>> print(why_unavailable(RanksSpec(2, "nccl"), machine))
+        backend nccl needs a CUDA device for each of 2 ranks, and there is 1 (NCCL shares one from 2.30, this is 2.29.3)
     """
     if spec.backend not in NEEDS_PROBE:
         return None
@@ -41,7 +41,7 @@ def why_unavailable(spec: RanksSpec, machine: Mapping[str, Any]) -> str | None:
     if spec.backend == "nccl" and devices < spec.world_size and tuple(version) < _NCCL_THAT_SHARES:
         found = "there is 1" if devices == 1 else f"there are {devices}"
         return (
-            f"backend nccl needs a CUDA device for each of {spec.world_size} ranks, and {found} (NCCL "
-            f"{'.'.join(map(str, version))}; they can share one from {'.'.join(map(str, _NCCL_THAT_SHARES))})"
+            f"backend nccl needs a CUDA device for each of {spec.world_size} ranks, and {found} (NCCL shares one from "
+            f"{'.'.join(map(str, _NCCL_THAT_SHARES))}, this is {'.'.join(map(str, version))})"
         )
     return None
