@@ -87,6 +87,15 @@ PATIENT = """
                 dist.all_reduce(torch.ones(2), group=group)
 
     @pytest.mark.ranks(2)
+    def test_a_group_that_gives_up_inside_a_backward(rank):
+        group = dist.new_group([0, 1], timeout=timedelta(seconds=0.6))
+        model = DistributedDataParallel(torch.nn.Linear(3, 3), process_group=group)
+        loss = model(torch.ones(2, 3)).sum()
+        if rank == 0:
+            with pytest.raises(RuntimeError):
+                loss.backward()
+
+    @pytest.mark.ranks(2)
     def test_a_wait_between_threads_with_a_timeout(rank):
         if rank == 0:
             threading.Event().wait(0.6)

@@ -79,7 +79,7 @@ def find_unmatched(states: Mapping[int, RankState]) -> dict[int, str]:
     for key, members in _groups(states):
         most = max(members, key=lambda rank: (states[rank].groups[key].issued, -rank))
         group = states[most].groups[key]
-        if len(members) < len(group.members):
+        if len(members) < len(group.members) or not all(states[rank].groups[key].lasting for rank in members):
             continue
         for rank in members:
             there = states[rank].groups[key]

@@ -25,7 +25,7 @@ from zeroshard_testing.collectives import Collectives
 from zeroshard_testing.journal import JournalWriter
 from zeroshard_testing.rank_state import Awaited, GroupState, Operation, RankState, group_key, group_label
 from zeroshard_testing.stacks import OWN_THREADS, python_stacks
-from zeroshard_testing.waits import ANY_SOURCE, Wait, Waits
+from zeroshard_testing.waits import ANY_SOURCE, Wait, Waits, group_timeout
 
 _NATIVE_WAITS = ("torch/distributed/", "torch/nn/parallel/distributed.py", "torch/autograd/graph.py", "torch/_ops.py")
 _NEVER_WAITS = ("torch/distributed/elastic/", "torch/distributed/rpc/", "torch/distributed/launcher/")
@@ -125,7 +125,8 @@ class Observer:
             key = group_key(group.group_name, members)
             label = group_label(key, dist.get_world_size())
             digest = self._collectives.digest(group)
-            states[key] = GroupState(label, members, issued, operations, counts, digest)
+            lasting = self._began + group_timeout(group) > self._deadline
+            states[key] = GroupState(label, members, issued, operations, counts, digest, lasting)
         return states
 
     def _recorded(self) -> list[dict[str, Any]]:

@@ -53,6 +53,7 @@ class GroupState:
         messages: Number of point-to-point messages issued, by ``"send 3 0"``: kind, peer in the default group (-1 for
             any), tag.
         digest: The same number on ranks that have issued the same collectives.
+        lasting: Whether its timeout is longer than the test's, so that nothing in it can have given up.
     """
 
     label: str
@@ -61,6 +62,7 @@ class GroupState:
     operations: Mapping[int, Operation] = field(default_factory=dict)
     messages: Mapping[str, int] = field(default_factory=dict)
     digest: int = 0
+    lasting: bool = True
 
 
 @dataclass(frozen=True)
