@@ -391,14 +391,15 @@ def test_rebinding_of_data_is_noticed(partition: str) -> None:
     assert storages == {buffer.untyped_storage().data_ptr() for buffer in sharded.buffers}
 
 
+def convolutions() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(8, 16, 3), nn.Conv2d(16, 8, 3))
+
+
 @pytest.mark.ranks(2, backend="gloo")
 @PARTITIONS
 @VIEWS
 def test_a_model_that_changes_its_dtype_or_memory_format(partition: str, as_bucket_view: bool) -> None:
-    def convolutions() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Conv2d(8, 16, 3), nn.Conv2d(16, 8, 3))
-
     pair = twins(convolutions)
     sharded = ZeroRedundancyOptimizer(
         pair[0].parameters(), optim.SGD, lr=0.1, partition=partition, parameters_as_bucket_view=as_bucket_view
@@ -411,6 +412,61 @@ def test_a_model_that_changes_its_dtype_or_memory_format(partition: str, as_buck
     for module in pair:
         module.to(memory_format=torch.channels_last)
     run_steps(pair, (sharded, plain), range(4, 6))
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.parametrize("partition", ["whole", "hybrid"])
+@VIEWS
+def test_whole_tensors_keep_their_state_when_the_memory_format_changes(partition: str, as_bucket_view: bool) -> None:
+    pair = twins(convolutions)
+    sharded = ZeroRedundancyOptimizer(
+        pair[0].parameters(), optim.Adam, partition=partition, parameters_as_bucket_view=as_bucket_view
+    )
+    plain = optim.Adam(pair[1].parameters())
+    assert not any(sharded.plan.is_cut(index) for index in range(4))
+    run_steps(pair, (sharded, plain), range(2))
+    for module in pair:
+        module.to(memory_format=torch.channels_last)
+    run_steps(pair, (sharded, plain), range(2, 4))
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@VIEWS
+@pytest.mark.parametrize("on_rank_1_alone", [False, True])
+def test_state_of_cut_tensors_does_not_outlive_their_memory_format(
+    rank: int, as_bucket_view: bool, on_rank_1_alone: bool
+) -> None:
+    def build(partition: str) -> ZeroRedundancyOptimizer:
+        return ZeroRedundancyOptimizer(
+            pair[0].parameters(), optim.Adam, partition=partition, parameters_as_bucket_view=as_bucket_view
+        )
+
+    pair = twins(convolutions)
+    sharded, plain = build("split"), optim.Adam(pair[1].parameters())
+    run_steps(pair, (sharded, plain), range(2))
+    if rank == 1 or not on_rank_1_alone:
+        pair[0].to(memory_format=torch.channels_last)
+    set_gradients(pair[0].parameters(), 2)
+    added = {"params": [nn.Parameter(torch.ones(4))]}
+    blamed = "rank 1: " if on_rank_1_alone else ""
+    with pytest.raises(ValueError, match=rf"^{blamed}tensor 0 'param.0' is cut .*changed its memory format"):
+        sharded.add_param_group(added)
+    assert_bitwise_equal(*pair, "after the refused group")
+    if on_rank_1_alone:
+        pair[0].to(memory_format=torch.contiguous_format)
+        run_steps(pair, (sharded, plain), range(2, 4))
+        return
+    with pytest.raises(ValueError, match=r"^tensor 0 'param.0' is cut .*changed its memory format"):
+        sharded.step()
+    assert_bitwise_equal(*pair, "after the refused step")
+    # As the error says: the state is still whole, and fits a new optimizer.
+    sharded.consolidate_state_dict(to=0)
+    saved = [sharded.state_dict() if rank == 0 else None]
+    torch.distributed.broadcast_object_list(saved)
+    resumed = build("split")
+    resumed.load_state_dict(saved[0])
+    pair[1].to(memory_format=torch.channels_last)
+    run_steps(pair, (resumed, plain), range(2, 4))
 
 
 @pytest.mark.ranks(4, backend="gloo")

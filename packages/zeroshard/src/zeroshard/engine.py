@@ -133,6 +133,7 @@ class Engine:
         try:
             append()
             layout = next_layout(self._policy, layout, groups)
+            self.local.refuse_reordered(self.layout.plan, layout.plan)
             self.local.rehearse(groups, layout.plan)
         except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
             failure = error
@@ -165,6 +166,8 @@ class Engine:
                     if moved:
                         self._lay_out()
                     layout = self.layout
+                else:
+                    self.local.refuse_reordered(self.layout.plan, layout.plan)
         except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
             return self.layout, error
         return layout, None
