@@ -103,7 +103,7 @@ class Engine:
             # The others may be stepping already; they find this status in the share that they wait for.
             self._share(_STOPPED, problem)
             agree_over(self.control, "step()", layout.declaration, error=problem)
-            self._adopt(layout, groups)
+            self.adopt(layout, groups)
         failure: Exception | None = None
         result: Any = None
         try:
@@ -142,32 +142,44 @@ class Engine:
         except BaseException:
             del groups[before:]
             raise
-        self._adopt(layout, groups)
+        self.adopt(layout, groups)
         sync_groups(self.local.optim.param_groups, groups)
 
     def settle(self, tensors: frozenset[int]) -> None:
         """Let tensors that were given state stay with their owners, also if they are frozen and unfrozen later."""
         self.layout = replace(self.layout, settled=self.layout.settled | tensors)
 
-    def _observe(self, groups: Sequence[ParamGroup]) -> tuple[Layout, Exception | None]:
-        """Look at what the user did since the last step: the layout that follows, or what is wrong.
+    def followed(self, groups: Sequence[ParamGroup]) -> Layout:
+        """Follow what the user did since the last step, and return the layout that fits it.
 
         If parameters' data was rebound but the layout is as before, that is taken in at once: it concerns nobody else.
+        Another layout is to be agreed upon with all ranks, and then adopted.
+
+        Args:
+            groups: the public param groups; their hyperparameters are handed to the local optimizer.
+
+        Raises:
+            Exception: what is wrong with the parameters or groups; the other ranks must hear of it.
         """
         layout = self.layout
+        self._check_members(groups)
+        sync_groups(groups, self.local.optim.param_groups)
+        moved = self.replicas.moved()
+        if moved or activity(self.params) != layout.active:
+            layout = next_layout(self._policy, layout, groups)
+            if layout.declaration.digest == self.layout.declaration.digest:
+                if moved:
+                    self._lay_out()
+                layout = self.layout
+            else:
+                self.local.refuse_reordered(self.layout.plan, layout.plan)
+        return layout
+
+    def _observe(self, groups: Sequence[ParamGroup]) -> tuple[Layout, Exception | None]:
+        """As :meth:`followed`, before a step; hand back what is wrong instead of raising it."""
         try:
-            self._check_members(groups)
-            sync_groups(groups, self.local.optim.param_groups)
+            layout = self.followed(groups)
             self.local.check_gradients()
-            moved = self.replicas.moved()
-            if moved or activity(self.params) != layout.active:
-                layout = next_layout(self._policy, layout, groups)
-                if layout.declaration.digest == self.layout.declaration.digest:
-                    if moved:
-                        self._lay_out()
-                    layout = self.layout
-                else:
-                    self.local.refuse_reordered(self.layout.plan, layout.plan)
         except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
             return self.layout, error
         return layout, None
@@ -190,7 +202,7 @@ class Engine:
                 raise own from lost
             raise
 
-    def _adopt(self, layout: Layout, groups: Sequence[ParamGroup]) -> None:
+    def adopt(self, layout: Layout, groups: Sequence[ParamGroup]) -> None:
         """Take over an agreed layout."""
         if layout.plan.shards != self.layout.plan.shards:
             self.local.follow(groups, layout.plan)

@@ -18,7 +18,7 @@ from zeroshard.elementwise import OptimizerFactory, refuse_unshardable
 from zeroshard.engine import Engine
 from zeroshard.join_hook import OptimizerJoinHook
 from zeroshard.layout import Policy
-from zeroshard.loading import Expectations, checked, digest_of, install, local_state
+from zeroshard.loading import Expectations, checked, digest_of, install, local_state, what_differs
 from zeroshard.local import Closure, sync_groups
 from zeroshard.parameters import ParamGroup, read_group, read_groups
 
@@ -282,6 +282,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load a whole checkpoint: every rank checks all of it, and takes what it owns. Collective.
 
+        A model that was converted, frozen or unfrozen since the last step is followed first, as a step does.
+
         Args:
             state_dict: from the plain optimizer, torch's ZeroRedundancyOptimizer, or this class at any world size; the
                 same on every rank. It is not modified, and its tensors are not kept.
@@ -289,29 +291,38 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Raises:
             TypeError: if it is no optimizer state.
             ValueError: for another number of groups or parameters, or entries that are missing, extra or misshapen.
-            DisagreementError: if ranks were handed checkpoints that differ in structure or hyperparameters.
+            DisagreementError: if ranks were handed checkpoints that differ in structure or hyperparameters, or their
+                models differ.
             Exception: whatever else a rank meets. In every case the optimizer is as before, on every rank.
         """
         state_dict = dict(state_dict) if isinstance(state_dict, Mapping) else state_dict
         failure: Exception | None = None
         mine: dict[Any, Any] = {}
         by_index: dict[Any, Any] = {}
-        digest = 0
+        layout, digest = self._engine.layout, 0
         try:
             for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
                 state_dict = pre_hook(self, state_dict) or state_dict
-            by_index = checked(state_dict, self.param_groups, self.plan, self._expectations)
+            layout = self._engine.followed(self.param_groups)
+            by_index = checked(state_dict, self.param_groups, layout.plan, self._expectations)
             digest = digest_of(state_dict)
-            mine = local_state(by_index, self._engine.local, self.plan)
+            mine = local_state(by_index, layout.plan, self.rank)
         except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
             failure = error
         self._engine.control.meet(
-            "load_state_dict()", digest, error=failure, explain=lambda *_: "they were handed different checkpoints"
+            "load_state_dict()",
+            digest ^ layout.declaration.digest,
+            error=failure,
+            detail=layout.declaration.to_json,
+            explain=what_differs,
         )
         inner = self.optim
-        before = (inner.state, [dict(group) for group in inner.param_groups])
+        before = (inner.state, inner.param_groups)
         try:
-            install(inner, mine, state_dict["param_groups"])
+            if layout is not self._engine.layout:
+                self._engine.adopt(layout, self.param_groups)
+            before = (inner.state, [dict(group) for group in inner.param_groups])
+            install(self._engine.local, mine, state_dict["param_groups"])
         except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
             failure = error
         verdict = self._engine.control.compare("the end of load_state_dict()", error=failure)
