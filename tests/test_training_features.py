@@ -304,6 +304,76 @@ def test_closures(partition: str, as_bucket_view: bool) -> None:
         assert_bitwise_equal(*pair, f"after step {step}")
 
 
+@pytest.mark.ranks(2, backend="gloo")
+@PARTITIONS
+@VIEWS
+def test_closures_that_rebind_data_and_drop_gradients_of_frozen_ones(partition: str, as_bucket_view: bool) -> None:
+    pair = twins()
+    optimizers = (
+        ZeroRedundancyOptimizer(
+            pair[0].parameters(), optim.Adam, partition=partition, parameters_as_bucket_view=as_bucket_view
+        ),
+        optim.Adam(pair[1].parameters()),
+    )
+    run_steps(pair, optimizers, range(2))
+    for step in range(2, 5):
+        for module, optimizer in zip(pair, optimizers, strict=True):
+            # Frozen now, but with the gradient of the last step, which the closure drops.
+            module[0].weight.requires_grad_(step != 3)
+
+            def closure(module: nn.Module = module, step: int = step) -> None:
+                for param in module.parameters():
+                    param.data = param.data * 0.5
+                set_gradients(module.parameters(), step)
+
+            optimizer.step(closure)
+        assert_bitwise_equal(*pair, f"after step {step}")
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@PARTITIONS
+@VIEWS
+@pytest.mark.parametrize("on_rank_1_alone", [False, True])
+@pytest.mark.parametrize("how", ["unfrozen", "converted"])
+def test_closures_that_change_what_the_ranks_agreed_upon(
+    rank: int, partition: str, as_bucket_view: bool, on_rank_1_alone: bool, how: str
+) -> None:
+    model, reference = twins()
+    for module in (model, reference):
+        module[0].weight.requires_grad_(False)
+    sharded = ZeroRedundancyOptimizer(
+        model.parameters(), optim.Adam, partition=partition, parameters_as_bucket_view=as_bucket_view
+    )
+    plain = optim.Adam(reference.parameters())
+
+    def change(module: nn.Module) -> None:
+        if how == "unfrozen":
+            module[0].weight.requires_grad_(True)
+        else:
+            module[2].double()
+
+    def closure() -> None:
+        if rank == 1 or not on_rank_1_alone:
+            change(model)
+        set_gradients(model.parameters(), 0)
+
+    words = "the closure has unfrozen it" if how == "unfrozen" else "the closure has changed the dtype"
+    with pytest.raises(RuntimeError, match=f"^rank 1: .*{words}" if on_rank_1_alone else words):
+        sharded.step(closure)
+    if on_rank_1_alone:
+        if how == "unfrozen":
+            assert_replicas_equal(model.parameters())
+        return
+    change(reference)
+    assert_bitwise_equal(model, reference, "after the refused step")
+    for step in range(3):
+        # By now the change was made before the step.
+        sharded.step(closure)
+        set_gradients(reference.parameters(), 0)
+        plain.step()
+        assert_bitwise_equal(model, reference, f"after step {step}")
+
+
 class ScaledSGD(optim.SGD):
     """Takes a further argument of its own in ``step``."""
 

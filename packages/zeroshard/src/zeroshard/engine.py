@@ -18,7 +18,7 @@ from zeroshard.elementwise import name_of
 from zeroshard.layout import Layout, Policy, first_layout, next_layout
 from zeroshard.local import Closure, LocalOptimizer, sync_groups
 from zeroshard.parameters import ParamGroup, activity, parameters_of
-from zeroshard.replicas import Replicas
+from zeroshard.replicas import Replicas, same_place
 
 _FINE, _STOPPED, _FAILED = 0, 1, 2
 """What a rank tells the others with its share: it has stepped; it must talk first and has not; its step has failed."""
@@ -96,7 +96,8 @@ class Engine:
         Raises:
             DisagreementError: if ranks follow different changes of their models.
             PeerLostError: if a rank is gone.
-            Exception: what any rank met, on every rank. Replicas are equal then.
+            Exception: what any rank met, on every rank. Replicas are equal then, but for parameters that a rank has
+                converted or exchanged.
         """
         layout, problem = self._observe(groups)
         if problem is not None or layout is not self.layout:
@@ -107,7 +108,8 @@ class Engine:
         failure: Exception | None = None
         result: Any = None
         try:
-            result = self.local.step(closure, arguments)
+            watched = self._watched(closure, groups) if closure is not None else None
+            result = self.local.step(watched, arguments)
         except Exception as error:  # noqa: BLE001 - peers wait for this rank's share, and must hear of it
             failure = error
         if not self._share(_FAILED if failure is not None else _FINE, failure):
@@ -152,8 +154,8 @@ class Engine:
     def followed(self, groups: Sequence[ParamGroup]) -> Layout:
         """Follow what the user did since the last step, and return the layout that fits it.
 
-        If parameters' data was rebound but the layout is as before, that is taken in at once: it concerns nobody else.
-        Another layout is to be agreed upon with all ranks, and then adopted.
+        If parameters' data was rebound but not converted, that is taken in at once: it concerns nobody else. Another
+        layout is to be agreed upon with all ranks, and then adopted.
 
         Args:
             groups: the public param groups; their hyperparameters are handed to the local optimizer.
@@ -161,19 +163,47 @@ class Engine:
         Raises:
             Exception: what is wrong with the parameters or groups; the other ranks must hear of it.
         """
-        layout = self.layout
         self._check_members(groups)
+        layout = self._next_layout(groups)
         sync_groups(groups, self.local.optim.param_groups)
+        return layout
+
+    def _next_layout(self, groups: Sequence[ParamGroup]) -> Layout:
+        """As :meth:`followed`, of the parameters alone."""
+        layout = self.layout
         moved = self.replicas.moved()
         if moved or activity(self.params) != layout.active:
             layout = next_layout(self._policy, layout, groups)
+            if moved and all(map(same_place, self.layout.plan.tensors, layout.plan.tensors)):
+                # Also where ranks have to talk first: until then, shares must arrive where parameters are now.
+                self._lay_out()
             if layout.declaration.digest == self.layout.declaration.digest:
-                if moved:
-                    self._lay_out()
                 layout = self.layout
             else:
                 self.local.refuse_reordered(self.layout.plan, layout.plan)
         return layout
+
+    def _watched(self, closure: Closure, groups: Sequence[ParamGroup]) -> Closure:
+        """Return a closure that raises if the user's has changed what the ranks agreed upon before the step."""
+
+        def evaluate() -> Any:  # noqa: ANN401 - the closure's own result
+            result = closure()
+            before, now = self.layout, self._next_layout(groups)
+            for index, spec in enumerate(before.plan.tensors):
+                # What is no longer active is shared in vain this once.
+                if now.active[index] and not before.active[index]:
+                    raise RuntimeError(
+                        f"tensor {index} {spec.name!r} was frozen when step() began, and the closure has unfrozen it, "
+                        f"or given it a gradient. All ranks have to agree on that first: unfreeze it before step()"
+                    )
+                if not same_place(spec, now.plan.tensors[index]):
+                    raise RuntimeError(
+                        f"the closure has changed the dtype, device or memory format of tensor {index} {spec.name!r}. "
+                        f"All ranks have to agree on that first: convert the model before step()"
+                    )
+            return result
+
+        return evaluate
 
     def _observe(self, groups: Sequence[ParamGroup]) -> tuple[Layout, Exception | None]:
         """As :meth:`followed`, before a step; hand back what is wrong instead of raising it."""

@@ -185,7 +185,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Update this rank's shards and bring every rank the new values of the others'. Collective.
 
         Args:
-            closure: re-evaluates the model and returns the loss; every rank gives one, or none does.
+            closure: re-evaluates the model and returns the loss; every rank gives one, or none does. It may not
+                unfreeze or convert parameters.
             **kwargs: passed to the local optimizer's step.
 
         Returns:
@@ -196,8 +197,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             PeerLostError: if a rank is gone.
             Exception: what a rank met, or its local step raised, on every rank.
 
-            In all cases but a lost peer, replicas are equal afterwards; shards of ranks that noticed nothing themselves
-            may have been stepped.
+            In all cases but a lost peer, replicas are equal afterwards, but for parameters that a rank has converted or
+            exchanged; shards of ranks that noticed nothing themselves may have been stepped.
         """
         Join.notify_join_context(self)
         result = self._engine.step(self.param_groups, closure, kwargs)

@@ -141,7 +141,7 @@ class Replicas:
             members = [slot.tensor for slot in buffer.layout.slots]
             rebound = buffer.rebound()
             if all(
-                _same_place(self._packed[i], plan.tensors[i]) and self._params[i].device == buffer.storage.device
+                same_place(self._packed[i], plan.tensors[i]) and self._params[i].device == buffer.storage.device
                 for i in members
             ):
                 if rebound:
@@ -229,6 +229,6 @@ def _runs(layout: BucketLayout, plan: Plan) -> list[tuple[int | None, list[int],
     return [(owner, members, start, stop) for (owner, members, start), stop in zip(runs, stops, strict=True)]
 
 
-def _same_place(old: TensorSpec, new: TensorSpec) -> bool:
+def same_place(old: TensorSpec, new: TensorSpec) -> bool:
     """Whether a tensor described by ``new`` fits where ``old`` was packed."""
     return (old.shape, old.dtype, old.device, old.stride) == (new.shape, new.dtype, new.device, new.stride)
