@@ -130,6 +130,33 @@ def test_freezing_on_one_rank_alone(rank: int, as_bucket_view: bool) -> None:
 
 @pytest.mark.ranks(2, backend="gloo")
 @VIEWS
+@pytest.mark.parametrize("what", ["a sparse gradient", "a frozen tensor"])
+def test_a_rank_that_refuses_a_step_receives_the_others_shards_where_its_data_was_rebound(
+    rank: int, as_bucket_view: bool, what: str
+) -> None:
+    model, _ = twins()
+    sharded = ZeroRedundancyOptimizer(
+        model.parameters(), optim.Adam, partition="split", parameters_as_bucket_view=as_bucket_view
+    )
+    for step in range(2):
+        set_gradients(model.parameters(), step)
+        if step == 1 and rank == 0:
+            for param in model.parameters():
+                param.data = param.data.clone()
+            if what == "a sparse gradient":
+                model[2].weight.grad = model[2].weight.grad.to_sparse()
+            else:
+                model[2].weight.requires_grad_(False).grad = None
+        if step == 1:
+            with pytest.raises((RuntimeError, DisagreementError), match=r"sparse gradient|frozen on rank 0"):
+                sharded.step()
+        else:
+            sharded.step()
+        assert_replicas_equal(model.parameters())
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@VIEWS
 def test_converting_the_model_on_one_rank_alone(rank: int, as_bucket_view: bool) -> None:
     (model, _), (sharded, _) = trained(as_bucket_view=as_bucket_view)
     if rank == 1:
