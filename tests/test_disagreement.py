@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -110,6 +111,45 @@ def test_settings_that_differ_are_named(rank: int) -> None:
         ZeroRedundancyOptimizer(small_model().parameters(), optim.AdamW if rank else optim.Adam)
     with pytest.raises(DisagreementError, match="parameters_as_bucket_view is False on rank 0"):
         ZeroRedundancyOptimizer(small_model().parameters(), optim.Adam, parameters_as_bucket_view=rank == 1)
+
+
+HYPERPARAMETERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "a number": ({"lr": 0.1}, {"lr": 0.5}, "lr of group 0 is '0.1' on rank 0 and '0.5' on rank 1"),
+    "the default": ({}, {"weight_decay": 0.5}, "weight_decay of group 0 is '0' on rank 0 and '0.5' on rank 1"),
+    "a tensor": ({"lr": torch.tensor(0.5)}, {"lr": torch.tensor(0.25)}, "lr of group 0 is '0.5' .* '0.25' on rank 1"),
+    "a pair": ({"betas": (0.5, 0.5)}, {"betas": (0.5, 0.25)}, r"betas of group 0 is '\(0.5, 0.5\)' .* '\(0.5, 0.25\)'"),
+    "a flag": ({"amsgrad": True}, {}, "amsgrad of group 0 is 'True' on rank 0 and 'False' on rank 1"),
+}
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.parametrize("name", HYPERPARAMETERS)
+def test_hyperparameters_that_differ_are_named(rank: int, name: str) -> None:
+    *settings, words = HYPERPARAMETERS[name]
+    with pytest.raises(DisagreementError, match=rf"ZeroRedundancyOptimizer\(\): .*{words}"):
+        ZeroRedundancyOptimizer(small_model().parameters(), optim.Adam, **settings[rank])
+    with pytest.raises(DisagreementError, match=words):
+        ZeroRedundancyOptimizer(small_model().parameters(), functools.partial(optim.Adam, **settings[rank]))
+    with pytest.raises(DisagreementError, match=words):
+        ZeroRedundancyOptimizer([{"params": small_model().parameters(), **settings[rank]}], optim.Adam)
+    pair, optimizers = trained()
+    added = [{"params": [nn.Parameter(torch.ones(3))], **settings[rank]} for _ in pair]
+    with pytest.raises(DisagreementError, match=rf"add_param_group\(\): .*{words.replace('group 0', 'group 1')}"):
+        optimizers[0].add_param_group(added[0])
+    assert len(optimizers[0].param_groups) == len(optimizers[0].optim.param_groups) == 1
+    go_on(pair, optimizers, range(2, 4))
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_hyperparameters_that_cannot_be_compared_are_not(rank: int) -> None:
+    class Scheduled(optim.SGD):
+        def __init__(self, params: Any, lr: float, schedule: Callable[[int], float]) -> None:
+            super().__init__(params, lr)
+            for group in self.param_groups:
+                group["schedule"] = schedule
+
+    model, _ = twins()
+    ZeroRedundancyOptimizer(model.parameters(), Scheduled, lr=0.1, schedule=lambda step: 0.5**step)
 
 
 @pytest.mark.ranks(2, backend="gloo")

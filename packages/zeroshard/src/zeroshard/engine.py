@@ -12,12 +12,12 @@ from dataclasses import replace
 from operator import is_
 from typing import Any
 
-from zeroshard_comm import Control, PeerLostError, RankGroup, Traffic, agree_over
+from zeroshard_comm import Control, Declaration, PeerLostError, RankGroup, Traffic, agree_over
 
 from zeroshard.elementwise import name_of
 from zeroshard.layout import Layout, Policy, first_layout, next_layout
 from zeroshard.local import Closure, LocalOptimizer, sync_groups
-from zeroshard.parameters import ParamGroup, activity, parameters_of
+from zeroshard.parameters import ParamGroup, activity, hyperparameters_of, parameters_of
 from zeroshard.replicas import Replicas, same_place
 
 _FINE, _STOPPED, _FAILED = 0, 1, 2
@@ -57,14 +57,15 @@ class Engine:
         self.control = Control(ranks, traffic)
         self._policy = policy
         built: tuple[list[ParamGroup], Layout, LocalOptimizer] | None = None
+        declaration: Declaration | None = None
         failure: Exception | None = None
         try:
             groups = read_groups()
             layout = first_layout(policy, groups, name_of(policy.factory))
             built = groups, layout, LocalOptimizer(policy.factory, groups, layout.plan, ranks.rank, defaults)
+            declaration = _with_hyperparameters(layout, hyperparameters_of(groups, built[2].optim.defaults))
         except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
             failure = error
-        declaration = built[1].declaration if built is not None else None
         agree_over(self.control, "ZeroRedundancyOptimizer()", declaration, error=failure)
         assert built is not None
         groups, self.layout, self.local = built
@@ -132,15 +133,18 @@ class Engine:
         """
         before = len(groups)
         layout, failure = self.layout, None
+        declaration = layout.declaration
         try:
             append()
             layout = next_layout(self._policy, layout, groups)
             self.local.refuse_reordered(self.layout.plan, layout.plan)
             self.local.rehearse(groups, layout.plan)
+            hyperparameters = hyperparameters_of(groups[before:], self.local.optim.defaults, first=before)
+            declaration = _with_hyperparameters(layout, hyperparameters)
         except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
             failure = error
         try:
-            agree_over(self.control, "add_param_group()", layout.declaration, error=failure)
+            agree_over(self.control, "add_param_group()", declaration, error=failure)
         except BaseException:
             del groups[before:]
             raise
@@ -252,3 +256,8 @@ class Engine:
                 f"rank {self.ranks.rank}: the members of param_groups are not those that the optimizer was built with; "
                 f"add parameters with add_param_group(), and build a new optimizer to exchange or remove them"
             )
+
+
+def _with_hyperparameters(layout: Layout, hyperparameters: Mapping[str, str]) -> Declaration:
+    """Declare hyperparameters beside a layout: once, as they may change with every step."""
+    return replace(layout.declaration, settings={**layout.declaration.settings, **hyperparameters})

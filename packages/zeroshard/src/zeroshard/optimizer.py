@@ -65,7 +65,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         TypeError: for params that are a tensor, not iterable or mixed; on every rank.
         ValueError: for an empty list, a dict without ``"params"``, an optimizer or partition that cannot be; on every
             rank.
-        DisagreementError: if ranks differ in tensors, order, shapes, dtypes, trainability or settings; on every rank.
+        DisagreementError: if ranks differ in tensors, order, shapes, dtypes, trainability, hyperparameters or settings;
+            on every rank.
 
     Example:
         >>> import os, tempfile, torch
