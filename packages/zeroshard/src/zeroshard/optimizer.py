@@ -41,7 +41,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         optimizer_class: the class of the local optimizer, or a ``functools.partial`` of it.
         process_group: the ranks that share the work; the default group if None.
         parameters_as_bucket_view: pack parameters into flat buffers, so that a step sends few large messages without
-            copying. ``param.data`` then points into a buffer.
+            copying. ``param.data`` then points into a buffer, without gaps if it had some.
         overlap_with_ddp: reserved for the DDP communication hooks; must be False here.
         partition: ``"whole"`` (each tensor has one owner; right for every optimizer), ``"split"`` (every tensor is cut
             evenly; elementwise optimizers only), ``"hybrid"`` (whole, except tensors larger than a rank's fair share;

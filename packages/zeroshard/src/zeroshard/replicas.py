@@ -150,8 +150,11 @@ class Replicas:
                 packed.update({i: plan.tensors[i] for i in members})
             else:
                 buffer.release([i for i in members if i not in rebound])
+        # With gaps too, which the buffer closes: ranks may differ in them, and must send the same messages.
         wanted = [
-            i for i, is_active in enumerate(active) if is_active and i not in packed and is_dense(self._params[i])
+            i
+            for i, is_active in enumerate(active)
+            if is_active and i not in packed and self._params[i].layout is torch.strided
         ]
         for tight in bucket_layouts(plan, tensors=wanted):
             layout = _with_rooms(tight, plan)
