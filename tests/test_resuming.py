@@ -141,6 +141,28 @@ def test_a_model_that_is_converted_between_building_and_loading(
 
 
 @pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_state_of_frozen_tensors_is_loaded_and_kept(rank: int, partition: str) -> None:
+    model, reference = twins()
+    plain = optim.Adam(reference.parameters())
+    step_all([(reference, plain)], range(2))
+    model.load_state_dict(reference.state_dict())
+    for module in (model, reference):
+        module[0].requires_grad_(False)
+    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, partition=partition)
+    sharded.load_state_dict(plain.state_dict())
+    step_all([(model, sharded), (reference, plain)], range(2, 3))
+    if rank == 0:
+        # Nobody else's concern, though the plan is made anew here.
+        rebind(model)
+    step_all([(model, sharded), (reference, plain)], range(3, 4))
+    for module in (model, reference):
+        module[0].requires_grad_(True)
+    step_all([(model, sharded), (reference, plain)], range(4, 6))
+    assert_bitwise_equal(model, reference, "after unfreezing")
+
+
+@pytest.mark.ranks(2, backend="gloo")
 def test_a_model_that_is_converted_on_one_rank_before_loading(rank: int) -> None:
     model, reference = twins(convolutions)
     plain = optim.Adam(reference.parameters())

@@ -151,9 +151,19 @@ class Engine:
         self.adopt(layout, groups)
         sync_groups(self.local.optim.param_groups, groups)
 
-    def settle(self, tensors: frozenset[int]) -> None:
-        """Let tensors that were given state stay with their owners, also if they are frozen and unfrozen later."""
-        self.layout = replace(self.layout, settled=self.layout.settled | tensors)
+    def settle(self, tensors: frozenset[int], groups: Sequence[ParamGroup]) -> None:
+        """Let tensors that were given state stay with their owners, also if they are frozen and unfrozen later.
+
+        They weigh something from now on, which is a part of the plan: all ranks are to do this at the same time, with a
+        layout that they agree upon.
+
+        Args:
+            tensors: indices.
+            groups: the public param groups.
+        """
+        settled = self.layout.settled | tensors
+        if settled != self.layout.settled:
+            self.layout = next_layout(self._policy, replace(self.layout, settled=settled), groups)
 
     def followed(self, groups: Sequence[ParamGroup]) -> Layout:
         """Follow what the user did since the last step, and return the layout that fits it.

@@ -336,7 +336,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._holds_state = True
         loaded = frozenset(key for key, entries in by_index.items() if isinstance(key, int) and entries)
         # Frozen tensors that now have state stay with the rank that holds it when they are unfrozen.
-        self._engine.settle(loaded)
+        self._engine.settle(loaded, self.param_groups)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
