@@ -185,6 +185,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def step(self, closure: Closure | None = None, **kwargs: Any) -> Any:  # noqa: ANN401 - what the inner step takes and returns
         """Update this rank's shards and bring every rank the new values of the others'. Collective.
 
+        What was done to parameters since the last step is followed: frozen or unfrozen, converted, ``.data`` rebound.
+        Only ``.data`` that still begins at the same address, but has another shape or other strides, is not noticed.
+
         Args:
             closure: re-evaluates the model and returns the loss; every rank gives one, or none does. It may not
                 unfreeze or convert parameters.

@@ -57,7 +57,10 @@ class Replicas:
         return tuple(buffer.storage for buffer in self._buffers)
 
     def moved(self) -> bool:
-        """Tell whether some parameter's ``.data`` was rebound since :meth:`follow`."""
+        """Tell whether some parameter's ``.data`` was rebound to another address since :meth:`follow`.
+
+        Data that was narrowed or transposed in place is not noticed: every step would pay for reading all shapes.
+        """
         return list(map(torch.Tensor.data_ptr, self._dense)) != self._addresses
 
     def follow(self, params: Sequence[torch.Tensor], plan: Plan, active: Sequence[bool]) -> None:
