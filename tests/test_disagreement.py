@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -85,6 +86,30 @@ def test_tensors_with_gaps_in_memory_can_be_dealt_out_but_not_cut(partition: str
     go_on(pair, (ZeroRedundancyOptimizer(pair[0].parameters(), optim.Adam), optim.Adam(pair[1].parameters())), range(3))
 
 
+@pytest.mark.ranks(2, backend="gloo")
+@VIEWS
+@pytest.mark.parametrize("gapped_ranks", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize("when", ["from the start", "later"])
+def test_gaps_in_memory_do_not_concern_the_other_ranks(
+    rank: int, as_bucket_view: bool, gapped_ranks: tuple[int, ...], when: str
+) -> None:
+    def open_gaps(module: nn.Module) -> None:
+        for param in list(module.parameters())[2:5]:
+            param.data = torch.stack([param.data, param.data], dim=-1)[..., 0]
+
+    pair = twins()
+    if when == "from the start" and rank in gapped_ranks:
+        open_gaps(pair[0])
+    optimizers = (
+        ZeroRedundancyOptimizer(pair[0].parameters(), optim.Adam, parameters_as_bucket_view=as_bucket_view),
+        optim.Adam(pair[1].parameters()),
+    )
+    go_on(pair, optimizers, range(2))
+    if when == "later" and rank in gapped_ranks:
+        open_gaps(pair[0])
+    go_on(pair, optimizers, range(2, 4))
+
+
 Named = list[tuple[str, torch.Tensor]]
 OTHER_PLANS: dict[str, tuple[Callable[[Named], Named], str]] = {
     "a tensor missing": (lambda named: named[:-1], "tensor 8 '4.weight' is here only"),
@@ -112,6 +137,45 @@ def test_settings_that_differ_are_named(rank: int) -> None:
         ZeroRedundancyOptimizer(small_model().parameters(), optim.Adam, parameters_as_bucket_view=rank == 1)
 
 
+HYPERPARAMETERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "a number": ({"lr": 0.1}, {"lr": 0.5}, "lr of group 0 is '0.1' on rank 0 and '0.5' on rank 1"),
+    "the default": ({}, {"weight_decay": 0.5}, "weight_decay of group 0 is '0' on rank 0 and '0.5' on rank 1"),
+    "a tensor": ({"lr": torch.tensor(0.5)}, {"lr": torch.tensor(0.25)}, "lr of group 0 is '0.5' .* '0.25' on rank 1"),
+    "a pair": ({"betas": (0.5, 0.5)}, {"betas": (0.5, 0.25)}, r"betas of group 0 is '\(0.5, 0.5\)' .* '\(0.5, 0.25\)'"),
+    "a flag": ({"amsgrad": True}, {}, "amsgrad of group 0 is 'True' on rank 0 and 'False' on rank 1"),
+}
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.parametrize("name", HYPERPARAMETERS)
+def test_hyperparameters_that_differ_are_named(rank: int, name: str) -> None:
+    *settings, words = HYPERPARAMETERS[name]
+    with pytest.raises(DisagreementError, match=rf"ZeroRedundancyOptimizer\(\): .*{words}"):
+        ZeroRedundancyOptimizer(small_model().parameters(), optim.Adam, **settings[rank])
+    with pytest.raises(DisagreementError, match=words):
+        ZeroRedundancyOptimizer(small_model().parameters(), functools.partial(optim.Adam, **settings[rank]))
+    with pytest.raises(DisagreementError, match=words):
+        ZeroRedundancyOptimizer([{"params": small_model().parameters(), **settings[rank]}], optim.Adam)
+    pair, optimizers = trained()
+    added = [{"params": [nn.Parameter(torch.ones(3))], **settings[rank]} for _ in pair]
+    with pytest.raises(DisagreementError, match=rf"add_param_group\(\): .*{words.replace('group 0', 'group 1')}"):
+        optimizers[0].add_param_group(added[0])
+    assert len(optimizers[0].param_groups) == len(optimizers[0].optim.param_groups) == 1
+    go_on(pair, optimizers, range(2, 4))
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_hyperparameters_that_cannot_be_compared_are_not(rank: int) -> None:
+    class Scheduled(optim.SGD):
+        def __init__(self, params: Any, lr: float, schedule: Callable[[int], float]) -> None:
+            super().__init__(params, lr)
+            for group in self.param_groups:
+                group["schedule"] = schedule
+
+    model, _ = twins()
+    ZeroRedundancyOptimizer(model.parameters(), Scheduled, lr=0.1, schedule=lambda step: 0.5**step)
+
+
 @pytest.mark.ranks(2, backend="gloo")
 @VIEWS
 def test_freezing_on_one_rank_alone(rank: int, as_bucket_view: bool) -> None:
@@ -126,6 +190,33 @@ def test_freezing_on_one_rank_alone(rank: int, as_bucket_view: bool) -> None:
     set_gradients(model.parameters(), 6)
     sharded.step()
     assert_replicas_equal(model.parameters())
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@VIEWS
+@pytest.mark.parametrize("what", ["a sparse gradient", "a frozen tensor"])
+def test_a_rank_that_refuses_a_step_receives_the_others_shards_where_its_data_was_rebound(
+    rank: int, as_bucket_view: bool, what: str
+) -> None:
+    model, _ = twins()
+    sharded = ZeroRedundancyOptimizer(
+        model.parameters(), optim.Adam, partition="split", parameters_as_bucket_view=as_bucket_view
+    )
+    for step in range(2):
+        set_gradients(model.parameters(), step)
+        if step == 1 and rank == 0:
+            for param in model.parameters():
+                param.data = param.data.clone()
+            if what == "a sparse gradient":
+                model[2].weight.grad = model[2].weight.grad.to_sparse()
+            else:
+                model[2].weight.requires_grad_(False).grad = None
+        if step == 1:
+            with pytest.raises((RuntimeError, DisagreementError), match=r"sparse gradient|frozen on rank 0"):
+                sharded.step()
+        else:
+            sharded.step()
+        assert_replicas_equal(model.parameters())
 
 
 @pytest.mark.ranks(2, backend="gloo")

@@ -304,6 +304,76 @@ def test_closures(partition: str, as_bucket_view: bool) -> None:
         assert_bitwise_equal(*pair, f"after step {step}")
 
 
+@pytest.mark.ranks(2, backend="gloo")
+@PARTITIONS
+@VIEWS
+def test_closures_that_rebind_data_and_drop_gradients_of_frozen_ones(partition: str, as_bucket_view: bool) -> None:
+    pair = twins()
+    optimizers = (
+        ZeroRedundancyOptimizer(
+            pair[0].parameters(), optim.Adam, partition=partition, parameters_as_bucket_view=as_bucket_view
+        ),
+        optim.Adam(pair[1].parameters()),
+    )
+    run_steps(pair, optimizers, range(2))
+    for step in range(2, 5):
+        for module, optimizer in zip(pair, optimizers, strict=True):
+            # Frozen now, but with the gradient of the last step, which the closure drops.
+            module[0].weight.requires_grad_(step != 3)
+
+            def closure(module: nn.Module = module, step: int = step) -> None:
+                for param in module.parameters():
+                    param.data = param.data * 0.5
+                set_gradients(module.parameters(), step)
+
+            optimizer.step(closure)
+        assert_bitwise_equal(*pair, f"after step {step}")
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@PARTITIONS
+@VIEWS
+@pytest.mark.parametrize("on_rank_1_alone", [False, True])
+@pytest.mark.parametrize("how", ["unfrozen", "converted"])
+def test_closures_that_change_what_the_ranks_agreed_upon(
+    rank: int, partition: str, as_bucket_view: bool, on_rank_1_alone: bool, how: str
+) -> None:
+    model, reference = twins()
+    for module in (model, reference):
+        module[0].weight.requires_grad_(False)
+    sharded = ZeroRedundancyOptimizer(
+        model.parameters(), optim.Adam, partition=partition, parameters_as_bucket_view=as_bucket_view
+    )
+    plain = optim.Adam(reference.parameters())
+
+    def change(module: nn.Module) -> None:
+        if how == "unfrozen":
+            module[0].weight.requires_grad_(True)
+        else:
+            module[2].double()
+
+    def closure() -> None:
+        if rank == 1 or not on_rank_1_alone:
+            change(model)
+        set_gradients(model.parameters(), 0)
+
+    words = "the closure has unfrozen it" if how == "unfrozen" else "the closure has changed the dtype"
+    with pytest.raises(RuntimeError, match=f"^rank 1: .*{words}" if on_rank_1_alone else words):
+        sharded.step(closure)
+    if on_rank_1_alone:
+        if how == "unfrozen":
+            assert_replicas_equal(model.parameters())
+        return
+    change(reference)
+    assert_bitwise_equal(model, reference, "after the refused step")
+    for step in range(3):
+        # By now the change was made before the step.
+        sharded.step(closure)
+        set_gradients(reference.parameters(), 0)
+        plain.step()
+        assert_bitwise_equal(model, reference, f"after step {step}")
+
+
 class ScaledSGD(optim.SGD):
     """Takes a further argument of its own in ``step``."""
 
@@ -391,14 +461,15 @@ def test_rebinding_of_data_is_noticed(partition: str) -> None:
     assert storages == {buffer.untyped_storage().data_ptr() for buffer in sharded.buffers}
 
 
+def convolutions() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(8, 16, 3), nn.Conv2d(16, 8, 3))
+
+
 @pytest.mark.ranks(2, backend="gloo")
 @PARTITIONS
 @VIEWS
 def test_a_model_that_changes_its_dtype_or_memory_format(partition: str, as_bucket_view: bool) -> None:
-    def convolutions() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Conv2d(8, 16, 3), nn.Conv2d(16, 8, 3))
-
     pair = twins(convolutions)
     sharded = ZeroRedundancyOptimizer(
         pair[0].parameters(), optim.SGD, lr=0.1, partition=partition, parameters_as_bucket_view=as_bucket_view
@@ -411,6 +482,61 @@ def test_a_model_that_changes_its_dtype_or_memory_format(partition: str, as_buck
     for module in pair:
         module.to(memory_format=torch.channels_last)
     run_steps(pair, (sharded, plain), range(4, 6))
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.parametrize("partition", ["whole", "hybrid"])
+@VIEWS
+def test_whole_tensors_keep_their_state_when_the_memory_format_changes(partition: str, as_bucket_view: bool) -> None:
+    pair = twins(convolutions)
+    sharded = ZeroRedundancyOptimizer(
+        pair[0].parameters(), optim.Adam, partition=partition, parameters_as_bucket_view=as_bucket_view
+    )
+    plain = optim.Adam(pair[1].parameters())
+    assert not any(sharded.plan.is_cut(index) for index in range(4))
+    run_steps(pair, (sharded, plain), range(2))
+    for module in pair:
+        module.to(memory_format=torch.channels_last)
+    run_steps(pair, (sharded, plain), range(2, 4))
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@VIEWS
+@pytest.mark.parametrize("on_rank_1_alone", [False, True])
+def test_state_of_cut_tensors_does_not_outlive_their_memory_format(
+    rank: int, as_bucket_view: bool, on_rank_1_alone: bool
+) -> None:
+    def build(partition: str) -> ZeroRedundancyOptimizer:
+        return ZeroRedundancyOptimizer(
+            pair[0].parameters(), optim.Adam, partition=partition, parameters_as_bucket_view=as_bucket_view
+        )
+
+    pair = twins(convolutions)
+    sharded, plain = build("split"), optim.Adam(pair[1].parameters())
+    run_steps(pair, (sharded, plain), range(2))
+    if rank == 1 or not on_rank_1_alone:
+        pair[0].to(memory_format=torch.channels_last)
+    set_gradients(pair[0].parameters(), 2)
+    added = {"params": [nn.Parameter(torch.ones(4))]}
+    blamed = "rank 1: " if on_rank_1_alone else ""
+    with pytest.raises(ValueError, match=rf"^{blamed}tensor 0 'param.0' is cut .*changed its memory format"):
+        sharded.add_param_group(added)
+    assert_bitwise_equal(*pair, "after the refused group")
+    if on_rank_1_alone:
+        pair[0].to(memory_format=torch.contiguous_format)
+        run_steps(pair, (sharded, plain), range(2, 4))
+        return
+    with pytest.raises(ValueError, match=r"^tensor 0 'param.0' is cut .*changed its memory format"):
+        sharded.step()
+    assert_bitwise_equal(*pair, "after the refused step")
+    # As the error says: the state is still whole, and fits a new optimizer.
+    sharded.consolidate_state_dict(to=0)
+    saved = [sharded.state_dict() if rank == 0 else None]
+    torch.distributed.broadcast_object_list(saved)
+    resumed = build("split")
+    resumed.load_state_dict(saved[0])
+    pair[1].to(memory_format=torch.channels_last)
+    run_steps(pair, (resumed, plain), range(2, 4))
 
 
 @pytest.mark.ranks(4, backend="gloo")

@@ -1,6 +1,6 @@
 """Moving shards between ranks: exchanges, agreement, state transfer, rank arithmetic and traffic counters."""
 
-from zeroshard_comm.agreement import Declaration, agree, agree_over
+from zeroshard_comm.agreement import Declaration, agree, agree_over, explain_declarations
 from zeroshard_comm.choice import exchange_for
 from zeroshard_comm.collective import CollectiveExchange
 from zeroshard_comm.control import Control
@@ -37,6 +37,7 @@ __all__ = [
     "agree",
     "agree_over",
     "exchange_for",
+    "explain_declarations",
     "gather",
     "shared_bytes",
 ]

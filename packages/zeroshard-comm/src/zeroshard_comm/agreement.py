@@ -96,7 +96,7 @@ def explain_declarations(reference: str, other: str, reference_rank: int, other_
     difference = here.plan.difference(there.plan)
     if difference is not None:
         return f"{difference} (here: rank {reference_rank}, there: rank {other_rank})"
-    for name in sorted({*here.settings, *there.settings}):
+    for name in dict.fromkeys([*here.settings, *there.settings]):
         left, right = here.settings.get(name), there.settings.get(name)
         if left != right:
             return f"{name} is {left!r} on rank {reference_rank} and {right!r} on rank {other_rank}"

@@ -12,13 +12,13 @@ from dataclasses import replace
 from operator import is_
 from typing import Any
 
-from zeroshard_comm import Control, PeerLostError, RankGroup, Traffic, agree_over
+from zeroshard_comm import Control, Declaration, PeerLostError, RankGroup, Traffic, agree_over
 
 from zeroshard.elementwise import name_of
 from zeroshard.layout import Layout, Policy, first_layout, next_layout
 from zeroshard.local import Closure, LocalOptimizer, sync_groups
-from zeroshard.parameters import ParamGroup, activity, parameters_of
-from zeroshard.replicas import Replicas
+from zeroshard.parameters import ParamGroup, activity, hyperparameters_of, parameters_of
+from zeroshard.replicas import Replicas, same_place
 
 _FINE, _STOPPED, _FAILED = 0, 1, 2
 """What a rank tells the others with its share: it has stepped; it must talk first and has not; its step has failed."""
@@ -57,14 +57,15 @@ class Engine:
         self.control = Control(ranks, traffic)
         self._policy = policy
         built: tuple[list[ParamGroup], Layout, LocalOptimizer] | None = None
+        declaration: Declaration | None = None
         failure: Exception | None = None
         try:
             groups = read_groups()
             layout = first_layout(policy, groups, name_of(policy.factory))
             built = groups, layout, LocalOptimizer(policy.factory, groups, layout.plan, ranks.rank, defaults)
+            declaration = _with_hyperparameters(layout, hyperparameters_of(groups, built[2].optim.defaults))
         except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
             failure = error
-        declaration = built[1].declaration if built is not None else None
         agree_over(self.control, "ZeroRedundancyOptimizer()", declaration, error=failure)
         assert built is not None
         groups, self.layout, self.local = built
@@ -96,18 +97,20 @@ class Engine:
         Raises:
             DisagreementError: if ranks follow different changes of their models.
             PeerLostError: if a rank is gone.
-            Exception: what any rank met, on every rank. Replicas are equal then.
+            Exception: what any rank met, on every rank. Replicas are equal then, but for parameters that a rank has
+                converted or exchanged.
         """
         layout, problem = self._observe(groups)
         if problem is not None or layout is not self.layout:
             # The others may be stepping already; they find this status in the share that they wait for.
             self._share(_STOPPED, problem)
             agree_over(self.control, "step()", layout.declaration, error=problem)
-            self._adopt(layout, groups)
+            self.adopt(layout, groups)
         failure: Exception | None = None
         result: Any = None
         try:
-            result = self.local.step(closure, arguments)
+            watched = self._watched(closure, groups) if closure is not None else None
+            result = self.local.step(watched, arguments)
         except Exception as error:  # noqa: BLE001 - peers wait for this rank's share, and must hear of it
             failure = error
         if not self._share(_FAILED if failure is not None else _FINE, failure):
@@ -130,41 +133,97 @@ class Engine:
         """
         before = len(groups)
         layout, failure = self.layout, None
+        declaration = layout.declaration
         try:
             append()
             layout = next_layout(self._policy, layout, groups)
+            self.local.refuse_reordered(self.layout.plan, layout.plan)
             self.local.rehearse(groups, layout.plan)
+            hyperparameters = hyperparameters_of(groups[before:], self.local.optim.defaults, first=before)
+            declaration = _with_hyperparameters(layout, hyperparameters)
         except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
             failure = error
         try:
-            agree_over(self.control, "add_param_group()", layout.declaration, error=failure)
+            agree_over(self.control, "add_param_group()", declaration, error=failure)
         except BaseException:
             del groups[before:]
             raise
-        self._adopt(layout, groups)
+        self.adopt(layout, groups)
         sync_groups(self.local.optim.param_groups, groups)
 
-    def settle(self, tensors: frozenset[int]) -> None:
-        """Let tensors that were given state stay with their owners, also if they are frozen and unfrozen later."""
-        self.layout = replace(self.layout, settled=self.layout.settled | tensors)
+    def settle(self, tensors: frozenset[int], groups: Sequence[ParamGroup]) -> None:
+        """Let tensors that were given state stay with their owners, also if they are frozen and unfrozen later.
+
+        They weigh something from now on, which is a part of the plan: all ranks are to do this at the same time, with a
+        layout that they agree upon.
+
+        Args:
+            tensors: indices.
+            groups: the public param groups.
+        """
+        settled = self.layout.settled | tensors
+        if settled != self.layout.settled:
+            self.layout = next_layout(self._policy, replace(self.layout, settled=settled), groups)
+
+    def followed(self, groups: Sequence[ParamGroup]) -> Layout:
+        """Follow what the user did since the last step, and return the layout that fits it.
+
+        If parameters' data was rebound but not converted, that is taken in at once: it concerns nobody else. Another
+        layout is to be agreed upon with all ranks, and then adopted.
+
+        Args:
+            groups: the public param groups; their hyperparameters are handed to the local optimizer.
+
+        Raises:
+            Exception: what is wrong with the parameters or groups; the other ranks must hear of it.
+        """
+        self._check_members(groups)
+        layout = self._next_layout(groups)
+        sync_groups(groups, self.local.optim.param_groups)
+        return layout
+
+    def _next_layout(self, groups: Sequence[ParamGroup]) -> Layout:
+        """As :meth:`followed`, of the parameters alone."""
+        layout = self.layout
+        moved = self.replicas.moved()
+        if moved or activity(self.params) != layout.active:
+            layout = next_layout(self._policy, layout, groups)
+            if moved and all(map(same_place, self.layout.plan.tensors, layout.plan.tensors)):
+                # Also where ranks have to talk first: until then, shares must arrive where parameters are now.
+                self._lay_out()
+            if layout.declaration.digest == self.layout.declaration.digest:
+                layout = self.layout
+            else:
+                self.local.refuse_reordered(self.layout.plan, layout.plan)
+        return layout
+
+    def _watched(self, closure: Closure, groups: Sequence[ParamGroup]) -> Closure:
+        """Return a closure that raises if the user's has changed what the ranks agreed upon before the step."""
+
+        def evaluate() -> Any:  # noqa: ANN401 - the closure's own result
+            result = closure()
+            before, now = self.layout, self._next_layout(groups)
+            for index, spec in enumerate(before.plan.tensors):
+                # What is no longer active is shared in vain this once.
+                if now.active[index] and not before.active[index]:
+                    raise RuntimeError(
+                        f"tensor {index} {spec.name!r} was frozen when step() began, and the closure has unfrozen it, "
+                        f"or given it a gradient. All ranks have to agree on that first: unfreeze it before step()"
+                    )
+                if not same_place(spec, now.plan.tensors[index]):
+                    raise RuntimeError(
+                        f"the closure has changed the dtype, device or memory format of tensor {index} {spec.name!r}. "
+                        f"All ranks have to agree on that first: convert the model before step()"
+                    )
+            return result
+
+        return evaluate
 
     def _observe(self, groups: Sequence[ParamGroup]) -> tuple[Layout, Exception | None]:
-        """Look at what the user did since the last step: the layout that follows, or what is wrong.
-
-        If parameters' data was rebound but the layout is as before, that is taken in at once: it concerns nobody else.
-        """
-        layout = self.layout
+        """As :meth:`followed`, before a step; hand back what is wrong instead of raising it."""
         try:
-            self._check_members(groups)
-            sync_groups(groups, self.local.optim.param_groups)
+            layout = self.followed(groups)
             self.local.check_gradients()
-            moved = self.replicas.moved()
-            if moved or activity(self.params) != layout.active:
-                layout = next_layout(self._policy, layout, groups)
-                if layout.declaration.digest == self.layout.declaration.digest:
-                    if moved:
-                        self._lay_out()
-                    layout = self.layout
         except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
             return self.layout, error
         return layout, None
@@ -187,7 +246,7 @@ class Engine:
                 raise own from lost
             raise
 
-    def _adopt(self, layout: Layout, groups: Sequence[ParamGroup]) -> None:
+    def adopt(self, layout: Layout, groups: Sequence[ParamGroup]) -> None:
         """Take over an agreed layout."""
         if layout.plan.shards != self.layout.plan.shards:
             self.local.follow(groups, layout.plan)
@@ -207,3 +266,8 @@ class Engine:
                 f"rank {self.ranks.rank}: the members of param_groups are not those that the optimizer was built with; "
                 f"add parameters with add_param_group(), and build a new optimizer to exchange or remove them"
             )
+
+
+def _with_hyperparameters(layout: Layout, hyperparameters: Mapping[str, str]) -> Declaration:
+    """Declare hyperparameters beside a layout: once, as they may change with every step."""
+    return replace(layout.declaration, settings={**layout.declaration.settings, **hyperparameters})

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import optim
+from zeroshard_comm import explain_declarations
 from zeroshard_core import Plan, StateMapError, cut_state
 
 from zeroshard.elementwise import OptimizerFactory, class_of, is_elementwise
@@ -199,32 +200,46 @@ def digest_of(state_dict: Mapping[str, Any]) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
-def local_state(by_index: Mapping[Any, Any], local: LocalOptimizer, plan: Plan) -> dict[torch.Tensor | Any, Any]:
-    """Copy what this rank owns, cut to its shards; tensors stay where they were, and share nothing with the checkpoint.
+def local_state(by_index: Mapping[Any, Any], plan: Plan, rank: int) -> dict[Any, Any]:
+    """Copy what a rank owns, cut to its shards; tensors stay where they were, and share nothing with the checkpoint.
+
+    Args:
+        by_index: state entries by tensor index; state that belongs to no tensor under its own key.
+        plan: who owns what.
+        rank: group rank.
+
+    Returns:
+        As ``by_index``.
 
     Raises:
         StateMapError: if an entry cannot be cut, naming it.
     """
     mine: dict[Any, Any] = {key: copy_value(value) for key, value in by_index.items() if not isinstance(key, int)}
-    for index, piece in local.pieces.items():
-        entries = by_index.get(index)
+    for shard in plan.of_rank(rank):
+        entries = by_index.get(shard.tensor)
         if entries:
-            shard_entries = cut_state(entries, plan.tensors[index], piece.shard) if piece.is_cut else entries
-            mine[piece.tensor] = {key: copy_value(value) for key, value in shard_entries.items()}
+            shard_entries = cut_state(entries, plan.tensors[shard.tensor], shard)
+            mine[shard.tensor] = {key: copy_value(value) for key, value in shard_entries.items()}
     return mine
 
 
-def install(inner: optim.Optimizer, state: Mapping[Any, Any], saved_groups: Sequence[Mapping[str, Any]]) -> None:
+def what_differs(here: str, there: str, here_rank: int, there_rank: int) -> str:
+    """Say how two ranks differ at a load, given the JSON of their declarations: in these, or in their checkpoints."""
+    return explain_declarations(here, there, here_rank, there_rank) or "they were handed different checkpoints"
+
+
+def install(local: LocalOptimizer, state: Mapping[Any, Any], saved_groups: Sequence[Mapping[str, Any]]) -> None:
     """Hand state to the inner optimizer through its own ``load_state_dict``, which casts and places it as it wants.
 
     Args:
-        inner: the local optimizer.
-        state: by local tensor; state under other keys is passed on.
+        local: holds the inner optimizer.
+        state: by tensor index, cut to this rank's shards; state under other keys is passed on.
         saved_groups: hyperparameters, one mapping per group.
 
     Raises:
         Exception: whatever the class raises; the inner optimizer is then as before, if its own method leaves it so.
     """
+    inner = local.optim
     position = {
         tensor: number for number, tensor in enumerate(t for group in inner.param_groups for t in group["params"])
     }
@@ -238,7 +253,10 @@ def install(inner: optim.Optimizer, state: Mapping[Any, Any], saved_groups: Sequ
     ]
     inner.load_state_dict(
         {
-            "state": {position.get(key, key) if isinstance(key, torch.Tensor) else key: v for key, v in state.items()},
+            "state": {
+                position[local.pieces[key].tensor] if isinstance(key, int) else key: entries
+                for key, entries in state.items()
+            },
             "param_groups": packed,
         }
     )
@@ -303,4 +321,4 @@ def _outline(value: object) -> str:
     return repr(value)
 
 
-__all__ = ["Expectations", "StateMapError", "checked", "digest_of", "install", "local_state"]
+__all__ = ["Expectations", "StateMapError", "checked", "digest_of", "install", "local_state", "what_differs"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import optim
-from zeroshard_core import Plan, Shard, storage_view
+from zeroshard_core import Plan, Shard, TensorSpec, contiguous_strides, storage_view
 
 from zeroshard.elementwise import OptimizerFactory
 from zeroshard.parameters import ParamGroup
@@ -116,6 +116,28 @@ class LocalOptimizer:
         """Point the cut pieces at their parameters' present storage, after a parameter's ``.data`` was rebound."""
         for piece in self._cut:
             piece.tensor.data = storage_view(piece.param.detach())[piece.shard.start : piece.shard.stop]
+
+    def refuse_reordered(self, before: Plan, now: Plan) -> None:
+        """Raise if a cut tensor's elements have changed places in memory, and this rank holds state for its part.
+
+        That state lies in the old order of the elements: it would be used for others.
+
+        Args:
+            before: the plan that the pieces were made for.
+            now: the plan that follows the model.
+
+        Raises:
+            ValueError: naming the tensor.
+        """
+        for index, piece in self.pieces.items():
+            if not piece.is_cut or _order(before.tensors[index]) == _order(now.tensors[index]):
+                continue
+            if not all(map(_is_number, self.optim.state.get(piece.tensor, {}).values())):
+                raise ValueError(
+                    f"tensor {index} {now.tensors[index].name!r} is cut over several ranks, and has changed its memory "
+                    f"format: the optimizer state of its parts no longer fits. Call consolidate_state_dict(), build a "
+                    f"new optimizer for the converted model and load the state into that"
+                )
 
     def check_gradients(self) -> None:
         """Raise if a gradient cannot be cut, before anything is stepped.
@@ -246,6 +268,17 @@ def _piece(shard: Shard, param: torch.Tensor) -> Piece:
         return Piece(shard, param, param)
     view = storage_view(param.detach())[shard.start : shard.stop]
     return Piece(shard, param, torch.nn.Parameter(view, requires_grad=param.requires_grad))
+
+
+def _order(spec: TensorSpec) -> list[int]:
+    """By which strides a tensor is walked through, without those that are never used."""
+    strides = contiguous_strides(spec.shape) if spec.stride is None else spec.stride
+    return [stride for stride, size in zip(strides, spec.shape, strict=True) if size > 1]
+
+
+def _is_number(value: object) -> bool:
+    """Whether a state entry is one value for the whole tensor, and not one per element."""
+    return value.dim() == 0 if isinstance(value, torch.Tensor) else isinstance(value, (int, float, str, type(None)))
 
 
 def _names(group: Mapping[str, Any], pieces: Sequence[Piece]) -> list[str]:

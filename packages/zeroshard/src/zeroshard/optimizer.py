@@ -18,7 +18,7 @@ from zeroshard.elementwise import OptimizerFactory, refuse_unshardable
 from zeroshard.engine import Engine
 from zeroshard.join_hook import OptimizerJoinHook
 from zeroshard.layout import Policy
-from zeroshard.loading import Expectations, checked, digest_of, install, local_state
+from zeroshard.loading import Expectations, checked, digest_of, install, local_state, what_differs
 from zeroshard.local import Closure, sync_groups
 from zeroshard.parameters import ParamGroup, read_group, read_groups
 
@@ -41,7 +41,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         optimizer_class: the class of the local optimizer, or a ``functools.partial`` of it.
         process_group: the ranks that share the work; the default group if None.
         parameters_as_bucket_view: pack parameters into flat buffers, so that a step sends few large messages without
-            copying. ``param.data`` then points into a buffer.
+            copying. ``param.data`` then points into a buffer, without gaps if it had some.
         overlap_with_ddp: reserved for the DDP communication hooks; must be False here.
         partition: ``"whole"`` (each tensor has one owner; right for every optimizer), ``"split"`` (every tensor is cut
             evenly; elementwise optimizers only), ``"hybrid"`` (whole, except tensors larger than a rank's fair share;
@@ -65,7 +65,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         TypeError: for params that are a tensor, not iterable or mixed; on every rank.
         ValueError: for an empty list, a dict without ``"params"``, an optimizer or partition that cannot be; on every
             rank.
-        DisagreementError: if ranks differ in tensors, order, shapes, dtypes, trainability or settings; on every rank.
+        DisagreementError: if ranks differ in tensors, order, shapes, dtypes, trainability, hyperparameters or settings;
+            on every rank.
 
     Example:
         >>> import os, tempfile, torch
@@ -184,8 +185,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def step(self, closure: Closure | None = None, **kwargs: Any) -> Any:  # noqa: ANN401 - what the inner step takes and returns
         """Update this rank's shards and bring every rank the new values of the others'. Collective.
 
+        What was done to parameters since the last step is followed: frozen or unfrozen, converted, ``.data`` rebound.
+        Only ``.data`` that still begins at the same address, but has another shape or other strides, is not noticed.
+
         Args:
-            closure: re-evaluates the model and returns the loss; every rank gives one, or none does.
+            closure: re-evaluates the model and returns the loss; every rank gives one, or none does. It may not
+                unfreeze or convert parameters.
             **kwargs: passed to the local optimizer's step.
 
         Returns:
@@ -196,8 +201,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             PeerLostError: if a rank is gone.
             Exception: what a rank met, or its local step raised, on every rank.
 
-            In all cases but a lost peer, replicas are equal afterwards; shards of ranks that noticed nothing themselves
-            may have been stepped.
+            In all cases but a lost peer, replicas are equal afterwards, but for parameters that a rank has converted or
+            exchanged; shards of ranks that noticed nothing themselves may have been stepped.
         """
         Join.notify_join_context(self)
         result = self._engine.step(self.param_groups, closure, kwargs)
@@ -282,6 +287,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load a whole checkpoint: every rank checks all of it, and takes what it owns. Collective.
 
+        A model that was converted, frozen or unfrozen since the last step is followed first, as a step does.
+
         Args:
             state_dict: from the plain optimizer, torch's ZeroRedundancyOptimizer, or this class at any world size; the
                 same on every rank. It is not modified, and its tensors are not kept.
@@ -289,29 +296,38 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Raises:
             TypeError: if it is no optimizer state.
             ValueError: for another number of groups or parameters, or entries that are missing, extra or misshapen.
-            DisagreementError: if ranks were handed checkpoints that differ in structure or hyperparameters.
+            DisagreementError: if ranks were handed checkpoints that differ in structure or hyperparameters, or their
+                models differ.
             Exception: whatever else a rank meets. In every case the optimizer is as before, on every rank.
         """
         state_dict = dict(state_dict) if isinstance(state_dict, Mapping) else state_dict
         failure: Exception | None = None
         mine: dict[Any, Any] = {}
         by_index: dict[Any, Any] = {}
-        digest = 0
+        layout, digest = self._engine.layout, 0
         try:
             for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
                 state_dict = pre_hook(self, state_dict) or state_dict
-            by_index = checked(state_dict, self.param_groups, self.plan, self._expectations)
+            layout = self._engine.followed(self.param_groups)
+            by_index = checked(state_dict, self.param_groups, layout.plan, self._expectations)
             digest = digest_of(state_dict)
-            mine = local_state(by_index, self._engine.local, self.plan)
+            mine = local_state(by_index, layout.plan, self.rank)
         except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
             failure = error
         self._engine.control.meet(
-            "load_state_dict()", digest, error=failure, explain=lambda *_: "they were handed different checkpoints"
+            "load_state_dict()",
+            digest ^ layout.declaration.digest,
+            error=failure,
+            detail=layout.declaration.to_json,
+            explain=what_differs,
         )
         inner = self.optim
-        before = (inner.state, [dict(group) for group in inner.param_groups])
+        before = (inner.state, inner.param_groups)
         try:
-            install(inner, mine, state_dict["param_groups"])
+            if layout is not self._engine.layout:
+                self._engine.adopt(layout, self.param_groups)
+            before = (inner.state, [dict(group) for group in inner.param_groups])
+            install(self._engine.local, mine, state_dict["param_groups"])
         except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
             failure = error
         verdict = self._engine.control.compare("the end of load_state_dict()", error=failure)
@@ -323,7 +339,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._holds_state = True
         loaded = frozenset(key for key, entries in by_index.items() if isinstance(key, int) and entries)
         # Frozen tensors that now have state stay with the rank that holds it when they are unfrozen.
-        self._engine.settle(loaded)
+        self._engine.settle(loaded, self.param_groups)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 

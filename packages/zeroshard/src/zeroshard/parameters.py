@@ -129,6 +129,41 @@ def specs_of(groups: Sequence[Mapping[str, Any]], active: Sequence[bool]) -> tup
     return tuple(specs)
 
 
+def hyperparameters_of(
+    groups: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any], *, first: int = 0
+) -> dict[str, str]:
+    """Write down the hyperparameters of groups so that ranks can compare them.
+
+    Args:
+        groups: param groups.
+        defaults: what holds where a group says nothing.
+        first: the number of the first group.
+
+    Returns:
+        Values by name and group. Of what is neither a number, a string, a tensor nor a sequence of these, only the type
+        is written: two ranks' objects need not look alike.
+    """
+    return {
+        f"{key} of group {number}": _in_words(value)
+        for number, group in enumerate(groups, first)
+        for key, value in {**defaults, **group}.items()
+        if key not in ("params", "param_names")
+    }
+
+
+def _in_words(value: object) -> str:
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(map(_in_words, value))})"
+    if isinstance(value, torch.Tensor):
+        if value.numel() == 1 and value.device.type != "meta":
+            return _in_words(value.item())
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, float):
+        # As an integer if it is one: 0 and 0.0 mean the same.
+        return repr(int(value)) if value.is_integer() else float.__repr__(value)
+    return repr(value) if isinstance(value, (int, str, type(None))) else type(value).__name__
+
+
 def _stride(param: torch.Tensor) -> tuple[int, ...] | None:
     if param.layout is not torch.strided or param.is_contiguous() or not is_dense(param):
         return None

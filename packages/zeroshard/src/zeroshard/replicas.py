@@ -57,7 +57,10 @@ class Replicas:
         return tuple(buffer.storage for buffer in self._buffers)
 
     def moved(self) -> bool:
-        """Tell whether some parameter's ``.data`` was rebound since :meth:`follow`."""
+        """Tell whether some parameter's ``.data`` was rebound to another address since :meth:`follow`.
+
+        Data that was narrowed or transposed in place is not noticed: every step would pay for reading all shapes.
+        """
         return list(map(torch.Tensor.data_ptr, self._dense)) != self._addresses
 
     def follow(self, params: Sequence[torch.Tensor], plan: Plan, active: Sequence[bool]) -> None:
@@ -141,7 +144,7 @@ class Replicas:
             members = [slot.tensor for slot in buffer.layout.slots]
             rebound = buffer.rebound()
             if all(
-                _same_place(self._packed[i], plan.tensors[i]) and self._params[i].device == buffer.storage.device
+                same_place(self._packed[i], plan.tensors[i]) and self._params[i].device == buffer.storage.device
                 for i in members
             ):
                 if rebound:
@@ -150,8 +153,11 @@ class Replicas:
                 packed.update({i: plan.tensors[i] for i in members})
             else:
                 buffer.release([i for i in members if i not in rebound])
+        # With gaps too, which the buffer closes: ranks may differ in them, and must send the same messages.
         wanted = [
-            i for i, is_active in enumerate(active) if is_active and i not in packed and is_dense(self._params[i])
+            i
+            for i, is_active in enumerate(active)
+            if is_active and i not in packed and self._params[i].layout is torch.strided
         ]
         for tight in bucket_layouts(plan, tensors=wanted):
             layout = _with_rooms(tight, plan)
@@ -229,6 +235,6 @@ def _runs(layout: BucketLayout, plan: Plan) -> list[tuple[int | None, list[int],
     return [(owner, members, start, stop) for (owner, members, start), stop in zip(runs, stops, strict=True)]
 
 
-def _same_place(old: TensorSpec, new: TensorSpec) -> bool:
+def same_place(old: TensorSpec, new: TensorSpec) -> bool:
     """Whether a tensor described by ``new`` fits where ``old`` was packed."""
     return (old.shape, old.dtype, old.device, old.stride) == (new.shape, new.dtype, new.device, new.stride)
