@@ -15,7 +15,7 @@ import torch.multiprocessing as multiprocessing
 from killed_rank import survive
 from torch import optim
 from torch.nn.parallel import DistributedDataParallel
-from training import assert_bitwise_equal, set_gradients, small_model, twins
+from training import assert_bitwise_equal, assert_same_state, set_gradients, small_model, twins
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_comm import PeerLostError
 from zeroshard_testing import assert_replicas_equal
@@ -112,3 +112,30 @@ def test_no_thread_is_left_behind() -> None:
     sharded.step()
     sharded.consolidate_state_dict()
     assert set(threading.enumerate()) == before
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_a_first_step_that_failed_on_one_rank_leaves_no_garbage_in_a_checkpoint(rank: int) -> None:
+    pair = twins()
+    sharded = ZeroRedundancyOptimizer(pair[0].parameters(), optim.Adam, partition="split")
+    plain = optim.Adam(pair[1].parameters())
+
+    def fail(*_: object) -> None:
+        raise ArithmeticError("not today")
+
+    hook = sharded.optim.register_step_pre_hook(fail) if rank == 1 else None
+    set_gradients(pair[0].parameters(), 0)
+    with pytest.raises(ArithmeticError, match="rank 1: not today"):
+        sharded.step()
+    # Half of each tensor has no state, and there is nothing to write in its place.
+    with pytest.raises(ValueError, match=r"has the state entry '\w+' on rank 0, but not on rank 1, which owns a part"):
+        sharded.consolidate_state_dict()
+    if hook is not None:
+        hook.remove()
+    set_gradients(pair[1].parameters(), 0)
+    plain.step()
+    pair[0].load_state_dict(pair[1].state_dict())
+    sharded.load_state_dict(plain.state_dict())
+    sharded.consolidate_state_dict()
+    if rank == 0:
+        assert_same_state(sharded.state_dict(), plain.state_dict())

@@ -62,12 +62,15 @@ class Assembly:
         self._plan = plan
         self.state: dict[Any, dict[str, Any]] = {}
         """State by tensor index, tensors on the CPU; complete only after the transfer."""
+        self._givers: dict[tuple[int, str], set[int]] = {}
+        """Per entry of a cut tensor, the ranks that have sent a part of it."""
 
     def place(self, rank: int, description: Any) -> Sequence[torch.Tensor]:  # noqa: ANN401 - JSON
         """Make room for what one rank sends; see :func:`zeroshard_comm.gather`.
 
         Raises:
-            StateMapError: if the description names shards that the plan does not give to that rank.
+            StateMapError: if the description names shards that the plan does not give to that rank, parts of an entry
+                differ in kind, or the last rank has been placed and a part of a cut tensor's state has not come.
         """
         rooms: list[torch.Tensor] = []
         shards, loose = description
@@ -85,15 +88,28 @@ class Assembly:
                     entries[key] = read_value(entry, _room_maker(rooms))
                 else:
                     self._place_part(entries, key, entry, (index, start, stop), rooms)
+                    self._givers.setdefault((index, key), set()).add(rank)
         for key, entry in loose.items():
             value = read_value(entry, _room_maker(rooms))
             self.state.setdefault(key, value)
+        if rank == self._plan.world_size - 1:
+            self._check_complete()
         return rooms
 
     def finished(self) -> dict[Any, Any]:
         """Return the state with tensor indices ascending, and what belongs to no tensor behind them."""
         indices = sorted(key for key in self.state if isinstance(key, int))
         return {key: self.state[key] for key in (*indices, *(k for k in self.state if not isinstance(k, int)))}
+
+    def _check_complete(self) -> None:
+        for (index, key), givers in self._givers.items():
+            lacking = [shard.rank for shard in self._plan.of_tensor(index) if shard.rank not in givers]
+            if lacking:
+                raise StateMapError(
+                    f"tensor {index} {self._plan.tensors[index].name!r} has the state entry {key!r} on rank "
+                    f"{min(givers)}, but not on rank {lacking[0]}, which owns a part of it. If a step has failed "
+                    f"there, take one that succeeds, or load a checkpoint, before you consolidate"
+                )
 
     def _place_part(
         self,
@@ -105,9 +121,16 @@ class Assembly:
     ) -> None:
         index, start, stop = part
         spec = self._plan.tensors[index]
-        if isinstance(entry, dict) and "tensor" in entry and entry["tensor"][1] == [stop - start]:
+        per_element = isinstance(entry, dict) and "tensor" in entry and entry["tensor"][1] == [stop - start]
+        known = entries.get(key)
+        dtype = read_value(entry, lambda dtype, _s, _t: torch.empty(0, dtype=dtype)).dtype if per_element else None
+        if key in entries and dtype != (known.dtype if isinstance(known, torch.Tensor) and known.dim() > 0 else None):
+            raise StateMapError(
+                f"the state entry {key!r} of tensor {index} {spec.name!r} is of another dtype or kind in the part "
+                f"[{start}:{stop}] than in those before"
+            )
+        if per_element:
             if key not in entries:
-                dtype = read_value(entry, lambda dtype, _shape, _stride: torch.empty(0, dtype=dtype)).dtype
                 entries[key] = (
                     torch.empty(spec.shape, dtype=dtype)
                     if spec.stride is None
@@ -144,7 +167,7 @@ def consolidate(
         On ``target`` a state_dict as the unsharded optimizer would give it; None elsewhere.
 
     Raises:
-        StateMapError: if an entry cannot be moved, on every rank.
+        StateMapError: if an entry cannot be moved, or only some owners of a cut tensor have it, on every rank.
         Exception: if a hyperparameter cannot be copied, on every rank.
         PeerLostError: if a rank is gone.
     """

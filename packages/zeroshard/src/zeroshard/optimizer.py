@@ -231,7 +231,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         Raises:
             ValueError: if there is no such rank.
-            StateMapError: if an entry of the state can be neither joined nor moved without pickle.
+            StateMapError: if an entry of the state can be neither joined nor moved without pickle, or only some owners
+                of a cut tensor have it, as after a first step that failed on the others.
             DisagreementError: if ranks name different targets.
             PeerLostError: if a rank is gone.
         """
