@@ -10,7 +10,7 @@ import torch
 from zeroshard_comm import Consignment, Control, gather
 from zeroshard_core import Plan, StateMapError, storage_view
 
-from zeroshard.local import LocalOptimizer
+from zeroshard.local import LocalOptimizer, sync_groups
 from zeroshard.parameters import ParamGroup
 from zeroshard.statevalues import read_value, write_value
 
@@ -159,7 +159,7 @@ def consolidate(
         control: the channel of the group.
         local: this rank's local optimizer.
         plan: who owns what.
-        groups: the public param groups, whose hyperparameters are saved.
+        groups: the public param groups, whose hyperparameters are saved, and copied to the local optimizer.
         target: group rank.
         operation: named in errors.
 
@@ -168,12 +168,14 @@ def consolidate(
 
     Raises:
         StateMapError: if an entry cannot be moved, or only some owners of a cut tensor have it, on every rank.
-        Exception: if a hyperparameter cannot be copied, on every rank.
+        Exception: if a hyperparameter cannot be copied, or the groups are not those of the local optimizer, on every
+            rank.
         PeerLostError: if a rank is gone.
     """
     consignment, packed = Consignment([[], {}], []), list[dict[str, Any]]()
     failure: Exception | None = None
     try:
+        sync_groups(groups, local.optim.param_groups)
         consignment = describe_local(local, plan)
         packed = pack_groups(groups)
     except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is

@@ -235,6 +235,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 of a cut tensor have it, as after a first step that failed on the others.
             DisagreementError: if ranks name different targets.
             PeerLostError: if a rank is gone.
+            Exception: if the param groups are not those of the local optimizer, or a hyperparameter cannot be copied.
         """
         operation = f"consolidate_state_dict(to={to})"
         failure: Exception | None = None
@@ -243,7 +244,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 f"consolidate_state_dict(to={to!r}): `to` must be a group rank from 0 to {self.world_size - 1}"
             )
         self._engine.meet(operation, failure)
-        sync_groups(self.param_groups, self.optim.param_groups)
         self._consolidated = None
         self._consolidated = consolidate(
             self._engine.control, self._engine.local, self.plan, self.param_groups, to, operation
