@@ -11,7 +11,7 @@ import torch
 from torch import nn, optim
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from training import assert_bitwise_equal, set_gradients, small_model, twins
+from training import assert_bitwise_equal, assert_same_state, set_gradients, small_model, twins
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_testing import assert_replicas_equal
 
@@ -462,6 +462,37 @@ def test_a_callable_partition_and_a_declared_optimizer(rank: int) -> None:
     with pytest.raises(ValueError, match="MySGD is not known to be elementwise"):
         ZeroRedundancyOptimizer(small_model().parameters(), MySGD, lr=0.1, partition="split")
     ZeroRedundancyOptimizer(small_model().parameters(), MySGD, lr=0.1, partition="split", elementwise=True)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@PARTITIONS
+@VIEWS
+def test_a_default_device_that_is_not_the_models(rank: int, partition: str, as_bucket_view: bool) -> None:
+    pair = twins()
+    # What is made on this device has no values, so whatever ends there by mistake is an error.
+    with torch.device("meta"):
+        sharded = ZeroRedundancyOptimizer(
+            pair[0].parameters(),
+            optim.SGD,
+            lr=0.1,
+            momentum=0.9,
+            partition=partition,
+            parameters_as_bucket_view=as_bucket_view,
+        )
+        plain = optim.SGD(pair[1].parameters(), lr=0.1, momentum=0.9)
+        for step in range(4):
+            for module, optimizer in zip(pair, (sharded, plain), strict=True):
+                for param in module.parameters():
+                    param.grad = param.detach() / (step + 1)
+                optimizer.step()
+            sharded.consolidate_state_dict(to=step % 2)
+            if step == 1:
+                sharded.load_state_dict(plain.state_dict())
+        with pytest.raises(ValueError, match=r"rank 1: .*empty parameter list"):
+            ZeroRedundancyOptimizer([] if rank == 1 else pair[0].parameters(), optim.SGD, lr=0.1)
+    assert_bitwise_equal(*pair, "under another default device")
+    if rank == 1:
+        assert_same_state(sharded.state_dict(), plain.state_dict())
 
 
 @pytest.mark.ranks(2, backend="gloo")

@@ -64,8 +64,8 @@ class Control:
         self.ranks = ranks
         self.traffic = traffic if traffic is not None else Traffic()
         self.channel = _companion(ranks)
-        self._mine = torch.zeros(_HEADER_FIELDS, dtype=torch.int64)
-        self._all = torch.zeros(ranks.world_size, _HEADER_FIELDS, dtype=torch.int64)
+        self._mine = torch.zeros(_HEADER_FIELDS, dtype=torch.int64, device="cpu")
+        self._all = torch.zeros(ranks.world_size, _HEADER_FIELDS, dtype=torch.int64, device="cpu")
         self._rows = list(self._all.unbind(0))
 
     @property
@@ -116,7 +116,7 @@ class Control:
             return error
         code = zlib.crc32(operation.encode())
         mine = [code, digest, int(error is not None)]
-        self._mine.copy_(torch.tensor(mine))
+        self._mine.copy_(torch.tensor(mine, device="cpu"))
         self._exchange(self._mine, self._rows, operation)
         self._rows[self.ranks.rank].copy_(self._mine)
         headers = self._all.tolist()
@@ -147,7 +147,7 @@ class Control:
         if self.alone:
             return raised
         code = zlib.crc32(operation.encode())
-        self._mine.copy_(torch.tensor([code, 0, int(raised)]))
+        self._mine.copy_(torch.tensor([code, 0, int(raised)], device="cpu"))
         self._exchange(self._mine, self._rows, operation)
         self._rows[self.ranks.rank].copy_(self._mine)
         headers = self._all.tolist()
@@ -180,11 +180,11 @@ class Control:
     def _confer(self, reason: Reason) -> list[Reason]:
         """Exchange reasons; every rank gets all of them, in rank order."""
         text = json.dumps([reason.operation, reason.digest, reason.detail, reason.error_type, reason.error]).encode()
-        lengths = torch.zeros(self.ranks.world_size, 1, dtype=torch.int64)
-        own = torch.tensor([len(text)])
+        lengths = torch.zeros(self.ranks.world_size, 1, dtype=torch.int64, device="cpu")
+        own = torch.tensor([len(text)], device="cpu")
         self._exchange(own, list(lengths.unbind(0)), reason.operation, TAG_LENGTH)
         lengths[self.ranks.rank] = own
-        blobs = [torch.zeros(int(length), dtype=torch.uint8) for length in lengths]
+        blobs = [torch.zeros(int(length), dtype=torch.uint8, device="cpu") for length in lengths]
         blobs[self.ranks.rank] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         self._exchange(blobs[self.ranks.rank], blobs, reason.operation, TAG_REASON)
         return [Reason(rank, *json.loads(bytes(blob.tolist()))) for rank, blob in enumerate(blobs)]

@@ -98,7 +98,7 @@ def _send_all(control: Control, consignment: Consignment, target: int, operation
         text = json.dumps({"description": consignment.description, "sizes": sizes}).encode()
     except Exception as error:  # noqa: BLE001 - whatever it is, every rank must hear of it before it is raised
         failure = error
-    size, body = torch.tensor([len(text)]), torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    size, body = torch.tensor([len(text)], device="cpu"), torch.frombuffer(bytearray(text), dtype=torch.uint8)
     for payload, tag in ((size, TAG_STATE_SIZE), (body, TAG_STATE_TEXT)):
         wait_for(dist.isend(payload, group=group, group_dst=target, tag=tag), target, rank, operation)
     control.meet(f"{operation}: making room", error=failure)
@@ -173,9 +173,9 @@ def _receive_text(control: Control, source: int, operation: str) -> tuple[Any, l
     """What a sender says of its tensors; None if it failed to, and will report why at the meeting."""
     assert control.channel is not None
     group, rank = control.channel.group, control.ranks.rank
-    size = torch.zeros(1, dtype=torch.int64)
+    size = torch.zeros(1, dtype=torch.int64, device="cpu")
     wait_for(dist.irecv(size, group=group, group_src=source, tag=TAG_STATE_SIZE), source, rank, operation)
-    body = torch.zeros(int(size), dtype=torch.uint8)
+    body = torch.zeros(int(size), dtype=torch.uint8, device="cpu")
     wait_for(dist.irecv(body, group=group, group_src=source, tag=TAG_STATE_TEXT), source, rank, operation)
     parts = json.loads(bytes(body.tolist()))
     return None if parts is None else (parts["description"], parts["sizes"])

@@ -132,9 +132,9 @@ class Assembly:
         if per_element:
             if key not in entries:
                 entries[key] = (
-                    torch.empty(spec.shape, dtype=dtype)
+                    torch.empty(spec.shape, dtype=dtype, device="cpu")
                     if spec.stride is None
-                    else torch.empty_strided(spec.shape, spec.stride, dtype=dtype)
+                    else torch.empty_strided(spec.shape, spec.stride, dtype=dtype, device="cpu")
                 )
             rooms.append(storage_view(entries[key])[start:stop])
             return
@@ -224,9 +224,9 @@ def _check_cut(name: str, key: str, value: object, numel: int) -> None:
 def _room_maker(rooms: list[torch.Tensor]) -> Any:  # noqa: ANN401 - a callback of read_value
     def make(dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int] | None) -> torch.Tensor:
         made = (
-            torch.empty(tuple(shape), dtype=dtype)
+            torch.empty(tuple(shape), dtype=dtype, device="cpu")
             if stride is None
-            else torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype)
+            else torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device="cpu")
         )
         rooms.append(storage_view(made))
         return made

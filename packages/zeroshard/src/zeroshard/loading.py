@@ -172,7 +172,7 @@ class Expectations:
 
     def _probe(self, attributes: Mapping[str, Any], axes: int) -> dict[str, _Form] | None:
         # Sizes that differ and are not 1, so that an entry's axes can be told from its shape.
-        probe = torch.zeros(tuple(range(2, 2 + axes)), requires_grad=True)
+        probe = torch.zeros(tuple(range(2, 2 + axes)), requires_grad=True, device="cpu")
         probe.grad = torch.ones_like(probe)
         group = {key: copy_value(value) for key, value in attributes.items()}
         quiet = {k: v for k, v in self._defaults.items() if k not in ("foreach", "fused", "capturable")}
