@@ -201,12 +201,15 @@ def pack_groups(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _mark_unstepped(state: dict[Any, Any], plan: Plan) -> dict[Any, Any]:
-    """Say of tensors that were never stepped that they have no state, so that a load can tell them from lost ones."""
+    """Say of tensors that were never stepped that they have no state, so that a load can tell them from lost ones.
+
+    Of frozen ones too: whoever loads the state may have unfrozen them.
+    """
     stateful_groups = {plan.tensors[key].group for key in state if isinstance(key, int)}
     unstepped: dict[int, dict[str, Any]] = {
         index: {}
         for index, spec in enumerate(plan.tensors)
-        if spec.trainable and spec.group in stateful_groups and index not in state
+        if spec.group in stateful_groups and index not in state
     }
     indices = sorted({*unstepped, *(key for key in state if isinstance(key, int))})
     rest = {key: value for key, value in state.items() if not isinstance(key, int)}
