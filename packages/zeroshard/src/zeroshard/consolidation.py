@@ -207,9 +207,7 @@ def _mark_unstepped(state: dict[Any, Any], plan: Plan) -> dict[Any, Any]:
     """
     stateful_groups = {plan.tensors[key].group for key in state if isinstance(key, int)}
     unstepped: dict[int, dict[str, Any]] = {
-        index: {}
-        for index, spec in enumerate(plan.tensors)
-        if spec.group in stateful_groups and index not in state
+        index: {} for index, spec in enumerate(plan.tensors) if spec.group in stateful_groups and index not in state
     }
     indices = sorted({*unstepped, *(key for key in state if isinstance(key, int))})
     rest = {key: value for key, value in state.items() if not isinstance(key, int)}
