@@ -240,6 +240,31 @@ def test_state_that_outlives_its_setting(rank: int, partition: str, name: str) -
         sharded.load_state_dict(bad)
 
 
+class RefusesTheProbe(optim.Adam):
+    """Works on the model's tensors only: those of two elements fail in a way that no optimizer of torch's does."""
+
+    elementwise = True
+    failure: type[Exception] = Exception
+
+    def step(self, closure: Any = None) -> Any:
+        if any(param.numel() == 2 for group in self.param_groups for param in group["params"]):
+            raise self.failure("tiny")
+        return super().step(closure)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.parametrize("failure", [AssertionError, IndexError, NotImplementedError, OSError])
+def test_a_class_that_works_on_large_tensors_only(rank: int, failure: type[Exception]) -> None:
+    stubborn = type("Stubborn", (RefusesTheProbe,), {"failure": failure})
+    model, reference = twins()
+    plain = stubborn(reference.parameters())
+    sharded = ZeroRedundancyOptimizer(model.parameters(), stubborn)
+    step_all([(model, sharded), (reference, plain)], range(2))
+    sharded.load_state_dict(plain.state_dict())
+    step_all([(model, sharded), (reference, plain)], range(2, 4))
+    assert_bitwise_equal(model, reference, "after resuming")
+
+
 class NestedState(optim.SGD):
     """Keeps tensors inside lists and dicts, and numbers, as some optimizers do."""
 
