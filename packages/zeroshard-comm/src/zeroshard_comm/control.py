@@ -100,7 +100,11 @@ class Control:
         """
         failure = self.compare(operation, digest, error=error, detail=detail, explain=explain)
         if failure is not None:
-            raise failure from (error if failure is not error else None)
+            try:
+                raise failure from (error if failure is not error else None)
+            finally:
+                # A frame that keeps an error which passes through it keeps itself alive, and all that it refers to.
+                del failure, error
 
     def compare(
         self,

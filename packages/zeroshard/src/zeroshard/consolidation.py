@@ -180,7 +180,11 @@ def consolidate(
         packed = pack_groups(groups)
     except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
         failure = error
-    control.meet(f"{operation}: describing state", error=failure)
+    try:
+        control.meet(f"{operation}: describing state", error=failure)
+    finally:
+        # A frame that keeps an error which passes through it keeps itself alive, and the model.
+        del failure
     assembly = Assembly(plan)
     gather(control, consignment, target, assembly.place, operation=operation)
     if control.ranks.rank != target:

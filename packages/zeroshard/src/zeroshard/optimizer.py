@@ -243,7 +243,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             failure = ValueError(
                 f"consolidate_state_dict(to={to!r}): `to` must be a group rank from 0 to {self.world_size - 1}"
             )
-        self._engine.meet(operation, failure)
+        try:
+            self._engine.meet(operation, failure)
+        finally:
+            del failure
         self._consolidated = None
         self._consolidated = consolidate(
             self._engine.control, self._engine.local, self.plan, self.param_groups, to, operation
@@ -306,9 +309,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             mine = local_state(by_index, self._engine.local, self.plan)
         except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
             failure = error
-        self._engine.control.meet(
-            "load_state_dict()", digest, error=failure, explain=lambda *_: "they were handed different checkpoints"
-        )
+        try:
+            self._engine.control.meet(
+                "load_state_dict()", digest, error=failure, explain=lambda *_: "they were handed different checkpoints"
+            )
+        finally:
+            failure = None
         inner = self.optim
         before = (inner.state, [dict(group) for group in inner.param_groups])
         try:
@@ -318,7 +324,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         verdict = self._engine.control.compare("the end of load_state_dict()", error=failure)
         if verdict is not None:
             inner.state, inner.param_groups = before
-            raise verdict from (failure if verdict is not failure else None)
+            try:
+                raise verdict from (failure if verdict is not failure else None)
+            finally:
+                del verdict, failure
         sync_groups(inner.param_groups, self.param_groups)
         self._consolidated = None
         self._holds_state = True
