@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -493,6 +494,43 @@ def test_a_default_device_that_is_not_the_models(rank: int, partition: str, as_b
     assert_bitwise_equal(*pair, "under another default device")
     if rank == 1:
         assert_same_state(sharded.state_dict(), plain.state_dict())
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@PARTITIONS
+@pytest.mark.parametrize("stepped", [False, True], ids=["before the first step", "after a step"])
+def test_what_is_written_to_the_state_is_kept(rank: int, partition: str, stepped: bool) -> None:
+    model = nn.ModuleList([nn.Linear(8, 8) for _ in range(5)])
+    params = list(model.parameters())
+    sharded = ZeroRedundancyOptimizer(params, optim.SGD, lr=0.1, momentum=0.9, partition=partition)
+    first, second = (params[shard.tensor] for shard in sharded.plan.of_rank(rank)[:2])
+    untouched = params[sharded.plan.of_rank(rank)[2].tensor]
+    if stepped:
+        set_gradients(params, 0)
+        sharded.step()
+    seen = sharded.state
+    sharded.state[first]["epoch"] = 1
+    sharded.state[second] = {"epoch": 2}
+    assert sharded.state.get(first, {}).get("epoch") == 1
+    assert seen[second] == {"epoch": 2}
+    assert sharded.state.setdefault(second, {"epoch": 3}) == {"epoch": 2}
+    assert (untouched in sharded.state) == stepped
+    # As frameworks do to bring all state to another device.
+    for param, entries in sharded.state.items():
+        sharded.state[param] = {key: copy.deepcopy(value) for key, value in entries.items()}
+    kept = copy.deepcopy(dict(sharded.state.items()))
+    assert len(kept) == len(sharded.state) == len(copy.deepcopy(sharded.state)) == len(sharded.optim.state)
+    for _ in range(2):
+        set_gradients(params, 1)
+        sharded.step()
+    assert (sharded.state[first]["epoch"], sharded.state[second]["epoch"]) == (1, 2)
+    assert sharded.state.pop(second)["epoch"] == 2
+    assert second not in sharded.state
+    sharded.consolidate_state_dict()
+    with pytest.raises(KeyError):
+        del sharded.state[second]
+    sharded.state.clear()
+    assert not sharded.optim.state
 
 
 @pytest.mark.ranks(2, backend="gloo")

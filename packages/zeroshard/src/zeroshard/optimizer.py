@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -21,6 +21,7 @@ from zeroshard.layout import Policy
 from zeroshard.loading import Expectations, checked, digest_of, install, local_state
 from zeroshard.local import Closure, sync_groups
 from zeroshard.parameters import ParamGroup, read_group, read_groups
+from zeroshard.stateview import StateView
 
 
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
@@ -150,27 +151,24 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         return self._engine.replicas.buffers
 
-    @property
-    def state(self) -> defaultdict[Any, Any]:
+    @property  # type: ignore[override] # torch's annotation is narrower than its use
+    def state(self) -> MutableMapping[Any, Any]:
         """State of the parameters that this rank owns (or owns a part of): the local optimizer's own dicts, not copies.
 
+        What is written here is written to the local optimizer. The state of a part is 1-D, in storage order.
         After a step it is empty on no rank: where this rank holds no state, one parameter has an empty dict.
         """
         if not hasattr(self, "_engine"):
             early: defaultdict[Any, Any] = self.__dict__.setdefault("_early_state", defaultdict(dict))
             return early
         inner = self.optim.state
-        if inner and not any(piece.is_cut for piece in self._engine.local.pieces.values()):
+        placeholder = self._engine.params[0] if self._holds_state else None
+        if (inner or placeholder is None) and not any(piece.is_cut for piece in self._engine.local.pieces.values()):
             return inner
-        by_tensor = {piece.tensor: piece.param for piece in self._engine.local.pieces.values()}
-        view: defaultdict[Any, Any] = defaultdict(dict)
-        view.update({by_tensor.get(key, key): entries for key, entries in inner.items()})
-        if not view and self._holds_state:
-            view[self._engine.params[0]] = {}
-        return view
+        return StateView(self._engine.local, placeholder)
 
     @state.setter
-    def state(self, value: defaultdict[Any, Any]) -> None:
+    def state(self, value: MutableMapping[Any, Any]) -> None:
         if not hasattr(self, "_engine"):
             self.__dict__["_early_state"] = value
             return
