@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn, optim
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from training import assert_bitwise_equal, assert_same_state, set_gradients, small_model, twins
 from zeroshard import ZeroRedundancyOptimizer
+from zeroshard_comm import DisagreementError
 from zeroshard_testing import assert_replicas_equal
 
 PARTITIONS = pytest.mark.parametrize("partition", ["whole", "split", "hybrid"])
@@ -531,6 +533,22 @@ def test_what_is_written_to_the_state_is_kept(rank: int, partition: str, stepped
         del sharded.state[second]
     sharded.state.clear()
     assert not sharded.optim.state
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_nothing_to_train_on_a_group_without_a_backend_for_the_cpu(rank: int) -> None:
+    model = small_model().requires_grad_(False)
+    group = dist.new_group(backend="cuda:gloo")
+    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, lr=0.1, process_group=group)
+    sharded.step()
+    sharded.consolidate_state_dict()
+    # Statuses find their way without any parameter that they could travel with.
+    with pytest.raises(TypeError, match=r"rank 1: .*unexpected keyword argument 'loud'"):
+        sharded.step(**({"loud": True} if rank == 1 else {}))
+    if rank == 0:
+        model.requires_grad_(True)
+    with pytest.raises(DisagreementError, match=r"rank 1 differs from rank 0: .* trainable True here, False there"):
+        sharded.step()
 
 
 @pytest.mark.ranks(2, backend="gloo")
