@@ -64,6 +64,19 @@ def test_a_rank_that_skips_a_consolidation_is_named(rank: int) -> None:
 
 
 @pytest.mark.ranks(2, backend="gloo", isolation="process")
+def test_meetings_keep_the_timeout_of_a_group_without_a_backend_for_the_cpu(rank: int) -> None:
+    group = dist.new_group(backend="cuda:gloo", timeout=timedelta(seconds=2))
+    model = small_model().requires_grad_(False)
+    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, process_group=group)
+    if rank == 0:
+        started = time.monotonic()
+        with pytest.raises(PeerLostError, match=r"rank 0 lost rank 1 during consolidate_state_dict\(to=0\)"):
+            sharded.consolidate_state_dict()
+        assert time.monotonic() - started < 10
+    dist.barrier()
+
+
+@pytest.mark.ranks(2, backend="gloo", isolation="process")
 def test_the_rank_that_failed_says_why_though_the_others_wait_elsewhere(rank: int) -> None:
     group = dist.new_group(timeout=timedelta(seconds=2))
     model = DistributedDataParallel(small_model(), process_group=group)

@@ -15,6 +15,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -49,9 +50,9 @@ class Control:
     """Meetings of the ranks of one process group.
 
     Messages travel over gloo and CPU memory: over the group itself where it has gloo for CPU tensors, else over a gloo
-    group of the same ranks that is made once per process group (its construction is a collective among those ranks
-    alone). So no meeting ever waits for an accelerator. With torch's ``fake`` backend nothing travels, and a meeting
-    raises only what this rank itself found.
+    group of the same ranks, with the same timeout, that is made once per process group (its construction is a
+    collective among those ranks alone). So no meeting ever waits for an accelerator. With torch's ``fake`` backend
+    nothing travels, and a meeting raises only what this rank itself found.
 
     The object holds two small buffers that only its own methods write; it belongs to the thread that calls it.
 
@@ -226,9 +227,26 @@ def _companion(ranks: RankGroup) -> RankGroup | None:
     if ranks.sends_tagged(torch.device("cpu")):
         return ranks
     if ranks.group not in _companions:
-        made = dist.new_group(dist.get_process_group_ranks(ranks.group), backend="gloo", use_local_synchronization=True)
+        made = dist.new_group(
+            dist.get_process_group_ranks(ranks.group),
+            timeout=_timeout_of(ranks.group),
+            backend="gloo",
+            use_local_synchronization=True,
+        )
         _companions[ranks.group] = RankGroup.of(made)
     return _companions[ranks.group]
+
+
+def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """Find out after how long the operations of ``group`` are given up; None if its backends do not tell."""
+    for device in group._device_types:
+        try:
+            timeout = group._get_backend(device).options._timeout
+        except (AttributeError, RuntimeError):
+            continue
+        if isinstance(timeout, timedelta):
+            return timeout
+    return None
 
 
 def _verdict(reasons: Sequence[Reason], error: Exception | None, explain: Explain | None) -> Exception:
