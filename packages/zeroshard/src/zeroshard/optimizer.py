@@ -340,6 +340,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def join_hook(self, **kwargs: Any) -> JoinHook:  # noqa: ANN401, ARG002 - shared by all joinables; none concerns this one
         """Return the hook by which ``Join`` lets a rank without data take part in the others' steps.
 
+        Such a rank steps its shard with the gradients of its last batch, see :class:`OptimizerJoinHook`: results differ
+        from those of the unsharded run.
+
         Args:
             **kwargs: arguments for all joinables of the context; none is used here.
         """
