@@ -552,6 +552,26 @@ def test_nothing_to_train_on_a_group_without_a_backend_for_the_cpu(rank: int) ->
 
 
 @pytest.mark.ranks(2, backend="gloo")
+@PARTITIONS
+def test_convolutions_of_one_pixel_stay_in_channels_last(partition: str) -> None:
+    def convolutions() -> nn.Module:
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Conv2d(8, 16, 1), nn.Conv2d(16, 8, 3), nn.Conv2d(8, 1, 3), nn.Conv2d(1, 8, 3))
+        return layers.to(memory_format=torch.channels_last)
+
+    pair = twins(convolutions)
+    # Of the many strides that are right for one pixel, those that torch itself gives to images.
+    strides = [param.stride() for param in pair[1].parameters()]
+    assert strides[0] == (8, 1, 8, 8)
+    sharded = ZeroRedundancyOptimizer(
+        pair[0].parameters(), optim.Adam, partition=partition, parameters_as_bucket_view=True
+    )
+    assert [param.stride() for param in pair[0].parameters()] == strides
+    run_steps(pair, (sharded, optim.Adam(pair[1].parameters())), range(3))
+    assert [param.stride() for param in pair[0].parameters()] == strides
+
+
+@pytest.mark.ranks(2, backend="gloo")
 def test_training_warns_of_nothing() -> None:
     pair = twins()
     with warnings.catch_warnings():
