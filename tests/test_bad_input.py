@@ -337,6 +337,20 @@ def test_a_hyperparameter_that_cannot_be_copied_is_an_error_on_every_rank() -> N
     run.assert_goes_on()
 
 
+@pytest.mark.ranks(2, backend="gloo")
+@WHERE
+def test_a_group_appended_past_the_optimizer_is_no_checkpoint(rank: int, where: str) -> None:
+    run = Run()
+    if is_mine(where, rank):
+        run.sharded.param_groups.append({"params": [nn.Parameter(torch.zeros(2))]})
+    with pytest.raises(ValueError, match="there are 2 param groups where there should be 1") as caught:
+        run.sharded.consolidate_state_dict(to=0)
+    assert_blames(caught.value, where)
+    if is_mine(where, rank):
+        run.sharded.param_groups.pop()
+    run.assert_goes_on()
+
+
 CALLS: dict[str, Callable[[Run], None]] = {
     "add_param_group": lambda run: run.sharded.add_param_group({"params": [nn.Parameter(torch.zeros(3))]}),
     "consolidate_state_dict": lambda run: run.sharded.consolidate_state_dict(to=0),

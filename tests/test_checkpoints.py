@@ -258,14 +258,37 @@ def test_frozen_tensors_have_no_state_and_get_some_after_they_are_unfrozen(parti
     plain = optim.Adam(reference.parameters())
     train([(model, sharded), (reference, plain)], range(2))
     saved = saved_everywhere(sharded)
-    assert 4 not in saved["state"]
-    assert_same_state(saved, plain.state_dict())
+    assert saved["state"][4] == {}
+    stepped = {index: entries for index, entries in saved["state"].items() if index != 4}
+    assert_same_state({**saved, "state": stepped}, plain.state_dict())
     sharded.load_state_dict(saved)
     for module in (model, reference):
         list(module.parameters())[4].requires_grad_(True)
     train([(model, sharded), (reference, plain)], range(2, 4))
     assert_bitwise_equal(model, reference, "after unfreezing")
     assert_same_state(saved_everywhere(sharded), plain.state_dict())
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@PARTITIONS
+def test_a_checkpoint_of_a_partly_frozen_model_is_loaded_into_one_that_is_not(partition: str) -> None:
+    model, reference = twins()
+    model[0].requires_grad_(False)
+    reference[0].requires_grad_(False)
+    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, partition=partition)
+    plain = optim.Adam(reference.parameters())
+    train([(model, sharded), (reference, plain)], range(2))
+    saved = saved_everywhere(sharded)
+    model[0].requires_grad_(True)
+    reference[0].requires_grad_(True)
+    resumed = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, partition=partition)
+    resumed.load_state_dict(saved)
+    # Into the plain optimizer as well.
+    plain = optim.Adam(reference.parameters())
+    plain.load_state_dict(saved)
+    train([(model, resumed), (reference, plain)], range(2, 4))
+    assert_bitwise_equal(model, reference, "after unfreezing and resuming")
+    assert_same_state(saved_everywhere(resumed), plain.state_dict())
 
 
 class Lists(optim.SGD):

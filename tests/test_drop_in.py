@@ -111,6 +111,33 @@ def test_join_lets_ranks_with_fewer_inputs_finish(rank: int, partition: str) -> 
 
 @pytest.mark.ranks(2, backend="gloo")
 @pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param(0, id="as many inputs"),
+        pytest.param(
+            2,
+            id="fewer inputs on rank 0",
+            marks=pytest.mark.xfail(strict=True, reason="DDP's join hook writes no gradients on a joined rank"),
+        ),
+    ],
+)
+def test_join_trains_as_the_unsharded_optimizer_does(rank: int, more: int) -> None:
+    models = [DistributedDataParallel(small_model()) for _ in range(2)]
+    sharded = ZeroRedundancyOptimizer(models[0].parameters(), optim.SGD, lr=0.01)
+    plain = optim.SGD(models[1].parameters(), lr=0.01)
+    for model, optimizer, joinables in ((models[0], sharded, [models[0], sharded]), (models[1], plain, [models[1]])):
+        torch.manual_seed(rank)
+        with Join(joinables):
+            for _ in range(3 + more * rank):
+                optimizer.zero_grad()
+                model(torch.randn(4, 40)).square().sum().backward()
+                optimizer.step()
+    for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.parametrize(
     "options",
     [{"gradient_as_bucket_view": True}, {"find_unused_parameters": True}, {"static_graph": True}],
     ids=lambda options: next(iter(options)),

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import signal
 import threading
 import time
+import weakref
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,7 +19,7 @@ import torch.multiprocessing as multiprocessing
 from killed_rank import survive
 from torch import optim
 from torch.nn.parallel import DistributedDataParallel
-from training import assert_bitwise_equal, set_gradients, small_model, twins
+from training import assert_bitwise_equal, assert_same_state, set_gradients, small_model, twins
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_comm import PeerLostError
 from zeroshard_testing import assert_replicas_equal
@@ -56,6 +60,19 @@ def test_a_rank_that_skips_a_consolidation_is_named(rank: int) -> None:
     if rank == 0:
         with pytest.raises(PeerLostError, match=r"rank 0 lost rank 1 during consolidate_state_dict\(to=0\)"):
             sharded.consolidate_state_dict()
+    dist.barrier()
+
+
+@pytest.mark.ranks(2, backend="gloo", isolation="process")
+def test_meetings_keep_the_timeout_of_a_group_without_a_backend_for_the_cpu(rank: int) -> None:
+    group = dist.new_group(backend="cuda:gloo", timeout=timedelta(seconds=2))
+    model = small_model().requires_grad_(False)
+    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, process_group=group)
+    if rank == 0:
+        started = time.monotonic()
+        with pytest.raises(PeerLostError, match=r"rank 0 lost rank 1 during consolidate_state_dict\(to=0\)"):
+            sharded.consolidate_state_dict()
+        assert time.monotonic() - started < 10
     dist.barrier()
 
 
@@ -112,3 +129,99 @@ def test_no_thread_is_left_behind() -> None:
     sharded.step()
     sharded.consolidate_state_dict()
     assert set(threading.enumerate()) == before
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_a_first_step_that_failed_on_one_rank_leaves_no_garbage_in_a_checkpoint(rank: int) -> None:
+    pair = twins()
+    sharded = ZeroRedundancyOptimizer(pair[0].parameters(), optim.Adam, partition="split")
+    plain = optim.Adam(pair[1].parameters())
+
+    def fail(*_: object) -> None:
+        raise ArithmeticError("not today")
+
+    hook = sharded.optim.register_step_pre_hook(fail) if rank == 1 else None
+    set_gradients(pair[0].parameters(), 0)
+    with pytest.raises(ArithmeticError, match="rank 1: not today"):
+        sharded.step()
+    # Half of each tensor has no state, and there is nothing to write in its place.
+    with pytest.raises(ValueError, match=r"has the state entry '\w+' on rank 0, but not on rank 1, which owns a part"):
+        sharded.consolidate_state_dict()
+    if hook is not None:
+        hook.remove()
+    set_gradients(pair[1].parameters(), 0)
+    plain.step()
+    pair[0].load_state_dict(pair[1].state_dict())
+    sharded.load_state_dict(plain.state_dict())
+    sharded.consolidate_state_dict()
+    if rank == 0:
+        assert_same_state(sharded.state_dict(), plain.state_dict())
+
+
+def refuse(*_: object) -> None:
+    raise ValueError("not today")
+
+
+def refuse_a_step(sharded: ZeroRedundancyOptimizer) -> None:
+    sharded.optim.register_step_pre_hook(refuse)
+    sharded.step()
+
+
+def step_with_other_members(sharded: ZeroRedundancyOptimizer) -> None:
+    sharded.param_groups[0]["params"].pop()
+    sharded.step()
+
+
+def refuse_to_load(sharded: ZeroRedundancyOptimizer) -> None:
+    sharded.consolidate_state_dict()
+    saved = [sharded.state_dict() if sharded.rank == 0 else None]
+    dist.broadcast_object_list(saved)
+    sharded.optim.register_load_state_dict_pre_hook(refuse)
+    sharded.load_state_dict(saved[0])
+
+
+def consolidate_an_object(sharded: ZeroRedundancyOptimizer) -> None:
+    for entries in sharded.optim.state.values():
+        entries["object"] = object()
+    sharded.consolidate_state_dict()
+
+
+def consolidate_a_part(sharded: ZeroRedundancyOptimizer) -> None:
+    if sharded.rank == 1:
+        sharded.optim.state.clear()
+    sharded.consolidate_state_dict()
+
+
+REFUSED: dict[str, Callable[[ZeroRedundancyOptimizer], object]] = {
+    "a step": refuse_a_step,
+    "a step with other members": step_with_other_members,
+    "a load": lambda sharded: sharded.load_state_dict({"state": {}, "param_groups": []}),
+    "a load by the class": refuse_to_load,
+    "a group": lambda sharded: sharded.add_param_group({"params": sharded.param_groups[0]["params"][:1]}),
+    "another optimizer": lambda sharded: ZeroRedundancyOptimizer(
+        sharded.param_groups[0]["params"], optim.Adam, lr=-1.0
+    ),
+    "another rank": lambda sharded: sharded.consolidate_state_dict(to=2),
+    "an object": consolidate_an_object,
+    "a part": consolidate_a_part,
+}
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_error_that_was_handled_keeps_nothing_alive(name: str) -> None:
+    model = small_model()
+    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, partition="split")
+    set_gradients(model.parameters(), 0)
+    sharded.step()
+    gc.collect()
+    gc.disable()
+    try:
+        with contextlib.suppress(ValueError, RuntimeError):
+            REFUSED[name](sharded)
+            pytest.fail("nothing was refused")
+        held = weakref.ref(sharded), weakref.ref(model[2].weight)
+        del sharded, model
+        assert [ref() for ref in held] == [None, None]
+    finally:
+        gc.enable()

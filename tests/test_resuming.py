@@ -284,6 +284,67 @@ def test_tensors_that_were_never_stepped(rank: int) -> None:
     assert_bitwise_equal(model, reference, "after resuming")
 
 
+SWITCHED_OFF: dict[str, tuple[type[optim.Optimizer], dict[str, Any], dict[str, Any]]] = {
+    "momentum of SGD": (optim.SGD, {"lr": 0.1, "momentum": 0.9}, {"momentum": 0.0}),
+    "momentum of RMSprop": (optim.RMSprop, {"momentum": 0.9, "centered": True}, {"momentum": 0, "centered": False}),
+    "amsgrad": (optim.Adam, {"amsgrad": True}, {"amsgrad": False}),
+}
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.parametrize("partition", PARTITIONS)
+@pytest.mark.parametrize("name", SWITCHED_OFF)
+def test_state_that_outlives_its_setting(rank: int, partition: str, name: str) -> None:
+    optimizer_class, settings, off = SWITCHED_OFF[name]
+    on = {key: settings[key] for key in off}
+    model, reference = twins()
+    plain = optimizer_class(reference.parameters(), **settings)
+    step_all([(reference, plain)], range(2))
+    model.load_state_dict(reference.state_dict())
+    plain.param_groups[0].update(off)
+    sharded = ZeroRedundancyOptimizer(model.parameters(), optimizer_class, lr=0.1, partition=partition)
+    sharded.load_state_dict(plain.state_dict())
+    step_all([(model, sharded), (reference, plain)], range(2, 4))
+    plain.param_groups[0].update(on)
+    sharded.param_groups[0].update(on)
+    step_all([(model, sharded), (reference, plain)], range(4, 6))
+    assert_bitwise_equal(model, reference, "after switching off and on again")
+    sharded.consolidate_state_dict(to=0)
+    if rank == 0:
+        assert_same_state(sharded.state_dict(), plain.state_dict())
+    key = {"amsgrad": "max_exp_avg_sq"}.get(name, "momentum_buffer")
+    bad = copy.deepcopy(plain.state_dict())
+    bad["param_groups"][0].update(off)
+    bad["state"][2][key] = torch.zeros(3)
+    with pytest.raises(ValueError, match=rf"'{key}' has shape \(3,\), expected \(64,\)"):
+        sharded.load_state_dict(bad)
+
+
+class RefusesTheProbe(optim.Adam):
+    """Works on the model's tensors only: those of two elements fail in a way that no optimizer of torch's does."""
+
+    elementwise = True
+    failure: type[Exception] = Exception
+
+    def step(self, closure: Any = None) -> Any:
+        if any(param.numel() == 2 for group in self.param_groups for param in group["params"]):
+            raise self.failure("tiny")
+        return super().step(closure)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.parametrize("failure", [AssertionError, IndexError, NotImplementedError, OSError])
+def test_a_class_that_works_on_large_tensors_only(rank: int, failure: type[Exception]) -> None:
+    stubborn = type("Stubborn", (RefusesTheProbe,), {"failure": failure})
+    model, reference = twins()
+    plain = stubborn(reference.parameters())
+    sharded = ZeroRedundancyOptimizer(model.parameters(), stubborn)
+    step_all([(model, sharded), (reference, plain)], range(2))
+    sharded.load_state_dict(plain.state_dict())
+    step_all([(model, sharded), (reference, plain)], range(2, 4))
+    assert_bitwise_equal(model, reference, "after resuming")
+
+
 class NestedState(optim.SGD):
     """Keeps tensors inside lists and dicts, and numbers, as some optimizers do."""
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn, optim
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from training import assert_bitwise_equal, set_gradients, small_model, twins
+from training import assert_bitwise_equal, assert_same_state, set_gradients, small_model, twins
 from zeroshard import ZeroRedundancyOptimizer
+from zeroshard_comm import DisagreementError
 from zeroshard_testing import assert_replicas_equal
 
 PARTITIONS = pytest.mark.parametrize("partition", ["whole", "split", "hybrid"])
@@ -588,6 +591,110 @@ def test_a_callable_partition_and_a_declared_optimizer(rank: int) -> None:
     with pytest.raises(ValueError, match="MySGD is not known to be elementwise"):
         ZeroRedundancyOptimizer(small_model().parameters(), MySGD, lr=0.1, partition="split")
     ZeroRedundancyOptimizer(small_model().parameters(), MySGD, lr=0.1, partition="split", elementwise=True)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@PARTITIONS
+@VIEWS
+def test_a_default_device_that_is_not_the_models(rank: int, partition: str, as_bucket_view: bool) -> None:
+    pair = twins()
+    # What is made on this device has no values, so whatever ends there by mistake is an error.
+    with torch.device("meta"):
+        sharded = ZeroRedundancyOptimizer(
+            pair[0].parameters(),
+            optim.SGD,
+            lr=0.1,
+            momentum=0.9,
+            partition=partition,
+            parameters_as_bucket_view=as_bucket_view,
+        )
+        plain = optim.SGD(pair[1].parameters(), lr=0.1, momentum=0.9)
+        for step in range(4):
+            for module, optimizer in zip(pair, (sharded, plain), strict=True):
+                for param in module.parameters():
+                    param.grad = param.detach() / (step + 1)
+                optimizer.step()
+            sharded.consolidate_state_dict(to=step % 2)
+            if step == 1:
+                sharded.load_state_dict(plain.state_dict())
+        with pytest.raises(ValueError, match=r"rank 1: .*empty parameter list"):
+            ZeroRedundancyOptimizer([] if rank == 1 else pair[0].parameters(), optim.SGD, lr=0.1)
+    assert_bitwise_equal(*pair, "under another default device")
+    if rank == 1:
+        assert_same_state(sharded.state_dict(), plain.state_dict())
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@PARTITIONS
+@pytest.mark.parametrize("stepped", [False, True], ids=["before the first step", "after a step"])
+def test_what_is_written_to_the_state_is_kept(rank: int, partition: str, stepped: bool) -> None:
+    model = nn.ModuleList([nn.Linear(8, 8) for _ in range(5)])
+    params = list(model.parameters())
+    sharded = ZeroRedundancyOptimizer(params, optim.SGD, lr=0.1, momentum=0.9, partition=partition)
+    first, second = (params[shard.tensor] for shard in sharded.plan.of_rank(rank)[:2])
+    untouched = params[sharded.plan.of_rank(rank)[2].tensor]
+    if stepped:
+        set_gradients(params, 0)
+        sharded.step()
+    seen = sharded.state
+    sharded.state[first]["epoch"] = 1
+    sharded.state[second] = {"epoch": 2}
+    assert sharded.state.get(first, {}).get("epoch") == 1
+    assert seen[second] == {"epoch": 2}
+    assert sharded.state.setdefault(second, {"epoch": 3}) == {"epoch": 2}
+    assert (untouched in sharded.state) == stepped
+    # As frameworks do to bring all state to another device.
+    for param, entries in sharded.state.items():
+        sharded.state[param] = {key: copy.deepcopy(value) for key, value in entries.items()}
+    kept = copy.deepcopy(dict(sharded.state.items()))
+    assert len(kept) == len(sharded.state) == len(copy.deepcopy(sharded.state)) == len(sharded.optim.state)
+    for _ in range(2):
+        set_gradients(params, 1)
+        sharded.step()
+    assert (sharded.state[first]["epoch"], sharded.state[second]["epoch"]) == (1, 2)
+    assert sharded.state.pop(second)["epoch"] == 2
+    assert second not in sharded.state
+    sharded.consolidate_state_dict()
+    with pytest.raises(KeyError):
+        del sharded.state[second]
+    sharded.state.clear()
+    assert not sharded.optim.state
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_nothing_to_train_on_a_group_without_a_backend_for_the_cpu(rank: int) -> None:
+    model = small_model().requires_grad_(False)
+    group = dist.new_group(backend="cuda:gloo")
+    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, lr=0.1, process_group=group)
+    sharded.step()
+    sharded.consolidate_state_dict()
+    # Statuses find their way without any parameter that they could travel with.
+    with pytest.raises(TypeError, match=r"rank 1: .*unexpected keyword argument 'loud'"):
+        sharded.step(**({"loud": True} if rank == 1 else {}))
+    if rank == 0:
+        model.requires_grad_(True)
+    with pytest.raises(DisagreementError, match=r"rank 1 differs from rank 0: .* trainable True here, False there"):
+        sharded.step()
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@PARTITIONS
+def test_convolutions_of_one_pixel_stay_in_channels_last(partition: str) -> None:
+    def convolutions() -> nn.Module:
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Conv2d(8, 16, 1), nn.Conv2d(16, 8, 3), nn.Conv2d(8, 1, 3), nn.Conv2d(1, 8, 3))
+        return layers.to(memory_format=torch.channels_last)
+
+    pair = twins(convolutions)
+    # Of the many strides that are right for one pixel, those that torch itself gives to images.
+    strides = [param.stride() for param in pair[1].parameters()]
+    assert strides[0] == (8, 1, 8, 8)
+    sharded = ZeroRedundancyOptimizer(
+        pair[0].parameters(), optim.Adam, partition=partition, parameters_as_bucket_view=True
+    )
+    assert [param.stride() for param in pair[0].parameters()] == strides
+    run_steps(pair, (sharded, optim.Adam(pair[1].parameters())), range(3))
+    assert [param.stride() for param in pair[0].parameters()] == strides
 
 
 @pytest.mark.ranks(2, backend="gloo")

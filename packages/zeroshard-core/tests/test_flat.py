@@ -39,6 +39,18 @@ def test_adopting_keeps_values_and_memory_formats():
         assert param.requires_grad
 
 
+def test_adopting_keeps_the_strides_of_dimensions_of_size_one():
+    params = [torch.nn.Conv2d(8, 4, 1).to(memory_format=torch.channels_last).weight, torch.nn.Parameter(torch.ones(3))]
+    expected = params[0].detach().clone()
+    buffer = packed(params)
+    assert params[0].is_contiguous()
+    assert params[0].stride() == (8, 1, 8, 8)
+    assert in_buffer(buffer, params[0])
+    assert torch.equal(params[0], expected)
+    assert torch.equal(storage_view(params[0]), buffer.view(0).view(-1))
+    assert not buffer.rebound()
+
+
 def test_writing_the_storage_writes_the_tensors():
     params = a_module()
     packed(params).storage.fill_(7.0)

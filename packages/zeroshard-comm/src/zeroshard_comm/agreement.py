@@ -79,13 +79,16 @@ def agree_over(
         PeerLostError: as :func:`agree`.
         Exception: if a rank reported an error: that error, on every rank.
     """
-    control.meet(
-        operation,
-        declaration.digest if declaration is not None else 0,
-        error=error,
-        detail=declaration.to_json if declaration is not None else str,
-        explain=explain_declarations,
-    )
+    try:
+        control.meet(
+            operation,
+            declaration.digest if declaration is not None else 0,
+            error=error,
+            detail=declaration.to_json if declaration is not None else str,
+            explain=explain_declarations,
+        )
+    finally:
+        del error
 
 
 def explain_declarations(reference: str, other: str, reference_rank: int, other_rank: int) -> str | None:

@@ -15,6 +15,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -49,9 +50,9 @@ class Control:
     """Meetings of the ranks of one process group.
 
     Messages travel over gloo and CPU memory: over the group itself where it has gloo for CPU tensors, else over a gloo
-    group of the same ranks that is made once per process group (its construction is a collective among those ranks
-    alone). So no meeting ever waits for an accelerator. With torch's ``fake`` backend nothing travels, and a meeting
-    raises only what this rank itself found.
+    group of the same ranks, with the same timeout, that is made once per process group (its construction is a
+    collective among those ranks alone). So no meeting ever waits for an accelerator. With torch's ``fake`` backend
+    nothing travels, and a meeting raises only what this rank itself found.
 
     The object holds two small buffers that only its own methods write; it belongs to the thread that calls it.
 
@@ -64,8 +65,8 @@ class Control:
         self.ranks = ranks
         self.traffic = traffic if traffic is not None else Traffic()
         self.channel = _companion(ranks)
-        self._mine = torch.zeros(_HEADER_FIELDS, dtype=torch.int64)
-        self._all = torch.zeros(ranks.world_size, _HEADER_FIELDS, dtype=torch.int64)
+        self._mine = torch.zeros(_HEADER_FIELDS, dtype=torch.int64, device="cpu")
+        self._all = torch.zeros(ranks.world_size, _HEADER_FIELDS, dtype=torch.int64, device="cpu")
         self._rows = list(self._all.unbind(0))
 
     @property
@@ -100,7 +101,11 @@ class Control:
         """
         failure = self.compare(operation, digest, error=error, detail=detail, explain=explain)
         if failure is not None:
-            raise failure from (error if failure is not error else None)
+            try:
+                raise failure from (error if failure is not error else None)
+            finally:
+                # A frame that keeps an error which passes through it keeps itself alive, and all that it refers to.
+                del failure, error
 
     def compare(
         self,
@@ -116,7 +121,7 @@ class Control:
             return error
         code = zlib.crc32(operation.encode())
         mine = [code, digest, int(error is not None)]
-        self._mine.copy_(torch.tensor(mine))
+        self._mine.copy_(torch.tensor(mine, device="cpu"))
         self._exchange(self._mine, self._rows, operation)
         self._rows[self.ranks.rank].copy_(self._mine)
         headers = self._all.tolist()
@@ -147,7 +152,7 @@ class Control:
         if self.alone:
             return raised
         code = zlib.crc32(operation.encode())
-        self._mine.copy_(torch.tensor([code, 0, int(raised)]))
+        self._mine.copy_(torch.tensor([code, 0, int(raised)], device="cpu"))
         self._exchange(self._mine, self._rows, operation)
         self._rows[self.ranks.rank].copy_(self._mine)
         headers = self._all.tolist()
@@ -180,11 +185,11 @@ class Control:
     def _confer(self, reason: Reason) -> list[Reason]:
         """Exchange reasons; every rank gets all of them, in rank order."""
         text = json.dumps([reason.operation, reason.digest, reason.detail, reason.error_type, reason.error]).encode()
-        lengths = torch.zeros(self.ranks.world_size, 1, dtype=torch.int64)
-        own = torch.tensor([len(text)])
+        lengths = torch.zeros(self.ranks.world_size, 1, dtype=torch.int64, device="cpu")
+        own = torch.tensor([len(text)], device="cpu")
         self._exchange(own, list(lengths.unbind(0)), reason.operation, TAG_LENGTH)
         lengths[self.ranks.rank] = own
-        blobs = [torch.zeros(int(length), dtype=torch.uint8) for length in lengths]
+        blobs = [torch.zeros(int(length), dtype=torch.uint8, device="cpu") for length in lengths]
         blobs[self.ranks.rank] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         self._exchange(blobs[self.ranks.rank], blobs, reason.operation, TAG_REASON)
         return [Reason(rank, *json.loads(bytes(blob.tolist()))) for rank, blob in enumerate(blobs)]
@@ -222,9 +227,26 @@ def _companion(ranks: RankGroup) -> RankGroup | None:
     if ranks.sends_tagged(torch.device("cpu")):
         return ranks
     if ranks.group not in _companions:
-        made = dist.new_group(dist.get_process_group_ranks(ranks.group), backend="gloo", use_local_synchronization=True)
+        made = dist.new_group(
+            dist.get_process_group_ranks(ranks.group),
+            timeout=_timeout_of(ranks.group),
+            backend="gloo",
+            use_local_synchronization=True,
+        )
         _companions[ranks.group] = RankGroup.of(made)
     return _companions[ranks.group]
+
+
+def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """Find out after how long the operations of ``group`` are given up; None if its backends do not tell."""
+    for device in group._device_types:
+        try:
+            timeout = group._get_backend(device).options._timeout
+        except (AttributeError, RuntimeError):
+            continue
+        if isinstance(timeout, timedelta):
+            return timeout
+    return None
 
 
 def _verdict(reasons: Sequence[Reason], error: Exception | None, explain: Explain | None) -> Exception:

@@ -87,7 +87,7 @@ class Shipment:
                 places.setdefault(crate.owner, crate.staging[-STATUS_BYTES:].view(torch.int64))
             for owner in range(world_size):
                 if owner not in places:
-                    places[owner] = torch.zeros(STATUS_WORDS, dtype=torch.int64)
+                    places[owner] = torch.zeros(STATUS_WORDS, dtype=torch.int64, device="cpu")
                     messages.append(Segment(owner, places[owner].view(torch.uint8)))
             self._statuses = [places[owner] for owner in range(world_size)]
         self._plain = tuple(messages)
@@ -116,7 +116,7 @@ class PackedShare(Share):
         """Say what the others shall know of this rank; before :meth:`send`. No-op for a shipment without statuses."""
         statuses = self._shipment._statuses
         if statuses is not None:
-            statuses[self._shipment._rank].copy_(torch.tensor(status))
+            statuses[self._shipment._rank].copy_(torch.tensor(status, device="cpu"))
 
     def statuses(self) -> list[list[int]]:
         """What all ranks said, in rank order; after :meth:`wait`. Empty for a shipment without statuses."""

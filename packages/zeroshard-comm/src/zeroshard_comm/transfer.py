@@ -98,10 +98,14 @@ def _send_all(control: Control, consignment: Consignment, target: int, operation
         text = json.dumps({"description": consignment.description, "sizes": sizes}).encode()
     except Exception as error:  # noqa: BLE001 - whatever it is, every rank must hear of it before it is raised
         failure = error
-    size, body = torch.tensor([len(text)]), torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    size, body = torch.tensor([len(text)], device="cpu"), torch.frombuffer(bytearray(text), dtype=torch.uint8)
     for payload, tag in ((size, TAG_STATE_SIZE), (body, TAG_STATE_TEXT)):
         wait_for(dist.isend(payload, group=group, group_dst=target, tag=tag), target, rank, operation)
-    control.meet(f"{operation}: making room", error=failure)
+    try:
+        control.meet(f"{operation}: making room", error=failure)
+    finally:
+        # A frame that keeps an error which passes through it keeps itself alive, and the tensors.
+        del failure
     started = time.perf_counter()
     in_flight: deque[tuple[dist.Work | None, torch.Tensor]] = deque()
     for tensor in consignment.tensors:
@@ -139,7 +143,11 @@ def _receive_all(
                 rooms[source] = _checked(place(source, told[0]), told[1], source)
         except Exception as error:  # noqa: BLE001 - whatever it is, every rank must hear of it before it is raised
             failure = error
-    control.meet(f"{operation}: making room", error=failure)
+    try:
+        control.meet(f"{operation}: making room", error=failure)
+    finally:
+        # A frame that keeps an error which passes through it keeps itself alive, and the tensors.
+        del failure
     total = sum(room.nbytes for of_rank in rooms.values() for room in of_rank)
     done = 0
     for room, tensor in zip(rooms[ranks.rank], consignment.tensors, strict=True):
@@ -173,9 +181,9 @@ def _receive_text(control: Control, source: int, operation: str) -> tuple[Any, l
     """What a sender says of its tensors; None if it failed to, and will report why at the meeting."""
     assert control.channel is not None
     group, rank = control.channel.group, control.ranks.rank
-    size = torch.zeros(1, dtype=torch.int64)
+    size = torch.zeros(1, dtype=torch.int64, device="cpu")
     wait_for(dist.irecv(size, group=group, group_src=source, tag=TAG_STATE_SIZE), source, rank, operation)
-    body = torch.zeros(int(size), dtype=torch.uint8)
+    body = torch.zeros(int(size), dtype=torch.uint8, device="cpu")
     wait_for(dist.irecv(body, group=group, group_src=source, tag=TAG_STATE_TEXT), source, rank, operation)
     parts = json.loads(bytes(body.tolist()))
     return None if parts is None else (parts["description"], parts["sizes"])

@@ -90,7 +90,7 @@ def _measure(
     ndim = len(spec.shape)
     shape = (*_PROBE_SIZES[:ndim], *[1] * (ndim - len(_PROBE_SIZES)))
     try:
-        probe = torch.zeros(shape, dtype=spec.dtype).requires_grad_()
+        probe = torch.zeros(shape, dtype=spec.dtype, device="cpu").requires_grad_()
         probe.grad = torch.ones_like(probe)
         optimizer = optimizer_class([probe], **defaults)
         optimizer.step()

@@ -52,8 +52,9 @@ class FlatBuffer:
     def adopt(self, tensors: Mapping[int, torch.Tensor]) -> None:
         """Copy tensors in, and make each a view of its place (``tensor.data = view``).
 
-        Values stay as they are, and the memory format becomes that of the spec. A tensor that was adopted before may be
-        adopted again, for instance after its ``.data`` was rebound.
+        Values stay as they are, and the memory format becomes that of the spec. Strides of dimensions of size 1 stay:
+        they do not say where elements lie, but may tell kernels which format is meant. A tensor that was adopted before
+        may be adopted again, for instance after its ``.data`` was rebound.
 
         Args:
             tensors: tensors by index.
@@ -62,7 +63,7 @@ class FlatBuffer:
             ValueError: if a tensor has no place here, or its shape, dtype or device is not what the place is for; then
                 no tensor is changed.
         """
-        views = {index: self.view(index) for index in tensors}
+        views = {index: _restrided(self.view(index), tensor) for index, tensor in tensors.items()}
         for index, tensor in tensors.items():
             self._check(index, tensor, views[index])
         for index, tensor in tensors.items():
@@ -132,6 +133,15 @@ def storage_view(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_contiguous():
         return tensor.view(-1)
     return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _restrided(view: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The same view with the strides of ``like``, if they differ in dimensions of size 1 alone."""
+    if like.layout is not torch.strided or like.shape != view.shape or like.stride() == view.stride():
+        return view
+    if all(size == 1 or a == b for size, a, b in zip(view.shape, like.stride(), view.stride(), strict=True)):
+        return view.as_strided(view.shape, like.stride())
+    return view
 
 
 class _Place(NamedTuple):

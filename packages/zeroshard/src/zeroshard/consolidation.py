@@ -10,7 +10,7 @@ import torch
 from zeroshard_comm import Consignment, Control, gather
 from zeroshard_core import Plan, StateMapError, storage_view
 
-from zeroshard.local import LocalOptimizer
+from zeroshard.local import LocalOptimizer, sync_groups
 from zeroshard.parameters import ParamGroup
 from zeroshard.statevalues import read_value, write_value
 
@@ -62,12 +62,15 @@ class Assembly:
         self._plan = plan
         self.state: dict[Any, dict[str, Any]] = {}
         """State by tensor index, tensors on the CPU; complete only after the transfer."""
+        self._givers: dict[tuple[int, str], set[int]] = {}
+        """Per entry of a cut tensor, the ranks that have sent a part of it."""
 
     def place(self, rank: int, description: Any) -> Sequence[torch.Tensor]:  # noqa: ANN401 - JSON
         """Make room for what one rank sends; see :func:`zeroshard_comm.gather`.
 
         Raises:
-            StateMapError: if the description names shards that the plan does not give to that rank.
+            StateMapError: if the description names shards that the plan does not give to that rank, parts of an entry
+                differ in kind, or the last rank has been placed and a part of a cut tensor's state has not come.
         """
         rooms: list[torch.Tensor] = []
         shards, loose = description
@@ -85,15 +88,28 @@ class Assembly:
                     entries[key] = read_value(entry, _room_maker(rooms))
                 else:
                     self._place_part(entries, key, entry, (index, start, stop), rooms)
+                    self._givers.setdefault((index, key), set()).add(rank)
         for key, entry in loose.items():
             value = read_value(entry, _room_maker(rooms))
             self.state.setdefault(key, value)
+        if rank == self._plan.world_size - 1:
+            self._check_complete()
         return rooms
 
     def finished(self) -> dict[Any, Any]:
         """Return the state with tensor indices ascending, and what belongs to no tensor behind them."""
         indices = sorted(key for key in self.state if isinstance(key, int))
         return {key: self.state[key] for key in (*indices, *(k for k in self.state if not isinstance(k, int)))}
+
+    def _check_complete(self) -> None:
+        for (index, key), givers in self._givers.items():
+            lacking = [shard.rank for shard in self._plan.of_tensor(index) if shard.rank not in givers]
+            if lacking:
+                raise StateMapError(
+                    f"tensor {index} {self._plan.tensors[index].name!r} has the state entry {key!r} on rank "
+                    f"{min(givers)}, but not on rank {lacking[0]}, which owns a part of it. If a step has failed "
+                    f"there, take one that succeeds, or load a checkpoint, before you consolidate"
+                )
 
     def _place_part(
         self,
@@ -105,13 +121,20 @@ class Assembly:
     ) -> None:
         index, start, stop = part
         spec = self._plan.tensors[index]
-        if isinstance(entry, dict) and "tensor" in entry and entry["tensor"][1] == [stop - start]:
+        per_element = isinstance(entry, dict) and "tensor" in entry and entry["tensor"][1] == [stop - start]
+        known = entries.get(key)
+        dtype = read_value(entry, lambda dtype, _s, _t: torch.empty(0, dtype=dtype)).dtype if per_element else None
+        if key in entries and dtype != (known.dtype if isinstance(known, torch.Tensor) and known.dim() > 0 else None):
+            raise StateMapError(
+                f"the state entry {key!r} of tensor {index} {spec.name!r} is of another dtype or kind in the part "
+                f"[{start}:{stop}] than in those before"
+            )
+        if per_element:
             if key not in entries:
-                dtype = read_value(entry, lambda dtype, _shape, _stride: torch.empty(0, dtype=dtype)).dtype
                 entries[key] = (
-                    torch.empty(spec.shape, dtype=dtype)
+                    torch.empty(spec.shape, dtype=dtype, device="cpu")
                     if spec.stride is None
-                    else torch.empty_strided(spec.shape, spec.stride, dtype=dtype)
+                    else torch.empty_strided(spec.shape, spec.stride, dtype=dtype, device="cpu")
                 )
             rooms.append(storage_view(entries[key])[start:stop])
             return
@@ -136,7 +159,7 @@ def consolidate(
         control: the channel of the group.
         local: this rank's local optimizer.
         plan: who owns what.
-        groups: the public param groups, whose hyperparameters are saved.
+        groups: the public param groups, whose hyperparameters are saved, and copied to the local optimizer.
         target: group rank.
         operation: named in errors.
 
@@ -144,18 +167,24 @@ def consolidate(
         On ``target`` a state_dict as the unsharded optimizer would give it; None elsewhere.
 
     Raises:
-        StateMapError: if an entry cannot be moved, on every rank.
-        Exception: if a hyperparameter cannot be copied, on every rank.
+        StateMapError: if an entry cannot be moved, or only some owners of a cut tensor have it, on every rank.
+        Exception: if a hyperparameter cannot be copied, or the groups are not those of the local optimizer, on every
+            rank.
         PeerLostError: if a rank is gone.
     """
     consignment, packed = Consignment([[], {}], []), list[dict[str, Any]]()
     failure: Exception | None = None
     try:
+        sync_groups(groups, local.optim.param_groups)
         consignment = describe_local(local, plan)
         packed = pack_groups(groups)
     except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
         failure = error
-    control.meet(f"{operation}: describing state", error=failure)
+    try:
+        control.meet(f"{operation}: describing state", error=failure)
+    finally:
+        # A frame that keeps an error which passes through it keeps itself alive, and the model.
+        del failure
     assembly = Assembly(plan)
     gather(control, consignment, target, assembly.place, operation=operation)
     if control.ranks.rank != target:
@@ -176,12 +205,13 @@ def pack_groups(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _mark_unstepped(state: dict[Any, Any], plan: Plan) -> dict[Any, Any]:
-    """Say of tensors that were never stepped that they have no state, so that a load can tell them from lost ones."""
+    """Say of tensors that were never stepped that they have no state, so that a load can tell them from lost ones.
+
+    Of frozen ones too: whoever loads the state may have unfrozen them.
+    """
     stateful_groups = {plan.tensors[key].group for key in state if isinstance(key, int)}
     unstepped: dict[int, dict[str, Any]] = {
-        index: {}
-        for index, spec in enumerate(plan.tensors)
-        if spec.trainable and spec.group in stateful_groups and index not in state
+        index: {} for index, spec in enumerate(plan.tensors) if spec.group in stateful_groups and index not in state
     }
     indices = sorted({*unstepped, *(key for key in state if isinstance(key, int))})
     rest = {key: value for key, value in state.items() if not isinstance(key, int)}
@@ -199,9 +229,9 @@ def _check_cut(name: str, key: str, value: object, numel: int) -> None:
 def _room_maker(rooms: list[torch.Tensor]) -> Any:  # noqa: ANN401 - a callback of read_value
     def make(dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int] | None) -> torch.Tensor:
         made = (
-            torch.empty(tuple(shape), dtype=dtype)
+            torch.empty(tuple(shape), dtype=dtype, device="cpu")
             if stride is None
-            else torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype)
+            else torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device="cpu")
         )
         rooms.append(storage_view(made))
         return made

@@ -66,7 +66,11 @@ class Engine:
             declaration = _with_hyperparameters(layout, hyperparameters_of(groups, built[2].optim.defaults))
         except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
             failure = error
-        agree_over(self.control, "ZeroRedundancyOptimizer()", declaration, error=failure)
+        try:
+            agree_over(self.control, "ZeroRedundancyOptimizer()", declaration, error=failure)
+        finally:
+            # Here and below: a frame that keeps an error which passes through it keeps itself alive, and the model.
+            del failure
         assert built is not None
         groups, self.layout, self.local = built
         self.replicas = Replicas(ranks, traffic, as_bucket_view=policy.as_bucket_view)
@@ -81,7 +85,10 @@ class Engine:
             PeerLostError: if a rank is gone.
             Exception: a rank's problem.
         """
-        agree_over(self.control, operation, self.layout.declaration, error=problem)
+        try:
+            agree_over(self.control, operation, self.layout.declaration, error=problem)
+        finally:
+            del problem
 
     def step(self, groups: Sequence[ParamGroup], closure: Closure | None, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - what the inner step returns
         """Follow the model, step this rank's shards, and bring every rank the others'. Collective.
@@ -103,8 +110,11 @@ class Engine:
         layout, problem = self._observe(groups)
         if problem is not None or layout is not self.layout:
             # The others may be stepping already; they find this status in the share that they wait for.
-            self._share(_STOPPED, problem)
-            agree_over(self.control, "step()", layout.declaration, error=problem)
+            try:
+                self._share(_STOPPED, problem)
+                agree_over(self.control, "step()", layout.declaration, error=problem)
+            finally:
+                del problem
             self.adopt(layout, groups)
         failure: Exception | None = None
         result: Any = None
@@ -113,9 +123,12 @@ class Engine:
             result = self.local.step(watched, arguments)
         except Exception as error:  # noqa: BLE001 - peers wait for this rank's share, and must hear of it
             failure = error
-        if not self._share(_FAILED if failure is not None else _FINE, failure):
-            # Raises: either somebody has an error to report, or somebody's layout has another digest.
-            self.meet("step()", failure)
+        try:
+            if not self._share(_FAILED if failure is not None else _FINE, failure):
+                # Raises: either somebody has an error to report, or somebody's layout has another digest.
+                self.meet("step()", failure)
+        finally:
+            del failure
         sync_groups(self.local.optim.param_groups, groups)
         return result
 
@@ -148,6 +161,8 @@ class Engine:
         except BaseException:
             del groups[before:]
             raise
+        finally:
+            del failure
         self.adopt(layout, groups)
         sync_groups(self.local.optim.param_groups, groups)
 
@@ -245,6 +260,8 @@ class Engine:
             if own is not None:
                 raise own from lost
             raise
+        finally:
+            del own
 
     def adopt(self, layout: Layout, groups: Sequence[ParamGroup]) -> None:
         """Take over an agreed layout."""

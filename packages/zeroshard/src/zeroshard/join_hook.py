@@ -10,9 +10,12 @@ from torch.distributed.algorithms.join import JoinHook
 class OptimizerJoinHook(JoinHook):
     """Steps the joined rank's shard along with the others, so that every share finds all its owners.
 
+    Nobody waits in vain, and replicas stay equal; but the joined rank steps with the gradients that are there, and
+    DDP's own hook writes none. So its shard moves by the gradients of its last batch, not by those of the ranks that
+    still have data: parameters differ from those of the unsharded run, as they do with torch's class.
+
     Args:
-        step: the step of the optimizer to shadow; its gradients must be right before the hook runs, so the optimizer
-            comes behind DDP in the list that is handed to ``Join``.
+        step: the step of the optimizer to shadow.
     """
 
     def __init__(self, step: Callable[[], object]) -> None:

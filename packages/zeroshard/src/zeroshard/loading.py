@@ -22,6 +22,8 @@ StateDict = dict[str, Any]
 _Form = str | tuple[int | None, ...]
 """What a state entry is: one of the words below, or per axis the parameter's axis of its size, None for size 1."""
 _NUMBER, _PER_ELEMENT, _ANYTHING = "number", "per element", "anything"
+_STATEFUL: dict[str, Any] = {"momentum": 0.9, "amsgrad": True, "centered": True}
+"""Hyperparameters of torch's optimizers that may be off, at values with which the optimizer keeps all its state."""
 _MOST_AXES = 6
 """A probe with more axes, of 2, 3, 4 ... elements each, would no longer be small."""
 
@@ -130,10 +132,16 @@ class Expectations:
         where = f"loaded state dict, parameter {index} {spec.name!r}"
         if not self._applies or (not self._elementwise and len(spec.shape) > _MOST_AXES):
             return
-        expected = self._of(saved_group, 1 if self._elementwise else max(1, len(spec.shape)))
+        axes = 1 if self._elementwise else max(1, len(spec.shape))
+        expected = self._of(saved_group, axes)
         if expected is None:
             return
         missing = sorted(set(expected) - set(entries))
+        if not missing and not set(entries) <= set(expected):
+            # Some state outlives the setting that it belongs to: SGD keeps its buffers when momentum becomes 0.
+            switched_on = {key: value for key, value in _STATEFUL.items() if key in saved_group}
+            outlived = self._of({**saved_group, **switched_on}, axes) or {}
+            expected = {**{key: form for key, form in outlived.items() if entries.get(key) is not None}, **expected}
         extra = sorted(str(key) for key, value in entries.items() if key not in expected and value is not None)
         if missing or extra:
             what = f"missing entry {missing[0]!r}" if missing else f"extra entry {extra[0]!r}"
@@ -173,7 +181,7 @@ class Expectations:
 
     def _probe(self, attributes: Mapping[str, Any], axes: int) -> dict[str, _Form] | None:
         # Sizes that differ and are not 1, so that an entry's axes can be told from its shape.
-        probe = torch.zeros(tuple(range(2, 2 + axes)), requires_grad=True)
+        probe = torch.zeros(tuple(range(2, 2 + axes)), requires_grad=True, device="cpu")
         probe.grad = torch.ones_like(probe)
         group = {key: copy_value(value) for key, value in attributes.items()}
         quiet = {k: v for k, v in self._defaults.items() if k not in ("foreach", "fused", "capturable")}
@@ -181,7 +189,7 @@ class Expectations:
             built = self._factory([{**group, "params": [probe]}], **quiet)
             step = type(built).step
             (getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step)(built)
-        except (RuntimeError, TypeError, ValueError, KeyError, AttributeError):
+        except Exception:  # noqa: BLE001 - a class that cannot work on the probe may say so as it likes
             return None
         return {key: _form_of(value, probe) for key, value in built.state[probe].items()}
 

@@ -255,8 +255,13 @@ def sync_groups(source: Sequence[Mapping[str, Any]], target: Sequence[ParamGroup
     """Copy every attribute but the members from each group of ``source`` to its counterpart, e.g. learning rates.
 
     Raises:
-        ValueError: if the numbers of groups differ.
+        ValueError: if the numbers of groups differ; then nothing is copied.
     """
+    if len(source) != len(target):
+        raise ValueError(
+            f"there are {len(source)} param groups where there should be {len(target)}: add groups with "
+            f"add_param_group(), and build a new optimizer to remove them"
+        )
     for from_group, to_group in zip(source, target, strict=True):
         for key, value in from_group.items():
             if key not in NOT_SYNCED:

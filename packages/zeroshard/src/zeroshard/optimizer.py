@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -21,6 +21,7 @@ from zeroshard.layout import Policy
 from zeroshard.loading import Expectations, checked, digest_of, install, local_state, what_differs
 from zeroshard.local import Closure, sync_groups
 from zeroshard.parameters import ParamGroup, read_group, read_groups
+from zeroshard.stateview import StateView
 
 
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
@@ -151,27 +152,24 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         return self._engine.replicas.buffers
 
-    @property
-    def state(self) -> defaultdict[Any, Any]:
+    @property  # type: ignore[override] # torch's annotation is narrower than its use
+    def state(self) -> MutableMapping[Any, Any]:
         """State of the parameters that this rank owns (or owns a part of): the local optimizer's own dicts, not copies.
 
+        What is written here is written to the local optimizer. The state of a part is 1-D, in storage order.
         After a step it is empty on no rank: where this rank holds no state, one parameter has an empty dict.
         """
         if not hasattr(self, "_engine"):
             early: defaultdict[Any, Any] = self.__dict__.setdefault("_early_state", defaultdict(dict))
             return early
         inner = self.optim.state
-        if inner and not any(piece.is_cut for piece in self._engine.local.pieces.values()):
+        placeholder = self._engine.params[0] if self._holds_state else None
+        if (inner or placeholder is None) and not any(piece.is_cut for piece in self._engine.local.pieces.values()):
             return inner
-        by_tensor = {piece.tensor: piece.param for piece in self._engine.local.pieces.values()}
-        view: defaultdict[Any, Any] = defaultdict(dict)
-        view.update({by_tensor.get(key, key): entries for key, entries in inner.items()})
-        if not view and self._holds_state:
-            view[self._engine.params[0]] = {}
-        return view
+        return StateView(self._engine.local, placeholder)
 
     @state.setter
-    def state(self, value: defaultdict[Any, Any]) -> None:
+    def state(self, value: MutableMapping[Any, Any]) -> None:
         if not hasattr(self, "_engine"):
             self.__dict__["_early_state"] = value
             return
@@ -236,9 +234,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         Raises:
             ValueError: if there is no such rank.
-            StateMapError: if an entry of the state can be neither joined nor moved without pickle.
+            StateMapError: if an entry of the state can be neither joined nor moved without pickle, or only some owners
+                of a cut tensor have it, as after a first step that failed on the others.
             DisagreementError: if ranks name different targets.
             PeerLostError: if a rank is gone.
+            Exception: if the param groups are not those of the local optimizer, or a hyperparameter cannot be copied.
         """
         operation = f"consolidate_state_dict(to={to})"
         failure: Exception | None = None
@@ -246,8 +246,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             failure = ValueError(
                 f"consolidate_state_dict(to={to!r}): `to` must be a group rank from 0 to {self.world_size - 1}"
             )
-        self._engine.meet(operation, failure)
-        sync_groups(self.param_groups, self.optim.param_groups)
+        try:
+            self._engine.meet(operation, failure)
+        finally:
+            del failure
         self._consolidated = None
         self._consolidated = consolidate(
             self._engine.control, self._engine.local, self.plan, self.param_groups, to, operation
@@ -314,13 +316,16 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             mine = local_state(by_index, layout.plan, self.rank)
         except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
             failure = error
-        self._engine.control.meet(
-            "load_state_dict()",
-            digest ^ layout.declaration.digest,
-            error=failure,
-            detail=layout.declaration.to_json,
-            explain=what_differs,
-        )
+        try:
+            self._engine.control.meet(
+                "load_state_dict()",
+                digest ^ layout.declaration.digest,
+                error=failure,
+                detail=layout.declaration.to_json,
+                explain=what_differs,
+            )
+        finally:
+            failure = None
         inner = self.optim
         before = (inner.state, inner.param_groups)
         try:
@@ -333,7 +338,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         verdict = self._engine.control.compare("the end of load_state_dict()", error=failure)
         if verdict is not None:
             inner.state, inner.param_groups = before
-            raise verdict from (failure if verdict is not failure else None)
+            try:
+                raise verdict from (failure if verdict is not failure else None)
+            finally:
+                del verdict, failure
         sync_groups(inner.param_groups, self.param_groups)
         self._consolidated = None
         self._holds_state = True
@@ -347,6 +355,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:  # noqa: ANN401, ARG002 - shared by all joinables; none concerns this one
         """Return the hook by which ``Join`` lets a rank without data take part in the others' steps.
+
+        Such a rank steps its shard with the gradients of its last batch, see :class:`OptimizerJoinHook`: results differ
+        from those of the unsharded run.
 
         Args:
             **kwargs: arguments for all joinables of the context; none is used here.

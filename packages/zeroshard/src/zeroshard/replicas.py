@@ -49,7 +49,8 @@ class Replicas:
         self._dense: list[torch.Tensor] = []
         self._addresses: list[int] = []
         self.carries_status = False
-        """Whether statuses travel with a share: where all parameters are on the CPU, and there is a peer."""
+        """Whether statuses travel with a share: where all that is shared is on the CPU, the group has a backend
+        for it, and there is a peer."""
 
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:
@@ -85,11 +86,15 @@ class Replicas:
         if self._ranks.world_size == 1:
             return
         segments, rooms = self._segments(plan, active)
-        self.carries_status = self._ranks.moves_data() and all(s.buffer.device.type == "cpu" for s in segments)
+        self.carries_status = (
+            self._ranks.moves_data()
+            and self._ranks.backend("cpu") != ""
+            and all(s.buffer.device.type == "cpu" for s in segments)
+        )
         by_device: dict[torch.device, list[Segment]] = {}
         for segment in segments:
             by_device.setdefault(segment.buffer.device, []).append(segment)
-        if not by_device:
+        if not by_device and self.carries_status:
             # Nothing to share, but the ranks still tell each other that all is well.
             by_device[torch.device("cpu")] = []
         for device, of_device in by_device.items():

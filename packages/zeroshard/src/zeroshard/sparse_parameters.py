@@ -60,4 +60,6 @@ def _room(like: torch.Tensor, count: int) -> torch.Tensor:
     indices = torch.empty(like.sparse_dim(), count, dtype=torch.int64, device=like.device)
     values = torch.empty(count, *like.shape[like.sparse_dim() :], dtype=like.dtype, device=like.device)
     # Invariants would be checked against indices that have not arrived yet.
-    return torch.sparse_coo_tensor(indices, values, like.shape, check_invariants=False, is_coalesced=True)
+    return torch.sparse_coo_tensor(
+        indices, values, like.shape, device=like.device, check_invariants=False, is_coalesced=True
+    )

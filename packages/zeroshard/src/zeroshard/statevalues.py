@@ -75,8 +75,9 @@ def read_value(written: Any, make: Callable[[torch.dtype, Sequence[int], Sequenc
     if kind == "sparse":
         shape, indices, values = body
         # The parts may not have arrived yet, so their invariants cannot be checked.
+        where, what = read_value(indices, make), read_value(values, make)
         return torch.sparse_coo_tensor(
-            read_value(indices, make), read_value(values, make), shape, check_invariants=False, is_coalesced=True
+            where, what, shape, device=where.device, check_invariants=False, is_coalesced=True
         )
     if kind == "dict":
         return {key: read_value(item, make) for key, item in body.items()}
