@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from zeroshard_testing.worker import ProtocolPlugin
+from zeroshard_testing.execution import ProtocolPlugin
 
 
 def with_idle_pytest(pytest_args: list[str], body: Callable[[pytest.Session], None]) -> None:

@@ -11,11 +11,11 @@ from types import FrameType
 OWN_THREADS = "ranks-harness-"
 """How the names of this package's own threads begin."""
 
-_OWN_FRAME = re.compile(r'^\s+File ".*[/\\]zeroshard_testing[/\\]worker\.py"', re.MULTILINE)
+_OWN_FRAME = re.compile(r'^\s+File ".*[/\\]zeroshard_testing[/\\](worker|execution)\.py"', re.MULTILINE)
 _OWN_THREAD = re.compile(
     r"[/\\]zeroshard_testing[/\\](process_group\.py\", line \d+ in _reap|inbox\.py\", line \d+ in _)"
 )
-_BELOW_THE_TEST = re.compile(r"[/\\]zeroshard_testing[/\\]worker\.py$")
+_BELOW_THE_TEST = re.compile(r"[/\\]zeroshard_testing[/\\](worker|execution)\.py$")
 _ABOVE_THE_WAIT = re.compile(r"[/\\]zeroshard_testing[/\\]waits\.py$")
 
 
