@@ -15,6 +15,7 @@ from typing import Any
 from zeroshard_comm import Control, Declaration, PeerLostError, RankGroup, Traffic, agree_over
 
 from zeroshard.elementwise import name_of
+from zeroshard.hyperparameters import Hyperparameters, plain_hyperparameters
 from zeroshard.layout import Layout, Policy, first_layout, next_layout
 from zeroshard.local import Closure, LocalOptimizer, sync_groups
 from zeroshard.parameters import ParamGroup, activity, hyperparameters_of, parameters_of
@@ -75,6 +76,7 @@ class Engine:
         groups, self.layout, self.local = built
         self.replicas = Replicas(ranks, traffic, as_bucket_view=policy.as_bucket_view)
         self.params = parameters_of(groups)
+        self._hyperparameters = Hyperparameters()
         self._lay_out()
 
     def meet(self, operation: str, problem: Exception | None) -> None:
@@ -102,16 +104,18 @@ class Engine:
             What the inner step returned.
 
         Raises:
-            DisagreementError: if ranks follow different changes of their models.
+            DisagreementError: if ranks follow different changes of their models, or step with different hyperparameters
+                (numbers and strings; where statuses travel with the parameters, as on the CPU).
             PeerLostError: if a rank is gone.
             Exception: what any rank met, on every rank. Replicas are equal then, but for parameters that a rank has
                 converted or exchanged.
         """
         layout, problem = self._observe(groups)
+        declared = self._hyperparameters.digest(groups)
         if problem is not None or layout is not self.layout:
             # The others may be stepping already; they find this status in the share that they wait for.
             try:
-                self._share(_STOPPED, problem)
+                self._share(_STOPPED, declared, problem)
                 agree_over(self.control, "step()", layout.declaration, error=problem)
             finally:
                 del problem
@@ -124,9 +128,11 @@ class Engine:
         except Exception as error:  # noqa: BLE001 - peers wait for this rank's share, and must hear of it
             failure = error
         try:
-            if not self._share(_FAILED if failure is not None else _FINE, failure):
-                # Raises: either somebody has an error to report, or somebody's layout has another digest.
-                self.meet("step()", failure)
+            if not self._share(_FAILED if failure is not None else _FINE, declared, failure):
+                # Raises: somebody has an error to report, or another layout, or other hyperparameters.
+                agree_over(
+                    self.control, "step()", _with_hyperparameters(self.layout, plain_hyperparameters(groups)), error=failure
+                )
         finally:
             del failure
         sync_groups(self.local.optim.param_groups, groups)
@@ -243,17 +249,19 @@ class Engine:
             return self.layout, error
         return layout, None
 
-    def _share(self, status: int, own: Exception | None) -> bool:
-        """Share all parameters, and tell whether every rank is fine. Collective.
+    def _share(self, status: int, declared: int, own: Exception | None) -> bool:
+        """Share all parameters, and tell whether every rank is fine and has the same hyperparameters. Collective.
+
+        Hyperparameters are compared where statuses travel with the parameters.
 
         Raises:
             PeerLostError: if a rank is gone.
             Exception: ``own``, what this rank has to report, if a rank is gone before it could be told.
         """
         try:
-            statuses = self.replicas.share((status, 0, 0, 0))
+            statuses = self.replicas.share((status, declared, 0, 0))
             if self.replicas.carries_status:
-                return all(words[0] == _FINE for words in statuses)
+                return all(words[0] == _FINE and words[1] == declared for words in statuses)
             return not self.control.any_raised(status != _FINE, "step()")
         except PeerLostError as lost:
             # The others may be lost because of this rank's error, e.g. in collectives of a closure that raised here.
@@ -265,7 +273,7 @@ class Engine:
 
     def adopt(self, layout: Layout, groups: Sequence[ParamGroup]) -> None:
         """Take over an agreed layout."""
-        if layout.plan.shards != self.layout.plan.shards:
+        if layout.plan.shards != self.layout.plan.shards or len(groups) != len(self.local.optim.param_groups):
             self.local.follow(groups, layout.plan)
         self.layout = layout
         self.params = parameters_of(groups)

@@ -15,7 +15,7 @@ from zeroshard_comm import Declaration
 from zeroshard_core import Cost, Plan, Strategy, is_dense, partition, repartition
 
 from zeroshard.elementwise import OptimizerFactory, is_elementwise, refuse_cuts
-from zeroshard.parameters import ParamGroup, activity, parameters_of, specs_of
+from zeroshard.parameters import ParamGroup, activity, parameters_of, refuse_shared_memory, specs_of
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def first_layout(policy: Policy, groups: Sequence[ParamGroup], optimizer_name: s
     """Plan for the first time.
 
     Raises:
-        ValueError: if the strategy is unknown, or cuts tensors of an optimizer that is not known to be elementwise,
+        ValueError: if trainable parameters overlap in memory, if the strategy is unknown, or cuts tensors of an optimizer that is not known to be elementwise,
             or tensors that are sparse or have gaps in memory.
     """
     return _layout(policy, groups, None, frozenset(), optimizer_name)
@@ -86,6 +86,7 @@ def _layout(
     policy: Policy, groups: Sequence[ParamGroup], old: Plan | None, settled: frozenset[int], optimizer_name: str
 ) -> Layout:
     active = activity(parameters_of(groups))
+    refuse_shared_memory(groups, active)
     # A tensor that was trainable once keeps its weight: its state is still held.
     weighs = [is_active or index in settled for index, is_active in enumerate(active)]
     specs = specs_of(groups, weighs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -127,6 +128,35 @@ def specs_of(groups: Sequence[Mapping[str, Any]], active: Sequence[bool]) -> tup
                 )
             )
     return tuple(specs)
+
+
+def refuse_shared_memory(groups: Sequence[Mapping[str, Any]], active: Sequence[bool]) -> None:
+    """Raise if two parameters lie in the same memory: two owners would both step it, each from the other's values.
+
+    Args:
+        groups: param groups.
+        active: per parameter, whether a step may change it; others may lie anywhere.
+
+    Raises:
+        ValueError: naming the two. Only parameters without gaps in memory are looked at.
+    """
+    spans: list[tuple[str, int, int, str]] = []
+    index = 0
+    for number, group in enumerate(groups):
+        names = group.get("param_names")
+        for position, param in enumerate(group["params"]):
+            if active[index] and param.layout is torch.strided and param.device.type != "meta" and is_dense(param):
+                start = param.data_ptr()
+                title = f"{position} of group {number}" + (f" ({names[position]!r})" if names is not None else "")
+                spans.append((str(param.device), start, start + param.numel() * param.element_size(), title))
+            index += 1
+    spans.sort()
+    for (device, _, stop, one), (other_device, start, _, other) in pairwise(spans):
+        if device == other_device and start < stop:
+            raise ValueError(
+                f"parameter {one} and parameter {other} share memory: use one Parameter in both places of the model, "
+                f"which then has one owner, or give one of them memory of its own"
+            )
 
 
 def hyperparameters_of(

@@ -153,7 +153,10 @@ class Replicas:
                 for i in members
             ):
                 if rebound:
-                    buffer.adopt({i: self._params[i] for i in rebound})
+                    # In storage of its own: what was rebound may lie in the old one, as when two parameters have
+                    # exchanged their data, or an average and the weights; and the user may hold what it replaces.
+                    buffer = FlatBuffer(buffer.layout, plan.tensors, buffer.storage.device)
+                    buffer.adopt({i: self._params[i] for i in members})
                 kept.append(buffer)
                 packed.update({i: plan.tensors[i] for i in members})
             else:
