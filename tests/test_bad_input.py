@@ -387,6 +387,46 @@ def test_members_exchanged_on_one_rank(rank: int, partition: str, as_bucket_view
 
 
 @pytest.mark.ranks(2, backend="gloo")
+@WHERE
+@VIEWS
+@pytest.mark.parametrize("how", ["raises", "returns a number"])
+def test_a_hook_before_the_step_that_fails(rank: int, where: str, as_bucket_view: bool, how: str) -> None:
+    run = Run(parameters_as_bucket_view=as_bucket_view)
+    calls: list[str] = []
+
+    def fail(optimizer: optim.Optimizer, args: object, kwargs: object) -> Any:
+        if not is_mine(where, rank):
+            return None
+        if how == "returns a number":
+            return 3
+        raise ZeroDivisionError("no step today")
+
+    handles = [
+        run.sharded.register_step_pre_hook(fail),
+        run.sharded.register_step_pre_hook(lambda *_: calls.append("later")),
+        run.sharded.register_step_post_hook(lambda *_: calls.append("after")),
+    ]
+    error, words = (
+        (ZeroDivisionError, "no step today") if how == "raises" else (RuntimeError, "None or a tuple .* but got 3")
+    )
+    set_gradients(run.model.parameters(), 5)
+    for param in run.model.parameters():
+        # What the other rank has stepped arrives here all the same.
+        param.data = param.data.clone()
+    for _ in range(2):
+        calls.clear()
+        with pytest.raises(error, match=words) as caught:
+            run.sharded.step()
+        assert_blames(caught.value, where)
+        assert calls == ([] if is_mine(where, rank) else ["later"])
+        assert_replicas_equal(run.model.parameters())
+    for handle in handles:
+        handle.remove()
+    run.sharded.step()
+    assert_replicas_equal(run.model.parameters())
+
+
+@pytest.mark.ranks(2, backend="gloo")
 def test_the_object_cannot_be_pickled() -> None:
     run = Run()
     with pytest.raises(TypeError, match="cannot be pickled or deep-copied"):

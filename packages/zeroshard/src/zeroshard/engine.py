@@ -90,13 +90,20 @@ class Engine:
         finally:
             del problem
 
-    def step(self, groups: Sequence[ParamGroup], closure: Closure | None, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - what the inner step returns
+    def step(
+        self,
+        groups: Sequence[ParamGroup],
+        closure: Closure | None,
+        arguments: Mapping[str, Any],
+        problem: Exception | None = None,
+    ) -> Any:  # noqa: ANN401 - what the inner step returns
         """Follow the model, step this rank's shards, and bring every rank the others'. Collective.
 
         Args:
             groups: the public param groups; their hyperparameters are handed to the local optimizer and back.
             closure: re-evaluates the model.
             arguments: further keyword arguments of the inner step.
+            problem: what this rank has met before the step, for every rank to raise.
 
         Returns:
             What the inner step returned.
@@ -107,14 +114,16 @@ class Engine:
             Exception: what any rank met, on every rank. Replicas are equal then, but for parameters that a rank has
                 converted or exchanged.
         """
-        layout, problem = self._observe(groups)
+        # Also after a problem: the others' shards must arrive where parameters are now.
+        layout, observed = self._observe(groups)
+        problem = observed if problem is None else problem
         if problem is not None or layout is not self.layout:
             # The others may be stepping already; they find this status in the share that they wait for.
             try:
                 self._share(_STOPPED, problem)
                 agree_over(self.control, "step()", layout.declaration, error=problem)
             finally:
-                del problem
+                del problem, observed
             self.adopt(layout, groups)
         failure: Exception | None = None
         result: Any = None

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 from zeroshard_comm import RankGroup, Traffic
 from zeroshard_core import Cost, Plan, Strategy, numel
 
@@ -109,6 +110,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._overlap_with_ddp = overlap_with_ddp
         self._consolidated: StateDict | None = None
         self._holds_state = False
+        self._hook_failure: Exception | None = None
         policy = Policy(partition, cost, optimizer_class, elementwise, parameters_as_bucket_view, self.world_size)
 
         def read() -> list[ParamGroup]:
@@ -197,15 +199,51 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Raises:
             DisagreementError: if ranks differ in their parameters' trainability, dtypes or memory formats.
             PeerLostError: if a rank is gone.
-            Exception: what a rank met, or its local step raised, on every rank.
+            Exception: what a rank met, or its local step or a hook before it raised, on every rank.
 
             In all cases but a lost peer, replicas are equal afterwards, but for parameters that a rank has converted or
             exchanged; shards of ranks that noticed nothing themselves may have been stepped.
         """
         Join.notify_join_context(self)
-        result = self._engine.step(self.param_groups, closure, kwargs)
+        failure, self._hook_failure = self._hook_failure, None
+        try:
+            result = self._engine.step(self.param_groups, closure, kwargs, failure)
+        finally:
+            del failure
         self._holds_state = True
         return result
+
+    def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """Register a hook that is called before each step, as in torch; what it raises on one rank, every rank raises.
+
+        It is reported by the step, so that nobody waits: hooks after one that raised are not called, and no shard of
+        its rank is stepped. What hooks for all optimizers (``register_optimizer_step_pre_hook``) and hooks after the
+        step raise is not reported: that rank alone raises it.
+
+        Args:
+            hook: called with the optimizer, the positional arguments of its step (itself first) and the keyword
+                arguments; returns None, or a tuple of both, to be used instead.
+
+        Returns:
+            The handle that removes the hook.
+        """
+
+        # Not a method, and without this object: it would be kept alive by its own hooks.
+        def guarded(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]] | None:  # noqa: ANN401 - as torch's hooks
+            if optimizer._hook_failure is not None:
+                return None
+            try:
+                changed = hook(optimizer, args, kwargs)
+                if changed is not None and not (isinstance(changed, tuple) and len(changed) == 2):
+                    raise RuntimeError(
+                        f"a step pre-hook must return None or a tuple of (new_args, new_kwargs), but got {changed}"
+                    )
+            except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
+                optimizer._hook_failure = error
+                return None
+            return changed
+
+        return super().register_step_pre_hook(guarded)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, dealt out on top of what the ranks own already. Collective, at any time.
