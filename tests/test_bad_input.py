@@ -194,6 +194,15 @@ def at(*path: Any, put: Any = None, drop: bool = False) -> Damage:
     return change
 
 
+def with_text_keys(state_dict: dict[str, Any]) -> None:
+    state_dict["state"] = {str(key): entries for key, entries in state_dict["state"].items()}
+
+
+def with_names_for_params(state_dict: dict[str, Any]) -> None:
+    for group in state_dict["param_groups"]:
+        group["params"] = [f"weight {key}" for key in group["params"]]
+
+
 DAMAGE: dict[str, tuple[Damage, type[Exception], str]] = {
     "state is a list": (at("state", put=[]), TypeError, "'state' must be a dict, but is a list"),
     "state of a tensor is a list": (at("state", 2, put=[1]), ValueError, "parameter 2 'param.2': state is a list"),
@@ -209,6 +218,9 @@ DAMAGE: dict[str, tuple[Damage, type[Exception], str]] = {
         "'exp_avg' is a NoneType, expected a",
     ),
     "None for a number": (at("state", 2, "step", put=None), ValueError, "'step' is a NoneType, expected a single"),
+    "text keys, as in JSON": (with_text_keys, ValueError, "text where param_groups has numbers: '0', '1', .* JSON"),
+    "one text key": (lambda s: s["state"].update({"3": s["state"].pop(3)}), ValueError, "has numbers: '3', as JSON"),
+    "names for numbers": (with_names_for_params, ValueError, "state for parameter 0, which no param_group names"),
     "text for a number": (at("state", 2, "step", put="x"), ValueError, "'step' is a str, expected a single number"),
 }
 

@@ -76,9 +76,16 @@ def checked(
     for key, entries in state_dict["state"].items():
         if key in index_of:
             by_index[index_of[key]] = _entries(entries, key, plan.tensors[index_of[key]].name)
-        elif type(key) in key_types:
+        elif type(key) in key_types or isinstance(key, int):
             raise ValueError(
                 f"loaded state dict has an extra entry: state for parameter {key!r}, which no param_group names"
+            )
+        elif isinstance(key, str) and key.isdecimal():
+            alike = [other for other in state_dict["state"] if isinstance(other, str) and other.isdecimal()]
+            raise ValueError(
+                f"loaded state dict: the keys of 'state' are text where param_groups has numbers: "
+                f"{', '.join(map(repr, alike[:8]))}{', ...' if len(alike) > 8 else ''}, as JSON makes of integers. "
+                f"Turn them back with int()"
             )
         else:
             by_index[key] = entries
