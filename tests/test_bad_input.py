@@ -221,6 +221,16 @@ DAMAGE: dict[str, tuple[Damage, type[Exception], str]] = {
     "text keys, as in JSON": (with_text_keys, ValueError, "text where param_groups has numbers: '0', '1', .* JSON"),
     "one text key": (lambda s: s["state"].update({"3": s["state"].pop(3)}), ValueError, "has numbers: '3', as JSON"),
     "names for numbers": (with_names_for_params, ValueError, "state for parameter 0, which no param_group names"),
+    "no values": (
+        at("state", 2, "exp_avg", put=torch.zeros(64, device="meta")),
+        ValueError,
+        "parameter 2 'param.2': entry 'exp_avg' is on the meta device",
+    ),
+    "a number without a value": (
+        at("state", 7, "step", put=torch.zeros((), device="meta")),
+        ValueError,
+        "parameter 7 'param.7': entry 'step' is on the meta device",
+    ),
     "text for a number": (at("state", 2, "step", put="x"), ValueError, "'step' is a str, expected a single number"),
 }
 
