@@ -106,6 +106,8 @@ BAD_SETTINGS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "LBFGS": ({"optimizer_class": optim.LBFGS}, ValueError, "LBFGS cannot be sharded"),
     "no optimizer": ({"optimizer_class": 3}, TypeError, "must be an optimizer class"),
     "partition": ({"partition": "diagonal"}, ValueError, "diagonal.*whole"),
+    "partition of no kind": ({"partition": 3}, TypeError, "a strategy must be one of 'whole'.* but is 3 \\(int\\)"),
+    "cost": ({"cost": lambda spec: "heavy"}, TypeError, "cost of tensor 'param.0' should be a number, but is 'heavy'"),
     "cuts": ({"optimizer_class": optim.Adafactor, "partition": "split"}, ValueError, "Adafactor is not known to be"),
 }
 
@@ -339,7 +341,7 @@ def test_a_class_that_fails_in_the_middle_of_a_load_on_one_rank(rank: int) -> No
 
 @pytest.mark.ranks(3, backend="gloo")
 @WHERE
-@pytest.mark.parametrize("to", [-1, 3, 1.0, "0", None])
+@pytest.mark.parametrize("to", [-1, 3, 1.0, "0", None, True, torch.tensor([0, 1])])
 def test_consolidating_to_a_rank_that_is_not(rank: int, where: str, to: Any) -> None:
     run = Run()
     # Another target on one rank is a bad one first, and a different call only then.
@@ -347,6 +349,14 @@ def test_consolidating_to_a_rank_that_is_not(rank: int, where: str, to: Any) -> 
         run.sharded.consolidate_state_dict(to=to if is_mine(where, rank) else 0)
     assert_blames(caught.value, where)
     run.assert_goes_on()
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_consolidating_to_a_rank_that_is_an_integer_of_another_kind(rank: int) -> None:
+    run = Run()
+    run.sharded.consolidate_state_dict(to=torch.tensor(1) if rank == 0 else 1)
+    if rank == 1:
+        assert_same_state(run.sharded.state_dict(), run.plain.state_dict())
 
 
 @pytest.mark.ranks(2, backend="gloo")
@@ -399,7 +409,7 @@ def test_members_exchanged_on_one_rank(rank: int, partition: str, as_bucket_view
     if rank == 1:
         members[0], members[1] = members[1], members[0]
     set_gradients(run.model.parameters(), 5)
-    with pytest.raises(RuntimeError, match=r"rank 1: .*members of param_groups"):
+    with pytest.raises(RuntimeError, match=r"^rank 1: the members of param_groups"):
         run.sharded.step()
     assert_replicas_equal(run.model.parameters())
     if rank == 1:

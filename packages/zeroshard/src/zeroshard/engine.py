@@ -289,8 +289,8 @@ class Engine:
         members = [param for group in groups for param in group["params"]]
         if len(members) != len(self.params) or not all(map(is_, members, self.params)):
             raise RuntimeError(
-                f"rank {self.ranks.rank}: the members of param_groups are not those that the optimizer was built with; "
-                f"add parameters with add_param_group(), and build a new optimizer to exchange or remove them"
+                "the members of param_groups are not those that the optimizer was built with; "
+                "add parameters with add_param_group(), and build a new optimizer to exchange or remove them"
             )
 
 

@@ -335,8 +335,7 @@ def _check_values(entries: Mapping[str, Any], index: int, name: str) -> None:
     for key, value in entries.items():
         if _is_meta(value):
             raise ValueError(
-                f"loaded state dict, parameter {index} {name!r}: entry {key!r} is on the meta device, it has no values; "
-                f"read the checkpoint with map_location='cpu'"
+                f"loaded state dict, parameter {index} {name!r}: entry {key!r} is on the meta device: it has no values"
             )
 
 

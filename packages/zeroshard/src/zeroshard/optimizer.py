@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from typing import Any, NoReturn
 
 import torch
@@ -64,7 +66,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         traffic: bytes, calls and waiting so far, a :class:`zeroshard_comm.Traffic`.
 
     Raises:
-        TypeError: for params that are a tensor, not iterable or mixed; on every rank.
+        TypeError: for params that are a tensor, not iterable or mixed, or a partition or cost that is none; on every
+            rank.
         ValueError: for an empty list, a dict without ``"params"``, an optimizer or partition that cannot be; on every
             rank.
         DisagreementError: if ranks differ in tensors, order, shapes, dtypes, trainability, hyperparameters or settings;
@@ -268,7 +271,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Bring the state of all shards to the CPU memory of one rank, for :meth:`state_dict`. Collective.
 
         Args:
-            to: the group rank that receives. The others hold nothing more than before.
+            to: the group rank that receives, an integer of any kind. The others hold nothing more than before.
 
         Raises:
             ValueError: if there is no such rank.
@@ -278,9 +281,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             PeerLostError: if a rank is gone.
             Exception: if the param groups are not those of the local optimizer, or a hyperparameter cannot be copied.
         """
-        operation = f"consolidate_state_dict(to={to})"
         failure: Exception | None = None
-        if not isinstance(to, int) or not 0 <= to < self.world_size:
+        target = -1
+        if not isinstance(to, bool):
+            # NumPy's integers are ranks too.
+            with suppress(Exception):
+                target = operator.index(to)
+        operation = f"consolidate_state_dict(to={target})"
+        if not 0 <= target < self.world_size:
             failure = ValueError(
                 f"consolidate_state_dict(to={to!r}): `to` must be a group rank from 0 to {self.world_size - 1}"
             )
@@ -290,7 +298,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             del failure
         self._consolidated = None
         self._consolidated = consolidate(
-            self._engine.control, self._engine.local, self.plan, self.param_groups, to, operation
+            self._engine.control, self._engine.local, self.plan, self.param_groups, target, operation
         )
 
     def state_dict(self) -> StateDict:
