@@ -192,8 +192,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Only ``.data`` that still begins at the same address, but has another shape or other strides, is not noticed.
 
         Args:
-            closure: re-evaluates the model and returns the loss; every rank gives one, or none does. It may not
-                unfreeze or convert parameters.
+            closure: re-evaluates the model and returns the loss. It may not unfreeze or convert parameters. That every
+                rank gives one, or none does, is not checked: a rank without steps its shards with the gradients that
+                are there, as one that has joined (see :meth:`join_hook`) must while the others have closures.
             **kwargs: passed to the local optimizer's step.
 
         Returns:
