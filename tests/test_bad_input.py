@@ -106,6 +106,8 @@ BAD_SETTINGS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "LBFGS": ({"optimizer_class": optim.LBFGS}, ValueError, "LBFGS cannot be sharded"),
     "no optimizer": ({"optimizer_class": 3}, TypeError, "must be an optimizer class"),
     "partition": ({"partition": "diagonal"}, ValueError, "diagonal.*whole"),
+    "partition of no kind": ({"partition": 3}, TypeError, "a strategy must be one of 'whole'.* but is 3 \\(int\\)"),
+    "cost": ({"cost": lambda spec: "heavy"}, TypeError, "cost of tensor 'param.0' should be a number, but is 'heavy'"),
     "cuts": ({"optimizer_class": optim.Adafactor, "partition": "split"}, ValueError, "Adafactor is not known to be"),
 }
 
@@ -194,6 +196,15 @@ def at(*path: Any, put: Any = None, drop: bool = False) -> Damage:
     return change
 
 
+def with_text_keys(state_dict: dict[str, Any]) -> None:
+    state_dict["state"] = {str(key): entries for key, entries in state_dict["state"].items()}
+
+
+def with_names_for_params(state_dict: dict[str, Any]) -> None:
+    for group in state_dict["param_groups"]:
+        group["params"] = [f"weight {key}" for key in group["params"]]
+
+
 DAMAGE: dict[str, tuple[Damage, type[Exception], str]] = {
     "state is a list": (at("state", put=[]), TypeError, "'state' must be a dict, but is a list"),
     "state of a tensor is a list": (at("state", 2, put=[1]), ValueError, "parameter 2 'param.2': state is a list"),
@@ -209,6 +220,19 @@ DAMAGE: dict[str, tuple[Damage, type[Exception], str]] = {
         "'exp_avg' is a NoneType, expected a",
     ),
     "None for a number": (at("state", 2, "step", put=None), ValueError, "'step' is a NoneType, expected a single"),
+    "text keys, as in JSON": (with_text_keys, ValueError, "text where param_groups has numbers: '0', '1', .* JSON"),
+    "one text key": (lambda s: s["state"].update({"3": s["state"].pop(3)}), ValueError, "has numbers: '3', as JSON"),
+    "names for numbers": (with_names_for_params, ValueError, "state for parameter 0, which no param_group names"),
+    "no values": (
+        at("state", 2, "exp_avg", put=torch.zeros(64, device="meta")),
+        ValueError,
+        "parameter 2 'param.2': entry 'exp_avg' is on the meta device",
+    ),
+    "a number without a value": (
+        at("state", 7, "step", put=torch.zeros((), device="meta")),
+        ValueError,
+        "parameter 7 'param.7': entry 'step' is on the meta device",
+    ),
     "text for a number": (at("state", 2, "step", put="x"), ValueError, "'step' is a str, expected a single number"),
 }
 
@@ -317,7 +341,7 @@ def test_a_class_that_fails_in_the_middle_of_a_load_on_one_rank(rank: int) -> No
 
 @pytest.mark.ranks(3, backend="gloo")
 @WHERE
-@pytest.mark.parametrize("to", [-1, 3, 1.0, "0", None])
+@pytest.mark.parametrize("to", [-1, 3, 1.0, "0", None, True, torch.tensor([0, 1])])
 def test_consolidating_to_a_rank_that_is_not(rank: int, where: str, to: Any) -> None:
     run = Run()
     # Another target on one rank is a bad one first, and a different call only then.
@@ -325,6 +349,14 @@ def test_consolidating_to_a_rank_that_is_not(rank: int, where: str, to: Any) -> 
         run.sharded.consolidate_state_dict(to=to if is_mine(where, rank) else 0)
     assert_blames(caught.value, where)
     run.assert_goes_on()
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_consolidating_to_a_rank_that_is_an_integer_of_another_kind(rank: int) -> None:
+    run = Run()
+    run.sharded.consolidate_state_dict(to=torch.tensor(1) if rank == 0 else 1)
+    if rank == 1:
+        assert_same_state(run.sharded.state_dict(), run.plain.state_dict())
 
 
 @pytest.mark.ranks(2, backend="gloo")
@@ -377,12 +409,52 @@ def test_members_exchanged_on_one_rank(rank: int, partition: str, as_bucket_view
     if rank == 1:
         members[0], members[1] = members[1], members[0]
     set_gradients(run.model.parameters(), 5)
-    with pytest.raises(RuntimeError, match=r"rank 1: .*members of param_groups"):
+    with pytest.raises(RuntimeError, match=r"^rank 1: the members of param_groups"):
         run.sharded.step()
     assert_replicas_equal(run.model.parameters())
     if rank == 1:
         members[0], members[1] = members[1], members[0]
     run.step(1, first=6)
+    assert_replicas_equal(run.model.parameters())
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@WHERE
+@VIEWS
+@pytest.mark.parametrize("how", ["raises", "returns a number"])
+def test_a_hook_before_the_step_that_fails(rank: int, where: str, as_bucket_view: bool, how: str) -> None:
+    run = Run(parameters_as_bucket_view=as_bucket_view)
+    calls: list[str] = []
+
+    def fail(optimizer: optim.Optimizer, args: object, kwargs: object) -> Any:
+        if not is_mine(where, rank):
+            return None
+        if how == "returns a number":
+            return 3
+        raise ZeroDivisionError("no step today")
+
+    handles = [
+        run.sharded.register_step_pre_hook(fail),
+        run.sharded.register_step_pre_hook(lambda *_: calls.append("later")),
+        run.sharded.register_step_post_hook(lambda *_: calls.append("after")),
+    ]
+    error, words = (
+        (ZeroDivisionError, "no step today") if how == "raises" else (RuntimeError, "None or a tuple .* but got 3")
+    )
+    set_gradients(run.model.parameters(), 5)
+    for param in run.model.parameters():
+        # What the other rank has stepped arrives here all the same.
+        param.data = param.data.clone()
+    for _ in range(2):
+        calls.clear()
+        with pytest.raises(error, match=words) as caught:
+            run.sharded.step()
+        assert_blames(caught.value, where)
+        assert calls == ([] if is_mine(where, rank) else ["later"])
+        assert_replicas_equal(run.model.parameters())
+    for handle in handles:
+        handle.remove()
+    run.sharded.step()
     assert_replicas_equal(run.model.parameters())
 
 

@@ -328,6 +328,20 @@ def test_nested_state_is_loaded_and_not_shared_with_the_argument() -> None:
 
 @pytest.mark.ranks(2, backend="gloo")
 @PARTITIONS
+def test_state_under_a_name_of_its_own_is_kept(partition: str) -> None:
+    model, reference = twins()
+    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, partition=partition)
+    plain = optim.Adam(reference.parameters())
+    train([(model, sharded), (reference, plain)], range(2))
+    given = copy.deepcopy(plain.state_dict())
+    given["state"]["history"] = {"epochs": 3}
+    sharded.load_state_dict(given)
+    plain.load_state_dict(given)
+    assert sharded.optim.state["history"] == plain.state["history"] == {"epochs": 3}
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@PARTITIONS
 def test_a_file_that_is_read_without_pickle(partition: str) -> None:
     model, reference = twins()
     sharded = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, partition=partition)

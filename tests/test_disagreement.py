@@ -321,3 +321,70 @@ def test_the_object_can_be_neither_copied_nor_pickled() -> None:
     _, (sharded, _) = trained()
     with pytest.raises(TypeError, match="cannot be pickled or deep-copied"):
         copy.deepcopy(sharded)
+
+
+def share_one_memory(module: nn.Module) -> None:
+    module[2].bias.data = module[0].weight.data.view(-1)[:300]
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.parametrize("where", ["on all ranks", "on rank 1"])
+def test_parameters_that_share_memory_are_refused(rank: int, where: str) -> None:
+    model = small_model()
+    if where == "on all ranks" or rank == 1:
+        share_one_memory(model)
+    with pytest.raises(ValueError, match=r"parameter 0 of group 0 .* and parameter 5 of group 0 .* share memory"):
+        ZeroRedundancyOptimizer(model.named_parameters(), optim.Adam)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_parameters_that_come_to_share_memory_are_refused_until_they_are_mended(rank: int) -> None:
+    pair, optimizers = trained()
+    before = pair[0][2].bias.data
+    if rank == 1:
+        share_one_memory(pair[0])
+    set_gradients(pair[0].parameters(), 2)
+    with pytest.raises(ValueError, match="share memory"):
+        optimizers[0].step()
+    pair[0][2].bias.data = before
+    pair[0].load_state_dict(pair[1].state_dict())
+    optimizers[0].load_state_dict(optimizers[1].state_dict())
+    go_on(pair, optimizers, range(2, 4))
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_views_of_one_tensor_that_do_not_overlap_are_fine() -> None:
+    flat = torch.ones(64)
+    params = [nn.Parameter(part) for part in (flat[:20], flat[20:40], flat[10:10], flat[40:40], flat[40:])]
+    frozen = nn.Parameter(flat[:30], requires_grad=False)
+    sharded = ZeroRedundancyOptimizer([*params, frozen], optim.SGD, lr=1.0)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    sharded.step()
+    assert torch.equal(flat, torch.zeros(64))
+
+
+@pytest.mark.ranks(3, backend="gloo")
+@VIEWS
+def test_a_learning_rate_that_one_rank_alone_has_changed_is_named(rank: int, as_bucket_view: bool) -> None:
+    pair, optimizers = trained(as_bucket_view=as_bucket_view)
+    if rank == 1:
+        optimizers[0].param_groups[0]["lr"] = 5.0
+    set_gradients(pair[0].parameters(), 2)
+    with pytest.raises(DisagreementError, match=r"lr of group 0 is '0.001' on rank 0 and '5' on rank 1"):
+        optimizers[0].step()
+    assert_replicas_equal(pair[0].parameters())
+    optimizers[0].param_groups[0]["lr"] = 0.001
+    optimizers[0].load_state_dict(optimizers[1].state_dict())
+    pair[0].load_state_dict(pair[1].state_dict())
+    go_on(pair, optimizers, range(2, 4))
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_what_ranks_need_not_have_alike_may_differ(rank: int) -> None:
+    pair, optimizers = trained()
+    optimizers[0].param_groups[0]["note"] = object()
+    optimizers[0].param_groups[0]["counts"] = torch.tensor(float(rank))
+    set_gradients(pair[0].parameters(), 2)
+    optimizers[0].step()
+    assert_replicas_equal(pair[0].parameters())

@@ -110,6 +110,23 @@ def test_join_lets_ranks_with_fewer_inputs_finish(rank: int, partition: str) -> 
 
 
 @pytest.mark.ranks(2, backend="gloo")
+def test_join_with_closures_on_the_ranks_that_still_have_inputs(rank: int) -> None:
+    model = DistributedDataParallel(small_model())
+    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, lr=0.01)
+
+    def closure() -> torch.Tensor:
+        sharded.zero_grad()
+        loss: torch.Tensor = model(torch.randn(4, 40)).sum()
+        loss.backward()
+        return loss
+
+    with Join([model, sharded]):
+        for _ in range(3 + rank):
+            sharded.step(closure)
+    assert_replicas_equal(model.parameters())
+
+
+@pytest.mark.ranks(2, backend="gloo")
 @pytest.mark.parametrize(
     "more",
     [

@@ -426,6 +426,23 @@ def test_each_hook_fires_once_and_sees_the_public_groups() -> None:
 
 
 @pytest.mark.ranks(2, backend="gloo")
+def test_hooks_that_change_the_arguments_and_are_removed() -> None:
+    pair = twins()
+    sharded = ZeroRedundancyOptimizer(pair[0].parameters(), ScaledSGD, lr=0.1)
+    # Without a hook: torch would call that of a subclass twice.
+    plain = ScaledSGD(pair[1].parameters(), lr=0.1)
+    handle = sharded.register_step_pre_hook(lambda optimizer, args, kwargs: (args, {"scale": 0.5}))
+    for step, scale in enumerate((0.5, 1.0)):
+        for module in pair:
+            set_gradients(module.parameters(), step)
+        sharded.step()
+        plain.step(scale=scale)
+        assert_bitwise_equal(*pair, f"after step {step}")
+        assert sharded.param_groups[0]["scale"] == scale
+        handle.remove()
+
+
+@pytest.mark.ranks(2, backend="gloo")
 @pytest.mark.parametrize("partition", ["whole", "split"])
 def test_grad_scaler(partition: str) -> None:
     pair = twins()
@@ -719,3 +736,64 @@ def test_named_groups_of_which_a_rank_owns_nothing() -> None:
     plain = optim.AdamW(groups(pair[1]))
     assert [group["param_names"] for group in sharded.param_groups] == [["weight"], ["bias"]]
     run_steps(pair, (sharded, plain), range(3))
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@VIEWS
+@pytest.mark.parametrize("partition", ["whole", "split"])
+def test_two_parameters_that_exchange_their_data(as_bucket_view: bool, partition: str) -> None:
+    pair = twins(lambda: nn.Sequential(*[nn.Linear(40, 40) for _ in range(4)]))
+    sharded = ZeroRedundancyOptimizer(
+        pair[0].parameters(), optim.Adam, parameters_as_bucket_view=as_bucket_view, partition=partition
+    )
+    plain = optim.Adam(pair[1].parameters())
+    for step in range(4):
+        for module, optimizer in zip(pair, (sharded, plain), strict=True):
+            if step == 2:
+                one, other = module[0].weight, module[3].weight
+                one.data, other.data = other.data, one.data
+            set_gradients(module.parameters(), step)
+            optimizer.step()
+        assert_bitwise_equal(*pair, f"after step {step}")
+    assert_replicas_equal(pair[0].parameters())
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@VIEWS
+def test_weights_that_are_exchanged_with_an_average_and_back(as_bucket_view: bool) -> None:
+    pair = twins()
+    sharded = ZeroRedundancyOptimizer(pair[0].parameters(), optim.Adam, parameters_as_bucket_view=as_bucket_view)
+    plain = optim.Adam(pair[1].parameters())
+    averages = [[param.detach().clone() for param in module.parameters()] for module in pair]
+    for step in range(6):
+        for module, optimizer, average in zip(pair, (sharded, plain), averages, strict=True):
+            for number, param in enumerate(module.parameters()):
+                # By pointer, as some implementations of averages do: the tensors that were the weights are kept.
+                param.data, average[number] = average[number], param.data
+            set_gradients(module.parameters(), step)
+            optimizer.step()
+        assert_bitwise_equal(*pair, f"after step {step}")
+        for ours, theirs in zip(*averages, strict=True):
+            assert torch.equal(ours, theirs)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@VIEWS
+def test_a_group_without_parameters_can_be_added(as_bucket_view: bool) -> None:
+    pair = twins()
+    sharded = ZeroRedundancyOptimizer(pair[0].parameters(), optim.Adam, parameters_as_bucket_view=as_bucket_view)
+    plain = optim.Adam(pair[1].parameters())
+    extra = [nn.Parameter(torch.ones(5)) for _ in pair]
+    for step in range(4):
+        for module, optimizer, late in zip(pair, (sharded, plain), extra, strict=True):
+            if step == 1:
+                optimizer.add_param_group({"params": [], "lr": 0.5})
+            if step == 2:
+                optimizer.add_param_group({"params": [late], "lr": 0.25})
+            set_gradients([*module.parameters(), late], step)
+            optimizer.step()
+        assert_bitwise_equal(*pair, f"after step {step}")
+    assert torch.equal(*extra)
+    sharded.consolidate_state_dict(to=0)
+    if sharded.rank == 0:
+        assert_same_state(sharded.state_dict(), plain.state_dict())

@@ -175,6 +175,31 @@ def test_an_unknown_strategy_is_refused_with_the_choices():
         partition([], 1, strategy="best")
 
 
+@pytest.mark.parametrize("strategy", [3, None, ["whole"]])
+def test_a_strategy_that_is_neither_a_name_nor_a_function_is_refused_with_the_choices(strategy):
+    with pytest.raises(TypeError, match="must be one of 'whole', 'split', 'hybrid', or a function, but is"):
+        partition(vectors(3), 2, strategy=strategy)
+
+
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [
+        (None, "should return Shards, but returned None"),
+        (3, r"should return Shards, but returned 3 \(int\)"),
+        ([None], "one of them is None"),
+        ([(0, 0, 3, 1)], r"one of them is \(0, 0, 3, 1\) \(tuple\)"),
+    ],
+)
+def test_a_function_that_returns_no_shards_is_refused_by_its_name(returned, words):
+    def mine(*_):
+        return returned
+
+    with pytest.raises(TypeError, match=f"the strategy 'mine' .*{words}"):
+        partition(vectors(3), 2, strategy=mine)
+    with pytest.raises(TypeError, match=f"the strategy 'mine' .*{words}"):
+        repartition(partition(vectors(3), 2), vectors(3), place=[0], strategy=mine)
+
+
 def test_no_ranks_are_refused():
     with pytest.raises(ValueError, match="world_size is 0"):
         partition([], 0)
@@ -184,6 +209,17 @@ def test_no_ranks_are_refused():
 def test_a_cost_that_is_no_weight_is_refused_by_the_tensor_s_name(weight):
     with pytest.raises(ValueError, match="cost of tensor 't0'"):
         partition(vectors(3), 2, cost=lambda _: weight)
+
+
+@pytest.mark.parametrize("weight", ["heavy", None, 1j])
+def test_a_cost_that_is_no_number_is_refused_by_the_tensor_s_name(weight):
+    with pytest.raises(TypeError, match="cost of tensor 't0' should be a number, but is "):
+        partition(vectors(3), 2, cost=lambda _: weight)
+
+
+def test_a_cost_that_is_no_function_is_refused():
+    with pytest.raises(TypeError, match=r"the cost must be a function .* but is 3 \(int\)"):
+        partition(vectors(3), 2, cost=3)
 
 
 def test_a_strategy_may_be_a_function():

@@ -47,13 +47,15 @@ def partition(
     Raises:
         ValueError: if ``world_size`` is less than 1, the strategy's name is unknown, a cost is negative or not finite,
             or the strategy's shards do not give every element exactly one owner.
+        TypeError: if the strategy is neither a name nor a function, or one that does not return shards, or the cost is
+            no function, or one that does not return numbers.
     """
     if world_size < 1:
         raise ValueError(f"a partition needs at least one rank, but world_size is {world_size}")
     specs = tuple(tensors)
     weight = _weight(cost)
     with _no_collections():
-        return _plan(world_size, specs, _strategy(strategy)(specs, (0.0,) * world_size, weight), weight)
+        return _plan(world_size, specs, _shards(strategy, specs, (0.0,) * world_size, weight), weight)
 
 
 def repartition(
@@ -78,6 +80,7 @@ def repartition(
         The plan for ``tensors``.
 
     Raises:
+        TypeError: as :func:`partition`.
         ValueError: as :func:`partition`, or if tensors of ``plan`` are missing, or one that is to keep its owners has
             another number of elements.
         IndexError: if an index in ``place`` is out of range.
@@ -100,7 +103,7 @@ def repartition(
     with _no_collections():
         kept = [shard for shard in plan.shards if shard.tensor not in chosen]
         loads = shard_loads(specs, kept, plan.world_size, weight)
-        fresh = _strategy(strategy)([specs[index] for index in placed], loads, weight)
+        fresh = _shards(strategy, [specs[index] for index in placed], loads, weight)
         moved = [Shard(placed[_position(shard, placed)], shard.start, shard.stop, shard.rank) for shard in fresh]
         return _plan(plan.world_size, specs, [*kept, *moved], weight)
 
@@ -267,20 +270,53 @@ def _weight(cost: Cost) -> Cost:
     if cost is numel:
         # The default needs no check, and is asked often.
         return lambda spec: spec.numel if spec.trainable else 0
+    if not callable(cost):
+        raise TypeError(f"the cost must be a function from a tensor's spec to a number, but is {_described(cost)}")
 
     def weight(spec: TensorSpec) -> float:
         if not spec.trainable:
             return 0.0
         weighed = cost(spec)
-        if not 0 <= weighed < math.inf:
+        try:
+            is_weight = 0 <= weighed < math.inf
+        except TypeError as error:
+            raise TypeError(
+                f"the cost of tensor {spec.name!r} should be a number, but is {_described(weighed)}"
+            ) from error
+        if not is_weight:
             raise ValueError(f"the cost of tensor {spec.name!r} should be finite and not negative, but is {weighed}")
         return weighed
 
     return weight
 
 
+def _shards(
+    strategy: str | Strategy, tensors: Sequence[TensorSpec], loads: Sequence[float], cost: Cost
+) -> Iterable[Shard]:
+    """Ask a strategy, and make sure that one of the caller's own returns shards."""
+    returned: object = _strategy(strategy)(tensors, loads, cost)
+    name = getattr(strategy, "__name__", strategy)
+    if not isinstance(returned, Iterable):
+        raise TypeError(f"the strategy {name!r} should return Shards, but returned {_described(returned)}")
+    shards = list(returned)
+    if not isinstance(strategy, str):
+        for shard in shards:
+            if not isinstance(shard, Shard):
+                raise TypeError(f"the strategy {name!r} should return Shards, but one of them is {_described(shard)}")
+    return shards
+
+
+def _described(value: object) -> str:
+    return "None" if value is None else f"{value!r} ({type(value).__name__})"
+
+
 def _strategy(strategy: str | Strategy) -> Strategy:
     if not isinstance(strategy, str):
+        if not callable(strategy):
+            raise TypeError(
+                f"a strategy must be one of {', '.join(map(repr, STRATEGIES))}, or a function, but is "
+                f"{_described(strategy)}"
+            )
         return strategy
     if strategy not in STRATEGIES:
         raise ValueError(

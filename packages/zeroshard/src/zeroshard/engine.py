@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from enum import Enum
 from operator import is_
 from typing import Any
 
@@ -23,6 +24,17 @@ from zeroshard.replicas import Replicas, same_place
 
 _FINE, _STOPPED, _FAILED = 0, 1, 2
 """What a rank tells the others with its share: it has stepped; it must talk first and has not; its step has failed."""
+
+_NOT_COMPARED = 0
+"""In place of a digest of hyperparameters."""
+
+
+class _Found(Enum):
+    """What all ranks learn from the statuses of one share."""
+
+    NOTHING = "nothing"
+    A_PROBLEM = "a problem"
+    OTHER_HYPERPARAMETERS = "other hyperparameters"
 
 
 class Engine:
@@ -77,6 +89,8 @@ class Engine:
         self.replicas = Replicas(ranks, traffic, as_bucket_view=policy.as_bucket_view)
         self.params = parameters_of(groups)
         self._hyperparameters = Hyperparameters()
+        self.shadowing = False
+        """Whether steps are those of a rank that has run out of data: its schedulers no longer run with the others'."""
         self._lay_out()
 
     def meet(self, operation: str, problem: Exception | None) -> None:
@@ -92,13 +106,20 @@ class Engine:
         finally:
             del problem
 
-    def step(self, groups: Sequence[ParamGroup], closure: Closure | None, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - what the inner step returns
+    def step(
+        self,
+        groups: Sequence[ParamGroup],
+        closure: Closure | None,
+        arguments: Mapping[str, Any],
+        problem: Exception | None = None,
+    ) -> Any:  # noqa: ANN401 - what the inner step returns
         """Follow the model, step this rank's shards, and bring every rank the others'. Collective.
 
         Args:
             groups: the public param groups; their hyperparameters are handed to the local optimizer and back.
             closure: re-evaluates the model.
             arguments: further keyword arguments of the inner step.
+            problem: what this rank has met before the step, for every rank to raise.
 
         Returns:
             What the inner step returned.
@@ -110,15 +131,17 @@ class Engine:
             Exception: what any rank met, on every rank. Replicas are equal then, but for parameters that a rank has
                 converted or exchanged.
         """
-        layout, problem = self._observe(groups)
-        declared = self._hyperparameters.digest(groups)
+        # Also after a problem: the others' shards must arrive where parameters are now.
+        layout, observed = self._observe(groups)
+        problem = observed if problem is None else problem
+        declared = _NOT_COMPARED if self.shadowing else self._hyperparameters.digest(groups)
         if problem is not None or layout is not self.layout:
             # The others may be stepping already; they find this status in the share that they wait for.
             try:
                 self._share(_STOPPED, declared, problem)
                 agree_over(self.control, "step()", layout.declaration, error=problem)
             finally:
-                del problem
+                del problem, observed
             self.adopt(layout, groups)
         failure: Exception | None = None
         result: Any = None
@@ -128,11 +151,13 @@ class Engine:
         except Exception as error:  # noqa: BLE001 - peers wait for this rank's share, and must hear of it
             failure = error
         try:
-            if not self._share(_FAILED if failure is not None else _FINE, declared, failure):
-                # Raises: somebody has an error to report, or another layout, or other hyperparameters.
-                agree_over(
-                    self.control, "step()", _with_hyperparameters(self.layout, plain_hyperparameters(groups)), error=failure
-                )
+            found = self._share(_FAILED if failure is not None else _FINE, declared, failure)
+            if found is _Found.A_PROBLEM:
+                # Raises: either somebody has an error to report, or somebody's layout has another digest.
+                self.meet("step()", failure)
+            elif found is _Found.OTHER_HYPERPARAMETERS:
+                mine = _with_hyperparameters(self.layout, plain_hyperparameters(groups))
+                agree_over(self.control, "step()", mine, error=failure)
         finally:
             del failure
         sync_groups(self.local.optim.param_groups, groups)
@@ -249,8 +274,8 @@ class Engine:
             return self.layout, error
         return layout, None
 
-    def _share(self, status: int, declared: int, own: Exception | None) -> bool:
-        """Share all parameters, and tell whether every rank is fine and has the same hyperparameters. Collective.
+    def _share(self, status: int, declared: int, own: Exception | None) -> _Found:
+        """Share all parameters, and tell what the ranks have to say to each other, the same on all. Collective.
 
         Hyperparameters are compared where statuses travel with the parameters.
 
@@ -261,8 +286,12 @@ class Engine:
         try:
             statuses = self.replicas.share((status, declared, 0, 0))
             if self.replicas.carries_status:
-                return all(words[0] == _FINE and words[1] == declared for words in statuses)
-            return not self.control.any_raised(status != _FINE, "step()")
+                if any(words[0] != _FINE for words in statuses):
+                    return _Found.A_PROBLEM
+                alike = len({words[1] for words in statuses} - {_NOT_COMPARED}) < 2
+                return _Found.NOTHING if alike else _Found.OTHER_HYPERPARAMETERS
+            raised = self.control.any_raised(status != _FINE, "step()")
+            return _Found.A_PROBLEM if raised else _Found.NOTHING
         except PeerLostError as lost:
             # The others may be lost because of this rank's error, e.g. in collectives of a closure that raised here.
             if own is not None:
@@ -288,8 +317,8 @@ class Engine:
         members = [param for group in groups for param in group["params"]]
         if len(members) != len(self.params) or not all(map(is_, members, self.params)):
             raise RuntimeError(
-                f"rank {self.ranks.rank}: the members of param_groups are not those that the optimizer was built with; "
-                f"add parameters with add_param_group(), and build a new optimizer to exchange or remove them"
+                "the members of param_groups are not those that the optimizer was built with; "
+                "add parameters with add_param_group(), and build a new optimizer to exchange or remove them"
             )
 
 

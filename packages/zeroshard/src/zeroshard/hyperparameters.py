@@ -14,8 +14,8 @@ _PLAIN = (int, float, str, type(None))
 class Hyperparameters:
     """A number for the hyperparameters of all groups, made anew only when one has changed.
 
-    What is no number, string or tuple of these is left out: reading a tensor would wait for its device, and other objects
-    need not look alike on two ranks. Only the engine that owns it calls it.
+    What is no number, string or tuple of these is left out: reading a tensor would wait for its device, and other
+    objects need not look alike on two ranks. Only the engine that owns it calls it.
     """
 
     def __init__(self) -> None:
@@ -23,15 +23,17 @@ class Hyperparameters:
         self._digest = 0
 
     def digest(self, groups: Sequence[Mapping[str, Any]]) -> int:
-        """Return a number of 32 bits that is the same on ranks with the same hyperparameters.
+        """Return a number of 32 bits, not 0, that is the same on ranks with the same hyperparameters.
 
         Args:
             groups: param groups.
         """
-        values = [tuple([value if isinstance(value, _PLAIN) else _plain(value) for value in g.values()]) for g in groups]
+        values = [
+            tuple([value if isinstance(value, _PLAIN) else _plain(value) for value in g.values()]) for g in groups
+        ]
         if values != self._values:
             self._values = values
-            self._digest = zlib.crc32(repr(sorted(plain_hyperparameters(groups).items())).encode())
+            self._digest = zlib.crc32(repr(sorted(plain_hyperparameters(groups).items())).encode()) or 1
         return self._digest
 
 

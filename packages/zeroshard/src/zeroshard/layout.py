@@ -65,8 +65,8 @@ def first_layout(policy: Policy, groups: Sequence[ParamGroup], optimizer_name: s
     """Plan for the first time.
 
     Raises:
-        ValueError: if trainable parameters overlap in memory, if the strategy is unknown, or cuts tensors of an optimizer that is not known to be elementwise,
-            or tensors that are sparse or have gaps in memory.
+        ValueError: if trainable parameters overlap in memory, if the strategy is unknown, or cuts tensors of an
+            optimizer that is not known to be elementwise, or tensors that are sparse or have gaps in memory.
     """
     return _layout(policy, groups, None, frozenset(), optimizer_name)
 

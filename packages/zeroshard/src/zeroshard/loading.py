@@ -76,9 +76,16 @@ def checked(
     for key, entries in state_dict["state"].items():
         if key in index_of:
             by_index[index_of[key]] = _entries(entries, key, plan.tensors[index_of[key]].name)
-        elif type(key) in key_types:
+        elif type(key) in key_types or isinstance(key, int):
             raise ValueError(
                 f"loaded state dict has an extra entry: state for parameter {key!r}, which no param_group names"
+            )
+        elif isinstance(key, str) and key.isdecimal():
+            alike = [other for other in state_dict["state"] if isinstance(other, str) and other.isdecimal()]
+            raise ValueError(
+                f"loaded state dict: the keys of 'state' are text where param_groups has numbers: "
+                f"{', '.join(map(repr, alike[:8]))}{', ...' if len(alike) > 8 else ''}, as JSON makes of integers. "
+                f"Turn them back with int()"
             )
         else:
             by_index[key] = entries
@@ -87,6 +94,8 @@ def checked(
     for index, entries in by_index.items():
         if isinstance(index, int) and entries:
             expectations.check(entries, index, saved_groups[plan.tensors[index].group], plan, params[index].layout)
+            if params[index].device.type != "meta":
+                _check_values(entries, index, plan.tensors[index].name)
     return by_index
 
 
@@ -319,6 +328,23 @@ def _check_presence(by_index: Mapping[Any, Any], plan: Plan) -> None:
                 f"other parameters of its group have state. If it was never stepped before the checkpoint was made, "
                 f"say so: state_dict['state'][{index}] = {{}}"
             )
+
+
+def _check_values(entries: Mapping[str, Any], index: int, name: str) -> None:
+    """Raise if an entry has no values to load: the rank that owns the parameter would be the only one to notice."""
+    for key, value in entries.items():
+        if _is_meta(value):
+            raise ValueError(
+                f"loaded state dict, parameter {index} {name!r}: entry {key!r} is on the meta device: it has no values"
+            )
+
+
+def _is_meta(value: object) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.device.type == "meta"
+    if isinstance(value, Mapping):
+        return any(map(_is_meta, value.values()))
+    return isinstance(value, (list, tuple)) and any(map(_is_meta, value))
 
 
 def _outline(value: object) -> str:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 from zeroshard_comm import RankGroup, Traffic
 from zeroshard_core import Cost, Plan, Strategy, numel
 
@@ -63,7 +66,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         traffic: bytes, calls and waiting so far, a :class:`zeroshard_comm.Traffic`.
 
     Raises:
-        TypeError: for params that are a tensor, not iterable or mixed; on every rank.
+        TypeError: for params that are a tensor, not iterable or mixed, or a partition or cost that is none; on every
+            rank.
         ValueError: for an empty list, a dict without ``"params"``, an optimizer or partition that cannot be; on every
             rank.
         DisagreementError: if ranks differ in tensors, order, shapes, dtypes, trainability, hyperparameters or settings;
@@ -109,6 +113,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._overlap_with_ddp = overlap_with_ddp
         self._consolidated: StateDict | None = None
         self._holds_state = False
+        self._hook_failure: Exception | None = None
         policy = Policy(partition, cost, optimizer_class, elementwise, parameters_as_bucket_view, self.world_size)
 
         def read() -> list[ParamGroup]:
@@ -187,8 +192,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Only ``.data`` that still begins at the same address, but has another shape or other strides, is not noticed.
 
         Args:
-            closure: re-evaluates the model and returns the loss; every rank gives one, or none does. It may not
-                unfreeze or convert parameters.
+            closure: re-evaluates the model and returns the loss. It may not unfreeze or convert parameters. That every
+                rank gives one, or none does, is not checked: a rank without steps its shards with the gradients that
+                are there, as one that has joined (see :meth:`join_hook`) must while the others have closures.
             **kwargs: passed to the local optimizer's step.
 
         Returns:
@@ -197,15 +203,51 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Raises:
             DisagreementError: if ranks differ in their parameters' trainability, dtypes or memory formats.
             PeerLostError: if a rank is gone.
-            Exception: what a rank met, or its local step raised, on every rank.
+            Exception: what a rank met, or its local step or a hook before it raised, on every rank.
 
             In all cases but a lost peer, replicas are equal afterwards, but for parameters that a rank has converted or
             exchanged; shards of ranks that noticed nothing themselves may have been stepped.
         """
         Join.notify_join_context(self)
-        result = self._engine.step(self.param_groups, closure, kwargs)
+        failure, self._hook_failure = self._hook_failure, None
+        try:
+            result = self._engine.step(self.param_groups, closure, kwargs, failure)
+        finally:
+            del failure
         self._holds_state = True
         return result
+
+    def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """Register a hook that is called before each step, as in torch; what it raises on one rank, every rank raises.
+
+        It is reported by the step, so that nobody waits: hooks after one that raised are not called, and no shard of
+        its rank is stepped. What hooks for all optimizers (``register_optimizer_step_pre_hook``) and hooks after the
+        step raise is not reported: that rank alone raises it.
+
+        Args:
+            hook: called with the optimizer, the positional arguments of its step (itself first) and the keyword
+                arguments; returns None, or a tuple of both, to be used instead.
+
+        Returns:
+            The handle that removes the hook.
+        """
+
+        # Not a method, and without this object: it would be kept alive by its own hooks.
+        def guarded(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]] | None:  # noqa: ANN401 - as torch's hooks
+            if optimizer._hook_failure is not None:
+                return None
+            try:
+                changed = hook(optimizer, args, kwargs)
+                if changed is not None and not (isinstance(changed, tuple) and len(changed) == 2):
+                    raise RuntimeError(
+                        f"a step pre-hook must return None or a tuple of (new_args, new_kwargs), but got {changed}"
+                    )
+            except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
+                optimizer._hook_failure = error
+                return None
+            return changed
+
+        return super().register_step_pre_hook(guarded)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, dealt out on top of what the ranks own already. Collective, at any time.
@@ -230,7 +272,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Bring the state of all shards to the CPU memory of one rank, for :meth:`state_dict`. Collective.
 
         Args:
-            to: the group rank that receives. The others hold nothing more than before.
+            to: the group rank that receives, an integer of any kind. The others hold nothing more than before.
 
         Raises:
             ValueError: if there is no such rank.
@@ -240,9 +282,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             PeerLostError: if a rank is gone.
             Exception: if the param groups are not those of the local optimizer, or a hyperparameter cannot be copied.
         """
-        operation = f"consolidate_state_dict(to={to})"
         failure: Exception | None = None
-        if not isinstance(to, int) or not 0 <= to < self.world_size:
+        target = -1
+        if not isinstance(to, bool):
+            # NumPy's integers are ranks too.
+            with suppress(Exception):
+                target = operator.index(to)
+        operation = f"consolidate_state_dict(to={target})"
+        if not 0 <= target < self.world_size:
             failure = ValueError(
                 f"consolidate_state_dict(to={to!r}): `to` must be a group rank from 0 to {self.world_size - 1}"
             )
@@ -252,7 +299,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             del failure
         self._consolidated = None
         self._consolidated = consolidate(
-            self._engine.control, self._engine.local, self.plan, self.param_groups, to, operation
+            self._engine.control, self._engine.local, self.plan, self.param_groups, target, operation
         )
 
     def state_dict(self) -> StateDict:
@@ -362,7 +409,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Args:
             **kwargs: arguments for all joinables of the context; none is used here.
         """
-        return OptimizerJoinHook(self.step)
+        return OptimizerJoinHook(self._shadow_step)
+
+    def _shadow_step(self) -> None:
+        self._engine.shadowing = True
+        try:
+            self.step()
+        finally:
+            self._engine.shadowing = False
 
     @property
     def join_device(self) -> torch.device:

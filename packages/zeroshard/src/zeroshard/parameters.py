@@ -140,22 +140,24 @@ def refuse_shared_memory(groups: Sequence[Mapping[str, Any]], active: Sequence[b
     Raises:
         ValueError: naming the two. Only parameters without gaps in memory are looked at.
     """
-    spans: list[tuple[str, int, int, str]] = []
+    spans: list[tuple[str, int, int, int, str]] = []
     index = 0
     for number, group in enumerate(groups):
         names = group.get("param_names")
         for position, param in enumerate(group["params"]):
-            if active[index] and param.layout is torch.strided and param.device.type != "meta" and is_dense(param):
+            on_record = param.layout is torch.strided and param.device.type != "meta" and param.numel() > 0
+            if active[index] and on_record and is_dense(param):
                 start = param.data_ptr()
                 title = f"{position} of group {number}" + (f" ({names[position]!r})" if names is not None else "")
-                spans.append((str(param.device), start, start + param.numel() * param.element_size(), title))
+                spans.append((str(param.device), start, start + param.numel() * param.element_size(), index, title))
             index += 1
     spans.sort()
-    for (device, _, stop, one), (other_device, start, _, other) in pairwise(spans):
-        if device == other_device and start < stop:
+    for one, other in pairwise(spans):
+        if one[0] == other[0] and other[1] < one[2]:
+            first, second = sorted((one[3:], other[3:]))
             raise ValueError(
-                f"parameter {one} and parameter {other} share memory: use one Parameter in both places of the model, "
-                f"which then has one owner, or give one of them memory of its own"
+                f"parameter {first[1]} and parameter {second[1]} share memory: use one Parameter in both places of the "
+                f"model, which then has one owner, or give one of them memory of its own"
             )
 
 
