@@ -17,6 +17,9 @@ PATIENT = """
     import pytest
     import torch
     import torch.distributed as dist
+    from torch.distributed.algorithms.join import Join
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
     from torch.nn.parallel import DistributedDataParallel
 
     @pytest.mark.ranks(2)
@@ -85,6 +88,62 @@ PATIENT = """
         if rank == 0:
             with pytest.raises(RuntimeError):
                 dist.all_reduce(torch.ones(2), group=group)
+
+    @pytest.mark.ranks(2)
+    def test_a_barrier_that_names_who_is_missing(rank):
+        if rank == 0:
+            with pytest.raises(RuntimeError, match="Rank 1 failed to pass monitoredBarrier"):
+                dist.monitored_barrier(timeout=timedelta(seconds=0.6))
+
+    @pytest.mark.ranks(2)
+    def test_inputs_that_end_unevenly(rank):
+        model = DistributedDataParallel(torch.nn.Linear(3, 3))
+        with Join([model]):
+            for _ in range(2 + 2 * rank):
+                model(torch.ones(2, 3)).sum().backward()
+
+    @pytest.mark.ranks(2)
+    def test_a_process_group_made_anew(rank):
+        store = dist.distributed_c10d._get_default_store()
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.PrefixStore("anew", store), rank=rank, world_size=2)
+        dist.all_reduce(torch.ones(2))
+
+    @pytest.mark.ranks(2)
+    def test_many_in_flight_and_callbacks(rank):
+        works = [dist.all_reduce(torch.ones(1000), async_op=True) for _ in range(100)]
+        for work in works:
+            work.wait()
+        future = dist.all_reduce(torch.ones(2), async_op=True).get_future()
+        assert future.then(lambda done: done.value()[0] * 2).wait()[0] == 4
+
+    @pytest.mark.ranks(2)
+    def test_objects_of_different_sizes(rank):
+        found = [None, None]
+        dist.all_gather_object(found, "x" * (1 + 1000 * rank))
+        assert len(found[1]) == 1001
+        if rank:
+            dist.send(torch.ones(2), 0)
+        else:
+            assert dist.recv(torch.ones(2)) == 1
+
+    @pytest.mark.ranks(2)
+    def test_a_mesh_and_distributed_tensors(rank):
+        mesh = init_device_mesh("cpu", (2,))
+        cut = distribute_tensor(torch.arange(8.0).view(4, 2), mesh, [Shard(0)])
+        assert cut.redistribute(mesh, [Replicate()]).to_local().sum() == 28
+
+    @pytest.mark.ranks(2)
+    def test_threads_with_groups_of_their_own(rank):
+        groups = [dist.new_group([0, 1]) for _ in range(3)]
+        def work(group):
+            for _ in range(20):
+                dist.all_reduce(torch.ones(100), group=group)
+        threads = [threading.Thread(target=work, args=[group]) for group in groups]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
 
     @pytest.mark.ranks(2)
     def test_a_group_that_gives_up_inside_a_backward(rank):

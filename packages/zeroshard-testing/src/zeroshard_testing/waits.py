@@ -133,7 +133,13 @@ def watch_waits(faults: Faults) -> Waits:
         The record that the wrappers keep.
     """
     waits = Waits()
-    for owner, names in ((Work, ["wait"]), (torch._C.Future, ["wait"]), (Store, ["wait", "get"])):
+    waiting = (
+        (Work, ["wait"]),
+        (torch._C.Future, ["wait"]),
+        (Store, ["wait", "get"]),
+        (dist.ProcessGroup, ["monitored_barrier"]),
+    )
+    for owner, names in waiting:
         for name in names:
             setattr(owner, name, _waiting(waits, getattr(owner, name)))
     for name, kind, takes_peer in (("send", "send", True), ("recv", "recv", True), ("recv_anysource", "recv", False)):
