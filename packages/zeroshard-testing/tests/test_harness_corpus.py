@@ -135,7 +135,7 @@ CASES: dict[str, tuple[str, str, str, str]] = {
         "two",
         "rank",
         "dist.barrier()\nif rank: dist.broadcast(ones(4), 0)\nelse: dist.all_reduce(ones(4))",
-        r"rank 0 stuck: rank 0 is in all_reduce of float32\[4\], rank 1 in broadcast of float32\[4\], as collective #2",
+        r"rank 0 stuck: rank 0 is in all_reduce of float32\[4\], rank 1 in broadcast of float32\[4\] .*, as collective #2",
     ),
     "mismatched_gather": (
         "two",
@@ -153,13 +153,25 @@ CASES: dict[str, tuple[str, str, str, str]] = {
         "two",
         "rank",
         "dist.broadcast(ones(4 + rank), 0)",
-        r"rank 1 passed, but rank 0 is in broadcast of float32\[4\], rank 1 in broadcast of float32\[5\]",
+        r"rank 1 passed, but rank 0 is in broadcast of float32\[4\] .*, rank 1 in broadcast of float32\[5\]",
     ),
     "mismatched_dtype": (
         "two",
         "rank",
         "dist.all_reduce(ones(4, dtype=torch.float64 if rank else torch.float32))",
         r"rank \d was killed by SIGABRT: rank 0 is in all_reduce of float32\[4\], rank 1 in all_reduce of float64\[4\]",
+    ),
+    "roots_that_differ": (
+        "two",
+        "rank",
+        "dist.barrier()\ndist.broadcast(ones(4), src=rank)",
+        r"rank 0 stuck: rank 0 is in broadcast of float32\[4\] with root 0, rank 1 in broadcast of .* with root 1",
+    ),
+    "a_gather_and_a_barrier": (
+        "two",
+        "rank",
+        "dist.gather(ones(4), [ones(4), ones(4)] if rank else None, dst=1) if rank else dist.barrier()",
+        r"rank 0 stuck: rank 0 is in barrier, rank 1 in gather of float32\[4\] with root 1, as collective #1",
     ),
     "crossed_groups": (
         "two",

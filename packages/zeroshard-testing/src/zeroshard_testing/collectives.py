@@ -22,6 +22,9 @@ from zeroshard_testing.waits import Waits
 _ALIKE = {"allreduce": "all_reduce", "broadcast": "broadcast", "reduce": "reduce"}
 """Methods whose tensors must be alike on all ranks, with the names by which users know them."""
 
+_ROOTED = ("broadcast", "reduce", "gather", "scatter")
+_ROOTS_KEPT = 256
+
 _NAMES = {
     "allreduce_coalesced": "all_reduce_coalesced",
     "allgather": "all_gather",
@@ -56,11 +59,16 @@ class Collectives:
         self._journal = journal
         self._waits = waits
         self._keys: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
+        self._roots: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, int]] = weakref.WeakKeyDictionary()
         self._digests: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
     def digest(self, group: dist.ProcessGroup) -> int:
         """Return a number that is the same on ranks which have issued alike in a group."""
         return self._digests.get(group, 0)
+
+    def root(self, group: dist.ProcessGroup, number: int) -> int:
+        """Return the root of one of a group's latest collectives, -1 where it has none or it is not known."""
+        return self._roots.get(group, {}).get(number, -1)
 
     def issued(self, group: dist.ProcessGroup) -> int:
         """Return how many collectives were issued in a group, from C++ too.
@@ -82,7 +90,11 @@ class Collectives:
         except (RuntimeError, KeyError, ValueError):
             # A group that torch does not know by rank, or whose backend does not count.
             return
-        text = f"{number} {operation.name} {operation.amounts}"
+        if operation.root >= 0:
+            roots = self._roots.setdefault(group, {})
+            roots[number] = operation.root
+            roots.pop(number - _ROOTS_KEPT, None)
+        text = f"{number} {operation.name} {operation.amounts} {operation.root}"
         self._digests[group] = zlib.crc32(text.encode(), self._digests.get(group, 0))
         self._journal.write(key, number, operation)
 
@@ -114,7 +126,8 @@ def _recording(
         if faults.armed and (instead := reach(faults, title)) is not None:
             return instead
         tensors = next(iter((*args, *kwargs.values())), None) if alike else None
-        collectives.issue(self, Operation(title, _described(tensors)))
+        root = max((getattr(value, "rootRank", -1) for value in (*args, *kwargs.values())), default=-1)
+        collectives.issue(self, Operation(title, _described(tensors), root=root if title in _ROOTED else -1))
         return method(self, *args, **kwargs)
 
     issue.__doc__ = method.__doc__

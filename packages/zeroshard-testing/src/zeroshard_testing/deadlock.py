@@ -98,7 +98,7 @@ def _groups(states: Mapping[int, RankState]) -> Iterator[tuple[str, list[int]]]:
 
 
 def _differ(one: Operation, other: Operation) -> bool:
-    if one.name != other.name:
+    if one.name != other.name or (one.root != other.root and min(one.root, other.root) >= 0):
         return True
     # Of other collectives the ranks' own tensors may differ, or the recorder shows the root's only.
     return one.name in ("all_reduce", "broadcast") and one.amounts != other.amounts

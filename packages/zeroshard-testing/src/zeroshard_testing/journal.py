@@ -33,7 +33,7 @@ class JournalWriter:
 
     def write(self, key: str, number: int, operation: Operation) -> None:
         """Keep one collective, in place of the oldest."""
-        text = f"{self.run}|{key}|{number}|{operation.name}|{operation.tensors}".encode()[:_SLOT]
+        text = f"{self.run}|{key}|{number}|{operation.name}|{operation.root}|{operation.tensors}".encode()[:_SLOT]
         start = self._next * _SLOT
         self._next = (self._next + 1) % _SLOTS
         self._memory[start : start + _SLOT] = text.ljust(_SLOT, b"\0")
@@ -52,8 +52,9 @@ def read_journal(file: IO[bytes], run: int, world_size: int) -> RankState:
     for start in range(0, len(memory), _SLOT):
         parts = memory[start : start + _SLOT].rstrip(b"\0").decode(errors="replace").split("|")
         # An entry that was cut off, or half written when the rank died, tells nothing.
-        if len(parts) == 5 and parts[0] == str(run) and parts[2].isdigit():
-            found.setdefault(parts[1], {})[int(parts[2])] = Operation(parts[3], parts[4])
+        if len(parts) == 6 and parts[0] == str(run) and parts[2].isdigit():
+            operation = Operation(parts[3], parts[5], root=int(parts[4]))
+            found.setdefault(parts[1], {})[int(parts[2])] = operation
     return RankState(groups=_groups(found, world_size))
 
 

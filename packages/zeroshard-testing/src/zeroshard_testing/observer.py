@@ -113,11 +113,11 @@ class Observer:
             except (RuntimeError, KeyError, ValueError):
                 # A group that is just being made or destroyed, or whose backend does not count.
                 continue
-            operations = {
-                int(entry["collective_seq_id"]): _operation(entry)
-                for entry in recorded or ()
-                if entry["process_group"][0] == group.group_name and not entry["is_p2p"]
-            }
+            operations = {}
+            for entry in recorded or ():
+                if entry["process_group"][0] == group.group_name and not entry["is_p2p"]:
+                    number = int(entry["collective_seq_id"])
+                    operations[number] = _operation(entry, self._collectives.root(group, number))
             counts = {
                 f"{kind} {peer if peer == ANY_SOURCE else members[peer]} {tag}": count
                 for (kind, peer, tag), count in self._waits.messages(group).items()
@@ -205,11 +205,11 @@ class Observer:
         return Awaited(message.kind, group_key(group.group_name, members), peer, message.tag, message.number)
 
 
-def _operation(entry: Mapping[str, Any]) -> Operation:
+def _operation(entry: Mapping[str, Any], root: int) -> Operation:
     side = "input" if entry["input_sizes"] else "output"
     dtypes, sizes = entry[f"{side}_dtypes"], entry[f"{side}_sizes"]
     tensors = ", ".join(f"{_DTYPES.get(dtype, dtype)}{size}" for dtype, size in zip(dtypes, sizes, strict=False))
-    return Operation(entry["profiling_name"].rpartition(":")[2], tensors, _is_pending(entry))
+    return Operation(entry["profiling_name"].rpartition(":")[2], tensors, _is_pending(entry), root)
 
 
 def _is_pending(entry: Mapping[str, Any]) -> bool:

@@ -19,11 +19,13 @@ class Operation:
         name: Such as ``"all_reduce"``.
         tensors: Its input, such as ``"float32[4, 3]"``, or its output where it takes none; empty without tensors.
         pending: Whether it is still to complete on this rank.
+        root: The root's rank in the group, -1 where there is none or it is not known.
     """
 
     name: str
     tensors: str = ""
     pending: bool = False
+    root: int = -1
 
     @property
     def amounts(self) -> list[tuple[str, int]]:
@@ -38,7 +40,8 @@ class Operation:
         ]
 
     def __str__(self) -> str:
-        return f"{self.name} of {self.tensors}" if self.tensors else self.name
+        tensors = f" of {self.tensors}" if self.tensors else ""
+        return f"{self.name}{tensors}{f' with root {self.root}' if self.root >= 0 else ''}"
 
 
 @dataclass(frozen=True)
