@@ -135,7 +135,7 @@ CASES: dict[str, tuple[str, str, str, str]] = {
         "two",
         "rank",
         "dist.barrier()\nif rank: dist.broadcast(ones(4), 0)\nelse: dist.all_reduce(ones(4))",
-        r"rank 0 stuck: rank 0 is in all_reduce of float32\[4\], rank 1 in broadcast of float32\[4\] .*, as collective #2",
+        r"rank 0 stuck: rank 0 is in all_reduce of float32\[4\], rank 1 in broadcast of .*, as collective #2",
     ),
     "mismatched_gather": (
         "two",
