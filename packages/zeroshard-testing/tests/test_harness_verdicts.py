@@ -112,6 +112,19 @@ WRONG = """
     def test_is_expected_to_fail(rank):
         assert rank == 0
 
+    class OwnError(LookupError):
+        pass
+
+    @pytest.mark.ranks(2)
+    @pytest.mark.xfail(raises=(OSError, LookupError), strict=True)
+    def test_is_expected_to_raise(rank):
+        raise OwnError(rank)
+
+    @pytest.mark.ranks(2)
+    @pytest.mark.xfail(raises=OSError, strict=True)
+    def test_raises_what_is_not_expected(rank):
+        raise OwnError(rank)
+
     @pytest.mark.ranks(2)
     def test_dies_after_reporting(rank):
         if rank == 1:
@@ -242,5 +255,12 @@ def test_an_unmarked_test_is_told_to_be_marked(wrong: Suite) -> None:
     assert "mark it with @pytest.mark.ranks(2)" in case.text
 
 
-def test_an_expected_failure_is_one(wrong: Suite) -> None:
-    assert wrong.cases["test_is_expected_to_fail[2-gloo]"].kind == "skipped"
+@pytest.mark.parametrize("name", ["test_is_expected_to_fail", "test_is_expected_to_raise"])
+def test_an_expected_failure_is_one(wrong: Suite, name: str) -> None:
+    assert wrong.cases[f"{name}[2-gloo]"].kind == "skipped"
+
+
+def test_another_exception_than_the_expected_one_is_a_failure(wrong: Suite) -> None:
+    case = wrong.cases["test_raises_what_is_not_expected[2-gloo]"]
+    assert case.kind == "failure"
+    assert "OwnError" in case.text

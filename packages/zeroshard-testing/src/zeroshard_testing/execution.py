@@ -17,7 +17,7 @@ import pytest
 from zeroshard_testing import outcome as kinds
 from zeroshard_testing.faults import Faults, begin_faults, unreached_faults
 from zeroshard_testing.importing import import_test_module, is_imported
-from zeroshard_testing.outcome import Outcome, is_echo
+from zeroshard_testing.outcome import Outcome, is_echo, names_of
 from zeroshard_testing.rank_fixtures import tear_down
 from zeroshard_testing.rank_values import set_rank_values
 from zeroshard_testing.wire import Channel, Message
@@ -131,13 +131,13 @@ class RankTest:
         info = pytest.ExceptionInfo.from_exception(error.with_traceback(_user_part(error.__traceback__)))
         summary = (info.exconly(tryshort=True).splitlines() or [type(error).__name__])[0]
         if isinstance(error, pytest.fail.Exception) and not error.pytrace:
-            return Outcome(kinds.FAILED, summary, error.msg or "", moment)
+            return Outcome(kinds.FAILED, summary, error.msg or "", moment, error=names_of(type(error)))
         # The source around a consequence explains nothing, and pytest would parse all of torch.distributed to show it.
         style: _TracebackStyle = "native" if is_echo(summary) else self._message["tb_style"]
         detail, path, line = _rendered(info, style, self._message["showlocals"], self._rank.session.config)
         if isinstance(error, SystemExit):
             summary = f"called sys.exit({error.code!r})"
-        return Outcome(kinds.FAILED, summary, detail, moment, path, line)
+        return Outcome(kinds.FAILED, summary, detail, moment, path, line, names_of(type(error)))
 
 
 class _RankItem(pytest.Item):

@@ -48,6 +48,7 @@ class Outcome:
         moment: Seconds on the machine's monotonic clock, to tell what came first.
         path: File where it was raised, empty if unknown.
         line: Line in that file, 1-based; 0 if unknown.
+        error: The exception's class and its bases, by module and name; empty if there was none.
         warnings: What the test warned of: category, text, file and line of each.
     """
 
@@ -57,6 +58,7 @@ class Outcome:
     moment: float = 0.0
     path: str = ""
     line: int = 0
+    error: tuple[str, ...] = ()
     warnings: tuple[tuple[str, str, str, int], ...] = ()
 
     @property
@@ -79,4 +81,14 @@ class Outcome:
     def from_message(cls, message: Mapping[str, Any]) -> Outcome:
         """Read what `to_message` made, ignoring other keys."""
         values = {field.name: message[field.name] for field in fields(cls)}
-        return cls(**{**values, "warnings": tuple(tuple(warning) for warning in values["warnings"])})
+        warnings = tuple(tuple(warning) for warning in values["warnings"])
+        return cls(**{**values, "error": tuple(values["error"]), "warnings": warnings})
+
+
+def names_of(kind: type) -> tuple[str, ...]:
+    """Return a class and its bases, nearest first, by module and name.
+
+    >>> names_of(KeyError)[:2]
+    ('builtins.KeyError', 'builtins.LookupError')
+    """
+    return tuple(f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__)

@@ -20,6 +20,7 @@ from zeroshard_testing.fixtures import (
     world_size,
 )
 from zeroshard_testing.launcher import LaunchError
+from zeroshard_testing.outcome import names_of
 from zeroshard_testing.report import RanksFailure, failure_report
 from zeroshard_testing.session import RanksSession, set_running_session
 from zeroshard_testing.spec import BACKENDS, RanksSpec, SpecError, parse_marker
@@ -138,11 +139,14 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 
 @pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, Any, None]:
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, None]:
     """Show the ranks' failures in place of the controller's own traceback."""
+    failure = None if call.excinfo is None else call.excinfo.value
+    if isinstance(failure, RanksFailure):
+        _stand_in_for_expected(item, call, failure)
     outcome = yield
-    if call.excinfo is not None and isinstance(call.excinfo.value, RanksFailure):
-        outcome.get_result().longrepr = failure_report(call.excinfo.value)
+    if isinstance(failure, RanksFailure) and outcome.get_result().outcome == "failed":
+        outcome.get_result().longrepr = failure_report(failure)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -169,6 +173,16 @@ def spec_of(item: pytest.Item) -> RanksSpec | None:
     """Return how a collected test is to run on ranks, None if it is not marked."""
     call_spec = getattr(item, "callspec", None)
     return None if call_spec is None else call_spec.params.get(SPEC_FIXTURE)
+
+
+def _stand_in_for_expected(item: pytest.Item, call: pytest.CallInfo[None], failure: RanksFailure) -> None:
+    """Where ``xfail(raises=...)`` names what the ranks raised, let pytest see an exception of that class."""
+    for mark in item.iter_markers("xfail"):
+        raises = mark.kwargs.get("raises") or ()
+        for kind in raises if isinstance(raises, tuple) else (raises,):
+            if names_of(kind)[0] in failure.verdict.error:
+                error = kind.__new__(kind).with_traceback(failure.__traceback__)
+                call.excinfo = pytest.ExceptionInfo.from_exception(error)
 
 
 def _marked_specs(definition: pytest.Item) -> list[RanksSpec]:

@@ -22,6 +22,7 @@ class Verdict:
         text: The whole report of a failure, root cause first.
         path: File of the root cause, empty if unknown.
         line: Line in that file, 1-based; 0 if unknown.
+        error: The root cause's class and its bases, by module and name; empty if it is no exception.
     """
 
     kind: str
@@ -29,6 +30,7 @@ class Verdict:
     text: str = ""
     path: str = ""
     line: int = 0
+    error: tuple[str, ...] = ()
 
 
 def judge(outcomes: Mapping[int, Outcome]) -> Verdict:
@@ -66,6 +68,7 @@ def judge(outcomes: Mapping[int, Outcome]) -> Verdict:
         "\n\n".join(parts),
         cause.outcome.path,
         cause.outcome.line,
+        cause.outcome.error,
     )
 
 
