@@ -119,9 +119,14 @@ PATIENT = """
 
     @pytest.mark.ranks(2)
     def test_objects_of_different_sizes(rank):
+        pytest.importorskip("numpy", reason="collectives of objects need numpy")
+        dist.broadcast_object_list([None], src=0)
         found = [None, None]
         dist.all_gather_object(found, "x" * (1 + 1000 * rank))
         assert len(found[1]) == 1001
+
+    @pytest.mark.ranks(2)
+    def test_a_message_from_anyone(rank):
         if rank:
             dist.send(torch.ones(2), 0)
         else:
@@ -191,7 +196,6 @@ PATIENT = """
         dist.scatter(torch.empty(3), parts if rank == 0 else None, src=0)
         dist.all_to_all_single(torch.empty(2 + 2 * rank), torch.ones(3), [1 + rank] * 2, [1, 2])
         dist.broadcast(torch.ones(2, 3) if rank else torch.ones(6), src=0)
-        dist.broadcast_object_list([None], src=0)
 
     @pytest.mark.ranks(2)
     def test_a_daemon_thread_that_idles(rank):
@@ -206,6 +210,6 @@ def patient(tmp_path_factory: pytest.TempPathFactory, run_suite: Callable[..., S
 
 
 def test_whatever_can_still_complete_is_waited_for(patient: Suite) -> None:
-    failed = {name: case.text for name, case in patient.cases.items() if case.kind != "passed"}
+    failed = {name: case.text for name, case in patient.cases.items() if case.kind not in ("passed", "skipped")}
     assert not failed
     assert len(patient.cases) == PATIENT.count("def test_")
