@@ -388,3 +388,46 @@ def test_what_ranks_need_not_have_alike_may_differ(rank: int) -> None:
     set_gradients(pair[0].parameters(), 2)
     optimizers[0].step()
     assert_replicas_equal(pair[0].parameters())
+
+
+class Counting(optim.SGD):
+    """Keeps counters in its groups: of the steps in which a group had a tensor, and one that appears with a step."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            group.setdefault("count", 0)
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["count"] += bool(group["params"])
+            group["latest"] = group.get("latest", 0) + len(group["params"])
+        return super().step(closure)
+
+
+@pytest.mark.ranks(3, backend="gloo")
+def test_what_the_optimizer_itself_counts_may_differ_between_ranks(rank: int) -> None:
+    pair = twins(lambda: nn.Linear(3, 2))
+    sharded = ZeroRedundancyOptimizer(pair[0].parameters(), Counting)
+    plain = Counting(pair[1].parameters())
+    go_on(pair, (sharded, plain), range(3))
+    assert sharded.param_groups[0]["count"] == (3 if sharded.plan.of_rank(rank) else 0)
+    for optimizer in (sharded, plain):
+        optimizer.param_groups[0]["lr"] = 0.01
+    go_on(pair, (sharded, plain), range(3, 5))
+    if rank == 1:
+        sharded.param_groups[0]["lr"] = 0.5
+    set_gradients(pair[0].parameters(), 5)
+    with pytest.raises(DisagreementError, match=r"lr of group 0 is '0.01' on rank 0 and '0.5' on rank 1"):
+        sharded.step()
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_a_learning_rate_edited_before_a_group_is_added_is_kept() -> None:
+    pair, optimizers = trained()
+    extra = [nn.Parameter(torch.ones(5)) for _ in pair]
+    for optimizer, late in zip(optimizers, extra, strict=True):
+        optimizer.param_groups[0]["lr"] = 0.25
+        optimizer.add_param_group({"params": [late]})
+        assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.001]
+    go_on(pair, optimizers, range(2, 4))

@@ -16,7 +16,7 @@ from typing import Any
 from zeroshard_comm import Control, Declaration, PeerLostError, RankGroup, Traffic, agree_over
 
 from zeroshard.elementwise import name_of
-from zeroshard.hyperparameters import Hyperparameters, plain_hyperparameters
+from zeroshard.hyperparameters import Hyperparameters
 from zeroshard.layout import Layout, Policy, first_layout, next_layout
 from zeroshard.local import Closure, LocalOptimizer, sync_groups
 from zeroshard.parameters import ParamGroup, activity, hyperparameters_of, parameters_of
@@ -89,6 +89,7 @@ class Engine:
         self.replicas = Replicas(ranks, traffic, as_bucket_view=policy.as_bucket_view)
         self.params = parameters_of(groups)
         self._hyperparameters = Hyperparameters()
+        self._hyperparameters.follow(groups)
         self.shadowing = False
         """Whether steps are those of a rank that has run out of data: its schedulers no longer run with the others'."""
         self._lay_out()
@@ -134,7 +135,7 @@ class Engine:
         # Also after a problem: the others' shards must arrive where parameters are now.
         layout, observed = self._observe(groups)
         problem = observed if problem is None else problem
-        declared = _NOT_COMPARED if self.shadowing else self._hyperparameters.digest(groups)
+        declared = _NOT_COMPARED if self.shadowing else self._hyperparameters.follow(groups)
         if problem is not None or layout is not self.layout:
             # The others may be stepping already; they find this status in the share that they wait for.
             try:
@@ -156,11 +157,12 @@ class Engine:
                 # Raises: either somebody has an error to report, or somebody's layout has another digest.
                 self.meet("step()", failure)
             elif found is _Found.OTHER_HYPERPARAMETERS:
-                mine = _with_hyperparameters(self.layout, plain_hyperparameters(groups))
+                mine = _with_hyperparameters(self.layout, self._hyperparameters.in_words())
                 agree_over(self.control, "step()", mine, error=failure)
         finally:
             del failure
         sync_groups(self.local.optim.param_groups, groups)
+        self._hyperparameters.written(groups)
         return result
 
     def grow(self, groups: list[ParamGroup], append: Callable[[], None]) -> None:
@@ -195,7 +197,8 @@ class Engine:
         finally:
             del failure
         self.adopt(layout, groups)
-        sync_groups(self.local.optim.param_groups, groups)
+        # The new group alone: what was edited in the others since the last step is not in the local optimizer yet.
+        sync_groups(self.local.optim.param_groups[before:], groups[before:])
 
     def settle(self, tensors: frozenset[int], groups: Sequence[ParamGroup]) -> None:
         """Let tensors that were given state stay with their owners, also if they are frozen and unfrozen later.

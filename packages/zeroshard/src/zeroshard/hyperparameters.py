@@ -1,4 +1,8 @@
-"""Hyperparameters that differ between ranks would step each shard by its owner's: how ranks find out, at no cost."""
+"""Hyperparameters that differ between ranks would step each shard by its owner's: how ranks find out, at no cost.
+
+What the user writes to the param groups counts, and what was there when they were built. What the inner optimizer
+writes to them in a step does not: a rank without a tensor of a group may rightly count otherwise.
+"""
 
 from __future__ import annotations
 
@@ -12,42 +16,69 @@ _PLAIN = (int, float, str, type(None))
 
 
 class Hyperparameters:
-    """A number for the hyperparameters of all groups, made anew only when one has changed.
+    """What the ranks should agree upon, and a number for it, made anew only when the user has changed something.
 
     What is no number, string or tuple of these is left out: reading a tensor would wait for its device, and other
     objects need not look alike on two ranks. Only the engine that owns it calls it.
     """
 
     def __init__(self) -> None:
-        self._values: list[tuple[object, ...]] = []
+        self._agreed: list[dict[str, object]] = []
+        self._seen: list[list[object]] = []
         self._digest = 0
 
-    def digest(self, groups: Sequence[Mapping[str, Any]]) -> int:
-        """Return a number of 32 bits, not 0, that is the same on ranks with the same hyperparameters.
+    def follow(self, groups: Sequence[Mapping[str, Any]]) -> int:
+        """Take in what the user has changed since the last call.
 
         Args:
-            groups: param groups.
+            groups: the public param groups, before a step.
+
+        Returns:
+            A number of 32 bits, not 0, that is the same on ranks with the same hyperparameters.
         """
-        values = [
-            tuple([value if isinstance(value, _PLAIN) else _plain(value) for value in g.values()]) for g in groups
-        ]
-        if values != self._values:
-            self._values = values
-            self._digest = zlib.crc32(repr(sorted(plain_hyperparameters(groups).items())).encode()) or 1
+        values = _values(groups)
+        if values != self._seen:
+            for number, group in enumerate(groups):
+                if number == len(self._agreed):
+                    self._agreed.append({})
+                    self._seen.append([])
+                before = dict(zip(self._agreed[number], self._seen[number], strict=False))
+                now = dict(zip(group, values[number], strict=True))
+                kept = self._agreed[number]
+                self._agreed[number] = {
+                    key: value if key not in before or before[key] != value else kept[key] for key, value in now.items()
+                }
+            self._seen = values
+            self._digest = zlib.crc32(repr(sorted(self.in_words().items())).encode()) or 1
         return self._digest
 
+    def written(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Take note of what the inner optimizer has written.
 
-def plain_hyperparameters(groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Write down what `Hyperparameters` compares, by name and group, so that a difference can be named."""
-    plain = [
-        {key: value for key, value in group.items() if isinstance(value, _PLAIN) or _plain(value) is not None}
-        for group in groups
-    ]
-    return hyperparameters_of(plain, {})
+        Args:
+            groups: the public param groups, after a step.
+        """
+        self._seen = _values(groups)
+        for number, group in enumerate(groups):
+            kept = self._agreed[number]
+            if len(kept) != len(group):
+                self._agreed[number] = {key: kept.get(key, _LEFT_OUT) for key in group}
+
+    def in_words(self) -> dict[str, str]:
+        """Return what is compared, by name and group, so that a difference can be named."""
+        plain = [{key: value for key, value in group.items() if value is not _LEFT_OUT} for group in self._agreed]
+        return hyperparameters_of(plain, {})
+
+
+_LEFT_OUT = object()
+
+
+def _values(groups: Sequence[Mapping[str, Any]]) -> list[list[object]]:
+    return [[value if isinstance(value, _PLAIN) else _plain(value) for value in group.values()] for group in groups]
 
 
 def _plain(value: object) -> object:
-    """A tuple of plain values as it is, None for everything else."""
+    """A tuple of plain values as it is, and one same object for everything else."""
     if isinstance(value, tuple) and all(isinstance(part, _PLAIN) for part in value):
         return value
-    return None
+    return _LEFT_OUT
