@@ -80,8 +80,20 @@ class Collectives:
         # The group numbers collectives and messages alike.
         return number - self._waits.issued(group)
 
-    def issue(self, group: dist.ProcessGroup, operation: Operation) -> None:
-        """Put a collective on record that is about to be issued."""
+    def take_back(self, group: dist.ProcessGroup, number: int, digest: int) -> None:
+        """Strike a collective off the record that was refused, and so was not issued.
+
+        Args:
+            group: The process group.
+            number: What `issue` returned.
+            digest: The group's digest before.
+        """
+        if number and self.issued(group) < number:
+            self._digests[group] = digest
+            self._journal.take_back()
+
+    def issue(self, group: dist.ProcessGroup, operation: Operation) -> int:
+        """Put a collective on record that is about to be issued, and return its number, 0 if that is not known."""
         key = self._keys.get(group)
         try:
             if key is None:
@@ -89,7 +101,7 @@ class Collectives:
             number = self.issued(group) + 1
         except (RuntimeError, KeyError, ValueError):
             # A group that torch does not know by rank, or whose backend does not count.
-            return
+            return 0
         if operation.root >= 0:
             roots = self._roots.setdefault(group, {})
             roots[number] = operation.root
@@ -97,6 +109,7 @@ class Collectives:
         text = f"{number} {operation.name} {operation.amounts} {operation.root}"
         self._digests[group] = zlib.crc32(text.encode(), self._digests.get(group, 0))
         self._journal.write(key, number, operation)
+        return number
 
 
 def watch_collectives(journal: JournalWriter, waits: Waits, faults: Faults) -> Collectives:
@@ -127,8 +140,13 @@ def _recording(
             return instead
         tensors = next(iter((*args, *kwargs.values())), None) if alike else None
         root = max((getattr(value, "rootRank", -1) for value in (*args, *kwargs.values())), default=-1)
-        collectives.issue(self, Operation(title, _described(tensors), root=root if title in _ROOTED else -1))
-        return method(self, *args, **kwargs)
+        before = collectives.digest(self)
+        number = collectives.issue(self, Operation(title, _described(tensors), root=root if title in _ROOTED else -1))
+        try:
+            return method(self, *args, **kwargs)
+        except BaseException:
+            collectives.take_back(self, number, before)
+            raise
 
     issue.__doc__ = method.__doc__
     return issue

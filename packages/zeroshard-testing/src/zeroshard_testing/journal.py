@@ -38,6 +38,12 @@ class JournalWriter:
         self._next = (self._next + 1) % _SLOTS
         self._memory[start : start + _SLOT] = text.ljust(_SLOT, b"\0")
 
+    def take_back(self) -> None:
+        """Strike the latest entry off."""
+        self._next = (self._next - 1) % _SLOTS
+        start = self._next * _SLOT
+        self._memory[start : start + _SLOT] = bytes(_SLOT)
+
 
 def read_journal(file: IO[bytes], run: int, world_size: int) -> RankState:
     """Return what a rank has issued in one test.

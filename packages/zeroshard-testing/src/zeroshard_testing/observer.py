@@ -8,18 +8,23 @@ wait there, with every thread of the process asleep in the kernel. A thread that
 from __future__ import annotations
 
 import json
-import os
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import thread as _pool_threads
 from datetime import timedelta
 from pathlib import Path
+from time import monotonic
 from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+# torch exports these unseen by type checkers.
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from zeroshard_testing.collectives import Collectives
 from zeroshard_testing.journal import JournalWriter
@@ -27,8 +32,14 @@ from zeroshard_testing.rank_state import Awaited, GroupState, Operation, RankSta
 from zeroshard_testing.stacks import OWN_THREADS, python_stacks
 from zeroshard_testing.waits import ANY_SOURCE, Wait, Waits, group_timeout
 
-_NATIVE_WAITS = ("torch/distributed/", "torch/nn/parallel/distributed.py", "torch/autograd/graph.py", "torch/_ops.py")
-_NEVER_WAITS = ("torch/distributed/elastic/", "torch/distributed/rpc/", "torch/distributed/launcher/")
+_TORCH = str(Path(torch.__file__).parent)
+_NATIVE_WAITS = tuple(
+    str(Path(_TORCH, *parts))
+    for parts in (("distributed", ""), ("nn", "parallel", "distributed.py"), ("autograd", "graph.py"), ("_ops.py",))
+)
+_NEVER_WAITS = tuple(str(Path(_TORCH, "distributed", name)) for name in ("elastic", "rpc", "launcher"))
+# Bound now: a test may put something else in its place.
+_ranks_of = dist.get_process_group_ranks
 _DTYPES = {
     "Float": "float32",
     "Double": "float64",
@@ -57,6 +68,8 @@ class Observer:
         self._collectives = collectives
         self._journal = journal
         self._began = 0.0
+        self._began_by_the_clock = 0.0
+        self._destroyed: dict[str, GroupState] = {}
         self._deadline = 0.0
         self._testing = False
         self._run = -1
@@ -69,8 +82,11 @@ class Observer:
             timeout: Seconds that it may take.
         """
         self._run = self._journal.run = run
-        self._began = time.time()
+        # The recorder's clock; a test may put another in its place.
+        self._began_by_the_clock = time.time()
+        self._began = monotonic()
         self._deadline = self._began + timeout
+        self._destroyed = {}
         self._testing = True
         self._waits.failures = 0
 
@@ -108,7 +124,7 @@ class Observer:
         states = {}
         for group in list(getattr(getattr(dist.distributed_c10d, "_world", None), "pg_map", ())):
             try:
-                members = tuple(dist.get_process_group_ranks(group))
+                members = tuple(_ranks_of(group))
                 issued = self._collectives.issued(group)
             except (RuntimeError, KeyError, ValueError):
                 # A group that is just being made or destroyed, or whose backend does not count.
@@ -125,9 +141,20 @@ class Observer:
             key = group_key(group.group_name, members)
             label = group_label(key, dist.get_world_size())
             digest = self._collectives.digest(group)
-            lasting = self._began + group_timeout(group) > self._deadline
+            lasting = self._began + group_timeout(group) > monotonic()
             states[key] = GroupState(label, members, issued, operations, counts, digest, lasting)
-        return states
+        return {**self._destroyed, **states}
+
+    def keep_destroyed_groups(self) -> None:
+        """Wrap the function that destroys groups, so that what was issued in them still counts; call once."""
+        destroy = dist.destroy_process_group
+
+        def destroy_process_group(*args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - as the wrapped function
+            self._destroyed = self.groups()
+            destroy(*args, **kwargs)
+
+        destroy_process_group.__doc__ = destroy.__doc__
+        dist.destroy_process_group = dist.distributed_c10d.destroy_process_group = destroy_process_group
 
     def _recorded(self) -> list[dict[str, Any]]:
         """Return the flight recorder's entries of this test."""
@@ -138,12 +165,13 @@ class Observer:
             entries = json.loads(dump(True, False)).get("entries", [])
         except (RuntimeError, ValueError, AttributeError):
             return []
-        return [entry for entry in entries if entry["time_created_ns"] >= self._began * 1e9]
+        return [entry for entry in entries if entry["time_created_ns"] >= self._began_by_the_clock * 1e9]
 
     def _gives_up(self, recorded: list[dict[str, Any]]) -> bool:
         """Whether a pending collective will end by its own timeout within the test's time."""
         return any(
-            entry["time_created_ns"] / 1e9 + entry["timeout_ms"] / 1e3 < self._deadline
+            entry["time_created_ns"] / 1e9 - self._began_by_the_clock + entry["timeout_ms"] / 1e3
+            < self._deadline - self._began
             for entry in recorded
             if _is_pending(entry)
         )
@@ -172,11 +200,11 @@ class Observer:
                 awaited.append(found)
                 marks.append(f"wait {wait.serial}")
             elif _waits_natively(frame) and thread is not None:
-                if self._gives_up_natively(frame):
+                if self._gives_up_natively(frame) or (_makes_a_group(frame) and not _meets_over_tcp(frame)):
                     return None
                 native.append(thread)
                 awaited.append(Awaited("group" if _makes_a_group(frame) else "collective"))
-            elif not _is_idle(frame):
+            elif not _is_idle(frame) or (thread is threading.main_thread() and _has_signal_handlers()):
                 return None
         if native:
             still = _stillness(native)
@@ -185,22 +213,28 @@ class Observer:
             marks.append(still)
         return tuple(awaited), "; ".join(marks)
 
-    def _gives_up_natively(self, frame: FrameType) -> bool:
-        timeout = frame.f_locals.get("timeout") if _makes_a_group(frame) else None
-        return isinstance(timeout, timedelta) and self._began + timeout.total_seconds() < self._deadline
+    def _gives_up_natively(self, frame: FrameType | None) -> bool:
+        while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+            timeout = frame.f_locals.get("timeout")
+            if isinstance(timeout, timedelta) and self._began + timeout.total_seconds() < self._deadline:
+                return True
+            frame = frame.f_back
+        return False
 
     def _awaited(self, wait: Wait) -> Awaited | None:
         if wait.until is not None and wait.until < self._deadline:
             return None
+        if wait.kind == "other":
+            return None
         if wait.kind == "store":
-            return Awaited("store")
+            return None if _is_there(wait) else Awaited("store")
         message = wait.message
         if message is None:
             return Awaited("collective")
         group = message.group()
         if group is None:
             return None
-        members = tuple(dist.get_process_group_ranks(group))
+        members = tuple(_ranks_of(group))
         peer = message.peer if message.peer == ANY_SOURCE else members[message.peer]
         return Awaited(message.kind, group_key(group.group_name, members), peer, message.tag, message.number)
 
@@ -217,8 +251,32 @@ def _is_pending(entry: Mapping[str, Any]) -> bool:
 
 
 def _waits_natively(frame: FrameType) -> bool:
-    path = frame.f_code.co_filename.replace(os.sep, "/")
-    return any(part in path for part in _NATIVE_WAITS) and not any(part in path for part in _NEVER_WAITS)
+    path = frame.f_code.co_filename
+    return path.startswith(_NATIVE_WAITS) and not path.startswith(_NEVER_WAITS)
+
+
+def _is_there(wait: Wait) -> bool:
+    """Whether keys have been set that a thread is about to find, or may have been."""
+    try:
+        # The waiting thread holds the lock of its own connection.
+        found: bool = wait.store.clone().check(list(wait.keys))
+    except (RuntimeError, AttributeError, TypeError):
+        return True
+    return found
+
+
+def _meets_over_tcp(frame: FrameType) -> bool:
+    """Whether a group is being made over a store that wakes those who wait; others look now and then."""
+    store = frame.f_locals.get("store")
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return isinstance(store, TCPStore)
+
+
+def _has_signal_handlers() -> bool:
+    """Whether a signal may make the main thread do something."""
+    known = (signal.default_int_handler, None)
+    return any(callable(found) and found not in known for found in map(signal.getsignal, signal.valid_signals()))
 
 
 def _makes_a_group(frame: FrameType) -> bool:
@@ -227,12 +285,12 @@ def _makes_a_group(frame: FrameType) -> bool:
 
 def _is_idle(frame: FrameType) -> bool:
     """Whether a thread waits, without a time limit, for another thread of this process."""
-    path, name = frame.f_code.co_filename.replace(os.sep, "/"), frame.f_code.co_name
-    if path.endswith("/threading.py"):
+    path, name = frame.f_code.co_filename, frame.f_code.co_name
+    if path == threading.__file__:
         if name == "wait":
             return frame.f_locals.get("timeout", 0) is None
         return name in ("join", "_wait_for_tstate_lock") and frame.f_locals.get("timeout") in (None, -1)
-    return path.endswith("/concurrent/futures/thread.py") and name == "_worker"
+    return path == _pool_threads.__file__ and name == "_worker"
 
 
 def _stillness(threads: list[threading.Thread]) -> str | None:

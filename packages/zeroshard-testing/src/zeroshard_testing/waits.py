@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from time import monotonic
 from typing import Any
 
 import torch
@@ -56,15 +56,19 @@ class Wait:
     Attributes:
         serial: Tells this wait from every other of the process.
         kind: ``"work"`` for a collective or a future, ``"message"`` for a point-to-point message, ``"store"`` for a
-            key.
+            key, ``"other"`` for what nothing is known of.
         message: The message that is waited for, None for other kinds.
-        until: Wall-clock time in seconds at which the wait gives up by its own timeout, None if that is unknown here.
+        until: When the wait gives up by its own timeout, on the monotonic clock; None if that is unknown here.
+        store: The store, for a wait of that kind.
+        keys: The keys that are waited for there.
     """
 
     serial: int
     kind: str
     message: Message | None = None
     until: float | None = None
+    store: Any = None
+    keys: tuple[str, ...] = ()
 
 
 class Waits:
@@ -81,7 +85,7 @@ class Waits:
         )
         self._messages: weakref.WeakKeyDictionary[Any, Message] = weakref.WeakKeyDictionary()
         self.failures = 0
-        """How many waits have ended with an exception."""
+        """How many waits for operations of a group have ended with an exception."""
 
     def of_threads(self) -> dict[int, Wait]:
         """Return what each waiting thread waits for, by `threading.get_ident`."""
@@ -107,14 +111,24 @@ class Waits:
         """Call a method that waits, with the wait on record for as long."""
         __tracebackhide__ = True
         message = self._messages.get(owner) if isinstance(owner, Work) else None
-        kind = "store" if isinstance(owner, Store) else "work" if message is None else "message"
+        kind = "other"
+        if isinstance(owner, Store):
+            kind = "store"
+        elif isinstance(owner, (Work, torch._C.Future)):
+            kind = "work" if message is None else "message"
+        keys: tuple[str, ...] = ()
+        if kind == "store" and arguments:
+            keys = (arguments[0],) if isinstance(arguments[0], str) else tuple(arguments[0])
+        store = owner if kind == "store" else None
         me = threading.get_ident()
         outer = self._current.get(me)
-        self._current[me] = Wait(next(self._serials), kind, message, _end_of(owner, message, arguments, named))
+        until = _end_of(owner, message, arguments, named)
+        self._current[me] = Wait(next(self._serials), kind, message, until, store, keys)
         try:
             return call(owner, *arguments, **named)
         except BaseException:
-            self.failures += 1
+            if isinstance(owner, (Work, dist.ProcessGroup)):
+                self.failures += 1
             raise
         finally:
             if outer is None:
@@ -178,12 +192,12 @@ def _end_of(owner: object, message: Message | None, arguments: tuple[Any, ...], 
     for value in (*arguments, *named.values()):
         # Zero means none of its own.
         if isinstance(value, timedelta) and value:
-            return time.time() + value.total_seconds()
+            return monotonic() + value.total_seconds()
     if isinstance(owner, Store):
         seconds: float = owner.timeout.total_seconds()  # type: ignore[attr-defined]  # missing in torch's stubs
-        return time.time() + seconds
+        return monotonic() + seconds
     group = None if message is None else message.group()
-    return None if group is None else time.time() + group_timeout(group)
+    return None if group is None else monotonic() + group_timeout(group)
 
 
 def group_timeout(group: dist.ProcessGroup) -> float:

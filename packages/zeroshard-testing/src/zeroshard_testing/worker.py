@@ -54,6 +54,7 @@ def serve(channel: Channel, request: Message, stacks: int, journal: int, session
     faults = Faults(channel)
     waits, writer = watch_waits(faults), JournalWriter(journal)
     observer = Observer(waits, watch_collectives(writer, waits, faults), writer)
+    observer.keep_destroyed_groups()
     rank = Rank(channel, groups, session, observer, faults)
     inbox = Inbox(channel, lambda question: _answer(observer, question))
     channel.send({"op": "ready"})
@@ -77,15 +78,19 @@ def serve(channel: Channel, request: Message, stacks: int, journal: int, session
                     stream.flush()
             # A reference left here would close the group's connections on the next test's time.
             set_rank_values({})
-            ended = observer.look(message["run"], details=False)
+            ended = _look(observer, message["run"], details=False)
             channel.send({"op": "outcome", "run": message["run"], **outcome.to_message(), "state": ended.to_message()})
         else:
             groups.retire()
 
 
 def _answer(observer: Observer, question: Message) -> Message:
-    try:
-        state = observer.look(question["run"], details=question["details"])
-    except Exception as error:  # noqa: BLE001 - what cannot be observed is unknown, and the thread must live on
-        state = RankState(stacks=f"(this rank could not be observed: {error!r})")
+    state = _look(observer, question["run"], details=question["details"])
     return {"op": "state", "run": question["run"], "round": question["round"], **state.to_message()}
+
+
+def _look(observer: Observer, run: int, *, details: bool) -> RankState:
+    try:
+        return observer.look(run, details=details)
+    except Exception as error:  # noqa: BLE001 - what cannot be observed is unknown, and the process must live on
+        return RankState(stacks=f"(this rank could not be observed: {error!r})")
