@@ -18,6 +18,7 @@ pytest_plugins = ["pytester"]
 PREAMBLE = """
     import ctypes, os, signal, sys, threading, time
     from concurrent.futures import ThreadPoolExecutor
+    from datetime import timedelta
     import pytest
     import torch
     import torch.distributed as dist
@@ -124,6 +125,31 @@ CASES: dict[str, tuple[str, str, str, str]] = {
         "rank",
         "dist.barrier()\nif rank == 0: dist.broadcast(ones(4), 0, async_op=True)",
         r"rank 1 returned without broadcast \(collective #2 of the default group, float32\[4\]\), which rank 0 has",
+    ),
+    "left_out_before_the_group_was_destroyed": (
+        "two",
+        "rank",
+        "if rank == 0: dist.broadcast(ones(4), 0, async_op=True)\ntime.sleep(0.1)\ndist.destroy_process_group()",
+        r"rank 1 returned without broadcast|rank 1 returned without collective #1",
+    ),
+    "left_out_beside_an_error_that_was_handled": (
+        "two",
+        "rank",
+        """
+        with pytest.raises(RuntimeError):
+            dist.distributed_c10d._get_default_store().wait(["missing"], timedelta(seconds=0.1))
+        if rank == 0: dist.broadcast(ones(4), 0, async_op=True)
+        """,
+        r"rank 1 returned without broadcast",
+    ),
+    "left_out_in_a_group_with_a_short_timeout": (
+        "two",
+        "rank",
+        """
+        group = dist.new_group([0, 1], timeout=timedelta(seconds=20))
+        if rank == 0: dist.broadcast(ones(4), 0, group=group, async_op=True)
+        """,
+        r"rank 1 returned without broadcast",
     ),
     "one_of_four_missing": (
         "pytest.mark.ranks(4, timeout=30)",

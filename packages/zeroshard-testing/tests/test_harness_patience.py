@@ -11,9 +11,10 @@ if TYPE_CHECKING:
     from conftest import Suite
 
 PATIENT = """
-    import subprocess, threading, time
+    import signal, subprocess, threading, time
     from concurrent.futures import ThreadPoolExecutor
     from datetime import timedelta
+    from unittest import mock
     import pytest
     import torch
     import torch.distributed as dist
@@ -149,6 +150,48 @@ PATIENT = """
             thread.start()
         for thread in threads:
             thread.join()
+
+    @pytest.mark.ranks(2)
+    def test_keys_of_a_file_store_that_is_looked_at_now_and_then(rank, ranks_tmp_path):
+        store = dist.FileStore(str(ranks_tmp_path / "store"), 2)
+        for number in range(150):
+            if rank:
+                store.set(f"key {number}", "1")
+            else:
+                store.wait([f"key {number}"])
+            dist.barrier()
+
+    @pytest.mark.ranks(2)
+    def test_a_signal_that_wakes_the_main_thread(rank):
+        awake = threading.Event()
+        signal.signal(signal.SIGALRM, lambda *_: awake.set())
+        if rank:
+            signal.setitimer(signal.ITIMER_REAL, 0.6)
+            thread = threading.Thread(target=dist.recv, args=(torch.ones(1), 0))
+            thread.start()
+            awake.wait()
+            dist.send(torch.ones(1), 0)
+            thread.join()
+        else:
+            dist.recv(torch.ones(1), 1)
+            dist.send(torch.ones(1), 1)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+    @pytest.mark.ranks(2)
+    def test_a_clock_that_stands_still(rank):
+        with mock.patch("time.time", return_value=4e9):
+            if rank == 0:
+                store = dist.distributed_c10d._get_default_store()
+                with pytest.raises(RuntimeError):
+                    store.wait(["missing"], timedelta(seconds=0.6))
+        dist.barrier()
+
+    @pytest.mark.ranks(2)
+    def test_a_call_that_is_refused_on_one_rank(rank):
+        if rank == 0:
+            with pytest.raises((RuntimeError, ValueError)):
+                dist.all_gather([torch.ones(3), torch.ones(2)], torch.ones(2))
+        dist.barrier()
 
     @pytest.mark.ranks(2)
     def test_a_group_that_gives_up_inside_a_backward(rank):
