@@ -66,7 +66,7 @@ class ReducedGradient(torch.Tensor):
     def __init__(self, param: torch.Tensor, tensor: int, name: str, keeper: Keeper) -> None:  # noqa: ARG002 - as __new__
         self._tensor, self._title, self._keeper, self._local = tensor, name, keeper, None
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override] # noqa: ANN401, ARG002 - torch's
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override] # noqa: ANN401 - torch's
         """Describe it, without values."""
         return f"ReducedGradient({self._title!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
