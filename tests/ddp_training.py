@@ -1,0 +1,122 @@
+"""Two models that see the same batches: one trained by DDP with a hook of ours, one by DDP and the plain optimizer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+from training import assert_bitwise_equal, small_model
+from zeroshard import ZeroRedundancyOptimizer
+from zeroshard_integrations.ddp import hook_with_zero_step, hook_with_zero_step_interleaved, reduce_to_owner_hook
+from zeroshard_testing import assert_replicas_equal
+
+HOOKS = ("owner", "behind", "interleaved")
+"""reduce_to_owner_hook, hook_with_zero_step and hook_with_zero_step_interleaved."""
+
+MANY_BUCKETS = 0.05
+"""bucket_cap_mb that cuts small_model() in float64 into several buckets."""
+
+
+def register(
+    hook: str,
+    ddp: DistributedDataParallel,
+    optimizer: ZeroRedundancyOptimizer,
+    inner: Callable[..., Any] = allreduce_hook,
+    inner_state: object = None,
+) -> None:
+    if hook == "owner":
+        ddp.register_comm_hook(optimizer, reduce_to_owner_hook)
+    elif hook == "behind":
+        ddp.register_comm_hook(inner_state, hook_with_zero_step(inner, ddp, optimizer))
+    else:
+        ddp.register_comm_hook(inner_state, hook_with_zero_step_interleaved(inner, ddp, optimizer))
+
+
+class Twins:
+    """A sharded training and its reference, in float64.
+
+    At 1 and 2 ranks they must agree bitwise, for a sum of two terms has no order. At more ranks DDP's all-reduce adds
+    in another order: then the norm of the difference over the norm must stay below 1e-12, a few thousand roundings.
+    """
+
+    def __init__(
+        self,
+        hook: str,
+        *,
+        model: Callable[[], nn.Module] = small_model,
+        optimizer: type[optim.Optimizer] = optim.AdamW,
+        settings: Mapping[str, Any] | None = None,
+        groups: Callable[[nn.Module], Any] = lambda module: list(module.parameters()),
+        partition: str = "whole",
+        ddp: Mapping[str, Any] | None = None,
+        inner: Callable[..., Any] = allreduce_hook,
+        inner_state: Callable[[], object] = lambda: None,
+        process_group: dist.ProcessGroup | None = None,
+        parameters_as_bucket_view: bool = False,
+        exact: bool = True,
+    ) -> None:
+        arguments = {"gradient_as_bucket_view": True, "bucket_cap_mb": MANY_BUCKETS, **(ddp or {})}
+        keywords = {"lr": 1e-2, **(settings or {})}
+        made = model().double()
+        self.exact = exact and dist.get_world_size(process_group) <= 2
+        self.ddp = DistributedDataParallel(made, process_group=process_group, **arguments)
+        self.optimizer = ZeroRedundancyOptimizer(
+            groups(made),
+            optimizer,
+            process_group=process_group,
+            partition=partition,
+            overlap_with_ddp=hook != "owner",
+            parameters_as_bucket_view=parameters_as_bucket_view,
+            **keywords,
+        )
+        register(hook, self.ddp, self.optimizer, inner, inner_state())
+        twin = copy.deepcopy(made)
+        self.plain_ddp = DistributedDataParallel(twin, process_group=process_group, **arguments)
+        if inner is not allreduce_hook:
+            self.plain_ddp.register_comm_hook(inner_state(), inner)
+        self.plain = optimizer(groups(twin), **keywords)
+        self.group = process_group
+        self.hook = hook
+
+    @property
+    def sides(self) -> tuple[tuple[DistributedDataParallel, optim.Optimizer], ...]:
+        return (self.ddp, self.optimizer), (self.plain_ddp, self.plain)
+
+    def iterate(self, seed: int, loss: Callable[[nn.Module, torch.Tensor], torch.Tensor] | None = None) -> None:
+        """One iteration of each: zero_grad, forward, backward, step."""
+        for ddp, optimizer in self.sides:
+            optimizer.zero_grad()
+            self.backward(ddp, seed, loss)
+            optimizer.step()
+
+    def backward(
+        self, ddp: nn.Module, seed: int, loss: Callable[[nn.Module, torch.Tensor], torch.Tensor] | None = None
+    ) -> None:
+        made = loss(ddp, batch(seed)) if loss is not None else ddp(batch(seed)).square().mean()
+        made.backward()
+
+    def check(self, when: str) -> None:
+        ours, theirs = self.ddp.module, self.plain_ddp.module
+        if self.exact:
+            assert_bitwise_equal(ours, theirs, when)
+        else:
+            assert_close(ours, theirs, 1e-12, when)
+        assert_replicas_equal(ours.parameters(), group=self.group)
+
+
+def batch(seed: int) -> torch.Tensor:
+    """Inputs of small_model() that differ on every rank, float64, (8, 40)."""
+    generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
+    return torch.randn(8, 40, generator=generator, dtype=torch.float64)
+
+
+def assert_close(ours: nn.Module, theirs: nn.Module, bound: float, when: str) -> None:
+    off = torch.stack([(a - b).norm() for a, b in zip(ours.parameters(), theirs.parameters(), strict=True)]).norm()
+    size = torch.stack([b.norm() for b in theirs.parameters()]).norm()
+    assert off <= bound * size, f"parameters differ by {float(off / size):.3g} {when}"

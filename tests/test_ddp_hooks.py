@@ -1,0 +1,296 @@
+"""DDP with the communication hooks trains as DDP with the plain optimizer does, from the first iteration on."""
+
+# No `from __future__ import annotations`: DDP compares the annotations of hooks with the types themselves.
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp_training import HOOKS, Twins, batch
+from torch import nn, optim
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
+from training import DENSE_OPTIMIZERS, small_model
+
+EVERY_HOOK = pytest.mark.parametrize("hook", HOOKS)
+STEPPING_HOOKS = pytest.mark.parametrize("hook", HOOKS[1:])
+CHECKED = (1, 2, 3, 50)
+"""Iterations after which parameters are compared: around DDP's rebuild of its buckets, and after many."""
+
+
+def train(twins: Twins, loss: Any = None, last: int = 50) -> None:
+    for number in range(1, last + 1):
+        twins.iterate(number, loss)
+        if number in CHECKED or number == last:
+            twins.check(f"after iteration {number}")
+
+
+@pytest.mark.ranks(2, 4, backend="gloo")
+@EVERY_HOOK
+@pytest.mark.parametrize("partition", ["whole", "split"])
+@pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
+def test_parity(hook: str, partition: str, views: bool) -> None:
+    train(Twins(hook, partition=partition, ddp={"gradient_as_bucket_view": views}))
+
+
+@pytest.mark.ranks(2, 3, backend="gloo")
+@EVERY_HOOK
+@pytest.mark.parametrize("partition", ["whole", "split", "hybrid"])
+def test_parameters_in_flat_buffers(hook: str, partition: str) -> None:
+    train(Twins(hook, partition=partition, parameters_as_bucket_view=True), last=5)
+
+
+@pytest.mark.ranks(1, 8, backend="gloo")
+@EVERY_HOOK
+def test_one_rank_and_more_ranks_than_tensors(hook: str) -> None:
+    train(Twins(hook, model=lambda: nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 2))), last=4)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@EVERY_HOOK
+@pytest.mark.parametrize("name", DENSE_OPTIMIZERS)
+def test_every_optimizer(hook: str, name: str) -> None:
+    optimizer, settings = DENSE_OPTIMIZERS[name]
+    train(Twins(hook, optimizer=optimizer, settings=settings), last=4)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@EVERY_HOOK
+def test_an_optimizer_that_looks_at_whole_matrices(hook: str) -> None:
+    def matrices() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(40, 64, bias=False), nn.Linear(64, 7, bias=False), nn.Linear(7, 3, bias=False))
+
+    train(Twins(hook, model=matrices, optimizer=optim.Muon), last=4)
+
+
+class Counting(optim.Optimizer):
+    """Keeps its step count in the param groups, and lets it decide how far a step goes, as schedule-free ones do."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "k": 0, "weight_sum": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["k"] += 1
+            group["weight_sum"] += group["lr"] / group["k"]
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.add_(param.grad, alpha=-group["lr"] * group["weight_sum"] / group["k"])
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@EVERY_HOOK
+@pytest.mark.parametrize("partition", ["whole", "split"])
+def test_an_optimizer_that_counts_in_its_param_groups(hook: str, partition: str) -> None:
+    counting = type("Counting", (Counting,), {"elementwise": True})
+    twins = Twins(hook, optimizer=counting, partition=partition)
+    train(twins, last=6)
+    assert [group["k"] for group in twins.optimizer.param_groups] == [6]
+
+
+def bfloat16(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """torch's own hook, which DDP refuses on gloo by its name."""
+    return bf16_compress_hook(state, bucket)
+
+
+@pytest.mark.ranks(2, 3, backend="gloo")
+@STEPPING_HOOKS
+@pytest.mark.parametrize("inner", [fp16_compress_hook, bfloat16], ids=["fp16", "bf16"])
+def test_compressing_hooks(hook: str, inner: Any) -> None:
+    # What a hook reduces, it reduces for both; the order of sums is its own.
+    twins = Twins(hook, inner=inner)
+    twins.exact = True
+    train(twins, last=5)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@STEPPING_HOOKS
+def test_power_sgd(hook: str) -> None:
+    def state() -> object:
+        return powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=3)
+
+    # One bucket: with several of them, its callbacks issue collectives in any order, and gloo aborts, without us too.
+    one = {"bucket_cap_mb": 25}
+    train(Twins(hook, inner=powerSGD_hook.powerSGD_hook, inner_state=state, exact=False, ddp=one), last=8)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@STEPPING_HOOKS
+def test_a_hook_that_returns_another_tensor(hook: str) -> None:
+    def doubled(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        total = bucket.buffer().clone()
+        return dist.all_reduce(total, async_op=True).get_future().then(lambda done: done.value()[0] * 2)
+
+    train(Twins(hook, inner=doubled), last=4)
+
+
+@pytest.mark.ranks(2, 4, backend="gloo")
+@EVERY_HOOK
+@pytest.mark.parametrize("partition", ["whole", "split"])
+def test_groups_and_schedulers(hook: str, partition: str) -> None:
+    def groups(model: nn.Module) -> Any:
+        params = list(model.parameters())
+        return [
+            {"params": params[:2], "lr": 0.02},
+            {"params": params[2:5], "weight_decay": 0.3},
+            {"params": params[5:]},
+        ]
+
+    twins = Twins(hook, groups=groups, partition=partition)
+    schedulers = [optim.lr_scheduler.ExponentialLR(side[1], 0.5) for side in twins.sides]
+    cycles = [optim.lr_scheduler.OneCycleLR(side[1], 0.1, total_steps=20) for side in twins.sides]
+    for number in range(1, 7):
+        twins.iterate(number)
+        for scheduler in schedulers if number % 2 else cycles:
+            scheduler.step()
+        twins.check(f"after iteration {number}")
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@STEPPING_HOOKS
+def test_step_may_be_left_out(hook: str) -> None:
+    twins = Twins(hook)
+    for number in range(1, 5):
+        twins.ddp.zero_grad()
+        twins.backward(twins.ddp, number)
+        twins.plain.zero_grad()
+        twins.backward(twins.plain_ddp, number)
+        twins.plain.step()
+        twins.check(f"after iteration {number}")
+
+
+@pytest.mark.ranks(4, backend="gloo")
+@EVERY_HOOK
+def test_subgroups(rank: int, hook: str) -> None:
+    halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    train(Twins(hook, process_group=halves[rank % 2]), last=4)
+
+
+class Branches(nn.Module):
+    """Uses one of its branches only; with the last one nobody ever trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Linear(40, 40)
+        self.branches = nn.ModuleList(nn.Linear(40, 40) for _ in range(4))
+
+    def forward(self, inputs: torch.Tensor, chosen: int) -> torch.Tensor:
+        return self.branches[chosen](self.stem(inputs))
+
+
+@pytest.mark.ranks(2, 4, backend="gloo")
+@EVERY_HOOK
+@pytest.mark.parametrize("partition", ["whole", "split"])
+@pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
+def test_parameters_that_some_or_all_ranks_do_not_use(rank: int, hook: str, partition: str, views: bool) -> None:
+    # Momentum and weight decay would move what has no gradient on any rank.
+    twins = Twins(
+        hook,
+        model=Branches,
+        optimizer=optim.SGD,
+        settings={"momentum": 0.9, "weight_decay": 0.1},
+        partition=partition,
+        ddp={"find_unused_parameters": True, "gradient_as_bucket_view": views},
+    )
+    for number in range(1, 9):
+        # In turn: all ranks the same branch, then different ones.
+        chosen = number % 3 if number % 2 else (number + rank) % 3
+        twins.iterate(number, lambda ddp, inputs, chosen=chosen: ddp(inputs, chosen).square().mean())
+        twins.check(f"after iteration {number}")
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@EVERY_HOOK
+@pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
+def test_static_graph(hook: str, views: bool) -> None:
+    train(Twins(hook, ddp={"static_graph": True, "gradient_as_bucket_view": views}), last=6)
+    # Not all parameters take part.
+    twins = Twins(hook, model=Branches, ddp={"static_graph": True, "gradient_as_bucket_view": views})
+    train(twins, lambda ddp, inputs: ddp(inputs, 1).square().mean(), last=6)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@EVERY_HOOK
+def test_frozen_parameters_and_a_group_added_later(hook: str) -> None:
+    def model() -> nn.Module:
+        made = small_model()
+        for param in made[0].parameters():
+            param.requires_grad_(False)
+        return made
+
+    train(Twins(hook, model=model), last=4)
+
+    twins = Twins(hook, groups=lambda module: list(module.parameters()))
+    train(twins, last=2)
+    extra = [nn.Parameter(torch.ones(70, 3, dtype=torch.float64)) for _ in twins.sides]
+    for param, (_, optimizer) in zip(extra, twins.sides, strict=True):
+        optimizer.add_param_group({"params": [param], "lr": 0.5})
+    for number in range(3, 6):
+        # Nobody reduces the gradient of a parameter that DDP does not know; it is equal on all ranks here.
+        for param, (ddp, optimizer) in zip(extra, twins.sides, strict=True):
+            optimizer.zero_grad()
+            param.grad = torch.full_like(param, float(number))
+            twins.backward(ddp, number)
+            optimizer.step()
+        twins.check(f"after iteration {number}")
+        assert torch.equal(extra[0], extra[1])
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@EVERY_HOOK
+@pytest.mark.parametrize("partition", ["whole", "split"])
+def test_checkpoints(rank: int, hook: str, partition: str) -> None:
+    twins = Twins(hook, partition=partition)
+    train(twins, last=2)
+    twins.optimizer.consolidate_state_dict(to=0)
+    saved = [twins.optimizer.state_dict() if rank == 0 else None]
+    dist.broadcast_object_list(saved, src=0)
+    # Into the plain optimizer, and from the plain optimizer into ours.
+    theirs = twins.plain.state_dict()
+    twins.plain.load_state_dict(saved[0])
+    twins.optimizer.load_state_dict(theirs)
+    for number in range(3, 6):
+        twins.iterate(number)
+        twins.check(f"after iteration {number}")
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@EVERY_HOOK
+def test_nan_spreads_as_without_sharding(hook: str) -> None:
+    twins = Twins(hook)
+    train(twins, last=2)
+    twins.iterate(3, lambda ddp, inputs: ddp(inputs * (float("nan") if dist.get_rank() else 1.0)).square().mean())
+    twins.check("after the NaN")
+    assert all(param.isnan().any() for param in twins.ddp.parameters())
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@EVERY_HOOK
+def test_model_converted_between_steps(hook: str) -> None:
+    twins = Twins(hook)
+    train(twins, last=2)
+    for param in twins.ddp.parameters():
+        param.data = param.data.clone()
+    for number in range(3, 6):
+        twins.iterate(number)
+        twins.check(f"after iteration {number}")
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@EVERY_HOOK
+def test_bytes_sent_are_those_of_ddp(hook: str, world_size: int) -> None:
+    twins = Twins(hook, model=lambda: nn.Sequential(*(nn.Linear(200, 200) for _ in range(6))), ddp={"bucket_cap_mb": 1})
+    loss = lambda ddp, inputs: ddp(inputs.repeat(1, 5)).square().mean()  # noqa: E731 - one for both
+    for number in range(1, 4):
+        twins.iterate(number, loss)
+    before = twins.optimizer.traffic.total().bytes_sent
+    twins.iterate(4, loss)
+    sent = twins.optimizer.traffic.total().bytes_sent - before
+    parameters = sum(param.nbytes for param in twins.ddp.parameters())
+    everyone = torch.tensor([sent])
+    dist.all_reduce(everyone)
+    assert everyone.item() <= 1.01 * 2 * parameters * (world_size - 1)
+    assert batch(0).shape == (8, 40)
