@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from zeroshard_comm.collective import CollectiveExchange
-from zeroshard_comm.control import wait_for
+from zeroshard_comm.control import lost, wait_for
 from zeroshard_comm.exchange import Exchange, Pending, Segment, Share, shared_bytes
 from zeroshard_comm.ranks import RankGroup
 from zeroshard_comm.traffic import Traffic
@@ -151,11 +151,17 @@ class _DirectReduce(Pending):
 
 
 def _receive(ranks: RankGroup, peer: int, buffer: torch.Tensor, tag: int) -> Message:
-    return peer, dist.irecv(buffer, group=ranks.group, group_src=peer, tag=tag)
+    try:
+        return peer, dist.irecv(buffer, group=ranks.group, group_src=peer, tag=tag)
+    except RuntimeError as failure:
+        raise lost(failure, peer, ranks.rank, "a step") from failure
 
 
 def _send(ranks: RankGroup, peer: int, buffer: torch.Tensor, tag: int) -> Message:
-    return peer, dist.isend(buffer, group=ranks.group, group_dst=peer, tag=tag)
+    try:
+        return peer, dist.isend(buffer, group=ranks.group, group_dst=peer, tag=tag)
+    except RuntimeError as failure:
+        raise lost(failure, peer, ranks.rank, "a step") from failure
 
 
 def _wait_all(messages: Sequence[Message], ranks: RankGroup, traffic: Traffic, kind: str) -> None:

@@ -137,6 +137,8 @@ class Engine:
             Exception: what any rank met, on every rank. Replicas are equal then, but for parameters that a rank has
                 converted or exchanged.
         """
+        if self.pipeline is not None:
+            self.pipeline.refuse_broken()
         # Also after a problem: the others' shards must arrive where parameters are now.
         layout, observed = self._begun if self._begun is not None else self._observe(groups)
         self._begun = None
@@ -290,6 +292,9 @@ class Engine:
 
         def evaluate() -> Any:  # noqa: ANN401 - the closure's own result
             result = closure()
+            if self.pipeline is not None:
+                # The closure's backward was the first that sent gradients to their owners.
+                self.pipeline.bind()
             before, now = self.layout, self._next_layout(groups)
             for index, spec in enumerate(before.plan.tensors):
                 # What is no longer active is shared in vain this once.

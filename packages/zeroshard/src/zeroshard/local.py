@@ -12,6 +12,7 @@ from zeroshard_core import Plan, Shard, TensorSpec, contiguous_strides, storage_
 
 from zeroshard.elementwise import OptimizerFactory
 from zeroshard.parameters import ParamGroup
+from zeroshard.reduced_gradient import ReducedGradient
 
 Closure = Callable[[], Any]
 
@@ -240,6 +241,9 @@ class LocalOptimizer:
             grad = piece.param.grad
             if grad is None:
                 piece.tensor.grad = None
+                continue
+            if type(grad) is ReducedGradient:
+                # Whoever reduced it binds it.
                 continue
             if not piece.is_cut:
                 piece.tensor.grad = grad.detach()

@@ -229,6 +229,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self, pipeline: Pipeline, closure: Closure | None, arguments: Mapping[str, Any], failure: Exception | None
     ) -> None:
         """Do nothing, since backward has stepped; refuse what comes too late."""
+        pipeline.refuse_broken()
         if closure is not None or arguments:
             raise ValueError(
                 "this optimizer is stepped during backward by its communication hook, so step() takes neither a "

@@ -83,6 +83,7 @@ class Pipeline:
         self._routes: dict[int, Route] = {}
         self._order: list[int] = []
         self._carried: dict[int, torch.Tensor] = {}
+        self._rebuilt: dict[int, int] = {}
         self._backwards = 0
         self._in_backward = False
         self._may_step = False
@@ -137,6 +138,7 @@ class Pipeline:
         self._place = {
             tensor: (route, place) for route in self._routes.values() for place, tensor in enumerate(route.tensors)
         }
+        self._touched: set[int] = set()
         rest = [i for i, is_active in enumerate(self._layout.active) if is_active and i not in self._place]
         self._rest = [self._local.pieces[i] for i in rest if i in self._local.pieces]
         self._rest_params = [self._params[i] for i in rest]
@@ -173,14 +175,15 @@ class Pipeline:
             RuntimeError: if an earlier backward or step could not be finished.
             ValueError: if the optimizer does not have a parameter of the bucket.
         """
-        self._refuse_broken()
+        self.refuse_broken()
         if bucket.index == 0:
             if self._in_backward:
                 self._break(RuntimeError("an earlier backward did not finish on this rank"))
-                self._refuse_broken()
+                self.refuse_broken()
             self._in_backward, self._may_step, self._order = True, may_step, []
             self._change, self._failure = Change(), None
             self._backwards += 1
+            self._rebuilt.clear()
         try:
             route = self._route(bucket)
             self._order.append(bucket.index)
@@ -218,6 +221,9 @@ class Pipeline:
             for tensor, param in zip(route.tensors, route.params, strict=True):
                 if param.grad is not None:
                     param.grad = stand_ins[tensor]
+        for tensor in self._touched:
+            stand_ins[tensor]._local = None
+        self._touched.clear()
 
     def _route(self, bucket: Bucket) -> Route:
         known = self._routes.get(bucket.index)
@@ -244,20 +250,19 @@ class Pipeline:
         finally:
             del failure
         assert route is not None
+        self._routes[bucket.index] = route
+        # Others keep the routes that they had before a rebuild until their own new bucket comes.
+        self._place.update({tensor: (route, place) for place, tensor in enumerate(tensors)})
         if bucket.is_last:
             # After a rebuild there may be fewer.
-            self._routes = {index: old for index, old in self._routes.items() if index < bucket.index}
-        self._routes[bucket.index] = route
-        for index, old in list(self._routes.items()):
-            if index > bucket.index and not set(old.tensors).isdisjoint(tensors):
-                del self._routes[index]
+            self._routes = {index: known for index, known in self._routes.items() if index <= bucket.index}
+            self._lay_out_rest()
         self._window.limit(window_bytes([r.bucket.buffer.nbytes for r in self._routes.values()]))
-        self._lay_out_rest()
         return route
 
     def _checked(self, bucket: Bucket) -> list[int]:
         tensors: list[int] = []
-        for param, gradient in zip(bucket.params, bucket.gradients, strict=True):
+        for place, param in enumerate(bucket.params):
             index = self._index_of.get(param)
             if index is None:
                 raise ValueError(
@@ -267,15 +272,16 @@ class Pipeline:
                     f"DistributedDataParallel is built"
                 )
             name = self._layout.plan.tensors[index].name
-            if gradient.layout is not torch.strided:
+            if bucket.buffer.layout is not torch.strided:
                 raise ValueError(
                     f"tensor {index} {name!r} has sparse gradients, which cannot be sent to their owners in a bucket; "
                     f"use sparse=False, or train without a communication hook"
                 )
-            if gradient.dtype != param.dtype:
+            if bucket.gradients[place].dtype != param.dtype:
                 raise ValueError(
-                    f"tensor {index} {name!r} is {param.dtype}, but its gradients are reduced as {gradient.dtype}; "
-                    f"mixed precision of DistributedDataParallel cannot be combined with the hooks of zeroshard"
+                    f"tensor {index} {name!r} is {param.dtype}, but its gradients are reduced as "
+                    f"{bucket.gradients[place].dtype}; mixed precision of DistributedDataParallel cannot be combined "
+                    f"with the hooks of zeroshard"
                 )
             tensors.append(index)
         return tensors
@@ -350,7 +356,7 @@ class Pipeline:
             RuntimeError: if gradients were accumulated on this rank that were never reduced.
             Exception: what the local optimizer raises; :meth:`share` is to be called all the same.
         """
-        self._refuse_broken()
+        self.refuse_broken()
         failure, self._failure = self._failure, None
         if failure is not None:
             try:
@@ -425,13 +431,23 @@ class Pipeline:
         """
         for route in self._in_order():
             for param, tensor in zip(route.params, route.tensors, strict=True):
-                if param.grad is not None and (
-                    type(param.grad) is not ReducedGradient or param.grad._local is not None
-                ):
-                    raise RuntimeError(
-                        f"the gradient of tensor {tensor} {self._layout.plan.tensors[tensor].name!r} has not been "
-                        f"reduced: the last backward() before step() must not be inside no_sync()"
-                    )
+                grad = param.grad
+                if grad is None or (type(grad) is ReducedGradient and grad._local is None):
+                    continue
+                if self._rebuilt.get(tensor) == grad.data_ptr():
+                    # DDP has replaced it in a forward; the route still has the reduced one.
+                    continue
+                raise RuntimeError(
+                    f"the gradient of tensor {tensor} {self._layout.plan.tensors[tensor].name!r} has not been "
+                    f"reduced: the last backward() before step() must not be inside no_sync()"
+                )
+
+    def bind(self) -> None:
+        """Hand the local optimizer all gradients, for somebody else to step it, and regard them as used."""
+        for route in self._in_order():
+            route.bind(self._there(route))
+            route.unbind()
+            route.stepped = True
 
     # ------------------------------------------------------------------ sharing
 
@@ -482,6 +498,7 @@ class Pipeline:
     def carry(self, tensor: int) -> None:
         """Keep what was reduced of a gradient; see :class:`~zeroshard.reduced_gradient.Keeper`."""
         route, place = self._place[tensor]
+        self._touched.add(tensor)
         if tensor in route.zeroed:
             return
         if route.stepped:
@@ -503,28 +520,25 @@ class Pipeline:
             gradient.zero_()
 
     def rebuilt(self, tensor: int, place: torch.Tensor) -> None:
-        """Carry a gradient over a rebuild of DDP's buckets; see :class:`~zeroshard.reduced_gradient.Keeper`."""
-        route, _ = self._place[tensor]
+        """Carry a gradient over a rebuild of DDP's buckets; see :class:`~zeroshard.reduced_gradient.Keeper`.
+
+        Its owner puts it into the new bucket, times the number of ranks, by which the next reduction divides; so it is
+        added to if a further backward comes before the step, and discarded by whatever discards gradients.
+        """
+        route, position = self._place[tensor]
         if route.stepped or tensor in route.zeroed:
             return
-        self.carry(tensor)
-        carried = self._carried.pop(tensor, None)
-        version = place._version
-        param = self._params[tensor]
-
-        def keep_unless_discarded(_: torch.Tensor) -> None:
-            """Before the next gradient is added: whether the one that was carried is still wanted."""
-            handle.remove()
-            grad = param.grad
-            if carried is not None and grad is not None and grad._version == version:
-                self._carried[tensor] = carried
-
-        handle = param.register_hook(keep_unless_discarded)
+        gradient = route.owned_gradient(position)
+        if gradient is not None:
+            piece = self._local.pieces[tensor]
+            own = storage_view(place)[piece.shard.start : piece.shard.stop] if piece.is_cut else place
+            own.copy_(gradient).mul_(self._ranks.world_size)
+        self._rebuilt[tensor] = place.data_ptr()
 
     def advice(self, operation: str) -> str:
         """Say what to call instead; see :class:`~zeroshard.reduced_gradient.Keeper`."""
         early = self.stepping is not Stepping.IN_STEP
-        if "amp_" in operation:
+        if "_amp_" in operation:
             return (
                 "a GradScaler cannot be combined with gradients that are sent to their owners. Use bfloat16, which "
                 "needs none, or train without a communication hook"
@@ -546,7 +560,13 @@ class Pipeline:
         if self._broken is None:
             self._broken = error if isinstance(error, Exception) else RuntimeError(type(error).__name__)
 
-    def _refuse_broken(self) -> None:
+    def refuse_broken(self) -> None:
+        """Raise if an earlier backward or step could not be finished: ranks may be in different places.
+
+        Raises:
+            PeerLostError: if a rank was lost.
+            RuntimeError: if it was something else.
+        """
         if self._broken is not None:
             kind = PeerLostError if isinstance(self._broken, PeerLostError) else RuntimeError
             raise kind(

@@ -1,0 +1,324 @@
+"""What can be done with gradients that were sent to their owners: accumulate, clip, discard; and what is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+
+import pytest
+import torch
+from ddp_training import HOOKS, Twins, assert_close
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from zeroshard import ReducedGradient
+
+EVERY_HOOK = pytest.mark.parametrize("hook", HOOKS)
+STEPPING_HOOKS = pytest.mark.parametrize("hook", HOOKS[1:])
+VIEWS = pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
+PARTITIONS = pytest.mark.parametrize("partition", ["whole", "split"])
+
+
+def owner(partition: str = "whole", *, views: bool = True, exact: bool = True) -> Twins:
+    return Twins("owner", partition=partition, ddp={"gradient_as_bucket_view": views}, exact=exact)
+
+
+@pytest.mark.ranks(2, 3, backend="gloo")
+@EVERY_HOOK
+@VIEWS
+def test_no_sync_accumulates_and_sends_nothing(hook: str, views: bool) -> None:
+    twins = Twins(hook, ddp={"gradient_as_bucket_view": views})
+    for number in range(4):
+        for ddp, optimizer in twins.sides:
+            optimizer.zero_grad()
+            with ddp.no_sync():
+                before = twins.optimizer.traffic.total()
+                twins.backward(ddp, 10 * number)
+                twins.backward(ddp, 10 * number + 1)
+                assert twins.optimizer.traffic.total() == before
+            twins.backward(ddp, 10 * number + 2)
+            optimizer.step()
+        twins.check(f"after iteration {number}")
+
+
+@pytest.mark.ranks(2, 3, backend="gloo")
+@PARTITIONS
+@VIEWS
+def test_several_backwards_before_a_step_add_up(partition: str, views: bool) -> None:
+    # What was reduced before is rounded on its own here, and together with the rest by DDP.
+    twins = owner(partition, views=views, exact=False)
+    for number in range(5):
+        for ddp, optimizer in twins.sides:
+            optimizer.zero_grad()
+            for part in range(3):
+                # Synchronised, not synchronised, synchronised.
+                with ddp.no_sync() if part == 1 and number % 2 else contextlib.nullcontext():
+                    twins.backward(ddp, 10 * number + part)
+            optimizer.step()
+        twins.check(f"after iteration {number}")
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@VIEWS
+@pytest.mark.parametrize("discard", ["optimizer", "model", "to zero"])
+def test_gradients_can_be_discarded(views: bool, discard: str) -> None:
+    twins = owner(views=views)
+    for number in range(6):
+        for ddp, optimizer in twins.sides:
+            # In the first iterations zero_grad() comes behind the forward, in which DDP rebuilds its buckets.
+            loss = ddp(torch.full((1, 40), 0.1, dtype=torch.float64)).sum()
+            if discard == "model":
+                ddp.zero_grad()
+            else:
+                optimizer.zero_grad(set_to_none=discard == "optimizer")
+            loss.backward()
+            if number % 2:
+                optimizer.step()
+        twins.check(f"after iteration {number}")
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_gradients_set_to_zero_still_move_momentum() -> None:
+    twins = Twins("owner", optimizer=torch.optim.SGD, settings={"momentum": 0.9, "weight_decay": 0.1})
+    for number in range(4):
+        twins.iterate(number)
+        for _, optimizer in twins.sides:
+            optimizer.zero_grad(set_to_none=False)
+            optimizer.step()
+        twins.check(f"after iteration {number}")
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_a_second_step_uses_the_same_gradients() -> None:
+    twins = owner()
+    for number in range(3):
+        twins.iterate(number)
+        for _, optimizer in twins.sides:
+            optimizer.step()
+        twins.check(f"after iteration {number}")
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_parameters_whose_gradient_was_set_to_none_are_not_stepped() -> None:
+    twins = owner()
+    for number in range(3):
+        for ddp, optimizer in twins.sides:
+            optimizer.zero_grad()
+            twins.backward(ddp, number)
+            for param in list(ddp.parameters())[:2]:
+                param.grad = None
+            optimizer.step()
+        twins.check(f"after iteration {number}")
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@EVERY_HOOK
+def test_gradients_of_the_last_step_must_be_discarded(hook: str) -> None:
+    twins = Twins(hook)
+    twins.iterate(0)
+    twins.iterate(1)
+    with pytest.raises(RuntimeError, match=r"call optimizer.zero_grad\(\) before backward\(\)"):
+        twins.backward(twins.ddp, 2)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@EVERY_HOOK
+def test_gradients_that_were_never_reduced_are_not_stepped(hook: str) -> None:
+    twins = Twins(hook)
+    twins.iterate(0)
+    twins.optimizer.zero_grad()
+    with twins.ddp.no_sync():
+        twins.backward(twins.ddp, 1)
+    with pytest.raises(RuntimeError, match=r"has not been reduced: the last backward\(\) before step\(\)"):
+        twins.optimizer.step()
+
+
+# ---------------------------------------------------------------------- clipping
+
+
+@pytest.mark.ranks(2, 4, backend="gloo")
+@PARTITIONS
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+def test_clipping_by_the_norm_over_all_ranks(partition: str, norm_type: float) -> None:
+    twins = owner(partition, exact=False)
+    for number in range(5):
+        norms = []
+        for ddp, optimizer in twins.sides:
+            optimizer.zero_grad()
+            twins.backward(ddp, number)
+            if ddp is twins.ddp:
+                norms.append(twins.optimizer.clip_grad_norm_(0.01, norm_type))
+            else:
+                norms.append(nn.utils.clip_grad_norm_(ddp.parameters(), 0.01, norm_type))
+            optimizer.step()
+        torch.testing.assert_close(norms[0], norms[1], rtol=1e-13, atol=0.0)
+        # Norms are summed in another order: 1e-13 in the gradients, which Adam passes on.
+        assert_close(twins.ddp.module, twins.plain_ddp.module, 1e-10, f"after iteration {number}")
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_clipping_without_a_hook_is_that_of_torch() -> None:
+    twins = Twins("owner")
+    ours, theirs = twins.ddp.module, twins.plain_ddp.module
+    for model in (ours, theirs):
+        for number, param in enumerate(model.parameters()):
+            param.grad = torch.full_like(param, number + 1.0)
+    assert torch.equal(twins.optimizer.clip_grad_norm_(0.5), nn.utils.clip_grad_norm_(theirs.parameters(), 0.5))
+    twins.optimizer.step()
+    twins.plain.step()
+    twins.check("after the step")
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_clipping_what_is_not_finite(rank: int) -> None:
+    twins = owner()
+    twins.backward(twins.ddp, 0)
+    infinite = Twins("owner")
+    infinite.backward(infinite.ddp, 0, lambda ddp, x: (ddp(x) * (float("inf") if rank else 1.0)).sum())
+    with pytest.raises(RuntimeError, match="cannot be clipped"):
+        infinite.optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True)
+    with pytest.raises(RuntimeError, match="differs from rank 0"):
+        twins.optimizer.clip_grad_norm_(1.0 + rank)
+    with pytest.raises(ValueError, match="rank 1: could not convert"):
+        twins.optimizer.clip_grad_norm_("high" if rank else 1.0)  # type: ignore[arg-type]
+    assert twins.optimizer.clip_grad_norm_(1.0) > 0
+
+
+# ---------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_nothing_reads_a_part_of_the_gradients_in_silence() -> None:
+    twins = owner()
+    twins.backward(twins.ddp, 0)
+    params = list(twins.ddp.parameters())
+    assert all(type(param.grad) is ReducedGradient for param in params)
+    assert "shape=(64, 40)" in repr(params[0].grad)
+    with pytest.raises(RuntimeError, match=r"call optimizer.clip_grad_norm_\(max_norm\)"):
+        nn.utils.clip_grad_norm_(params, 1.0)
+    with pytest.raises(RuntimeError, match=r"call optimizer.clip_grad_norm_\(max_norm\)"):
+        nn.utils.clip_grad_value_(params, 1.0)
+    for read in (torch.Tensor.norm, torch.Tensor.clone, torch.Tensor.isnan, copy.deepcopy):
+        with pytest.raises(RuntimeError, match="lies at its owner"):
+            read(params[0].grad)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(1))
+    with pytest.raises(RuntimeError, match="a GradScaler cannot be combined"):
+        scaler.step(twins.optimizer)
+    twins.optimizer.step()
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@STEPPING_HOOKS
+def test_what_cannot_be_done_once_backward_has_stepped(hook: str) -> None:
+    twins = Twins(hook)
+    twins.iterate(0)
+    with pytest.raises(ValueError, match="takes neither a closure nor arguments"):
+        twins.optimizer.step(lambda: 0.0)
+    with pytest.raises(ValueError, match="nothing left to clip"):
+        twins.optimizer.clip_grad_norm_(1.0)
+    with pytest.raises(RuntimeError, match="this hook steps during backward"):
+        nn.utils.clip_grad_norm_(twins.ddp.parameters(), 1.0)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(1))
+    with pytest.raises(RuntimeError, match="a GradScaler cannot be combined"):
+        scaler.unscale_(twins.optimizer)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_a_closure_is_called_once_before_the_step() -> None:
+    def closure(ddp: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = ddp(torch.full((2, 40), 0.3 * number, dtype=torch.float64)).square().mean()
+        loss.backward()
+        return loss
+
+    twins = owner()
+    for number in range(3):
+        losses = []
+        for ddp, optimizer in twins.sides:
+            losses.append(optimizer.step(functools.partial(closure, ddp, optimizer, number)))
+        assert torch.equal(losses[0], losses[1])
+        twins.check(f"after iteration {number}")
+
+
+# ---------------------------------------------------------------------- autograd
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@EVERY_HOOK
+@pytest.mark.parametrize("partition", ["whole", "split"])
+def test_a_graph_that_saw_old_parameters_cannot_be_used_again(hook: str, partition: str) -> None:
+    twins = Twins(hook, partition=partition)
+    twins.iterate(0)
+    loss = twins.ddp(torch.ones(2, 40, dtype=torch.float64)).sum()
+    twins.optimizer.zero_grad()
+    loss.backward(retain_graph=True)
+    twins.optimizer.step()
+    twins.optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+class Detached(nn.Module):
+    """Its first weight is read once more, behind autograd's back, by a node that runs last in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(40, 40)
+        self.last = nn.Linear(40, 40)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        early = self.first(inputs) @ self.last.weight.detach()
+        return self.last(early)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_stepping_a_weight_that_backward_still_needs_is_noticed() -> None:
+    twins = Twins("interleaved", model=Detached, ddp={"bucket_cap_mb": 0.001})
+    # In the first iteration all parameters are in one bucket, which is stepped last.
+    twins.iterate(0)
+    twins.optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        twins.backward(twins.ddp, 1)
+
+
+class Tied(nn.Module):
+    """One weight at both ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.outer = nn.Linear(40, 40, bias=False)
+        self.inner = nn.Linear(40, 40)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(self.inner(self.outer(inputs).relu()), self.outer.weight)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(40, 40), nn.Tanh()) for _ in range(4))
+        self.reentrant = reentrant
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = inputs.requires_grad_()
+        for layer in self.layers:
+            hidden = checkpoint(layer, hidden, use_reentrant=self.reentrant)
+        return hidden
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@EVERY_HOOK
+@PARTITIONS
+@pytest.mark.parametrize("kind", ["tied", "reentrant", "non-reentrant"])
+def test_tied_weights_and_activation_checkpointing(hook: str, partition: str, kind: str) -> None:
+    model = Tied if kind == "tied" else lambda: Checkpointed(reentrant=kind == "reentrant")
+    static = {"static_graph": True} if kind != "tied" else {}
+    twins = Twins(hook, model=model, partition=partition, ddp={"bucket_cap_mb": 0.001, **static})
+    for number in range(5):
+        twins.iterate(number)
+        twins.check(f"after iteration {number}")
