@@ -75,7 +75,7 @@ class Twins:
             parameters_as_bucket_view=parameters_as_bucket_view,
             **keywords,
         )
-        register(hook, self.ddp, self.optimizer, inner, inner_state())
+        self.register(hook, inner, inner_state())
         twin = copy.deepcopy(made)
         self.plain_ddp = DistributedDataParallel(twin, process_group=process_group, **arguments)
         if inner is not allreduce_hook:
@@ -83,6 +83,9 @@ class Twins:
         self.plain = optimizer(groups(twin), **keywords)
         self.group = process_group
         self.hook = hook
+
+    def register(self, hook: str, inner: Callable[..., Any], inner_state: object) -> None:
+        register(hook, self.ddp, self.optimizer, inner, inner_state)
 
     @property
     def sides(self) -> tuple[tuple[DistributedDataParallel, optim.Optimizer], ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.futures import Future
@@ -32,6 +32,8 @@ class BackwardFollower:
     def __init__(self, engine: Engine, groups: Callable[[], list[ParamGroup]], stepping: Stepping) -> None:
         self._engine, self._groups, self.stepping = engine, groups, stepping
         self._pipeline = engine.attach(stepping)
+        self._unseen: frozenset[torch.Tensor] = frozenset()
+        """Parameters that had not been waited for when backward began."""
 
     def receive(self, bucket: Bucket, reduced: Future[torch.Tensor] | None = None) -> Future[torch.Tensor]:
         """Send a bucket of gradients to their owners, and step them if that is to be done during backward.
@@ -52,9 +54,53 @@ class BackwardFollower:
             ValueError: if the optimizer does not have a parameter of the bucket, or its gradients cannot be sent.
         """
         may_step = False
+        if bucket.index == 0:
+            self._unseen = self._pipeline.still_arriving()
+            self._engine.finish_share()
+        if self._unseen:
+            self._refuse_unseen(bucket)
         if bucket.index == 0 and self.stepping is not Stepping.IN_STEP:
             may_step = self._engine.begin_backward(self._groups())
         return self._pipeline.receive(bucket, reduced=reduced, may_step=may_step)
+
+    @property
+    def arriving(self) -> bool:
+        """Whether parameters are still arriving; only after :meth:`defer`."""
+        return self._pipeline.arriving
+
+    def defer(self) -> None:
+        """Let steps return while parameters are still arriving: the caller sees to it that nobody reads them before.
+
+        What a rank meets in its step is then raised by the others when they wait for all, at the next backward or step
+        at the latest.
+        """
+        self._pipeline.defers = True
+
+    def wait_for(self, params: Sequence[torch.Tensor]) -> None:
+        """Wait until these parameters have arrived. Passes over those that the optimizer does not have.
+
+        Raises:
+            PeerLostError: if a rank is gone.
+        """
+        self._pipeline.wait_for(self._pipeline.indices_of(params))
+
+    def settle(self) -> None:
+        """Wait until all parameters have arrived. A no-op if nothing is arriving.
+
+        Raises:
+            PeerLostError: if a rank is gone.
+            Exception: what a rank has met in its step.
+        """
+        self._engine.finish_share()
+
+    def _refuse_unseen(self, bucket: Bucket) -> None:
+        for param, is_present in zip(bucket.params, bucket.present, strict=True):
+            if is_present and param in self._unseen:
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(param.shape)} was used in a forward before its new values had "
+                    f"arrived: it was read although its module was not called. Build the hook with "
+                    f"overlap_forward=False"
+                )
 
     def end(self) -> None:
         """Finish a backward, after its last bucket and behind everything else that writes gradients.

@@ -108,6 +108,7 @@ class Engine:
             Exception: a rank's problem.
         """
         try:
+            self.finish_share()
             agree_over(self.control, operation, self.layout.declaration, error=problem)
         finally:
             del problem
@@ -139,6 +140,7 @@ class Engine:
         """
         if self.pipeline is not None:
             self.pipeline.refuse_broken()
+            self.finish_share()
         # Also after a problem: the others' shards must arrive where parameters are now.
         layout, observed = self._begun if self._begun is not None else self._observe(groups)
         self._begun = None
@@ -166,19 +168,48 @@ class Engine:
                 result = self.local.step(watched, arguments)
         except Exception as error:  # noqa: BLE001 - peers wait for this rank's share, and must hear of it
             failure = error
+        if bucketwise is not None and bucketwise.defers and failure is None:
+            bucketwise.begin_share((_FINE, declared, 0, 0))
+            sync_groups(self.local.optim.param_groups, groups)
+            self._hyperparameters.written(groups)
+            return result
         try:
             found = self._share(_FAILED if failure is not None else _FINE, declared, failure)
             if found is _Found.A_PROBLEM:
                 # Raises: either somebody has an error to report, or somebody's layout has another digest.
                 self.meet("step()", failure)
             elif found is _Found.OTHER_HYPERPARAMETERS:
-                mine = _with_hyperparameters(self.layout, self._hyperparameters.in_words())
-                agree_over(self.control, "step()", mine, error=failure)
+                self._compare_hyperparameters(failure)
         finally:
             del failure
         sync_groups(self.local.optim.param_groups, groups)
         self._hyperparameters.written(groups)
         return result
+
+    def finish_share(self) -> None:
+        """Wait for parameters that are still arriving, and hear what the ranks had to say with them. Collective.
+
+        A no-op if nothing is arriving. Ranks need not come here at the same time, but all do before the next step.
+
+        Raises:
+            PeerLostError: if a rank is gone.
+            Exception: what a rank has met in its step.
+        """
+        pipeline = self.pipeline
+        if pipeline is None or not pipeline.arriving:
+            return
+        found = _found(pipeline.finish_share())
+        if found is _Found.A_PROBLEM:
+            self.meet("step()", None)
+        elif found is _Found.OTHER_HYPERPARAMETERS:
+            self._compare_hyperparameters(None)
+
+    def _compare_hyperparameters(self, error: Exception | None) -> None:
+        mine = _with_hyperparameters(self.layout, self._hyperparameters.in_words())
+        try:
+            agree_over(self.control, "step()", mine, error=error)
+        finally:
+            del error
 
     def attach(self, stepping: Stepping) -> Pipeline:
         """Expect gradients bucket by bucket from now on.
@@ -218,6 +249,7 @@ class Engine:
             PeerLostError: if a rank is gone.
             Exception: what any rank met, on every rank. ``groups`` is as before in every case.
         """
+        self.finish_share()
         before = len(groups)
         layout, failure = self.layout, None
         declaration = layout.declaration
@@ -267,6 +299,7 @@ class Engine:
         Raises:
             Exception: what is wrong with the parameters or groups; the other ranks must hear of it.
         """
+        self.finish_share()
         self._check_members(groups)
         layout = self._next_layout(groups)
         sync_groups(groups, self.local.optim.param_groups)
@@ -338,10 +371,7 @@ class Engine:
             else:
                 statuses = self.replicas.share(words)
             if bucketwise or self.replicas.carries_status:
-                if any(words[0] != _FINE for words in statuses):
-                    return _Found.A_PROBLEM
-                alike = len({words[1] for words in statuses} - {_NOT_COMPARED}) < 2
-                return _Found.NOTHING if alike else _Found.OTHER_HYPERPARAMETERS
+                return _found(statuses)
             raised = self.control.any_raised(status != _FINE, "step()")
             return _Found.A_PROBLEM if raised else _Found.NOTHING
         except PeerLostError as lost:
@@ -374,6 +404,13 @@ class Engine:
                 "the members of param_groups are not those that the optimizer was built with; "
                 "add parameters with add_param_group(), and build a new optimizer to exchange or remove them"
             )
+
+
+def _found(statuses: Sequence[Sequence[int]]) -> _Found:
+    if any(words[0] != _FINE for words in statuses):
+        return _Found.A_PROBLEM
+    alike = len({words[1] for words in statuses} - {_NOT_COMPARED}) < 2
+    return _Found.NOTHING if alike else _Found.OTHER_HYPERPARAMETERS
 
 
 def _with_hyperparameters(layout: Layout, hyperparameters: Mapping[str, str]) -> Declaration:

@@ -89,6 +89,9 @@ class Pipeline:
         self._may_step = False
         self._whole = False
         self._change = Change()
+        self._arriving: PackedShare | None = None
+        self.defers = False
+        """Whether steps return while parameters are still arriving; changed by who waits for them then."""
         self._failure: Exception | None = None
         self._broken: BaseException | None = None
         local.set_apart()
@@ -149,7 +152,6 @@ class Pipeline:
             for shard in self._layout.plan.of_tensor(i)
         ]
         self._tail = Shipment(segments, self._ranks.rank, self._ranks.world_size, rooms={})
-        self._tail_share: PackedShare | None = None
 
     @property
     def routed(self) -> bool:
@@ -463,13 +465,38 @@ class Pipeline:
         Raises:
             PeerLostError: if a rank is gone.
         """
+        self.begin_share(status)
+        return self.finish_share()
+
+    def begin_share(self, status: Status) -> None:
+        """Send what has not been sent yet, and return at once: parameters arrive until :meth:`finish_share`.
+
+        Args:
+            status: what this rank has to say.
+
+        Raises:
+            PeerLostError: if a rank is gone.
+        """
         try:
             for route in self._in_order():
                 route.send(self._exchange)
             torch.autograd.graph.increment_version(self._rest_params)
-            tail = self._tail.prepare(self._exchange)
-            tail.set_status(status)
-            tail.send()
+            self._arriving = self._tail.prepare(self._exchange)
+            self._arriving.set_status(status)
+            self._arriving.send()
+        except BaseException as error:
+            self._break(error)
+            raise
+
+    def finish_share(self) -> list[list[int]]:
+        """Wait for all parameters, and tell what all ranks said, in rank order.
+
+        Raises:
+            PeerLostError: if a rank is gone.
+        """
+        assert self._arriving is not None
+        tail, self._arriving = self._arriving, None
+        try:
             for route in self._in_order():
                 route.wait()
             tail.wait()
@@ -477,6 +504,42 @@ class Pipeline:
             self._break(error)
             raise
         return tail.statuses()
+
+    @property
+    def arriving(self) -> bool:
+        """Whether a share has begun and not been finished."""
+        return self._arriving is not None
+
+    def indices_of(self, params: Sequence[torch.Tensor]) -> list[int]:
+        """Return the indices of those of these parameters that the optimizer has."""
+        return [self._index_of[param] for param in params if param in self._index_of]
+
+    def wait_for(self, tensors: Sequence[int]) -> None:
+        """Wait until the new values of these tensors have arrived; for others than those of buckets, that of all.
+
+        Raises:
+            PeerLostError: if a rank is gone.
+        """
+        if self._arriving is None:
+            return
+        try:
+            for tensor in tensors:
+                place = self._place.get(tensor)
+                if place is None:
+                    for route in self._in_order():
+                        route.wait()
+                    self._arriving.wait()
+                    return
+                place[0].wait()
+        except BaseException as error:
+            self._break(error)
+            raise
+
+    def still_arriving(self) -> frozenset[torch.Tensor]:
+        """Return the parameters of buckets that are on their way, and that nobody has waited for yet."""
+        if self._arriving is None:
+            return frozenset()
+        return frozenset([param for route in self._in_order() if route.is_arriving for param in route.params])
 
     # ------------------------------------------------------------------ gradients
 

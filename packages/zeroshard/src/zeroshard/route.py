@@ -148,6 +148,11 @@ class Route:
             self._sent = True
             self._share.send()
 
+    @property
+    def is_arriving(self) -> bool:
+        """Whether new values of parameters are on their way."""
+        return self._share is not None and self._sent
+
     def wait(self) -> None:
         """Wait until all values have arrived. No-op if nothing is on its way.
 

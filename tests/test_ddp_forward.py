@@ -1,0 +1,160 @@
+"""overlap_forward: parameters arrive during the next forward, and nothing reads them before they have."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp_training import HOOKS, MANY_BUCKETS, Twins, batch
+from torch import nn, optim
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+from training import assert_bitwise_equal, small_model
+from zeroshard import Stepping
+from zeroshard_integrations import ddp as hooks
+from zeroshard_testing import Faults
+
+EVERY_HOOK = pytest.mark.parametrize("hook", HOOKS)
+
+
+class Overlapped(Twins):
+    """Twins of which the sharded one overlaps its shares with the next forward; it comes last, for any step waits."""
+
+    @property
+    def sides(self) -> tuple[tuple[DistributedDataParallel, optim.Optimizer], ...]:
+        return super().sides[::-1]
+
+    def register(self, hook: str, inner: Callable[..., Any], inner_state: object) -> None:
+        if hook == "owner":
+            hooks.register_reduce_to_owner(self.ddp, self.optimizer, overlap_forward=True)
+            return
+        make = hooks.hook_with_zero_step if hook == "behind" else hooks.hook_with_zero_step_interleaved
+        self.ddp.register_comm_hook(inner_state, make(allreduce_hook, self.ddp, self.optimizer, overlap_forward=True))
+
+
+@pytest.mark.ranks(2, 4, backend="gloo")
+@EVERY_HOOK
+@pytest.mark.parametrize("partition", ["whole", "split"])
+def test_parity(hook: str, partition: str) -> None:
+    twins = Overlapped(hook, partition=partition)
+    for number in range(1, 21):
+        twins.iterate(number)
+        if number in (1, 2, 3, 20):
+            twins.check(f"after iteration {number}")
+
+
+def late(twins: Overlapped, faults: Faults) -> None:
+    """A step of which the parameters of rank 1 arrive late on rank 0."""
+    for number in range(1, 4):
+        twins.iterate(number)
+    faults.delay(1, "send#*", 0.05)
+    twins.iterate(4)
+    assert twins.optimizer.follow_backward(Stepping.IN_STEP).arriving
+
+
+READERS: dict[str, Callable[[DistributedDataParallel], object]] = {
+    "state_dict": lambda ddp: ddp.state_dict(),
+    "of_a_layer": lambda ddp: ddp.module[0].state_dict(),
+    "parameters": lambda ddp: list(ddp.parameters()),
+    "named": lambda ddp: list(ddp.module.named_parameters()),
+    "eval": lambda ddp: ddp.eval(),
+    "train": lambda ddp: ddp.module.train(),
+    "copy": lambda ddp: copy.deepcopy(ddp.module),
+    "pickle": lambda ddp: pickle.dumps(ddp.module),
+    "forward": lambda ddp: ddp(batch(9)),
+    "average": lambda ddp: optim.swa_utils.AveragedModel(ddp.module),
+    "step": lambda _: optim.SGD([torch.zeros(1, requires_grad=True)]).step(),
+}
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.parametrize("reader", READERS)
+def test_whatever_reads_parameters_waits_for_them(reader: str, faults: Faults) -> None:
+    twins = Overlapped("owner")
+    late(twins, faults)
+    params = [param for layer in twins.ddp.module for param in layer._parameters.values() if param is not None]
+    READERS[reader](twins.ddp)
+    # Without another call of ours in between.
+    for ours, theirs in zip(params, twins.plain_ddp.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_copies_and_pickles_are_of_the_plain_class() -> None:
+    twins = Overlapped("owner")
+    twins.iterate(0)
+    assert isinstance(twins.ddp.module, nn.Sequential)
+    for other in (copy.deepcopy(twins.ddp.module), pickle.loads(pickle.dumps(twins.ddp.module))):
+        assert type(other) is nn.Sequential
+        assert_bitwise_equal(other, twins.plain_ddp.module, "in the copy")
+
+
+class Reading(nn.Module):
+    """Reads weights of modules that it does not call, as for tied and for positional weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.uncalled = nn.Linear(40, 40), nn.Linear(40, 40)
+        self.free = nn.Parameter(torch.ones(40))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = nn.functional.linear(inputs, self.uncalled.weight, self.uncalled.bias) * self.free
+        return nn.functional.linear(self.first(hidden), self.first.weight)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@EVERY_HOOK
+def test_weights_that_the_model_reads_itself(hook: str) -> None:
+    twins = Overlapped(hook, model=Reading, ddp={"bucket_cap_mb": 0.001})
+    for number in range(8):
+        twins.iterate(number)
+    twins.check("after 8 iterations")
+
+
+class Fickle(nn.Module):
+    """Calls its second layer at first, and reads its weight later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(40, 40), nn.Linear(40, 40)
+        self.calls = True
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.calls:
+            return self.first(self.second(inputs))
+        return self.first(nn.functional.linear(inputs, self.second.weight, self.second.bias))
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_a_weight_that_was_read_too_early_is_noticed(rank: int) -> None:
+    twins = Overlapped("owner", model=Fickle, ddp={"bucket_cap_mb": 0.001})
+    for number in range(3):
+        twins.iterate(number)
+    twins.ddp.module.calls = False
+    twins.optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="before its new values had arrived"):
+        twins.backward(twins.ddp, 3)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_what_a_rank_meets_in_its_step_reaches_all(rank: int) -> None:
+    twins = Overlapped("owner")
+    twins.iterate(0)
+    twins.optimizer.param_groups[0]["lr"] = 0.1 + rank
+    twins.optimizer.zero_grad()
+    twins.backward(twins.ddp, 1)
+    twins.optimizer.step()
+    with pytest.raises(RuntimeError, match="lr of group 0 is"):
+        twins.ddp.state_dict()
+    dist.barrier()
+
+
+def test_model_for_many_buckets() -> None:
+    assert sum(param.numel() * 8 for param in small_model().parameters()) > 3 * MANY_BUCKETS * 2**20
