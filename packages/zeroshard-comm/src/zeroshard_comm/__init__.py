@@ -9,11 +9,14 @@ from zeroshard_comm.failures import DisagreementError, PeerLostError
 from zeroshard_comm.packing import PACK_BELOW, STATUS_WORDS, PackedShare, Shipment, Status
 from zeroshard_comm.point_to_point import GlooExchange, PointToPointExchange
 from zeroshard_comm.ranks import RankGroup
+from zeroshard_comm.reduction import NOTE_WORDS, Note, Reduction, Underway, window_bytes
+from zeroshard_comm.scratch import Receive, ReceiveWindow
 from zeroshard_comm.traffic import Traffic, Volume
 from zeroshard_comm.transfer import CHUNK_BYTES, Consignment, gather
 
 __all__ = [
     "CHUNK_BYTES",
+    "NOTE_WORDS",
     "PACK_BELOW",
     "STATUS_WORDS",
     "CollectiveExchange",
@@ -23,16 +26,21 @@ __all__ = [
     "DisagreementError",
     "Exchange",
     "GlooExchange",
+    "Note",
     "PackedShare",
     "PeerLostError",
     "Pending",
     "PointToPointExchange",
     "RankGroup",
+    "Receive",
+    "ReceiveWindow",
+    "Reduction",
     "Segment",
     "Share",
     "Shipment",
     "Status",
     "Traffic",
+    "Underway",
     "Volume",
     "agree",
     "agree_over",
@@ -40,4 +48,5 @@ __all__ = [
     "explain_declarations",
     "gather",
     "shared_bytes",
+    "window_bytes",
 ]

@@ -27,6 +27,7 @@ from zeroshard_comm.traffic import Traffic
 TAG_HEADER = 0x5A530001
 TAG_LENGTH = 0x5A530002
 TAG_REASON = 0x5A530003
+TAG_NUMBER = 0x5A530004
 
 Explain = Callable[[str, str, int, int], "str | None"]
 
@@ -161,6 +162,21 @@ class Control:
             raise _verdict(self._confer(Reason(self.ranks.rank, operation, 0, "")), None, None)
         return any(header[2] for header in headers)
 
+    def collect(self, number: float, operation: str) -> list[float]:
+        """Bring a number of every rank to every rank, in rank order. Collective; meet for the same operation first.
+
+        Raises:
+            PeerLostError: if a rank is gone.
+        """
+        if self.alone:
+            return [number]
+        mine = torch.tensor([number], dtype=torch.float64, device="cpu")
+        everyone = torch.empty(self.ranks.world_size, 1, dtype=torch.float64, device="cpu")
+        rows = list(everyone.unbind(0))
+        self._exchange(mine, rows, operation, TAG_NUMBER)
+        rows[self.ranks.rank].copy_(mine)
+        return [float(value) for value in everyone]
+
     def _exchange(
         self, mine: torch.Tensor, rows: Sequence[torch.Tensor], operation: str, tag: int = TAG_HEADER
     ) -> None:
@@ -212,12 +228,24 @@ def wait_for(work: dist.Work | None, peer: int, rank: int, operation: str) -> No
     try:
         work.wait()
     except RuntimeError as failure:
-        first_line = str(failure).splitlines()[0] if str(failure) else type(failure).__name__
-        raise PeerLostError(
-            f"rank {rank} lost rank {peer} during {operation}: that process has ended, was cut off, or did not call "
-            f"{operation} within the process group's timeout. Look at rank {peer}'s own output first. "
-            f"(The backend said: {first_line})"
-        ) from failure
+        raise lost(failure, peer, rank, operation) from failure
+
+
+def lost(failure: RuntimeError, peer: int, rank: int, operation: str) -> PeerLostError:
+    """Make the error that names the peer out of the backend's own.
+
+    Args:
+        failure: what the backend raised.
+        peer: group rank at the other end.
+        rank: group rank at this end.
+        operation: what the ranks were doing.
+    """
+    first_line = str(failure).splitlines()[0] if str(failure) else type(failure).__name__
+    return PeerLostError(
+        f"rank {rank} lost rank {peer} during {operation}: that process has ended, was cut off, or did not call "
+        f"{operation} within the process group's timeout. Look at rank {peer}'s own output first. "
+        f"(The backend said: {first_line})"
+    )
 
 
 def _companion(ranks: RankGroup) -> RankGroup | None:

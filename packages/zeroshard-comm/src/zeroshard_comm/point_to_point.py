@@ -26,11 +26,22 @@ Message = tuple[int, "dist.Work | None"]
 
 
 class PointToPointExchange(Exchange):
-    """Direct sends over a group that matches messages by tag (gloo, CPU tensors)."""
+    """Direct sends over a group that matches messages by tag (gloo, CPU tensors).
+
+    Args:
+        ranks: the group.
+        traffic: where bytes are counted.
+        share_tag: of the messages of a share. Of one tag and pair of ranks, messages are matched in order: exchanges
+            that are not used in the same order on all ranks need tags of their own.
+    """
+
+    def __init__(self, ranks: RankGroup, traffic: Traffic | None = None, *, share_tag: int = TAG_SHARE) -> None:
+        super().__init__(ranks, traffic)
+        self._share_tag = share_tag
 
     def prepare_share(self, segments: Sequence[Segment]) -> Share:
         """Post the receives of all segments that peers own."""
-        return _DirectShare(self, segments)
+        return _DirectShare(self, segments, self._share_tag)
 
     def reduce_to_owners(self, segments: Sequence[Segment]) -> Pending:
         """Send every owner this rank's values; owners add them up in ascending rank order when waited for.
@@ -58,7 +69,7 @@ class GlooExchange(CollectiveExchange):
         if not large:
             return super().prepare_share(segments)
         small = [segment for segment in segments if segment.buffer.nbytes < DIRECT_FROM]
-        return _Shares([_DirectShare(self, large), super().prepare_share(small)])
+        return _Shares([_DirectShare(self, large, TAG_SHARE), super().prepare_share(small)])
 
     def reduce_to_owners(self, segments: Sequence[Segment]) -> Pending:
         """As :meth:`PointToPointExchange.reduce_to_owners`."""
@@ -81,16 +92,16 @@ class _Shares(Share):
 
 
 class _DirectShare(Share):
-    def __init__(self, exchange: Exchange, segments: Sequence[Segment]) -> None:
-        self._ranks, self._traffic = exchange.ranks, exchange.traffic
+    def __init__(self, exchange: Exchange, segments: Sequence[Segment], tag: int) -> None:
+        self._ranks, self._traffic, self._tag = exchange.ranks, exchange.traffic, tag
         self._own = [segment.buffer for segment in segments if segment.owner == self._ranks.rank]
         theirs = [segment for segment in segments if segment.owner != self._ranks.rank]
-        self._messages: list[Message] = [_receive(self._ranks, s.owner, s.buffer, TAG_SHARE) for s in theirs]
+        self._messages: list[Message] = [_receive(self._ranks, s.owner, s.buffer, tag) for s in theirs]
         self._traffic.add("share", received=sum(s.buffer.nbytes for s in theirs), calls=len(theirs))
 
     def send(self) -> None:
         peers = self._ranks.peers
-        self._messages += [_send(self._ranks, peer, buffer, TAG_SHARE) for buffer in self._own for peer in peers]
+        self._messages += [_send(self._ranks, peer, buffer, self._tag) for buffer in self._own for peer in peers]
         self._traffic.add(
             "share", sent=sum(b.nbytes for b in self._own) * len(peers), calls=len(self._own) * len(peers)
         )

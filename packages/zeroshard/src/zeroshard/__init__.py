@@ -1,6 +1,10 @@
 """Sharded optimizer state for data-parallel training with PyTorch."""
 
+from zeroshard.backward import BackwardFollower
 from zeroshard.elementwise import ELEMENTWISE
 from zeroshard.optimizer import ZeroRedundancyOptimizer
+from zeroshard.pipeline import Stepping
+from zeroshard.reduced_gradient import ReducedGradient
+from zeroshard.route import Bucket
 
-__all__ = ["ELEMENTWISE", "ZeroRedundancyOptimizer"]
+__all__ = ["ELEMENTWISE", "BackwardFollower", "Bucket", "ReducedGradient", "Stepping", "ZeroRedundancyOptimizer"]

@@ -20,6 +20,7 @@ from zeroshard.hyperparameters import Hyperparameters
 from zeroshard.layout import Layout, Policy, first_layout, next_layout
 from zeroshard.local import Closure, LocalOptimizer, sync_groups
 from zeroshard.parameters import ParamGroup, activity, hyperparameters_of, parameters_of
+from zeroshard.pipeline import Pipeline, Stepping
 from zeroshard.replicas import Replicas, same_place
 
 _FINE, _STOPPED, _FAILED = 0, 1, 2
@@ -67,6 +68,7 @@ class Engine:
         read_groups: Callable[[], list[ParamGroup]],
     ) -> None:
         self.ranks = ranks
+        self._traffic = traffic
         self.control = Control(ranks, traffic)
         self._policy = policy
         built: tuple[list[ParamGroup], Layout, LocalOptimizer] | None = None
@@ -90,6 +92,9 @@ class Engine:
         self.params = parameters_of(groups)
         self._hyperparameters = Hyperparameters()
         self._hyperparameters.follow(groups)
+        self.pipeline: Pipeline | None = None
+        """Moves gradients and parameters bucket by bucket, once gradients come that way; see :meth:`attach`."""
+        self._begun: tuple[Layout, Exception | None] | None = None
         self.shadowing = False
         """Whether steps are those of a rank that has run out of data: its schedulers no longer run with the others'."""
         self._lay_out()
@@ -133,7 +138,9 @@ class Engine:
                 converted or exchanged.
         """
         # Also after a problem: the others' shards must arrive where parameters are now.
-        layout, observed = self._observe(groups)
+        layout, observed = self._begun if self._begun is not None else self._observe(groups)
+        self._begun = None
+        bucketwise = self.pipeline if self.pipeline is not None and self.pipeline.routed else None
         problem = observed if problem is None else problem
         declared = _NOT_COMPARED if self.shadowing else self._hyperparameters.follow(groups)
         if problem is not None or layout is not self.layout:
@@ -143,12 +150,18 @@ class Engine:
                 agree_over(self.control, "step()", layout.declaration, error=problem)
             finally:
                 del problem, observed
+            before = self.layout.plan
             self.adopt(layout, groups)
+            if bucketwise is not None:
+                bucketwise.move_gradients(before, layout.plan)
         failure: Exception | None = None
         result: Any = None
         try:
-            watched = self._watched(closure, groups) if closure is not None else None
-            result = self.local.step(watched, arguments)
+            if bucketwise is not None:
+                result = bucketwise.step(arguments)
+            else:
+                watched = self._watched(closure, groups) if closure is not None else None
+                result = self.local.step(watched, arguments)
         except Exception as error:  # noqa: BLE001 - peers wait for this rank's share, and must hear of it
             failure = error
         try:
@@ -164,6 +177,32 @@ class Engine:
         sync_groups(self.local.optim.param_groups, groups)
         self._hyperparameters.written(groups)
         return result
+
+    def attach(self, stepping: Stepping) -> Pipeline:
+        """Expect gradients bucket by bucket from now on.
+
+        Raises:
+            ValueError: if they are expected in another way already, or parameters cannot be exchanged in buckets.
+        """
+        if self.pipeline is None:
+            self.pipeline = Pipeline(self.control, self._traffic, self.local, self.params, self.layout, stepping)
+        elif self.pipeline.stepping is not stepping:
+            raise ValueError(
+                f"a communication hook steps this optimizer {self.pipeline.stepping.value!r} already, and cannot step "
+                f"it {stepping.value!r} too; build a new optimizer for another hook"
+            )
+        return self.pipeline
+
+    def begin_backward(self, groups: Sequence[ParamGroup]) -> bool:
+        """Follow what the user did since the last step, before shards are stepped during a backward.
+
+        Returns:
+            Whether they may be: nothing has changed that the ranks have to talk about. Else they are stepped, or an
+            error raised, by the :meth:`step` that ends this backward.
+        """
+        self._begun = self._observe(groups)
+        layout, problem = self._begun
+        return problem is None and layout is self.layout
 
     def grow(self, groups: list[ParamGroup], append: Callable[[], None]) -> None:
         """Take in a new param group on all ranks, or on none. Collective.
@@ -286,9 +325,14 @@ class Engine:
             PeerLostError: if a rank is gone.
             Exception: ``own``, what this rank has to report, if a rank is gone before it could be told.
         """
+        words = (status, declared, 0, 0)
+        bucketwise = self.pipeline is not None and self.pipeline.routed
         try:
-            statuses = self.replicas.share((status, declared, 0, 0))
-            if self.replicas.carries_status:
+            if self.pipeline is not None and bucketwise:
+                statuses = self.pipeline.share(words)
+            else:
+                statuses = self.replicas.share(words)
+            if bucketwise or self.replicas.carries_status:
                 if any(words[0] != _FINE for words in statuses):
                     return _Found.A_PROBLEM
                 alike = len({words[1] for words in statuses} - {_NOT_COMPARED}) < 2
@@ -314,6 +358,8 @@ class Engine:
     def _lay_out(self) -> None:
         self.replicas.follow(self.params, self.layout.plan, self.layout.active)
         self.local.rebind()
+        if self.pipeline is not None:
+            self.pipeline.follow(self.params, self.layout, self.local)
 
     def _check_members(self, groups: Sequence[ParamGroup]) -> None:
         """Raise if somebody has exchanged parameters or groups behind the optimizer's back."""

@@ -27,7 +27,8 @@ class Piece:
         shard: what is owned.
         param: the whole parameter.
         tensor: ``param`` itself where the shard is all of it, else a leaf of its own that views the parameter's
-            storage, 1-D, in storage order.
+            storage, 1-D, in storage order. Once gradients come bucket by bucket, a leaf of its own in both cases, so
+            that shards can be stepped while autograd and DDP still work with ``param.grad``.
     """
 
     shard: Shard
@@ -37,6 +38,11 @@ class Piece:
     @property
     def is_cut(self) -> bool:
         """Whether the shard is only a part of the parameter."""
+        return self.shard.numel != self.param.numel()
+
+    @property
+    def is_stand_in(self) -> bool:
+        """Whether the local optimizer holds a tensor of its own in place of the parameter."""
         return self.tensor is not self.param
 
 
@@ -68,7 +74,8 @@ class LocalOptimizer:
         self._factory, self._rank, self._defaults = factory, rank, dict(defaults)
         self.pieces: dict[int, Piece] = {}
         """The owned pieces by tensor index, ascending."""
-        self._cut: list[Piece] = []
+        self._stand_ins: list[Piece] = []
+        self._apart = False
         members = self._members(groups, plan)
         self.optim: optim.Optimizer = factory(
             [self._local_group(g, m) for g, m in zip(groups, members, strict=True)], **defaults
@@ -113,9 +120,29 @@ class LocalOptimizer:
         self._initialise(arrived, groups)
 
     def rebind(self) -> None:
-        """Point the cut pieces at their parameters' present storage, after a parameter's ``.data`` was rebound."""
-        for piece in self._cut:
-            piece.tensor.data = storage_view(piece.param.detach())[piece.shard.start : piece.shard.stop]
+        """Point the stand-ins at their parameters' present storage, after a parameter's ``.data`` was rebound."""
+        for piece in self._stand_ins:
+            piece.tensor.data = _values(piece.shard, piece.param)
+
+    def set_apart(self) -> None:
+        """Give every owned parameter a stand-in in the inner optimizer, for good; its state moves with it."""
+        if self._apart:
+            return
+        self._apart = True
+        moved: dict[torch.Tensor, torch.Tensor] = {}
+        for index, piece in self.pieces.items():
+            if not piece.is_stand_in:
+                apart = _piece(piece.shard, piece.param, apart=True)
+                moved[piece.param] = apart.tensor
+                self.pieces[index] = apart
+        self.pieces = dict(self.pieces)
+        self._stand_ins = [piece for piece in self.pieces.values() if piece.is_stand_in]
+        state = self.optim.state
+        for param, tensor in moved.items():
+            if param in state:
+                state[tensor] = state.pop(param)
+        for group in self.optim.param_groups:
+            group["params"] = [moved.get(param, param) for param in group["params"]]
 
     def refuse_reordered(self, before: Plan, now: Plan) -> None:
         """Raise if a cut tensor's elements have changed places in memory, and this rank holds state for its part.
@@ -145,9 +172,9 @@ class LocalOptimizer:
         Raises:
             RuntimeError: if a cut parameter has a sparse gradient.
         """
-        for piece in self._cut:
+        for piece in self._stand_ins:
             grad = piece.param.grad
-            if grad is not None and grad.layout is not torch.strided:
+            if piece.is_cut and grad is not None and grad.layout is not torch.strided:
                 raise RuntimeError(
                     f"tensor {piece.shard.tensor} of shape {tuple(piece.param.shape)} has a sparse gradient, but is "
                     f"cut over several ranks; use partition='whole' for models with sparse gradients"
@@ -165,43 +192,57 @@ class LocalOptimizer:
         """
         try:
             if closure is None:
-                self._bind_gradients()
-                return self._step(arguments)
+                self.bind_gradients()
+                return self.step_bound(arguments)
 
             def evaluate() -> Any:  # noqa: ANN401 - the closure's own result
                 loss = closure()
                 self.check_gradients()
-                self._bind_gradients()
+                self.bind_gradients()
                 return loss
 
-            return self._step({**arguments, "closure": evaluate})
+            return self.step_bound({**arguments, "closure": evaluate})
         finally:
             # A slice keeps the whole gradient alive, past the user's zero_grad().
-            for piece in self._cut:
+            for piece in self._stand_ins:
                 piece.tensor.grad = None
 
-    def _step(self, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as the inner step
+    def step_bound(self, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as the inner step
+        """Step the inner optimizer with the gradients that its tensors have."""
         inner = self.optim
         if "step" in vars(inner):
             return inner.step(**arguments)
-        before = list(inner._optimizer_step_pre_hooks.values())
-        after = list(inner._optimizer_step_post_hooks.values())
+        positional, keywords = self.before_step(arguments)
+        result = unwrapped_step(type(inner))(*positional, **keywords)
+        self.after_step(positional, keywords)
+        return result
+
+    def before_step(self, arguments: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Call the inner optimizer's own pre-hooks, and return the arguments of its step as they left them."""
+        inner = self.optim
         positional: tuple[Any, ...] = (inner,)
         keywords = dict(arguments)
-        for pre_hook in before:
+        for pre_hook in list(inner._optimizer_step_pre_hooks.values()):
             changed = pre_hook(inner, positional, keywords)
             if changed is not None:
                 positional, keywords = changed
-        result = _unwrapped_step(type(inner))(*positional, **keywords)
-        for post_hook in after:
-            post_hook(inner, positional, keywords)
-        return result
+        return positional, keywords
 
-    def _bind_gradients(self) -> None:
-        for piece in self._cut:
+    def after_step(self, positional: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        """Call the inner optimizer's own post-hooks."""
+        inner = self.optim
+        for post_hook in list(inner._optimizer_step_post_hooks.values()):
+            post_hook(inner, positional, keywords)
+
+    def bind_gradients(self, pieces: Iterable[Piece] | None = None) -> None:
+        """Hand stand-ins their parts of their parameters' gradients; all of them if none are named."""
+        for piece in self._stand_ins if pieces is None else pieces:
             grad = piece.param.grad
             if grad is None:
                 piece.tensor.grad = None
+                continue
+            if not piece.is_cut:
+                piece.tensor.grad = grad.detach()
                 continue
             if grad.stride() != piece.param.stride():
                 laid_out = torch.empty_strided(grad.shape, piece.param.stride(), dtype=grad.dtype, device=grad.device)
@@ -215,12 +256,13 @@ class LocalOptimizer:
         for shard in plan.of_rank(self._rank):
             number, param = params[shard.tensor]
             known = self.pieces.get(shard.tensor)
-            members[number].append(known if known is not None and known.shard == shard else _piece(shard, param))
+            kept = known is not None and known.shard == shard
+            members[number].append(known if known is not None and kept else _piece(shard, param, apart=self._apart))
         return members
 
     def _accept(self, members: Iterable[Iterable[Piece]]) -> None:
         self.pieces = {piece.shard.tensor: piece for of_group in members for piece in of_group}
-        self._cut = [piece for piece in self.pieces.values() if piece.is_cut]
+        self._stand_ins = [piece for piece in self.pieces.values() if piece.is_stand_in]
 
     def _local_group(self, group: ParamGroup, pieces: Sequence[Piece]) -> ParamGroup:
         local = {key: value for key, value in group.items() if key not in NOT_SYNCED}
@@ -268,11 +310,17 @@ def sync_groups(source: Sequence[Mapping[str, Any]], target: Sequence[ParamGroup
                 to_group[key] = value
 
 
-def _piece(shard: Shard, param: torch.Tensor) -> Piece:
-    if shard.numel == param.numel():
+def _piece(shard: Shard, param: torch.Tensor, *, apart: bool) -> Piece:
+    if shard.numel == param.numel() and not (apart and param.layout is torch.strided):
         return Piece(shard, param, param)
-    view = storage_view(param.detach())[shard.start : shard.stop]
-    return Piece(shard, param, torch.nn.Parameter(view, requires_grad=param.requires_grad))
+    return Piece(shard, param, torch.nn.Parameter(_values(shard, param), requires_grad=param.requires_grad))
+
+
+def _values(shard: Shard, param: torch.Tensor) -> torch.Tensor:
+    """What a stand-in views: the parameter itself, or a part of its storage."""
+    if shard.numel == param.numel():
+        return param.detach()
+    return storage_view(param.detach())[shard.start : shard.stop]
 
 
 def _order(spec: TensorSpec) -> list[int]:
@@ -291,7 +339,7 @@ def _names(group: Mapping[str, Any], pieces: Sequence[Piece]) -> list[str]:
     return [by_identity[id(piece.param)] for piece in pieces]
 
 
-def _unwrapped_step(kind: type[optim.Optimizer]) -> Callable[..., Any]:
+def unwrapped_step(kind: type[optim.Optimizer]) -> Callable[..., Any]:
     """The step function under the wrapper that fires hooks and profiles; torch marks that wrapper with ``hooked``."""
     step = kind.step
     return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step

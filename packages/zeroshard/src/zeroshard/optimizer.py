@@ -16,6 +16,8 @@ from torch.utils.hooks import RemovableHandle
 from zeroshard_comm import RankGroup, Traffic
 from zeroshard_core import Cost, Plan, Strategy, numel
 
+from zeroshard.backward import BackwardFollower
+from zeroshard.clipping import clip_over_ranks
 from zeroshard.consolidation import StateDict, consolidate
 from zeroshard.elementwise import OptimizerFactory, refuse_unshardable
 from zeroshard.engine import Engine
@@ -24,6 +26,7 @@ from zeroshard.layout import Policy
 from zeroshard.loading import Expectations, checked, digest_of, install, local_state, what_differs
 from zeroshard.local import Closure, sync_groups
 from zeroshard.parameters import ParamGroup, read_group, read_groups
+from zeroshard.pipeline import Pipeline, Stepping
 from zeroshard.stateview import StateView
 
 
@@ -46,7 +49,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         process_group: the ranks that share the work; the default group if None.
         parameters_as_bucket_view: pack parameters into flat buffers, so that a step sends few large messages without
             copying. ``param.data`` then points into a buffer, without gaps if it had some.
-        overlap_with_ddp: reserved for the DDP communication hooks; must be False here.
+        overlap_with_ddp: that a communication hook steps this optimizer during backward, see
+            ``zeroshard_integrations.ddp``.
         partition: ``"whole"`` (each tensor has one owner; right for every optimizer), ``"split"`` (every tensor is cut
             evenly; elementwise optimizers only), ``"hybrid"`` (whole, except tensors larger than a rank's fair share;
             elementwise only), or a strategy of your own, see :func:`zeroshard_core.partition`.
@@ -114,10 +118,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._consolidated: StateDict | None = None
         self._holds_state = False
         self._hook_failure: Exception | None = None
+        self._follower: BackwardFollower | None = None
         policy = Policy(partition, cost, optimizer_class, elementwise, parameters_as_bucket_view, self.world_size)
 
         def read() -> list[ParamGroup]:
-            self._refuse_what_cannot_be(optimizer_class)
+            refuse_unshardable(optimizer_class)
             Optimizer.__init__(self, read_groups(params), dict(defaults))
             Joinable.__init__(self)
             return self.param_groups
@@ -128,14 +133,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         # What schedulers look up in `defaults` is what the inner class fills in.
         self.defaults = self.optim.defaults
         self.initialized = True
-
-    def _refuse_what_cannot_be(self, optimizer_class: OptimizerFactory) -> None:
-        if self._overlap_with_ddp:
-            raise ValueError(
-                "overlap_with_ddp=True needs the DDP communication hooks, which this version does not have; construct "
-                "with overlap_with_ddp=False and call step() after backward()"
-            )
-        refuse_unshardable(optimizer_class)
 
     # ------------------------------------------------------------------ reading
 
@@ -169,7 +166,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             return early
         inner = self.optim.state
         placeholder = self._engine.params[0] if self._holds_state else None
-        if (inner or placeholder is None) and not any(piece.is_cut for piece in self._engine.local.pieces.values()):
+        if (inner or placeholder is None) and not any(
+            piece.is_stand_in for piece in self._engine.local.pieces.values()
+        ):
             return inner
         return StateView(self._engine.local, placeholder)
 
@@ -210,12 +209,87 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         Join.notify_join_context(self)
         failure, self._hook_failure = self._hook_failure, None
+        pipeline = self._engine.pipeline
+        if pipeline is not None and pipeline.stepping is not Stepping.IN_STEP:
+            return self._step_after_backward(pipeline, closure, kwargs, failure)
+        loss: Any = None
+        if pipeline is not None and closure is not None:
+            # Its backward reduces the gradients that are stepped: once, before any shard is.
+            with torch.enable_grad():
+                loss = closure()
+            closure = None
         try:
             result = self._engine.step(self.param_groups, closure, kwargs, failure)
         finally:
             del failure
         self._holds_state = True
-        return result
+        return result if loss is None else loss
+
+    def _step_after_backward(
+        self, pipeline: Pipeline, closure: Closure | None, arguments: Mapping[str, Any], failure: Exception | None
+    ) -> None:
+        """Do nothing, since backward has stepped; refuse what comes too late."""
+        if closure is not None or arguments:
+            raise ValueError(
+                "this optimizer is stepped during backward by its communication hook, so step() takes neither a "
+                "closure nor arguments; call step() without them, or not at all, or use reduce_to_owner_hook"
+            )
+        if failure is not None:
+            try:
+                raise failure
+            finally:
+                del failure
+        pipeline.refuse_unreduced()
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scale the gradients of all parameters so that their norm is at most ``max_norm``. Collective.
+
+        The norm is that of all gradients together, as if they were one vector, and the same on all ranks; also where
+        each rank holds those alone that it owns. As :func:`torch.nn.utils.clip_grad_norm_` over the parameters of all
+        groups.
+
+        Args:
+            max_norm: the largest norm that is left as it is.
+            norm_type: the p of the p-norm; ``inf`` for the largest magnitude.
+            error_if_nonfinite: whether a norm that is infinite or NaN is an error.
+
+        Returns:
+            The norm before, 0-dim.
+
+        Raises:
+            ValueError: if a communication hook steps during backward, so that there is nothing left to clip.
+            RuntimeError: if the norm is not finite, and that is to be an error; on every rank.
+            DisagreementError: if ranks want other norms.
+            PeerLostError: if a rank is gone.
+        """
+        pipeline = self._engine.pipeline
+        if pipeline is None or not pipeline.routed:
+            return torch.nn.utils.clip_grad_norm_(
+                self._engine.params, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
+            )
+        if pipeline.stepping is not Stepping.IN_STEP:
+            raise ValueError(
+                "this optimizer is stepped during backward by its communication hook, so there is nothing left to "
+                "clip; use reduce_to_owner_hook, and clip between backward() and step()"
+            )
+        return clip_over_ranks(
+            self._engine.control, pipeline.gradients, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
+        )
+
+    def follow_backward(self, stepping: Stepping) -> BackwardFollower:
+        """Take gradients bucket by bucket from now on: for communication hooks, such as those for DDP.
+
+        Args:
+            stepping: when shards are stepped.
+
+        Raises:
+            ValueError: if gradients are taken in another way already, or parameters cannot be exchanged in buckets.
+        """
+        if self._follower is None or self._follower.stepping is not stepping:
+            self._follower = BackwardFollower(self._engine, lambda: self.param_groups, stepping)
+        return self._follower
 
     def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """Register a hook that is called before each step, as in torch; what it raises on one rank, every rank raises.

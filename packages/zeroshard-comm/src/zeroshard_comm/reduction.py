@@ -1,0 +1,267 @@
+"""Bringing a bucket of gradients to its owners: what is sent to whom, made once per bucket and used in every backward.
+
+Every rank sends each owner its values of what that rank owns, straight from the bucket where they lie together, packed
+where they are small; owners add up what arrives, in ascending rank order, so that sums do not depend on the plan.
+Ahead goes a *note* from every rank to every other: a few numbers, and one byte per tensor of the bucket.
+
+Messages are tagged, and of one tag and pair of ranks they are matched in order. Notes and gradients have a tag each,
+and both are posted bucket by bucket in the order of :meth:`Reduction.begin`, which must be the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from zeroshard_core import Run
+
+from zeroshard_comm.control import lost, wait_for
+from zeroshard_comm.packing import PACK_BELOW
+from zeroshard_comm.ranks import RankGroup
+from zeroshard_comm.scratch import Receive, ReceiveWindow
+from zeroshard_comm.traffic import Traffic
+
+TAG_NOTE = 0x5A530030
+TAG_GRADIENTS = 0x5A530031
+
+CHUNK_BYTES = 4 * 1024 * 1024
+"""Largest message of gradients, in bytes: what has arrived is added while the rest is on its way."""
+
+NOTE_WORDS = 4
+"""Numbers in a note, 64-bit integers."""
+
+
+@dataclass(frozen=True)
+class Note:
+    """What a rank tells the others with a bucket.
+
+    Attributes:
+        words: ``NOTE_WORDS`` numbers.
+        present: per tensor of the bucket, whether this rank has a gradient for it.
+    """
+
+    words: tuple[int, ...]
+    present: tuple[bool, ...]
+
+
+class Reduction:
+    """The messages of one bucket.
+
+    Args:
+        ranks: the group; its backend matches messages by tag.
+        runs: ranges of elements of the bucket and who owns them, in bucket order; what lies between belongs to nobody.
+        dtype: of the bucket, which is on the CPU.
+        tensors: number of tensors in the bucket.
+        traffic: where bytes are counted, as kinds ``"reduce"`` and ``"control"``.
+    """
+
+    def __init__(
+        self, ranks: RankGroup, runs: Sequence[Run], dtype: torch.dtype, tensors: int, traffic: Traffic
+    ) -> None:
+        self.ranks, self.traffic, self.tensors = ranks, traffic, tensors
+        self._messages: dict[int, list[_Message]] = {owner: [] for owner in range(ranks.world_size)}
+        for owner, messages in self._messages.items():
+            messages += _messages([run for run in runs if run.rank == owner], dtype.itemsize)
+        self._views: tuple[torch.Tensor, dict[_Message, tuple[torch.Tensor, ...]]] | None = None
+
+    def begin(self, buffer: torch.Tensor | None, note: Note, window: ReceiveWindow) -> Underway:
+        """Send this rank's values, and receive the others' as the window allows.
+
+        Args:
+            buffer: the bucket, 1-D; it belongs to the reduction until that has finished. None to send notes alone,
+                which all ranks must do then.
+            note: what this rank has to say.
+            window: posts the receives.
+
+        Raises:
+            PeerLostError: if a rank is gone.
+        """
+        return Underway(self, buffer, note, window)
+
+    def messages_of(self, owner: int) -> Sequence[_Message]:
+        """Return what every other rank sends to ``owner``."""
+        return self._messages[owner]
+
+    def pieces(self, buffer: torch.Tensor, message: _Message) -> tuple[torch.Tensor, ...]:
+        """Return the views of ``buffer`` that travel in a message."""
+        if self._views is None or self._views[0].data_ptr() != buffer.data_ptr():
+            self._views = (buffer, {})
+        views = self._views[1]
+        if message not in views:
+            views[message] = tuple([buffer[start:stop] for start, stop in message.ranges])
+        return views[message]
+
+
+class Underway:
+    """One bucket on its way to its owners; see :meth:`Reduction.begin`. One thread finishes it."""
+
+    def __init__(self, reduction: Reduction, buffer: torch.Tensor | None, note: Note, window: ReceiveWindow) -> None:
+        self._reduction, self._buffer, self._window = reduction, buffer, window
+        ranks = reduction.ranks
+        self._own_note = note
+        own = torch.tensor([*note.words, *_as_words(note.present)], dtype=torch.int64, device="cpu")
+        self._notes: dict[int, torch.Tensor] = {peer: torch.empty_like(own) for peer in ranks.peers}
+        self._note_works = [
+            (peer, dist.irecv(arriving, group=ranks.group, group_src=peer, tag=TAG_NOTE))
+            for peer, arriving in self._notes.items()
+        ]
+        self._sends: list[tuple[int, dist.Work | None]] = []
+        # What is sent must live as long as the sends.
+        self._staged: list[torch.Tensor] = [own]
+        self._arrivals: list[tuple[_Message, list[Receive]]] = []
+        try:
+            for peer in ranks.peers:
+                self._sends.append((peer, dist.isend(own, group=ranks.group, group_dst=peer, tag=TAG_NOTE)))
+            if buffer is not None:
+                self._exchange(buffer)
+        except RuntimeError as failure:
+            raise lost(failure, peer, ranks.rank, "backward()") from failure
+        peers = len(ranks.peers)
+        reduction.traffic.add("control", sent=own.nbytes * peers, received=own.nbytes * peers, calls=2 * peers)
+
+    def _exchange(self, buffer: torch.Tensor) -> None:
+        reduction, ranks = self._reduction, self._reduction.ranks
+        sent = received = calls = 0
+        ascending = [rank for rank in range(ranks.world_size) if rank != ranks.rank]
+        for message in reduction.messages_of(ranks.rank):
+            receives = [Receive(peer, message.nbytes, TAG_GRADIENTS) for peer in ascending]
+            self._arrivals.append((message, receives))
+            received += message.nbytes * len(receives)
+            calls += len(receives)
+        self._window.extend([receive for _, receives in self._arrivals for receive in receives])
+        for peer in ranks.peers:
+            for message in reduction.messages_of(peer):
+                pieces = reduction.pieces(buffer, message)
+                if len(pieces) > 1:
+                    self._staged.append(torch.cat(pieces))
+                    payload = self._staged[-1]
+                else:
+                    payload = pieces[0]
+                payload = payload.view(torch.uint8)
+                self._sends.append((peer, dist.isend(payload, group=ranks.group, group_dst=peer, tag=TAG_GRADIENTS)))
+                sent += message.nbytes
+                calls += 1
+        reduction.traffic.add("reduce", sent=sent, received=received, calls=calls)
+
+    def notes(self) -> list[Note]:
+        """Wait for the notes of all ranks, and return them in rank order.
+
+        Raises:
+            PeerLostError: if a rank is gone.
+        """
+        ranks, tensors = self._reduction.ranks, self._reduction.tensors
+        for peer, work in self._note_works:
+            wait_for(work, peer, ranks.rank, "backward()")
+        self._note_works = []
+        found = {ranks.rank: self._own_note}
+        for peer, words in self._notes.items():
+            numbers = words.tolist()
+            found[peer] = Note(tuple(numbers[:NOTE_WORDS]), _from_words(numbers[NOTE_WORDS:], tensors))
+        return [found[rank] for rank in range(ranks.world_size)]
+
+    def finish(self) -> None:
+        """Wait for everything; the bucket then holds on its owners the mean over all ranks, elsewhere what it held.
+
+        Raises:
+            PeerLostError: if a rank is gone.
+        """
+        started = time.perf_counter()
+        adding = 0.0
+        if self._buffer is not None:
+            for message, receives in self._arrivals:
+                adding += self._add_up(self._reduction.pieces(self._buffer, message), receives)
+        for peer, work in self._sends:
+            wait_for(work, peer, self._reduction.ranks.rank, "backward()")
+        self._sends, self._staged, self._arrivals = [], [], []
+        self._reduction.traffic.add("reduce", waited=time.perf_counter() - started - adding)
+
+    def _add_up(self, own: tuple[torch.Tensor, ...], receives: Sequence[Receive]) -> float:
+        """Make the mean in ascending rank order, whoever owns it; return the seconds that were not spent waiting."""
+        rank, world_size = self._reduction.ranks.rank, self._reduction.ranks.world_size
+        scale = 1 / world_size
+        # Scaling by a power of two is exact, so it can be done while adding.
+        exact = world_size & (world_size - 1) == 0
+        spent = 0.0
+        # Two terms can be added in either order: only from rank 2 on the sum of those before needs a place of its own.
+        before = [receive for receive in receives if receive.peer < rank]
+        first: Receive | None = None
+        torch._foreach_mul_(own, scale)
+        for number, receive in enumerate(receives):
+            term = _cut(self._window.wait(receive, "backward()"), own)
+            started = time.perf_counter()
+            if len(before) > 1 and number < len(before):
+                torch._foreach_mul_(term, scale)
+                if first is None:
+                    first = receive
+                    spent += time.perf_counter() - started
+                    continue
+                assert first.scratch is not None
+                total = _cut(first.scratch, own)
+                torch._foreach_add_(total, term)
+                if number == len(before) - 1:
+                    torch._foreach_add_(own, total)
+                    self._window.release(first)
+            elif exact:
+                torch._foreach_add_(own, term, alpha=scale)
+            else:
+                torch._foreach_mul_(term, scale)
+                torch._foreach_add_(own, term)
+            spent += time.perf_counter() - started
+            self._window.release(receive)
+        return spent
+
+
+@dataclass(frozen=True)
+class _Message:
+    """One message to one owner: ranges of elements of the bucket, behind each other."""
+
+    ranges: tuple[tuple[int, int], ...]
+    nbytes: int
+
+
+def window_bytes(bucket_bytes: Sequence[int]) -> int:
+    """Return how many bytes of receives to allow for buckets of these sizes: as much as the largest of them.
+
+    Never less than two messages, since sums over three ranks and more hold one while they wait for the next.
+    """
+    return max([*bucket_bytes, 2 * CHUNK_BYTES])
+
+
+def _messages(runs: Sequence[Run], itemsize: int) -> Iterator[_Message]:
+    small: list[tuple[int, int]] = []
+    filled = 0
+    for run in runs:
+        nbytes = (run.stop - run.start) * itemsize
+        if nbytes >= PACK_BELOW:
+            step = CHUNK_BYTES // itemsize
+            for start in range(run.start, run.stop, step):
+                stop = min(start + step, run.stop)
+                yield _Message(((start, stop),), (stop - start) * itemsize)
+            continue
+        if filled + nbytes > CHUNK_BYTES:
+            yield _Message(tuple(small), filled)
+            small, filled = [], 0
+        small.append((run.start, run.stop))
+        filled += nbytes
+    if small:
+        yield _Message(tuple(small), filled)
+
+
+def _cut(received: torch.Tensor, like: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    flat = received.view(like[0].dtype)
+    return (flat,) if len(like) == 1 else flat.split([piece.numel() for piece in like])
+
+
+def _as_words(present: Sequence[bool]) -> list[int]:
+    """Pack bits into 63-bit numbers."""
+    return [
+        sum(1 << place for place, bit in enumerate(present[start : start + 63]) if bit)
+        for start in range(0, len(present), 63)
+    ]
+
+
+def _from_words(words: Sequence[int], count: int) -> tuple[bool, ...]:
+    return tuple([bool(words[place // 63] >> place % 63 & 1) for place in range(count)])

@@ -1,0 +1,103 @@
+"""Receiving with little memory: receives wait for their turn until there is room for what they bring."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from zeroshard_comm.control import lost, wait_for
+from zeroshard_comm.ranks import RankGroup
+
+
+@dataclass(eq=False)
+class Receive:
+    """One message to be received.
+
+    Attributes:
+        peer: group rank that sends it.
+        nbytes: its length.
+        tag: of the message.
+        scratch: where it lies, ``nbytes`` bytes; None before it was posted and after it was released.
+    """
+
+    peer: int
+    nbytes: int
+    tag: int
+    scratch: torch.Tensor | None = None
+    work: dist.Work | None = field(default=None, repr=False)
+
+
+class ReceiveWindow:
+    """Posts receives in order, as far ahead as a limit of memory allows, and keeps the memory for the next ones.
+
+    A sender starts when its receive is posted, so a window that is as large as what is on its way keeps the wire busy.
+    Any thread may call any method.
+
+    Args:
+        ranks: the group; its backend matches messages by tag.
+    """
+
+    def __init__(self, ranks: RankGroup) -> None:
+        self._ranks = ranks
+        self._lock = threading.Lock()
+        self._waiting: deque[Receive] = deque()
+        self._free: dict[int, list[torch.Tensor]] = {}
+        self._held = 0
+        self._limit = 0
+
+    def limit(self, nbytes: int) -> None:
+        """Let at most this many bytes be posted or held at a time, and give back all memory that is not in use."""
+        with self._lock:
+            self._limit = nbytes
+            self._free = {}
+
+    def extend(self, receives: Sequence[Receive]) -> None:
+        """Append receives, and post what there is room for.
+
+        Raises:
+            PeerLostError: if a rank is gone.
+        """
+        with self._lock:
+            self._waiting.extend(receives)
+            self._post()
+
+    def wait(self, receive: Receive, operation: str) -> torch.Tensor:
+        """Return what a receive has brought, 1-D bytes; the next ones in order are to be waited for in order.
+
+        Raises:
+            PeerLostError: if a rank is gone.
+        """
+        wait_for(receive.work, receive.peer, self._ranks.rank, operation)
+        assert receive.scratch is not None
+        return receive.scratch
+
+    def release(self, receive: Receive) -> None:
+        """Give the memory of a receive back, and post what there is room for now.
+
+        Raises:
+            PeerLostError: if a rank is gone.
+        """
+        with self._lock:
+            assert receive.scratch is not None
+            self._free.setdefault(receive.nbytes, []).append(receive.scratch)
+            receive.scratch = receive.work = None
+            self._held -= receive.nbytes
+            self._post()
+
+    def _post(self) -> None:
+        while self._waiting and (self._held == 0 or self._held + self._waiting[0].nbytes <= self._limit):
+            receive = self._waiting.popleft()
+            free = self._free.get(receive.nbytes)
+            receive.scratch = free.pop() if free else torch.empty(receive.nbytes, dtype=torch.uint8, device="cpu")
+            self._held += receive.nbytes
+            try:
+                receive.work = dist.irecv(
+                    receive.scratch, group=self._ranks.group, group_src=receive.peer, tag=receive.tag
+                )
+            except RuntimeError as failure:
+                raise lost(failure, receive.peer, self._ranks.rank, "backward()") from failure

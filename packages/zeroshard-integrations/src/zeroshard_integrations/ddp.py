@@ -1,0 +1,187 @@
+"""Communication hooks by which DistributedDataParallel and a sharded optimizer move as little as DDP alone.
+
+An unsharded step moves every gradient once and brings it back reduced. With :func:`reduce_to_owner_hook` each gradient
+goes to its owner alone, and the owner's new parameters come back instead: the same bytes. With the hooks that step
+during backward, which have torch's names and signatures, buckets are updated and shared while earlier layers still
+compute.
+"""
+
+# No `from __future__ import annotations`: DDP compares the hooks' annotations with the types themselves.
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+from zeroshard import BackwardFollower, Bucket, Stepping, ZeroRedundancyOptimizer
+
+Hook = Callable[[Any, GradBucket], Future[torch.Tensor]]
+
+
+def reduce_to_owner_hook(state: ZeroRedundancyOptimizer, bucket: GradBucket) -> Future[torch.Tensor]:
+    """Send each gradient to the rank that owns it, while backward computes.
+
+    Register it with the optimizer as its state: ``ddp.register_comm_hook(optimizer, reduce_to_owner_hook)``. Then train
+    as ever; ``optimizer.step()`` updates bucket by bucket and shares each as soon as it is updated. In between,
+    ``.grad`` of every parameter is a :class:`zeroshard.ReducedGradient`, which cannot be read: to clip, call
+    :meth:`zeroshard.ZeroRedundancyOptimizer.clip_grad_norm_`.
+
+    Gradients are averaged over the ranks, as by DDP. ``no_sync()`` accumulates on each rank and sends nothing; several
+    backwards before a step add up.
+
+    Args:
+        state: the optimizer; it has all parameters that DDP reduces, and the same ranks.
+        bucket: of DDP.
+
+    Returns:
+        The bucket's buffer to come.
+
+    Raises:
+        ValueError: if the optimizer does not have a parameter of the bucket, or gradients cannot be sent in buckets.
+        DisagreementError: if ranks have other buckets.
+        PeerLostError: if a rank is gone.
+
+    Example:
+        >>> import os, tempfile, torch
+        >>> import torch.distributed as dist
+        >>> from torch.nn.parallel import DistributedDataParallel
+        >>> from zeroshard import ZeroRedundancyOptimizer
+        >>> from zeroshard_integrations.ddp import reduce_to_owner_hook
+        >>> store = dist.FileStore(tempfile.mkstemp()[1], 1)
+        >>> dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        >>> ddp = DistributedDataParallel(torch.nn.Linear(4, 4), gradient_as_bucket_view=True)
+        >>> optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=1e-3)
+        >>> ddp.register_comm_hook(optimizer, reduce_to_owner_hook)
+        >>> ddp(torch.ones(1, 4)).sum().backward()
+        >>> norm = optimizer.clip_grad_norm_(1.0)
+        >>> optimizer.step()
+        >>> dist.destroy_process_group()
+    """
+    return _receive(state.follow_backward(Stepping.IN_STEP), bucket)
+
+
+def hook_with_zero_step(
+    hook: Hook,
+    ddp: DistributedDataParallel,
+    zero: ZeroRedundancyOptimizer,
+    shard_buckets: bool = False,  # noqa: ARG001 - torch's signature; the optimizer's partition decides who owns what
+) -> Hook:
+    """Return a hook that steps the optimizer during backward, behind the last bucket.
+
+    All reductions are on their way before the first shard is stepped, so that they have the wire to themselves; steps
+    and parameters follow bucket by bucket. Backward returns when parameters are up to date. All iterations train, from
+    the first one on.
+
+    Args:
+        hook: what reduces the gradients: ``allreduce_hook``, which is replaced by sending gradients to their owners, or
+            another one that averages a bucket on all ranks, such as a compressing one.
+        ddp: the model.
+        zero: its optimizer, built with ``overlap_with_ddp=True``, with all parameters that DDP reduces, over the same
+            ranks. ``step()`` may stay in the training loop, or not; it takes no closure.
+        shard_buckets: accepted for compatibility, without effect: the optimizer's ``partition`` decides who owns what.
+
+    Returns:
+        The hook to be registered, with the state that ``hook`` wants: ``ddp.register_comm_hook(state, ...)``.
+
+    Raises:
+        ValueError: if the optimizer was built without ``overlap_with_ddp=True``, lacks a parameter, or has other ranks.
+    """
+    return _stepping(hook, ddp, zero, Stepping.BEHIND_BACKWARD)
+
+
+def hook_with_zero_step_interleaved(
+    hook: Hook,
+    ddp: DistributedDataParallel,
+    zero: ZeroRedundancyOptimizer,
+    shard_buckets: bool = False,  # noqa: ARG001 - as above
+) -> Hook:
+    """Return a hook that steps each bucket during backward, as soon as it is reduced.
+
+    As :func:`hook_with_zero_step`, but reductions, steps and parameters of different buckets are under way at the same
+    time. Of use where backward takes longer than the wire.
+
+    Args:
+        hook: what reduces the gradients, see :func:`hook_with_zero_step`.
+        ddp: the model.
+        zero: its optimizer.
+        shard_buckets: accepted for compatibility, without effect.
+
+    Returns:
+        The hook to be registered.
+
+    Raises:
+        ValueError: as :func:`hook_with_zero_step`.
+    """
+    return _stepping(hook, ddp, zero, Stepping.IN_BACKWARD)
+
+
+def _stepping(hook: Hook, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, stepping: Stepping) -> Hook:
+    if not zero._overlap_with_ddp:
+        raise ValueError(
+            "the optimizer must be built with overlap_with_ddp=True to be stepped by a communication hook; or register "
+            "reduce_to_owner_hook, which leaves stepping to step()"
+        )
+    _check_ranks(ddp, zero)
+    _check_parameters(ddp, zero)
+    follower = zero.follow_backward(stepping)
+    # DDP keeps the hook: a reference to the optimizer from there would be a cycle through C++.
+    reduces_elsewhere = hook is not allreduce_hook
+    zero_of = weakref.ref(zero)
+
+    def step_in_backward(state: Any, bucket: GradBucket) -> Future[torch.Tensor]:  # noqa: ANN401 - the inner hook's
+        if zero_of() is None:
+            raise RuntimeError("the optimizer that this communication hook steps is gone: keep a reference to it")
+        return _receive(follower, bucket, hook(state, bucket) if reduces_elsewhere else None)
+
+    return step_in_backward
+
+
+def _receive(
+    follower: BackwardFollower, bucket: GradBucket, reduced: Future[torch.Tensor] | None = None
+) -> Future[torch.Tensor]:
+    params = bucket.parameters()
+    done = follower.receive(
+        Bucket(
+            index=bucket.index(),
+            is_last=bucket.is_last(),
+            buffer=bucket.buffer(),
+            gradients=bucket.gradients(),
+            params=params,
+            present=tuple([param.grad is not None for param in params]),
+        ),
+        reduced,
+    )
+    if bucket.is_last():
+        if torch._C._current_graph_task_id() == -1:
+            # A rank that has run out of data: DDP calls the hook without a backward.
+            follower.end()
+        else:
+            # DDP queues the callback that writes gradients behind this one, and that which this one queues comes last.
+            engine = torch.autograd.Variable._execution_engine
+            engine.queue_callback(lambda: engine.queue_callback(follower.end))
+    return done
+
+
+def _check_ranks(ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer) -> None:
+    theirs, ours = dist.get_process_group_ranks(ddp.process_group), dist.get_process_group_ranks(zero.process_group)
+    if theirs != ours:
+        raise ValueError(
+            f"DistributedDataParallel works on the ranks {theirs}, and the optimizer on {ours}: give both the same "
+            f"process group"
+        )
+
+
+def _check_parameters(ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer) -> None:
+    known = {param for group in zero.param_groups for param in group["params"]}
+    ignored: set[str] = getattr(ddp, "parameters_to_ignore", set())
+    for name, param in ddp.module.named_parameters():
+        if param.requires_grad and param not in known and name not in ignored:
+            raise ValueError(
+                f"DistributedDataParallel reduces {name!r}, which the optimizer does not have: with a communication "
+                f"hook of zeroshard, one optimizer must have all parameters. Give it all of them, or freeze those that "
+                f"are not to be trained before DistributedDataParallel is built"
+            )

@@ -1,0 +1,66 @@
+"""The norm of gradients of which every rank holds a part, and scaling them by it."""
+
+from __future__ import annotations
+
+import math
+import struct
+import zlib
+from collections.abc import Callable, Sequence
+
+import torch
+from zeroshard_comm import Control
+
+
+def clip_over_ranks(
+    control: Control,
+    gradients: Callable[[], Sequence[torch.Tensor]],
+    max_norm: float,
+    norm_type: float,
+    *,
+    error_if_nonfinite: bool,
+) -> torch.Tensor:
+    """Scale gradients in place so that their norm over all ranks is at most ``max_norm``. Collective.
+
+    Args:
+        control: the channel of the ranks.
+        gradients: returns this rank's; every element is held by one rank alone.
+        max_norm: the largest norm that is left as it is.
+        norm_type: the p of the p-norm; ``inf`` for the largest magnitude.
+        error_if_nonfinite: whether a norm that is infinite or NaN is an error.
+
+    Returns:
+        The norm before, 0-dim: the same on all ranks, in the dtype of the gradients.
+
+    Raises:
+        RuntimeError: if the norm is not finite, and that is to be an error.
+        DisagreementError: if ranks want other norms.
+        PeerLostError: if a rank is gone.
+    """
+    failure: Exception | None = None
+    held: Sequence[torch.Tensor] = ()
+    mine, digest = 0.0, 0
+    try:
+        max_norm, norm_type = float(max_norm), float(norm_type)
+        digest = zlib.crc32(struct.pack("<dd?", max_norm, norm_type, error_if_nonfinite))
+        held = gradients()
+        if held:
+            norms = torch.stack([norm.double() for norm in torch._foreach_norm(list(held), norm_type)])
+            mine = float(torch.linalg.vector_norm(norms, norm_type))
+    except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
+        failure = error
+    try:
+        control.meet("clip_grad_norm_()", digest, error=failure)
+    finally:
+        del failure
+    parts = torch.tensor(control.collect(mine, "clip_grad_norm_()"), dtype=torch.float64, device="cpu")
+    total = float(torch.linalg.vector_norm(parts, norm_type))
+    if error_if_nonfinite and not math.isfinite(total):
+        raise RuntimeError(
+            f"the {norm_type}-norm of all gradients is {total}, so they cannot be clipped. Pass "
+            f"error_if_nonfinite=False to scale them all the same"
+        )
+    scale = max_norm / (total + 1e-6)
+    # As torch: NaN is not less than 1, and spreads.
+    if held and not scale >= 1.0:
+        torch._foreach_mul_(list(held), scale)
+    return torch.tensor(total, dtype=held[0].dtype if held else torch.get_default_dtype(), device="cpu")

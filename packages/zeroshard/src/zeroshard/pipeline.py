@@ -1,0 +1,578 @@
+"""Bucket by bucket: gradients to their owners while backward computes, then local steps and parameters back.
+
+Main thread and worker share the work of one backward. The main thread hands over buckets in order; it sends this rank's
+values and posts receives. The worker waits for what arrives, adds it up and, if steps are made during backward, steps
+and shares. Both use tagged point-to-point messages alone, so that they never meet the collectives that
+DistributedDataParallel issues on the same group. Everything else is done by the main thread when the worker is idle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from enum import Enum
+from typing import Any
+
+import torch
+from torch.futures import Future
+from zeroshard_comm import (
+    Control,
+    Declaration,
+    Note,
+    PackedShare,
+    PeerLostError,
+    PointToPointExchange,
+    ReceiveWindow,
+    Segment,
+    Shipment,
+    Status,
+    Traffic,
+    Underway,
+    agree_over,
+    window_bytes,
+)
+from zeroshard_core import Plan, is_dense, storage_view
+
+from zeroshard.layout import Layout
+from zeroshard.local import LocalOptimizer
+from zeroshard.narrowed import Change, Portion, steps_by_itself
+from zeroshard.reduced_gradient import ReducedGradient
+from zeroshard.route import Bucket, Route
+from zeroshard.worker import Worker
+
+TAG_BUCKETS = 0x5A530032
+
+
+class Stepping(Enum):
+    """When shards are stepped."""
+
+    IN_STEP = "in step()"
+    BEHIND_BACKWARD = "behind the last bucket"
+    IN_BACKWARD = "as soon as a bucket is reduced"
+
+
+class Pipeline:
+    """Holds the routes of one sharded optimizer's buckets, and what is under way on them.
+
+    Args:
+        control: the channel of the ranks' meetings, and the group.
+        traffic: where bytes are counted.
+        local: the local optimizer; its pieces are set apart from the parameters.
+        params: all parameters, by tensor index.
+        layout: who owns what.
+        stepping: when shards are stepped.
+
+    Raises:
+        ValueError: if parameters cannot be exchanged in this way.
+    """
+
+    def __init__(
+        self,
+        control: Control,
+        traffic: Traffic,
+        local: LocalOptimizer,
+        params: Sequence[torch.Tensor],
+        layout: Layout,
+        stepping: Stepping,
+    ) -> None:
+        self.stepping = stepping
+        self._control, self._ranks, self._traffic = control, control.ranks, traffic
+        self._exchange = PointToPointExchange(self._ranks, traffic, share_tag=TAG_BUCKETS)
+        self._window = ReceiveWindow(self._ranks)
+        self._worker = Worker(f"zeroshard rank {self._ranks.rank}")
+        self._routes: dict[int, Route] = {}
+        self._order: list[int] = []
+        self._carried: dict[int, torch.Tensor] = {}
+        self._backwards = 0
+        self._in_backward = False
+        self._may_step = False
+        self._whole = False
+        self._change = Change()
+        self._failure: Exception | None = None
+        self._broken: BaseException | None = None
+        local.set_apart()
+        self.follow(params, layout, local)
+
+    # ------------------------------------------------------------------ following the model
+
+    def follow(self, params: Sequence[torch.Tensor], layout: Layout, local: LocalOptimizer) -> None:
+        """Take over another plan, or parameters that have moved in memory.
+
+        Raises:
+            ValueError: if parameters cannot be exchanged in this way; nothing has changed then.
+        """
+        _refuse(params, layout)
+        self._params, self._layout, self._local = list(params), layout, local
+        self._index_of = {param: index for index, param in enumerate(params)}
+        names = [spec.name for spec in layout.plan.tensors]
+        self._stand_ins = [ReducedGradient(p, i, names[i], self) for i, p in enumerate(params)]
+        for route in self._routes.values():
+            for tensor, param in zip(route.tensors, route.params, strict=True):
+                if type(param.grad) is ReducedGradient:
+                    param.grad = self._stand_ins[tensor]
+            route.follow(layout.plan, local)
+        self._lay_out_rest()
+
+    def move_gradients(self, before: Plan, now: Plan) -> None:
+        """Bring gradients to their new owners, where a plan gives tensors others than they were reduced to. Collective.
+
+        Args:
+            before: the plan by which they were reduced.
+            now: the plan by which they are going to be stepped.
+
+        Raises:
+            PeerLostError: if a rank is gone.
+        """
+        segments = [
+            Segment(shard.rank, route.bucket.buffer[offset + shard.start : offset + shard.stop])
+            for route in self._in_order()
+            for tensor, offset in zip(route.tensors, route.offsets, strict=True)
+            if before.of_tensor(tensor) != now.of_tensor(tensor)
+            for shard in before.of_tensor(tensor)
+        ]
+        self._exchange.share_from_owners(segments).wait()
+
+    def _lay_out_rest(self) -> None:
+        """What is stepped and shared behind the buckets: parameters that are in none, and the statuses."""
+        self._place = {
+            tensor: (route, place) for route in self._routes.values() for place, tensor in enumerate(route.tensors)
+        }
+        rest = [i for i, is_active in enumerate(self._layout.active) if is_active and i not in self._place]
+        self._rest = [self._local.pieces[i] for i in rest if i in self._local.pieces]
+        self._rest_params = [self._params[i] for i in rest]
+        self._rest_portion = Portion(self._local, self._rest)
+        segments = [
+            Segment(shard.rank, storage_view(self._params[i].detach())[shard.start : shard.stop])
+            for i in rest
+            for shard in self._layout.plan.of_tensor(i)
+        ]
+        self._tail = Shipment(segments, self._ranks.rank, self._ranks.world_size, rooms={})
+        self._tail_share: PackedShare | None = None
+
+    @property
+    def routed(self) -> bool:
+        """Whether buckets are known: from the first backward on, on all ranks alike."""
+        return bool(self._routes)
+
+    # ------------------------------------------------------------------ backward
+
+    def receive(self, bucket: Bucket, *, reduced: Future[torch.Tensor] | None, may_step: bool) -> Future[torch.Tensor]:
+        """Send a bucket of gradients to their owners. The first bucket of a backward has the index 0.
+
+        Args:
+            bucket: of this backward.
+            reduced: if somebody else reduces it on all ranks, the result to come, as long as the bucket.
+            may_step: whether this rank's shards may be stepped during this backward.
+
+        Returns:
+            The bucket's buffer to come, when this rank's parts of it are reduced.
+
+        Raises:
+            DisagreementError: if ranks have other buckets.
+            PeerLostError: if a rank is gone.
+            RuntimeError: if an earlier backward or step could not be finished.
+            ValueError: if the optimizer does not have a parameter of the bucket.
+        """
+        self._refuse_broken()
+        if bucket.index == 0:
+            if self._in_backward:
+                self._break(RuntimeError("an earlier backward did not finish on this rank"))
+                self._refuse_broken()
+            self._in_backward, self._may_step, self._order = True, may_step, []
+            self._change, self._failure = Change(), None
+            self._backwards += 1
+        try:
+            route = self._route(bucket)
+            self._order.append(bucket.index)
+            note = Note((self._backwards, bucket.index, 0, 0), bucket.present)
+            underway = route.reduction.begin(None if reduced is not None else bucket.buffer, note, self._window)
+            if self._may_step:
+                route.expect(self._exchange)
+        except BaseException as error:
+            self._break(error)
+            raise
+        done: Future[torch.Tensor] = Future()
+        self._worker.submit(lambda: self._finish(route, underway, reduced, done))
+        if bucket.is_last and self._may_step and self.stepping is Stepping.BEHIND_BACKWARD:
+            for index in self._order:
+                self._worker.submit(lambda index=index: self._step_early(self._routes[index]))  # type: ignore[misc]
+        return done
+
+    def finish_backward(self) -> None:
+        """Wait until every gradient lies at its owner, and put what refuses to be read in its place.
+
+        Raises:
+            PeerLostError: if a rank is gone.
+            RuntimeError: if ranks are in different backwards.
+        """
+        try:
+            self._worker.drain()
+        except BaseException as error:
+            self._break(error)
+            raise
+        finally:
+            self._in_backward = False
+        stand_ins = self._stand_ins
+        for index in self._order:
+            route = self._routes[index]
+            for tensor, param in zip(route.tensors, route.params, strict=True):
+                if param.grad is not None:
+                    param.grad = stand_ins[tensor]
+
+    def _route(self, bucket: Bucket) -> Route:
+        known = self._routes.get(bucket.index)
+        same = (
+            known is not None
+            and len(known.params) == len(bucket.params)
+            and all(mine is theirs for mine, theirs in zip(known.params, bucket.params, strict=True))
+        )
+        if known is not None and same:
+            known.takes(bucket)
+            return known
+        failure: Exception | None = None
+        route: Route | None = None
+        tensors: list[int] = []
+        try:
+            tensors = self._checked(bucket)
+            route = Route(self._ranks, self._traffic, self._layout.plan, self._local, bucket, tensors)
+        except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
+            failure = error
+        offsets = route.offsets if route is not None else []
+        declaration = _with_bucket(self._layout, bucket, tensors, offsets)
+        try:
+            agree_over(self._control, "backward()", declaration, error=failure)
+        finally:
+            del failure
+        assert route is not None
+        if bucket.is_last:
+            # After a rebuild there may be fewer.
+            self._routes = {index: old for index, old in self._routes.items() if index < bucket.index}
+        self._routes[bucket.index] = route
+        for index, old in list(self._routes.items()):
+            if index > bucket.index and not set(old.tensors).isdisjoint(tensors):
+                del self._routes[index]
+        self._window.limit(window_bytes([r.bucket.buffer.nbytes for r in self._routes.values()]))
+        self._lay_out_rest()
+        return route
+
+    def _checked(self, bucket: Bucket) -> list[int]:
+        tensors: list[int] = []
+        for param, gradient in zip(bucket.params, bucket.gradients, strict=True):
+            index = self._index_of.get(param)
+            if index is None:
+                raise ValueError(
+                    f"DistributedDataParallel reduces a parameter of shape {tuple(param.shape)} that the optimizer "
+                    f"does not have: with a communication hook of zeroshard, one optimizer must have all of them. "
+                    f"Give it all parameters, or freeze those that are not to be trained before "
+                    f"DistributedDataParallel is built"
+                )
+            name = self._layout.plan.tensors[index].name
+            if gradient.layout is not torch.strided:
+                raise ValueError(
+                    f"tensor {index} {name!r} has sparse gradients, which cannot be sent to their owners in a bucket; "
+                    f"use sparse=False, or train without a communication hook"
+                )
+            if gradient.dtype != param.dtype:
+                raise ValueError(
+                    f"tensor {index} {name!r} is {param.dtype}, but its gradients are reduced as {gradient.dtype}; "
+                    f"mixed precision of DistributedDataParallel cannot be combined with the hooks of zeroshard"
+                )
+            tensors.append(index)
+        return tensors
+
+    def _finish(
+        self, route: Route, underway: Underway, reduced: Future[torch.Tensor] | None, done: Future[torch.Tensor]
+    ) -> None:
+        """Worker: one bucket, from its arrival to its owners' sums."""
+        buffer = route.bucket.buffer
+        try:
+            if self._broken is None:
+                notes = underway.notes()
+                self._check(notes)
+                if reduced is not None:
+                    result = reduced.wait()
+                    if result.data_ptr() != buffer.data_ptr():
+                        buffer.copy_(result.view(-1))
+                underway.finish()
+                route.present = tuple([any(bits) for bits in zip(*[note.present for note in notes], strict=True)])
+                self._add_carried(route)
+        except BaseException as error:
+            # Others may still be waiting for the next bucket; this rank has nothing to send any more.
+            self._break(error)
+            raise
+        finally:
+            # Also after an error: backward would wait for ever. It is raised at its end.
+            done.set_result(buffer)
+        if self._may_step and self.stepping is Stepping.IN_BACKWARD:
+            self._step_early(route)
+
+    def _add_carried(self, route: Route) -> None:
+        """Add what earlier backwards have brought to the gradients that have just been reduced."""
+        if self._carried:
+            for place, tensor in enumerate(route.tensors):
+                carried = self._carried.pop(tensor, None)
+                gradient = route.owned_gradient(place)
+                if carried is not None and gradient is not None:
+                    gradient.add_(carried)
+
+    def _check(self, notes: Sequence[Note]) -> None:
+        rank = self._ranks.rank
+        for other, note in enumerate(notes):
+            if note.words != notes[rank].words:
+                raise RuntimeError(
+                    f"rank {other} is in bucket {note.words[1]} of its backward number {note.words[0]}, rank {rank} in "
+                    f"bucket {notes[rank].words[1]} of number {notes[rank].words[0]}: a backward has failed or was "
+                    f"left out on one of them. Every rank must make the same calls in the same order"
+                )
+
+    # ------------------------------------------------------------------ stepping
+
+    def _step_early(self, route: Route) -> None:
+        """Worker: step a bucket during backward, and send it."""
+        if self._broken is not None or self._failure is not None or not self._piecewise():
+            return
+        try:
+            self._step_route(route, route.present, {})
+        except Exception as error:  # noqa: BLE001 - reported with the statuses, when all have sent what they owe
+            self._failure = error
+            return
+        route.send(self._exchange)
+
+    def step(self, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as the inner step
+        """Step what has not been stepped yet, bucket by bucket, and send each as soon as it is.
+
+        A parameter is stepped if any rank had a gradient for it in the last backward, and it was not set to None since.
+
+        Args:
+            arguments: keyword arguments of the inner step.
+
+        Raises:
+            RuntimeError: if gradients were accumulated on this rank that were never reduced.
+            Exception: what the local optimizer raises; :meth:`share` is to be called all the same.
+        """
+        self._refuse_broken()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            try:
+                raise failure
+            finally:
+                del failure
+        self.refuse_unreduced()
+        if not self._piecewise():
+            return self._step_whole(arguments)
+        keywords = dict(arguments)
+        for route in self._in_order():
+            route.expect(self._exchange)
+        for route in self._in_order():
+            if not (self._may_step and route.stepped):
+                self._step_route(route, self._there(route), keywords)
+                route.send(self._exchange)
+        if self._rest:
+            self._local.bind_gradients(self._rest)
+            try:
+                self._change.join(self._rest_portion.step(keywords))
+            finally:
+                for piece in self._rest:
+                    piece.tensor.grad = None
+        self._may_step = False
+        change, self._change = self._change, Change()
+        change.apply(self._local.optim)
+        return None
+
+    def _step_route(self, route: Route, present: tuple[bool, ...], arguments: dict[str, Any]) -> None:
+        change = route.step(present, arguments)
+        if change.counts:
+            self._whole = True
+        self._change.join(change)
+
+    def _step_whole(self, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as the inner step
+        """Step everything in one call of the inner optimizer."""
+        for route in self._in_order():
+            route.bind(self._there(route))
+            route.stepped = True
+        try:
+            self._local.bind_gradients(self._rest)
+            return self._local.step_bound(arguments)
+        finally:
+            self._may_step = False
+            for piece in self._rest:
+                piece.tensor.grad = None
+
+    def _piecewise(self) -> bool:
+        """Whether the inner optimizer may be stepped bucket by bucket."""
+        inner = self._local.optim
+        if self._whole and not self._change.counts:
+            return False
+        hooked = inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks
+        return not (steps_by_itself(inner) or hooked)
+
+    def _there(self, route: Route) -> tuple[bool, ...]:
+        return tuple(
+            [
+                is_present and param.grad is not None
+                for is_present, param in zip(route.present, route.params, strict=True)
+            ]
+        )
+
+    def _in_order(self) -> list[Route]:
+        return [self._routes[index] for index in self._order if index in self._routes]
+
+    def refuse_unreduced(self) -> None:
+        """Raise if gradients were accumulated on this rank that were never reduced.
+
+        Raises:
+            RuntimeError: naming a tensor.
+        """
+        for route in self._in_order():
+            for param, tensor in zip(route.params, route.tensors, strict=True):
+                if param.grad is not None and (
+                    type(param.grad) is not ReducedGradient or param.grad._local is not None
+                ):
+                    raise RuntimeError(
+                        f"the gradient of tensor {tensor} {self._layout.plan.tensors[tensor].name!r} has not been "
+                        f"reduced: the last backward() before step() must not be inside no_sync()"
+                    )
+
+    # ------------------------------------------------------------------ sharing
+
+    def share(self, status: Status) -> list[list[int]]:
+        """Send what has not been sent yet, wait for everything, and tell what all ranks said. Collective.
+
+        Args:
+            status: what this rank has to say.
+
+        Returns:
+            What every rank said, in rank order.
+
+        Raises:
+            PeerLostError: if a rank is gone.
+        """
+        try:
+            for route in self._in_order():
+                route.send(self._exchange)
+            torch.autograd.graph.increment_version(self._rest_params)
+            tail = self._tail.prepare(self._exchange)
+            tail.set_status(status)
+            tail.send()
+            for route in self._in_order():
+                route.wait()
+            tail.wait()
+        except BaseException as error:
+            self._break(error)
+            raise
+        return tail.statuses()
+
+    # ------------------------------------------------------------------ gradients
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Return this rank's parts of all gradients that the next step will use."""
+        found: list[torch.Tensor] = []
+        for route in self._in_order():
+            for place, is_there in enumerate(self._there(route)):
+                gradient = route.owned_gradient(place) if is_there else None
+                if gradient is not None:
+                    found.append(gradient)
+        for piece in self._rest:
+            self._local.bind_gradients([piece])
+            if piece.tensor.grad is not None:
+                found.append(piece.tensor.grad)
+                piece.tensor.grad = None
+        return found
+
+    def carry(self, tensor: int) -> None:
+        """Keep what was reduced of a gradient; see :class:`~zeroshard.reduced_gradient.Keeper`."""
+        route, place = self._place[tensor]
+        if tensor in route.zeroed:
+            return
+        if route.stepped:
+            raise RuntimeError(
+                f"tensor {tensor} {self._layout.plan.tensors[tensor].name!r} still has the gradient of the last step: "
+                f"call optimizer.zero_grad() before backward()"
+            )
+        gradient = route.owned_gradient(place)
+        if gradient is not None:
+            self._carried[tensor] = gradient.clone()
+
+    def zero(self, tensor: int) -> None:
+        """Set a reduced gradient to zero; see :class:`~zeroshard.reduced_gradient.Keeper`."""
+        route, place = self._place[tensor]
+        route.zeroed.add(tensor)
+        self._carried.pop(tensor, None)
+        gradient = route.owned_gradient(place)
+        if gradient is not None:
+            gradient.zero_()
+
+    def rebuilt(self, tensor: int, place: torch.Tensor) -> None:
+        """Carry a gradient over a rebuild of DDP's buckets; see :class:`~zeroshard.reduced_gradient.Keeper`."""
+        route, _ = self._place[tensor]
+        if route.stepped or tensor in route.zeroed:
+            return
+        self.carry(tensor)
+        carried = self._carried.pop(tensor, None)
+        version = place._version
+        param = self._params[tensor]
+
+        def keep_unless_discarded(_: torch.Tensor) -> None:
+            """Before the next gradient is added: whether the one that was carried is still wanted."""
+            handle.remove()
+            grad = param.grad
+            if carried is not None and grad is not None and grad._version == version:
+                self._carried[tensor] = carried
+
+        handle = param.register_hook(keep_unless_discarded)
+
+    def advice(self, operation: str) -> str:
+        """Say what to call instead; see :class:`~zeroshard.reduced_gradient.Keeper`."""
+        early = self.stepping is not Stepping.IN_STEP
+        if "amp_" in operation:
+            return (
+                "a GradScaler cannot be combined with gradients that are sent to their owners. Use bfloat16, which "
+                "needs none, or train without a communication hook"
+                + (" (this one has stepped during backward already)" if early else "")
+            )
+        if early:
+            return (
+                "this hook steps during backward, so gradients can be neither clipped nor changed. Use "
+                "reduce_to_owner_hook for that, and optimizer.clip_grad_norm_()"
+            )
+        return (
+            "to clip, call optimizer.clip_grad_norm_(max_norm), which also returns the norm over all ranks; to change "
+            "gradients, do it in a hook of the tensor, or train without a communication hook"
+        )
+
+    # ------------------------------------------------------------------ failing
+
+    def _break(self, error: BaseException) -> None:
+        if self._broken is None:
+            self._broken = error if isinstance(error, Exception) else RuntimeError(type(error).__name__)
+
+    def _refuse_broken(self) -> None:
+        if self._broken is not None:
+            kind = PeerLostError if isinstance(self._broken, PeerLostError) else RuntimeError
+            raise kind(
+                f"rank {self._ranks.rank}: an earlier backward or step could not be finished, and messages of it may "
+                f"still be on their way; start again from a checkpoint. It was: {self._broken}"
+            )
+
+
+def _refuse(params: Sequence[torch.Tensor], layout: Layout) -> None:
+    for index, (param, is_active) in enumerate(zip(params, layout.active, strict=True)):
+        name = layout.plan.tensors[index].name
+        if is_active and not is_dense(param):
+            raise ValueError(
+                f"tensor {index} {name!r} is sparse, or has gaps or overlaps in memory: it cannot be exchanged by a "
+                f"communication hook; make it contiguous, or train without a hook"
+            )
+        if is_active and param.device.type != "cpu":
+            raise ValueError(f"tensor {index} {name!r} is on {param.device}: the hooks of this version work on the CPU")
+
+
+def _with_bucket(layout: Layout, bucket: Bucket, tensors: Sequence[int], offsets: Sequence[int]) -> Declaration:
+    return replace(
+        layout.declaration,
+        settings={
+            **layout.declaration.settings,
+            f"bucket {bucket.index}": f"{bucket.buffer.numel()} elements of {bucket.buffer.dtype}: tensors "
+            f"{list(tensors)} at {list(offsets)}",
+        },
+    )

@@ -1,0 +1,172 @@
+"""The way of one bucket through a step: gradients to their owners, their local step, parameters back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from zeroshard_comm import PackedShare, PointToPointExchange, RankGroup, Reduction, Segment, Shipment, Traffic
+from zeroshard_core import Plan, Run, storage_view
+
+from zeroshard.local import LocalOptimizer
+from zeroshard.narrowed import Change, Portion
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A bucket of gradients, as a framework hands it over during backward.
+
+    Attributes:
+        index: its number; the same order on every rank.
+        is_last: whether it is the last of this backward.
+        buffer: all gradients, 1-D.
+        gradients: views of the buffer, each in the shape of its parameter.
+        params: the parameters.
+        present: per parameter, whether this rank has computed a gradient for it.
+    """
+
+    index: int
+    is_last: bool
+    buffer: torch.Tensor
+    gradients: Sequence[torch.Tensor]
+    params: Sequence[torch.Tensor]
+    present: tuple[bool, ...]
+
+
+class Route:
+    """What is made once per bucket and plan, and used in every step. Only the pipeline changes it.
+
+    Args:
+        ranks: the group.
+        traffic: where bytes are counted.
+        plan: who owns what.
+        local: the local optimizer, its pieces set apart from the parameters.
+        bucket: the bucket.
+        tensors: the indices of its parameters in the plan.
+
+    Attributes:
+        tensors: as given.
+        params: the parameters.
+        reduction: the messages to the owners.
+        portion: steps what this rank owns of the bucket.
+        present: per tensor, whether any rank had a gradient in the last backward.
+        stepped: whether the gradients have been used.
+        zeroed: tensors whose gradients were set to zero since they were reduced.
+    """
+
+    def __init__(
+        self,
+        ranks: RankGroup,
+        traffic: Traffic,
+        plan: Plan,
+        local: LocalOptimizer,
+        bucket: Bucket,
+        tensors: Sequence[int],
+    ) -> None:
+        self.ranks, self.traffic = ranks, traffic
+        self.tensors = tuple(tensors)
+        self.params = list(bucket.params)
+        self.bucket = bucket
+        self.offsets = [int(grad.storage_offset()) - int(bucket.buffer.storage_offset()) for grad in bucket.gradients]
+        self.present: tuple[bool, ...] = (False,) * len(self.tensors)
+        self.stepped = False
+        self.zeroed: set[int] = set()
+        self.follow(plan, local)
+
+    def follow(self, plan: Plan, local: LocalOptimizer) -> None:
+        """Take over another plan, or parameters that have moved in memory. Nothing may be on its way."""
+        self.reduction = Reduction(
+            self.ranks, self._runs(plan), self.bucket.buffer.dtype, len(self.tensors), self.traffic
+        )
+        self._owned = {place: local.pieces[i] for place, i in enumerate(self.tensors) if i in local.pieces}
+        self.portion = Portion(local, list(self._owned.values()))
+        self._share: PackedShare | None = None
+        self._sent = False
+        self._bound: tuple[torch.Tensor, tuple[bool, ...]] | None = None
+        segments: list[Segment] = []
+        for index, param in zip(self.tensors, self.params, strict=True):
+            flat = storage_view(param.detach())
+            segments += [Segment(shard.rank, flat[shard.start : shard.stop]) for shard in plan.of_tensor(index)]
+        self._shipment = Shipment(segments, self.ranks.rank, self.ranks.world_size)
+
+    def takes(self, bucket: Bucket) -> None:
+        """Take over the buffer of a further backward; the parameters are the same."""
+        self.bucket = bucket
+        self.stepped = False
+        self.zeroed.clear()
+
+    def owned_gradient(self, place: int) -> torch.Tensor | None:
+        """Return the view of the bucket that this rank owns of the tensor at ``place``, if it owns any of it."""
+        piece = self._owned.get(place)
+        if piece is None:
+            return None
+        if not piece.is_cut:
+            return self.bucket.gradients[place]
+        start = self.offsets[place]
+        return self.bucket.buffer[start + piece.shard.start : start + piece.shard.stop]
+
+    def owned_gradients(self) -> list[torch.Tensor]:
+        """Return this rank's parts of all gradients that are there."""
+        return [
+            gradient
+            for place, is_present in enumerate(self.present)
+            if is_present and (gradient := self.owned_gradient(place)) is not None
+        ]
+
+    def bind(self, present: tuple[bool, ...]) -> None:
+        """Hand the local optimizer this rank's parts of the gradients that are there, and None for the others."""
+        buffer = self.bucket.buffer
+        if self._bound is not None and self._bound[0].data_ptr() == buffer.data_ptr() and self._bound[1] == present:
+            return
+        for place, piece in self._owned.items():
+            piece.tensor.grad = self.owned_gradient(place) if present[place] else None
+        self._bound = (buffer, present)
+
+    def unbind(self) -> None:
+        """Forget that gradients are bound: somebody else has bound others."""
+        self._bound = None
+
+    def step(self, present: tuple[bool, ...], arguments: dict[str, object]) -> Change:
+        """Step what this rank owns of the bucket."""
+        self.bind(present)
+        self.stepped = True
+        return self.portion.step(arguments)
+
+    def expect(self, exchange: PointToPointExchange) -> None:
+        """Post the receives of the owners' new values; from now on autograd may not use the old ones. No-op if done."""
+        if self._share is None:
+            torch.autograd.graph.increment_version(self.params)
+            self._share = self._shipment.prepare(exchange)
+            self._sent = False
+
+    def send(self, exchange: PointToPointExchange) -> None:
+        """Send this rank's values of what it owns. No-op if done."""
+        self.expect(exchange)
+        assert self._share is not None
+        if not self._sent:
+            self._sent = True
+            self._share.send()
+
+    def wait(self) -> None:
+        """Wait until all values have arrived. No-op if nothing is on its way.
+
+        Raises:
+            PeerLostError: if a rank is gone.
+        """
+        if self._share is not None:
+            share, self._share = self._share, None
+            share.wait()
+
+    def _runs(self, plan: Plan) -> list[Run]:
+        """The ranges of the bucket by owner, neighbours of one owner as one."""
+        runs: list[Run] = []
+        for index, offset in sorted(zip(self.tensors, self.offsets, strict=True), key=lambda item: item[1]):
+            for shard in plan.of_tensor(index):
+                start, stop = offset + shard.start, offset + shard.stop
+                if start == stop:
+                    continue
+                if runs and runs[-1].rank == shard.rank and runs[-1].stop == start:
+                    start = runs.pop().start
+                runs.append(Run(shard.rank, start, stop))
+        return runs
