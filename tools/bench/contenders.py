@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,12 +14,18 @@ import torch
 import torch.distributed as dist
 import zeroshard
 from torch import nn
+from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adam
 from workloads import Batch, Workload
 from zeroshard_comm import Traffic
+from zeroshard_integrations.ddp import (
+    hook_with_zero_step,
+    hook_with_zero_step_interleaved,
+    reduce_to_owner_hook,
+)
 
 DDP = "ddp"
 TORCH_ZERO = ("torch-zero", "torch-zero-views")
@@ -93,9 +100,10 @@ def _fairscale(work: Workload, *, sharded_ddp: bool) -> Trainer:
     if sharded_ddp:
         optimizer = oss(params=model.parameters(), optim=Adam, lr=work.lr, fused=True)
         wrapped = importlib.import_module("fairscale.nn.data_parallel").ShardedDataParallel(model, optimizer)
-    else:
-        wrapped = _wrapped(model)
-        optimizer = oss(params=wrapped.parameters(), optim=Adam, lr=work.lr, fused=True)
+        # Its own: gradients lie in its buffers, which the optimizer does not know.
+        return Trainer(model, wrapped, wrapped.zero_grad, torch.Tensor.backward, optimizer.step)
+    wrapped = _wrapped(model)
+    optimizer = oss(params=wrapped.parameters(), optim=Adam, lr=work.lr, fused=True)
     return _trainer(model, wrapped, optimizer)
 
 
@@ -111,6 +119,8 @@ def _fsdp2(work: Workload) -> Trainer:
 
 
 def _deepspeed(work: Workload, *, stage: int) -> Trainer:
+    # It asks for what its own launcher sets.
+    os.environ.setdefault("LOCAL_RANK", str(dist.get_rank()))
     deepspeed = importlib.import_module("deepspeed")
     model = work.build()
     settings = {
@@ -142,15 +152,16 @@ def _ours(work: Workload, *, partition: str, register: Callable[..., None] | Non
 
 
 def _reduce_to_owner(wrapped: DistributedDataParallel, optimizer: zeroshard.ZeroRedundancyOptimizer) -> None:
-    hooks = importlib.import_module("zeroshard_integrations.ddp")
-    wrapped.register_comm_hook(optimizer, hooks.reduce_to_owner_hook)
+    wrapped.register_comm_hook(optimizer, reduce_to_owner_hook)
 
 
 def _step_in_hook(
-    wrapped: DistributedDataParallel, optimizer: zeroshard.ZeroRedundancyOptimizer, *, maker: str
+    wrapped: DistributedDataParallel,
+    optimizer: zeroshard.ZeroRedundancyOptimizer,
+    *,
+    maker: Callable[..., Callable[[Any, GradBucket], Any]],
 ) -> None:
-    hooks = importlib.import_module("zeroshard_integrations.ddp")
-    wrapped.register_comm_hook(None, getattr(hooks, maker)(allreduce_hook, wrapped, optimizer))
+    wrapped.register_comm_hook(None, maker(allreduce_hook, wrapped, optimizer))
 
 
 def _wrapped(model: nn.Module) -> DistributedDataParallel:
@@ -171,11 +182,11 @@ _WAYS: dict[str, tuple[str, Callable[..., None] | None]] = {
     "owner": ("gradients reduced to their owners, then step()", _reduce_to_owner),
     "overlap": (
         "stepped in the hook, bucket by bucket behind all buckets",
-        partial(_step_in_hook, maker="hook_with_zero_step"),
+        partial(_step_in_hook, maker=hook_with_zero_step),
     ),
     "interleaved": (
         "stepped in the hook of each bucket",
-        partial(_step_in_hook, maker="hook_with_zero_step_interleaved"),
+        partial(_step_in_hook, maker=hook_with_zero_step_interleaved),
     ),
 }
 

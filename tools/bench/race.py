@@ -49,6 +49,8 @@ def race(names: list[str], model: str, layers: int, rounds: int, counts_wire: bo
             trainer, error = _first_iteration(lambda name=name: CONTENDERS[name].build(work), batches[0])  # type: ignore[misc]
             if trainer is None:
                 report[name] = {"error": error}
+                for _ in range(WARM_UP + rounds):
+                    advance()
             else:
                 turns[name] = _Turns(trainer, batches[1:], interface)
             advance()
