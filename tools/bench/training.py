@@ -26,7 +26,7 @@ from training_result import Entry, Result
 from workloads import workload
 
 LAYERS, LAYERS_ON_A_LINK = 20, 6
-_WIDTH = 160
+_WIDTH = 200
 _RANK_BYTES = 0.4e9
 _TIMES_PARAMETERS = 4
 _NEEDED = "at least {:.0f} GB of memory, but {:.0f} GB are available"

@@ -39,7 +39,9 @@ def table(result: Result) -> Table:
     headings, *cells = rows(result)
     made = Table(title=result.title, title_justify="left")
     for number, heading in enumerate(headings):
-        made.add_column(heading, justify="right" if number else "left", overflow="fold")
+        made.add_column(
+            heading, justify="right" if number else "left", no_wrap=heading == "contender" or "95 %" in heading
+        )
     for row in cells:
         made.add_row(*row)
     return made
