@@ -164,7 +164,7 @@ def bench(session: nox.Session) -> None:
     unknown = [name for name in chosen if name not in programs]
     if unknown or not chosen:
         session.error(f"no benchmark {' '.join(unknown)!r}; there are: {', '.join(programs) or 'none'}")
-    _install_sources(session, PACKAGES["zeroshard"], *TOOL_NEEDS)
+    _install_sources(session, PACKAGES["zeroshard-integrations"], *TOOL_NEEDS)
     for number, name in enumerate(chosen, 1):
         session.log(f"{number} of {len(chosen)}: {name}")
         session.run("python", str(programs[name]), *session.posargs[split:])

@@ -1,0 +1,123 @@
+"""What is trained: a model whose forward gives its loss, and its batches, the same for every contender."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+# The quickstart's model and text lie beside the benchmarks; at the end, for its modules are named as they please.
+sys.path.append(str(Path(__file__).parents[1] / "quickstart"))
+
+Batch = tuple[torch.Tensor, ...]
+SEED = 0
+WIDTH = 2000
+ROWS = 32
+SEQUENCES = 8
+_CORPUS_BYTES = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model and its data.
+
+    Attributes:
+        name: as it is chosen.
+        lr: learning rate, small enough that rounding does not grow into a difference.
+        batch: what every rank trains on per iteration, in words.
+        build: makes the model with the same weights in every process; its forward takes a batch and gives the loss.
+        units: parts of the model that sharding frameworks wrap one by one.
+        batches: gives this rank's share of as many batches as asked: ``(count, rank, ranks)``.
+    """
+
+    name: str
+    lr: float
+    batch: str
+    build: Callable[[], nn.Module]
+    units: Callable[[nn.Module], Sequence[nn.Module]]
+    batches: Callable[[int, int, int], list[Batch]]
+
+    def sizes(self) -> list[int]:
+        """Return the bytes of each parameter."""
+        with torch.device("meta"):
+            return [parameter.numel() * parameter.element_size() for parameter in self.build().parameters()]
+
+
+class Layers(nn.Module):
+    """Square linear layers, one behind the other; the loss is the mean square of what comes out.
+
+    Args:
+        count: number of layers.
+        width: features in and out of each.
+    """
+
+    def __init__(self, count: int, width: int = WIDTH) -> None:
+        super().__init__()
+        torch.manual_seed(SEED)
+        self.layers = nn.Sequential(*(nn.Linear(width, width) for _ in range(count)))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the loss of ``(rows, width)`` inputs."""
+        loss: torch.Tensor = self.layers(inputs).square().mean()
+        return loss
+
+
+def mlp(layers: int) -> Workload:
+    """Return the workload of ``layers`` large linear layers."""
+    return Workload(
+        name=f"mlp, {layers} x Linear({WIDTH}, {WIDTH})",
+        lr=1e-4,
+        batch=f"{ROWS} rows",
+        build=lambda: Layers(layers),
+        units=lambda model: [part for part in model.modules() if isinstance(part, nn.Linear)],
+        batches=_rows,
+    )
+
+
+def gpt() -> Workload:
+    """Return the workload of the quickstart's language model, on the text of Python's standard library."""
+    from byte_gpt import Block, ByteGPT, Shape
+
+    shape = Shape()
+    return Workload(
+        name=f"gpt, {shape.layers} blocks of width {shape.width}",
+        lr=1e-4,
+        batch=f"{SEQUENCES} sequences of {shape.context} bytes",
+        build=lambda: ByteGPT(shape, SEED),
+        units=lambda model: [part for part in model.modules() if isinstance(part, Block)],
+        batches=_sequences,
+    )
+
+
+def workload(model: str, layers: int) -> Workload:
+    """Return the workload of that name.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    if model == "mlp":
+        return mlp(layers)
+    if model == "gpt":
+        return gpt()
+    raise ValueError(f"no model {model!r}; there are: mlp, gpt")
+
+
+def _rows(count: int, rank: int, ranks: int) -> list[Batch]:
+    drawing = torch.Generator().manual_seed(SEED)
+    everyones = (torch.randn(ranks * ROWS, WIDTH, generator=drawing) for _ in range(count))
+    return [(rows[rank * ROWS : (rank + 1) * ROWS].clone(),) for rows in everyones]
+
+
+def _sequences(count: int, rank: int, ranks: int) -> list[Batch]:
+    from byte_gpt import Shape
+    from corpus import Batches, read_corpus
+
+    context = Shape().context
+    text = read_corpus(Path(sysconfig.get_path("stdlib")), least=context + 1, limit=_CORPUS_BYTES)
+    batches = Batches(text, SEQUENCES * ranks, context, SEED)
+    return [batches.of(step, rank, ranks) for step in range(count)]
