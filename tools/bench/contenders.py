@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -42,6 +42,7 @@ class Trainer:
         backward: takes the loss.
         step: updates the parameters.
         traffic: the optimizer's own counts, where it has them.
+        finish: waits for what the last iteration has left to the next one.
     """
 
     model: nn.Module
@@ -50,6 +51,7 @@ class Trainer:
     backward: Callable[[torch.Tensor], object]
     step: Callable[[], object]
     traffic: Traffic | None = None
+    finish: Callable[[], object] = lambda: None
 
     def iterate(self, batch: Batch) -> None:
         """Train on one batch. Collective."""
@@ -148,7 +150,9 @@ def _ours(work: Workload, *, partition: str, register: Callable[..., None] | Non
     )
     if register is not None:
         register(wrapped, optimizer)
-    return _trainer(model, wrapped, optimizer, optimizer.traffic)
+    trainer = _trainer(model, wrapped, optimizer, optimizer.traffic)
+    # Reading parameters waits for those that are still arriving.
+    return replace(trainer, finish=lambda: list(wrapped.parameters()))
 
 
 def _reduce_to_owner(wrapped: DistributedDataParallel, optimizer: zeroshard.ZeroRedundancyOptimizer) -> None:
@@ -188,6 +192,10 @@ _WAYS: dict[str, tuple[str, Callable[..., None] | None]] = {
         "stepped in the hook of each bucket",
         partial(_step_in_hook, maker=hook_with_zero_step_interleaved),
     ),
+    "forward": (
+        "the same, and parameters arrive during the next forward",
+        partial(_step_in_hook, maker=partial(hook_with_zero_step_interleaved, overlap_forward=True)),
+    ),
 }
 
 CONTENDERS: dict[str, Contender] = {
@@ -204,7 +212,9 @@ CONTENDERS: dict[str, Contender] = {
     **{
         f"{way}-{partition}": Contender(
             f"zeroshard, {partition}: {what}",
-            partial(_ours, partition=partition, register=register, overlaps=way in ("overlap", "interleaved")),
+            partial(
+                _ours, partition=partition, register=register, overlaps=way in ("overlap", "interleaved", "forward")
+            ),
         )
         for way, (what, register) in _WAYS.items()
         for partition in ("whole", "split")

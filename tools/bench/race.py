@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -24,14 +25,15 @@ Report = dict[str, dict[str, object]]
 """Per contender, what is known of it; ``error`` alone where it does not run."""
 
 
-def race(names: list[str], model: str, layers: int, rounds: int, counts_wire: bool) -> Report:
+def race(names: list[str], model: str, layers: int, rounds: int, in_a_row: int, counts_wire: bool) -> Report:
     """Let contenders train in turn. Collective.
 
     Args:
         names: of the contenders; the parameters of the others are compared with the first that runs.
         model: of the workload.
         layers: of the workload.
-        rounds: timed iterations of each.
+        rounds: timed turns of each.
+        in_a_row: iterations in each turn, which is shown as their mean.
         counts_wire: whether the interface named in the environment is this rank's alone, so that its counter tells what
             each iteration sends.
 
@@ -40,7 +42,7 @@ def race(names: list[str], model: str, layers: int, rounds: int, counts_wire: bo
         in an iteration, None where nobody counts) and ``difference``, or ``error``.
     """
     work = workload(model, layers)
-    batches = work.batches(1 + WARM_UP + rounds, dist.get_rank(), dist.get_world_size())
+    batches = work.batches(1 + (WARM_UP + rounds) * in_a_row, dist.get_rank(), dist.get_world_size())
     interface = os.environ[INTERFACE_VARIABLE] if counts_wire else None
     report: Report = {}
     turns: dict[str, _Turns] = {}
@@ -52,7 +54,7 @@ def race(names: list[str], model: str, layers: int, rounds: int, counts_wire: bo
                 for _ in range(WARM_UP + rounds):
                     advance()
             else:
-                turns[name] = _Turns(trainer, batches[1:], interface)
+                turns[name] = _Turns(trainer, batches[1:], in_a_row, interface)
             advance()
         times: Times = take_turns(turns, rounds, warm_up=WARM_UP, advance=_counting(turns, advance))
     reference = next(iter(turns.values()), None)
@@ -60,7 +62,7 @@ def race(names: list[str], model: str, layers: int, rounds: int, counts_wire: bo
         assert reference is not None
         counted, wire = (_of_all_ranks(sent[WARM_UP:]) for sent in (turn.counted, turn.wire))
         report[name] = {
-            "seconds": times[name],
+            "seconds": [seconds / in_a_row for seconds in times[name]],
             "counted": counted,
             "wire": wire,
             "difference": _difference(turn.trainer, reference.trainer),
@@ -94,20 +96,23 @@ def memory(name: str, model: str, layers: int) -> dict[str, object]:
 
 
 class _Turns:
-    """The iterations of one contender, one for each call, and what each of them sent."""
+    """The turns of one contender, some iterations for each call, and what each of them sent in the mean."""
 
-    def __init__(self, trainer: Trainer, batches: list[Batch], interface: str | None) -> None:
+    def __init__(self, trainer: Trainer, batches: list[Batch], in_a_row: int, interface: str | None) -> None:
         self.trainer = trainer
-        self.counted: list[int] = []
-        self.wire: list[int] = []
+        self.counted: list[float] = []
+        self.wire: list[float] = []
+        self._in_a_row = in_a_row
         self._batches = iter(batches)
         self._counter = None if interface is None else Path(f"/sys/class/net/{interface}/statistics/tx_bytes")
         self._before: tuple[int, int] | None = None
 
     def __call__(self) -> None:
-        batch = next(self._batches)
+        batches = list(itertools.islice(self._batches, self._in_a_row))
         self._before = self._counts()
-        self.trainer.iterate(batch)
+        for batch in batches:
+            self.trainer.iterate(batch)
+        self.trainer.finish()
 
     def count(self) -> None:
         """Note what the iteration that has just ended on all ranks sent, if it was this contender's."""
@@ -115,9 +120,9 @@ class _Turns:
             return
         counted, wire = self._counts()
         if self.trainer.traffic is not None:
-            self.counted.append(counted - self._before[0])
+            self.counted.append((counted - self._before[0]) / self._in_a_row)
         if self._counter is not None:
-            self.wire.append(wire - self._before[1])
+            self.wire.append((wire - self._before[1]) / self._in_a_row)
         self._before = None
 
     def _counts(self) -> tuple[int, int]:
@@ -158,9 +163,9 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def _of_all_ranks(sent: list[int]) -> list[float] | None:
+def _of_all_ranks(sent: list[float]) -> list[float] | None:
     """Return the median of each rank's bytes."""
-    everyones: list[list[int]] = [[]] * dist.get_world_size()
+    everyones: list[list[float]] = [[]] * dist.get_world_size()
     dist.all_gather_object(everyones, sent)
     return [median(one) for one in everyones] if all(everyones) else None
 

@@ -7,6 +7,7 @@ to the same parameters in the end. On an emulated link, what each of them sends 
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from collections.abc import Callable
@@ -44,6 +45,9 @@ def main(
     ] = None,
     ranks: Annotated[int, typer.Option(min=2, max=64, help="number of ranks")] = 2,
     pairs: Annotated[int, typer.Option(min=6, help="rounds; fewer than 6 have no interval")] = 15,
+    in_a_row: Annotated[
+        int, typer.Option(min=1, help="iterations in each turn; more than 1 to see what overlaps with the next forward")
+    ] = 1,
     contender: Annotated[
         list[str] | None, typer.Option(help=f"one or more of {', '.join(CONTENDERS)}; all by default")
     ] = None,
@@ -74,9 +78,11 @@ def main(
         console.width = _WIDTH
 
     def run(launch: Launch) -> tuple[dict[str, Any], dict[str, Any]]:
-        raced = launch(race, installed, model, layers, pairs, link is not None)
+        raced = launch(race, installed, model, layers, pairs, in_a_row, link is not None)
         if not with_memory:
             return raced, {}
+        # Memory that is freed goes back at once, so that what is resident is what is in use.
+        os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "1048576")
         shown = track(installed, "memory, each alone", console=Console(stderr=True), transient=True)
         return raced, {name: launch(memory, name, model, layers) for name in shown if "error" not in raced[name]}
 

@@ -96,7 +96,7 @@ class Reduction:
 
 
 class Underway:
-    """One bucket on its way to its owners; see :meth:`Reduction.begin`. One thread finishes it."""
+    """One bucket on its way to its owners; see :meth:`Reduction.begin`. One thread finishes it, and then one closes it."""
 
     def __init__(self, reduction: Reduction, buffer: torch.Tensor | None, note: Note, window: ReceiveWindow) -> None:
         self._reduction, self._buffer, self._window = reduction, buffer, window
@@ -163,7 +163,9 @@ class Underway:
         return [found[rank] for rank in range(ranks.world_size)]
 
     def finish(self) -> None:
-        """Wait for everything; the bucket then holds on its owners the mean over all ranks, elsewhere what it held.
+        """Wait for what this rank owns; the bucket then holds there the mean over all ranks, elsewhere what it held.
+
+        The bucket belongs to the reduction until :meth:`close` has returned.
 
         Raises:
             PeerLostError: if a rank is gone.
@@ -173,10 +175,20 @@ class Underway:
         if self._buffer is not None:
             for message, receives in self._arrivals:
                 adding += self._add_up(self._reduction.pieces(self._buffer, message), receives)
+        self._arrivals = []
+        self._reduction.traffic.add("reduce", waited=time.perf_counter() - started - adding)
+
+    def close(self) -> None:
+        """Wait until this rank's values have been sent.
+
+        Raises:
+            PeerLostError: if a rank is gone.
+        """
+        started = time.perf_counter()
         for peer, work in self._sends:
             wait_for(work, peer, self._reduction.ranks.rank, "backward()")
-        self._sends, self._staged, self._arrivals = [], [], []
-        self._reduction.traffic.add("reduce", waited=time.perf_counter() - started - adding)
+        self._sends, self._staged = [], []
+        self._reduction.traffic.add("reduce", waited=time.perf_counter() - started)
 
     def _add_up(self, own: tuple[torch.Tensor, ...], receives: Sequence[Receive]) -> float:
         """Make the mean in ascending rank order, whoever owns it; return the seconds that were not spent waiting."""
@@ -225,9 +237,10 @@ class _Message:
 def window_bytes(bucket_bytes: Sequence[int]) -> int:
     """Return how many bytes of receives to allow for buckets of these sizes: as much as the largest of them.
 
-    Never less than two messages, since sums over three ranks and more hold one while they wait for the next.
+    Never less than two messages, since sums over three ranks and more hold one while they wait for the next; and never
+    more than eight, which keep a wire busy: the first bucket of DDP is the whole model.
     """
-    return max([*bucket_bytes, 2 * CHUNK_BYTES])
+    return max(2 * CHUNK_BYTES, min(8 * CHUNK_BYTES, max(bucket_bytes, default=0)))
 
 
 def _messages(runs: Sequence[Run], itemsize: int) -> Iterator[_Message]:

@@ -115,7 +115,8 @@ class _Waiting(nn.Module):
         _settle(self)
         reduced: Any = super().__reduce_ex__(protocol)
         # The standard library's way to make an object of a class without calling it, whatever __new__ was to be used.
-        return copyreg._reconstructor, (_plain_class(type(self)), object, None), *reduced[2:]
+        make = copyreg._reconstructor  # type: ignore[attr-defined] # every pickle of protocol 1 names it
+        return make, (_plain_class(type(self)), object, None), *reduced[2:]
 
 
 _classes: dict[type[nn.Module], type[nn.Module]] = {}

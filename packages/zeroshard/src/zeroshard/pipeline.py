@@ -86,6 +86,7 @@ class Pipeline:
         self._rebuilt: dict[int, int] = {}
         self._backwards = 0
         self._in_backward = False
+        self._underway: list[Underway] = []
         self._may_step = False
         self._whole = False
         self._change = Change()
@@ -196,6 +197,7 @@ class Pipeline:
         except BaseException as error:
             self._break(error)
             raise
+        self._underway.append(underway)
         done: Future[torch.Tensor] = Future()
         self._worker.submit(lambda: self._finish(route, underway, reduced, done))
         if bucket.is_last and self._may_step and self.stepping is Stepping.BEHIND_BACKWARD:
@@ -212,11 +214,14 @@ class Pipeline:
         """
         try:
             self._worker.drain()
+            for underway in self._underway:
+                underway.close()
         except BaseException as error:
             self._break(error)
             raise
         finally:
             self._in_backward = False
+            self._underway.clear()
         stand_ins = self._stand_ins
         for index in self._order:
             route = self._routes[index]
