@@ -96,7 +96,7 @@ class Reduction:
 
 
 class Underway:
-    """One bucket on its way to its owners; see :meth:`Reduction.begin`. One thread finishes it, and then one closes it."""
+    """One bucket on its way to its owners; see :meth:`Reduction.begin`. It is finished once, and then closed."""
 
     def __init__(self, reduction: Reduction, buffer: torch.Tensor | None, note: Note, window: ReceiveWindow) -> None:
         self._reduction, self._buffer, self._window = reduction, buffer, window

@@ -76,6 +76,7 @@ class LocalOptimizer:
         self.pieces: dict[int, Piece] = {}
         """The owned pieces by tensor index, ascending."""
         self._stand_ins: list[Piece] = []
+        self._cut: list[Piece] = []
         self._apart = False
         members = self._members(groups, plan)
         self.optim: optim.Optimizer = factory(
@@ -173,9 +174,9 @@ class LocalOptimizer:
         Raises:
             RuntimeError: if a cut parameter has a sparse gradient.
         """
-        for piece in self._stand_ins:
+        for piece in self._cut:
             grad = piece.param.grad
-            if piece.is_cut and grad is not None and grad.layout is not torch.strided:
+            if grad is not None and grad.layout is not torch.strided:
                 raise RuntimeError(
                     f"tensor {piece.shard.tensor} of shape {tuple(piece.param.shape)} has a sparse gradient, but is "
                     f"cut over several ranks; use partition='whole' for models with sparse gradients"
@@ -267,6 +268,7 @@ class LocalOptimizer:
     def _accept(self, members: Iterable[Iterable[Piece]]) -> None:
         self.pieces = {piece.shard.tensor: piece for of_group in members for piece in of_group}
         self._stand_ins = [piece for piece in self.pieces.values() if piece.is_stand_in]
+        self._cut = [piece for piece in self._stand_ins if piece.is_cut]
 
     def _local_group(self, group: ParamGroup, pieces: Sequence[Piece]) -> ParamGroup:
         local = {key: value for key, value in group.items() if key not in NOT_SYNCED}

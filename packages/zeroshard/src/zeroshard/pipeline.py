@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
+from operator import is_
 from typing import Any
 
 import torch
@@ -116,6 +117,7 @@ class Pipeline:
                 if type(param.grad) is ReducedGradient:
                     param.grad = self._stand_ins[tensor]
             route.follow(layout.plan, local)
+            route.stand_ins = [self._stand_ins[tensor] for tensor in route.tensors]
         self._lay_out_rest()
 
     def move_gradients(self, before: Plan, now: Plan) -> None:
@@ -199,7 +201,8 @@ class Pipeline:
             raise
         self._underway.append(underway)
         done: Future[torch.Tensor] = Future()
-        self._worker.submit(lambda: self._finish(route, underway, reduced, done))
+        behind = self._underway[-3] if len(self._underway) > 2 else None
+        self._worker.submit(lambda: self._finish(route, underway, behind, reduced, done))
         if bucket.is_last and self._may_step and self.stepping is Stepping.BEHIND_BACKWARD:
             for index in self._order:
                 self._worker.submit(lambda index=index: self._step_early(self._routes[index]))  # type: ignore[misc]
@@ -222,14 +225,13 @@ class Pipeline:
         finally:
             self._in_backward = False
             self._underway.clear()
-        stand_ins = self._stand_ins
         for index in self._order:
             route = self._routes[index]
-            for tensor, param in zip(route.tensors, route.params, strict=True):
+            for param, stand_in in zip(route.params, route.stand_ins, strict=True):
                 if param.grad is not None:
-                    param.grad = stand_ins[tensor]
+                    param.grad = stand_in
         for tensor in self._touched:
-            stand_ins[tensor]._local = None
+            self._stand_ins[tensor]._local = None
         self._touched.clear()
 
     def _route(self, bucket: Bucket) -> Route:
@@ -248,6 +250,7 @@ class Pipeline:
         try:
             tensors = self._checked(bucket)
             route = Route(self._ranks, self._traffic, self._layout.plan, self._local, bucket, tensors)
+            route.stand_ins = [self._stand_ins[tensor] for tensor in tensors]
         except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
             failure = error
         offsets = route.offsets if route is not None else []
@@ -294,9 +297,17 @@ class Pipeline:
         return tensors
 
     def _finish(
-        self, route: Route, underway: Underway, reduced: Future[torch.Tensor] | None, done: Future[torch.Tensor]
+        self,
+        route: Route,
+        underway: Underway,
+        behind: Underway | None,
+        reduced: Future[torch.Tensor] | None,
+        done: Future[torch.Tensor],
     ) -> None:
-        """Worker: one bucket, from its arrival to its owners' sums."""
+        """Worker: one bucket, from its arrival to its owners' sums; and the end of one that came some buckets before.
+
+        What that one has packed is memory that the next one needs.
+        """
         buffer = route.bucket.buffer
         try:
             if self._broken is None:
@@ -307,6 +318,8 @@ class Pipeline:
                     if result.data_ptr() != buffer.data_ptr():
                         buffer.copy_(result.view(-1))
                 underway.finish()
+                if behind is not None:
+                    behind.close()
                 route.present = tuple([any(bits) for bits in zip(*[note.present for note in notes], strict=True)])
                 self._add_carried(route)
         except BaseException as error:
@@ -370,15 +383,15 @@ class Pipeline:
                 raise failure
             finally:
                 del failure
-        self.refuse_unreduced()
+        present = [self._there(route) for route in self._in_order()]
         if not self._piecewise():
             return self._step_whole(arguments)
         keywords = dict(arguments)
         for route in self._in_order():
             route.expect(self._exchange)
-        for route in self._in_order():
+        for route, there in zip(self._in_order(), present, strict=True):
             if not (self._may_step and route.stepped):
-                self._step_route(route, self._there(route), keywords)
+                self._step_route(route, there, keywords)
                 route.send(self._exchange)
         if self._rest:
             self._local.bind_gradients(self._rest)
@@ -420,12 +433,24 @@ class Pipeline:
         return not (steps_by_itself(inner) or hooked)
 
     def _there(self, route: Route) -> tuple[bool, ...]:
-        return tuple(
-            [
-                is_present and param.grad is not None
-                for is_present, param in zip(route.present, route.params, strict=True)
-            ]
-        )
+        """Tell per tensor of a bucket whether it has a gradient to be stepped with.
+
+        Raises:
+            RuntimeError: if a gradient was accumulated on this rank and never reduced.
+        """
+        grads = [param.grad for param in route.params]
+        if not self._touched and all(map(is_, grads, route.stand_ins)):
+            return route.present
+        for grad, tensor in zip(grads, route.tensors, strict=True):
+            if grad is None or (type(grad) is ReducedGradient and grad._local is None):
+                continue
+            # DDP may have replaced it in a forward; the route still has the reduced one then.
+            if self._rebuilt.get(tensor) != grad.data_ptr():
+                raise RuntimeError(
+                    f"the gradient of tensor {tensor} {self._layout.plan.tensors[tensor].name!r} has not been "
+                    f"reduced: the last backward() before step() must not be inside no_sync()"
+                )
+        return tuple([is_present and grad is not None for is_present, grad in zip(route.present, grads, strict=True)])
 
     def _in_order(self) -> list[Route]:
         return [self._routes[index] for index in self._order if index in self._routes]
@@ -437,17 +462,7 @@ class Pipeline:
             RuntimeError: naming a tensor.
         """
         for route in self._in_order():
-            for param, tensor in zip(route.params, route.tensors, strict=True):
-                grad = param.grad
-                if grad is None or (type(grad) is ReducedGradient and grad._local is None):
-                    continue
-                if self._rebuilt.get(tensor) == grad.data_ptr():
-                    # DDP has replaced it in a forward; the route still has the reduced one.
-                    continue
-                raise RuntimeError(
-                    f"the gradient of tensor {tensor} {self._layout.plan.tensors[tensor].name!r} has not been "
-                    f"reduced: the last backward() before step() must not be inside no_sync()"
-                )
+            self._there(route)
 
     def bind(self) -> None:
         """Hand the local optimizer all gradients, for somebody else to step it, and regard them as used."""

@@ -11,6 +11,7 @@ from zeroshard_core import Plan, Run, storage_view
 
 from zeroshard.local import LocalOptimizer
 from zeroshard.narrowed import Change, Portion
+from zeroshard.reduced_gradient import ReducedGradient
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class Route:
         reduction: the messages to the owners.
         portion: steps what this rank owns of the bucket.
         present: per tensor, whether any rank had a gradient in the last backward.
+        stand_ins: per tensor, what stands in the place of its gradient.
         stepped: whether the gradients have been used.
         zeroed: tensors whose gradients were set to zero since they were reduced.
     """
@@ -70,6 +72,7 @@ class Route:
         self.bucket = bucket
         self.offsets = [int(grad.storage_offset()) - int(bucket.buffer.storage_offset()) for grad in bucket.gradients]
         self.present: tuple[bool, ...] = (False,) * len(self.tensors)
+        self.stand_ins: list[ReducedGradient] = []
         self.stepped = False
         self.zeroed: set[int] = set()
         self.follow(plan, local)
@@ -85,7 +88,9 @@ class Route:
         self._sent = False
         self._bound: tuple[torch.Tensor, tuple[bool, ...]] | None = None
         segments: list[Segment] = []
-        for index, param in zip(self.tensors, self.params, strict=True):
+        # A rank alone has nobody to share with.
+        shared = zip(self.tensors, self.params, strict=True) if self.ranks.world_size > 1 else ()
+        for index, param in shared:
             flat = storage_view(param.detach())
             segments += [Segment(shard.rank, flat[shard.start : shard.stop]) for shard in plan.of_tensor(index)]
         self._shipment = Shipment(segments, self.ranks.rank, self.ranks.world_size)
