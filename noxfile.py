@@ -52,7 +52,16 @@ SMOKE: dict[str, str] = {
         "p = torch.nn.Parameter(torch.ones(4)); o = ZeroRedundancyOptimizer([p], torch.optim.SGD, lr=1.0);"
         "p.grad = torch.ones(4); o.step(); assert p.sum() == 0, p; dist.destroy_process_group()"
     ),
-    "zeroshard-integrations": "import zeroshard_integrations",
+    "zeroshard-integrations": (
+        "import torch, torch.distributed as dist; from zeroshard import ZeroRedundancyOptimizer;"
+        "from zeroshard_integrations.ddp import reduce_to_owner_hook;"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1);"
+        "m = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1, bias=False));"
+        "o = ZeroRedundancyOptimizer(m.parameters(), torch.optim.SGD, lr=1.0);"
+        "m.register_comm_hook(o, reduce_to_owner_hook); w = m.module.weight.item();"
+        "m(torch.ones(1, 1)).sum().backward(); o.step(); assert m.module.weight.item() == w - 1;"
+        "dist.destroy_process_group()"
+    ),
     "zeroshard-testing": (
         "import sys, zeroshard_testing.plugin; assert 'torch' not in sys.modules, 'the plugin imports torch'"
     ),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from ddp_training import HOOKS, register
 from torch import nn, optim
+from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 from training import set_gradients, twins
 from zeroshard import ZeroRedundancyOptimizer
@@ -122,3 +125,53 @@ def test_one_rank_of_a_large_world_holds_its_share_alone(rank: int, world_size: 
     assert share <= state_bytes(sharded.optim) <= share + 64
     with pytest.raises(RuntimeError, match="'fake' backend moves no data"):
         sharded.consolidate_state_dict()
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("partition", ["whole", "split"])
+def test_a_hook_needs_two_buckets_of_memory_at_most(rank: int, hook: str, partition: str) -> None:
+    def large() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Linear(700, 700) for _ in range(8)))
+
+    # Buckets of two layers, 3.9 MB in float32 each.
+    model = large()
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=3)
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), optim.Adam, fused=True, partition=partition, overlap_with_ddp=hook != "owner"
+    )
+    register(hook, ddp, optimizer)
+    plain = DistributedDataParallel(large(), gradient_as_bucket_view=True, bucket_cap_mb=3)
+    unsharded = optim.Adam(plain.parameters(), fused=True)
+
+    def iterate(ddp: nn.Module, optimizer: optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        ddp(torch.ones(4, 700)).square().mean().backward()
+        optimizer.step()
+
+    assert allocated_at_most(lambda: torch.ones(250_000)) >= 1_000_000
+    # DDP rebuilds its buckets in the second iteration.
+    for _ in range(3):
+        iterate(ddp, optimizer)
+        iterate(plain, unsharded)
+    bucket = 2 * 4 * (700 * 700 + 700)
+    assert allocated_at_most(lambda: iterate(ddp, optimizer)) <= (
+        allocated_at_most(lambda: iterate(plain, unsharded)) + 2 * bucket
+    )
+    # What stays: parameters, gradients, and the share of the state, each once.
+    parameters = sum(param.nbytes for param in model.parameters())
+    share = 8 * sum(shard.numel for shard in optimizer.plan.of_rank(rank))
+    assert state_bytes(optimizer.optim) <= 1.02 * share <= 1.02 * 2 * parameters
+
+
+def allocated_at_most(work: Callable[[], None]) -> int:
+    """Bytes that were allocated at the highest while ``work`` ran, beyond those before, by all threads."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        work()
+    now = highest = 0
+    for event in profiled.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            highest = max(highest, now)
+    return highest

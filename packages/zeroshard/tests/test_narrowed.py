@@ -1,0 +1,73 @@
+"""Stepping pieces of an optimizer by themselves gives what one step of all of them gives."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+from zeroshard.local import LocalOptimizer
+from zeroshard.narrowed import Change, Portion
+from zeroshard_core import TensorSpec, partition
+
+
+def local_optimizer(params: list[nn.Parameter], kind: Any = optim.AdamW) -> LocalOptimizer:
+    groups = [{"params": params[:2], "lr": 0.1}, {"params": params[2:], "lr": 0.2}]
+    specs = [
+        TensorSpec(str(index), tuple(param.shape), param.dtype, group=int(index >= 2))
+        for index, param in enumerate(params)
+    ]
+    local = LocalOptimizer(kind, groups, partition(specs, 1), 0, {})
+    local.set_apart()
+    return local
+
+
+def parameters() -> list[nn.Parameter]:
+    torch.manual_seed(0)
+    return [nn.Parameter(torch.randn(3, 4)) for _ in range(4)]
+
+
+def test_portions_step_as_the_whole_does() -> None:
+    params = parameters()
+    reference = [nn.Parameter(param.detach().clone()) for param in params]
+    local = local_optimizer(params)
+    plain = optim.AdamW([{"params": reference[:2], "lr": 0.1}, {"params": reference[2:], "lr": 0.2}])
+    portions = [Portion(local, [local.pieces[i] for i in chosen]) for chosen in ((3, 0), (1, 2))]
+    for number in range(4):
+        for index, piece in local.pieces.items():
+            grad = torch.full_like(params[index], number + index + 1.0)
+            piece.tensor.grad = grad if index != 1 or number > 1 else None
+            reference[index].grad = None if piece.tensor.grad is None else grad.clone()
+        for portion in portions:
+            assert not portion.step({}).counts
+        plain.step()
+    assert all(torch.equal(a, b) for a, b in zip(params, reference, strict=True))
+    assert len(local.optim.param_groups[0]["params"]) == 2
+    assert [local.optim.state[piece.tensor]["step"].item() for piece in local.pieces.values()] == [4, 2, 4, 4]
+
+
+def test_hyperparameters_are_those_of_the_moment() -> None:
+    params = parameters()
+    local = local_optimizer(params, optim.SGD)
+    portion = Portion(local, list(local.pieces.values()))
+    for piece in local.pieces.values():
+        piece.tensor.grad = torch.ones(3, 4)
+    before = copy.deepcopy([param.detach() for param in params])
+    for group in local.optim.param_groups:
+        group["lr"] = 2.0
+    portion.step({})
+    assert all(torch.equal(a, b - 2.0) for a, b in zip(params, before, strict=True))
+
+
+def test_changes_are_joined_and_applied_once() -> None:
+    inner = optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    change = Change({0: {"k": 1}})
+    change.join(Change({0: {"k": 1}}, {"count": 3}))
+    assert change.counts
+    change.apply(inner)
+    assert (inner.param_groups[0]["k"], vars(inner)["count"]) == (1, 3)
+    with pytest.raises(RuntimeError, match="keeps 'k' for all its tensors together"):
+        change.join(Change({0: {"k": 2}}))
+    assert not Change({0: {}}).counts

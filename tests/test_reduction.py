@@ -1,0 +1,150 @@
+"""Buckets of gradients reach their owners as means, in few messages and little memory."""
+
+from __future__ import annotations
+
+import threading
+from fractions import Fraction
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from zeroshard_comm import Note, PeerLostError, RankGroup, ReceiveWindow, Reduction, Traffic, window_bytes
+from zeroshard_comm.reduction import CHUNK_BYTES, _as_words, _from_words
+from zeroshard_core import Run
+from zeroshard_testing import Faults
+
+
+def reduced(runs: list[Run], values: torch.Tensor, *, window: int = 2 * CHUNK_BYTES, tensors: int = 3) -> torch.Tensor:
+    """What this rank's bucket holds behind a reduction."""
+    ranks = RankGroup.of()
+    receives = ReceiveWindow(ranks)
+    receives.limit(window)
+    reduction = Reduction(ranks, runs, values.dtype, tensors, Traffic())
+    note = Note((1, 2, 3, ranks.rank), tuple(place == ranks.rank for place in range(tensors)))
+    bucket = values.clone()
+    underway = reduction.begin(bucket, note, receives)
+    notes = underway.notes()
+    assert [found.words for found in notes] == [(1, 2, 3, rank) for rank in range(ranks.world_size)]
+    assert all(found.present[rank] == (rank < tensors) for rank, found in enumerate(notes) if rank < tensors)
+    underway.finish()
+    underway.close()
+    return bucket
+
+
+def values_of(rank: int, numel: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(numel, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def mean(world_size: int, numel: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """Each rank's values divided, and added in ascending rank order."""
+    scaled = [values_of(rank, numel, dtype) * (1 / world_size) for rank in range(world_size)]
+    total = scaled[0]
+    for term in scaled[1:]:
+        total = total + term
+    return total
+
+
+@pytest.mark.ranks(2, 3, 4, backend="gloo")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_owners_hold_the_mean_in_rank_order(rank: int, world_size: int, dtype: torch.dtype) -> None:
+    # Small runs of all owners in turn, one large run for each, and one that takes several messages.
+    runs, end = [], 0
+    for number in range(30):
+        size = (1, 7, 1000)[number % 3]
+        runs.append(Run(number % world_size, end, end + size))
+        end += size + number % 2
+    for owner in range(world_size):
+        runs.append(Run(owner, end, end + 300_000 // dtype.itemsize))
+        end = runs[-1].stop
+    runs.append(Run(world_size - 1, end, end + 2 * CHUNK_BYTES // dtype.itemsize + 5))
+    end = runs[-1].stop
+    bucket = reduced(runs, values_of(rank, end, dtype))
+    expected = mean(world_size, end, dtype)
+    for run in runs:
+        if run.rank == rank:
+            assert torch.equal(bucket[run.start : run.stop], expected[run.start : run.stop]), run
+
+
+@pytest.mark.ranks(3, backend="gloo")
+def test_the_sum_does_not_depend_on_the_owner(rank: int) -> None:
+    sums = []
+    for owner in range(3):
+        bucket = reduced([Run(owner, 0, 1000)], values_of(rank, 1000))
+        dist.broadcast(bucket, src=owner)
+        sums.append(bucket)
+    assert torch.equal(sums[0], sums[1])
+    assert torch.equal(sums[0], sums[2])
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_an_empty_bucket_and_owners_of_nothing(rank: int) -> None:
+    assert torch.equal(reduced([], values_of(rank, 3)), values_of(rank, 3))
+    bucket = reduced([Run(1, 0, 3)], values_of(rank, 3))
+    assert torch.equal(bucket, mean(2, 3) if rank == 1 else values_of(0, 3))
+
+
+@pytest.mark.ranks(4, backend="gloo")
+def test_a_window_holds_no_more_than_its_limit(rank: int) -> None:
+    ranks = RankGroup.of()
+    window = ReceiveWindow(ranks)
+    window.limit(2 * CHUNK_BYTES)
+    # Everything belongs to rank 3, whose sum of the ranks before needs a place of its own.
+    numel = 5 * CHUNK_BYTES // 4
+    reduction = Reduction(ranks, [Run(3, 0, numel)], torch.float32, 1, Traffic())
+    underway = reduction.begin(torch.full((numel,), rank + 1.0), Note((0, 0, 0, 0), (True,)), window)
+    assert window._held <= 2 * CHUNK_BYTES
+    underway.notes()
+    underway.finish()
+    underway.close()
+    assert window._held == 0
+    assert sum(map(len, window._free.values())) <= 2
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_buckets_follow_each_other_from_two_threads(rank: int) -> None:
+    ranks = RankGroup.of()
+    window = ReceiveWindow(ranks)
+    window.limit(2 * CHUNK_BYTES)
+    reduction = Reduction(ranks, [Run(0, 0, 40), Run(1, 40, 100_000)], torch.float64, 1, Traffic())
+    buckets = [values_of(rank, 100_000) * number for number in range(20)]
+    waiting = [reduction.begin(bucket, Note((0, 0, 0, 0), (True,)), window) for bucket in buckets]
+
+    def finish() -> None:
+        for underway in waiting:
+            underway.notes()
+            underway.finish()
+
+    worker = threading.Thread(target=finish)
+    worker.start()
+    worker.join()
+    for number, (bucket, underway) in enumerate(zip(buckets, waiting, strict=True)):
+        underway.close()
+        own = slice(0, 40) if rank == 0 else slice(40, 100_000)
+        torch.testing.assert_close(bucket[own], (mean(2, 100_000) * number)[own], rtol=1e-15, atol=1e-15)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_a_rank_that_dies_is_named(rank: int, faults: Faults) -> None:
+    faults.kill(1, "send#1")
+    with pytest.raises(PeerLostError, match=r"rank 0 lost rank 1 during backward\(\)"):
+        reduced([Run(0, 0, 100_000)], values_of(rank, 100_000))
+
+
+@settings(suppress_health_check=[HealthCheck.differing_executors])
+@given(st.lists(st.booleans(), max_size=300))
+def test_bits_come_back_from_words(bits: list[bool]) -> None:
+    words = _as_words(bits)
+    assert all(0 <= word < 2**63 for word in words)
+    assert _from_words(words, len(bits)) == tuple(bits)
+
+
+@given(st.lists(st.integers(0, 2**32), max_size=5))
+def test_the_window_is_as_large_as_a_bucket_within_limits(sizes: list[int]) -> None:
+    allowed = window_bytes(sizes)
+    assert 2 * CHUNK_BYTES <= allowed <= 8 * CHUNK_BYTES
+    largest = max(sizes, default=0)
+    if 2 * CHUNK_BYTES <= largest <= 8 * CHUNK_BYTES:
+        assert Fraction(allowed) == largest
