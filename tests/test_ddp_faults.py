@@ -1,7 +1,6 @@
 """Hooks under faults: every rank gets a clear error within the timeout, none hangs, and a slow rank changes nothing."""
 
-from __future__ import annotations
-
+# No `from __future__ import annotations`: DDP compares the annotations of hooks with the types themselves.
 import threading
 from datetime import timedelta
 
@@ -14,10 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 from training import small_model
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_comm import DisagreementError, PeerLostError
+from zeroshard_integrations.ddp import register_reduce_to_owner
 from zeroshard_testing import Faults
 
 EVERY_HOOK = pytest.mark.parametrize("hook", HOOKS)
-SHORT = timedelta(seconds=3)
+SHORT = timedelta(seconds=5)
 
 
 def short_group() -> dist.ProcessGroup:
@@ -217,3 +217,52 @@ def test_no_thread_is_left(hook: str) -> None:
         twins.iterate(number)
         # Not between iterations either.
         assert threading.active_count() == before
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@EVERY_HOOK
+@pytest.mark.parametrize("together", [True, False])
+def test_two_models_with_one_optimizer(hook: str, together: bool) -> None:
+    models = [small_model(), small_model()]
+    params = [param for model in models for param in model.parameters()]
+    optimizer = ZeroRedundancyOptimizer(params, optim.SGD, lr=0.1, overlap_with_ddp=hook != "owner")
+    ddps = [DistributedDataParallel(model) for model in models]
+    for ddp in ddps:
+        register(hook, ddp, optimizer)
+    first = ddps[0](torch.ones(2, 40)).sum()
+    if not together:
+        first.backward()
+    last = ddps[1](torch.ones(2, 40)).sum() + (first if together else 0.0)
+    with pytest.raises((RuntimeError, ValueError), match="two models"):
+        last.backward()
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_local_gradients_before_the_first_reduction() -> None:
+    model = small_model()
+    ddp = DistributedDataParallel(model)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, lr=0.1)
+    register_reduce_to_owner(ddp, optimizer)
+    with ddp.no_sync():
+        ddp(torch.ones(2, 40)).sum().backward()
+    with pytest.raises(RuntimeError, match="has not been reduced"):
+        optimizer.clip_grad_norm_(1.0)
+    with pytest.raises(RuntimeError, match="has not been reduced"):
+        optimizer.step()
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_hooks_that_would_come_too_late_and_results_of_the_wrong_size() -> None:
+    def short(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        done.set_result(bucket.buffer()[:1])
+        return done
+
+    model = small_model()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, lr=0.1, overlap_with_ddp=True)
+    with pytest.raises(ValueError, match="a step pre-hook would be called behind the step"):
+        optimizer.register_step_pre_hook(lambda *_: None)
+    ddp = DistributedDataParallel(model)
+    register("behind", ddp, optimizer, short)
+    with pytest.raises(ValueError, match="has returned 1 elements for a bucket of"):
+        ddp(torch.ones(2, 40)).sum().backward()

@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import gc
+import pickle
+import weakref
 
 import pytest
 import torch
@@ -321,4 +324,130 @@ def test_tied_weights_and_activation_checkpointing(hook: str, partition: str, ki
     twins = Twins(hook, model=model, partition=partition, ddp={"bucket_cap_mb": 0.001, **static})
     for number in range(5):
         twins.iterate(number)
+        twins.check(f"after iteration {number}")
+
+
+# ---------------------------------------------------------------------- what only looks like one of DDP's own calls
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@VIEWS
+def test_gradients_are_neither_written_nor_read_by_users(views: bool) -> None:
+    twins = owner(views=views)
+    twins.iterate(0)
+    twins.optimizer.zero_grad()
+    twins.backward(twins.ddp, 1)
+    param = next(twins.ddp.parameters())
+    log = torch.zeros_like(param)
+    writes = {
+        "add": lambda: param.grad.add_(param, alpha=0.1),
+        "plus": lambda: param.grad + 1.0,
+        "copy to": lambda: param.grad.copy_(log),
+        "copy from": lambda: log.copy_(param.grad),
+        "share": lambda: twins.ddp.share_memory(),
+        "pickle": lambda: pickle.dumps(param.grad),
+        "storage": lambda: param.grad.untyped_storage(),
+    }
+    for name, write in writes.items():
+        with pytest.raises(RuntimeError, match="lies at its owner"):
+            write()
+        assert param.grad._local is None, name
+    twins.optimizer.step()
+    twins.plain.zero_grad()
+    twins.backward(twins.plain_ddp, 1)
+    twins.plain.step()
+    twins.check("after it all")
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@EVERY_HOOK
+def test_a_model_that_is_dropped_is_freed(hook: str) -> None:
+    twins = Twins(hook)
+    twins.iterate(0)
+    twins.iterate(1)
+    seen = [weakref.ref(param) for param in twins.ddp.parameters()]
+    seen.append(weakref.ref(twins.optimizer))
+    del twins
+    gc.collect()
+    assert [ref() for ref in seen if ref() is not None] == []
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@EVERY_HOOK
+def test_a_model_may_be_converted_after_its_step(hook: str) -> None:
+    twins = Twins(hook)
+    twins.iterate(0)
+    twins.iterate(1)
+    twins.ddp.module.float()
+    assert all(param.dtype is torch.float32 for param in twins.ddp.parameters())
+
+
+# ---------------------------------------------------------------------- memory formats
+
+
+def convolution() -> nn.Module:
+    torch.manual_seed(0)
+    flat = nn.Linear(4 * 4 * 6, 5)
+    flat.weight = nn.Parameter(torch.randn(4 * 4 * 6, 5).t())
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 6, 6)), nn.Conv2d(1, 3, 3, padding=1), nn.ReLU(), nn.Conv2d(3, 6, 3), nn.Flatten(), flat
+    )
+
+
+@pytest.mark.ranks(1, 2, backend="gloo")
+@EVERY_HOOK
+@VIEWS
+@pytest.mark.parametrize("partition", ["whole", "split", "hybrid"])
+def test_other_memory_formats(hook: str, partition: str, views: bool) -> None:
+    twins = Twins(
+        hook,
+        model=lambda: convolution().to(memory_format=torch.channels_last),
+        partition=partition,
+        ddp={"gradient_as_bucket_view": views, "bucket_cap_mb": 0.001},
+    )
+    for number in range(4):
+        twins.iterate(number, lambda ddp, inputs: ddp(inputs[:, :36]).square().mean())
+        twins.check(f"after iteration {number}")
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@EVERY_HOOK
+@VIEWS
+def test_a_memory_format_that_changes_behind_ddp(hook: str, views: bool) -> None:
+    twins = Twins(hook, model=convolution, ddp={"gradient_as_bucket_view": views})
+    twins.ddp.module.to(memory_format=torch.channels_last)
+    with pytest.raises(ValueError, match="has changed its memory format since DistributedDataParallel was built"):
+        twins.backward(twins.ddp, 0, lambda ddp, inputs: ddp(inputs[:, :36]).square().mean())
+
+
+# ---------------------------------------------------------------------- accumulation and unused parameters
+
+
+class Halves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.halves = nn.ModuleList(nn.Linear(40, 40) for _ in range(3))
+
+    def forward(self, inputs: torch.Tensor, chosen: tuple[int, ...]) -> torch.Tensor:
+        return sum(self.halves[number](inputs) for number in chosen)
+
+
+@pytest.mark.ranks(2, 3, backend="gloo")
+@VIEWS
+@PARTITIONS
+def test_gradients_of_parameters_that_a_later_backward_does_not_use(rank: int, partition: str, views: bool) -> None:
+    twins = Twins(
+        "owner",
+        model=Halves,
+        partition=partition,
+        ddp={"find_unused_parameters": True, "gradient_as_bucket_view": views},
+        exact=False,
+    )
+    for number in range(6):
+        for ddp, optimizer in twins.sides:
+            optimizer.zero_grad()
+            for chosen in ((0, 1), (0,), (1, 2) if rank == number % 2 else (0,)):
+                twins.backward(ddp, number, lambda ddp, inputs, chosen=chosen: ddp(inputs, chosen).square().mean())
+            optimizer.step()
         twins.check(f"after iteration {number}")

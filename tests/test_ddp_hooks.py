@@ -9,7 +9,12 @@ import torch.distributed as dist
 from ddp_training import HOOKS, Twins, batch
 from torch import nn, optim
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    allreduce_hook,
+    bf16_compress_hook,
+    fp16_compress_hook,
+    fp16_compress_wrapper,
+)
 from training import DENSE_OPTIMIZERS, small_model
 
 EVERY_HOOK = pytest.mark.parametrize("hook", HOOKS)
@@ -80,6 +85,32 @@ class Counting(optim.Optimizer):
                     param.add_(param.grad, alpha=-group["lr"] * group["weight_sum"] / group["k"])
 
 
+class Wrapping(optim.Optimizer):
+    """Steps another optimizer over the same param groups, as Lookahead and SAM do, and counts in itself."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+        self.base = optim.SGD(self.param_groups, lr=lr, momentum=0.9)
+        self.base.param_groups = self.param_groups
+        self.steps = [0]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.steps[0] += 1
+        if self.steps[0] % 2:
+            for group in self.param_groups:
+                for param in group["params"]:
+                    if param.grad is not None:
+                        param.grad = param.grad * 1.5
+        self.base.step()
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@EVERY_HOOK
+def test_an_optimizer_that_wraps_another(hook: str) -> None:
+    train(Twins(hook, optimizer=Wrapping), last=6)
+
+
 @pytest.mark.ranks(2, backend="gloo")
 @EVERY_HOOK
 @pytest.mark.parametrize("partition", ["whole", "split"])
@@ -95,9 +126,14 @@ def bfloat16(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.
     return bf16_compress_hook(state, bucket)
 
 
+def wrapped(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Puts another buffer into the bucket before it calls the inner hook."""
+    return fp16_compress_wrapper(allreduce_hook)(state, bucket)
+
+
 @pytest.mark.ranks(2, 3, backend="gloo")
 @STEPPING_HOOKS
-@pytest.mark.parametrize("inner", [fp16_compress_hook, bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("inner", [fp16_compress_hook, bfloat16, wrapped], ids=["fp16", "bf16", "wrapper"])
 def test_compressing_hooks(hook: str, inner: Any) -> None:
     # What a hook reduces, it reduces for both; the order of sums is its own.
     twins = Twins(hook, inner=inner)
@@ -294,3 +330,27 @@ def test_bytes_sent_are_those_of_ddp(hook: str, world_size: int) -> None:
     dist.all_reduce(everyone)
     assert everyone.item() <= 1.01 * 2 * parameters * (world_size - 1)
     assert batch(0).shape == (8, 40)
+
+
+class TwoKinds(nn.Module):
+    """Parameters of two dtypes, which DDP puts into buckets of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(40, 40), nn.Linear(40, 5)
+
+    def double(self) -> nn.Module:
+        self.first.double()
+        return self
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(inputs).float())
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@EVERY_HOOK
+@pytest.mark.parametrize("static", [True, False])
+def test_buckets_of_two_dtypes(hook: str, static: bool) -> None:
+    # In the first backward of a static graph DDP announces every bucket as the first, and none as the last.
+    train(Twins(hook, model=TwoKinds, ddp={"static_graph": static}), last=6)

@@ -40,7 +40,7 @@ def values_of(rank: int, numel: int, dtype: torch.dtype = torch.float64) -> torc
 
 def mean(world_size: int, numel: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     """Each rank's values divided, and added in ascending rank order."""
-    scaled = [values_of(rank, numel, dtype) * (1 / world_size) for rank in range(world_size)]
+    scaled = [values_of(rank, numel, dtype).div_(world_size) for rank in range(world_size)]
     total = scaled[0]
     for term in scaled[1:]:
         total = total + term
@@ -123,7 +123,8 @@ def test_buckets_follow_each_other_from_two_threads(rank: int) -> None:
     for number, (bucket, underway) in enumerate(zip(buckets, waiting, strict=True)):
         underway.close()
         own = slice(0, 40) if rank == 0 else slice(40, 100_000)
-        torch.testing.assert_close(bucket[own], (mean(2, 100_000) * number)[own], rtol=1e-15, atol=1e-15)
+        terms = [values_of(other, 100_000) * number / 2 for other in range(2)]
+        assert torch.equal(bucket[own], (terms[0] + terms[1])[own])
 
 
 @pytest.mark.ranks(2, backend="gloo")

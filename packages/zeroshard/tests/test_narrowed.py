@@ -5,11 +5,10 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import pytest
 import torch
 from torch import nn, optim
 from zeroshard.local import LocalOptimizer
-from zeroshard.narrowed import Change, Portion
+from zeroshard.narrowed import Portion, may_step_in_pieces
 from zeroshard_core import TensorSpec, partition
 
 
@@ -41,7 +40,7 @@ def test_portions_step_as_the_whole_does() -> None:
             piece.tensor.grad = grad if index != 1 or number > 1 else None
             reference[index].grad = None if piece.tensor.grad is None else grad.clone()
         for portion in portions:
-            assert not portion.step({}).counts
+            portion.step({})
         plain.step()
     assert all(torch.equal(a, b) for a, b in zip(params, reference, strict=True))
     assert len(local.optim.param_groups[0]["params"]) == 2
@@ -61,13 +60,21 @@ def test_hyperparameters_are_those_of_the_moment() -> None:
     assert all(torch.equal(a, b - 2.0) for a, b in zip(params, before, strict=True))
 
 
-def test_changes_are_joined_and_applied_once() -> None:
-    inner = optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
-    change = Change({0: {"k": 1}})
-    change.join(Change({0: {"k": 1}}, {"count": 3}))
-    assert change.counts
-    change.apply(inner)
-    assert (inner.param_groups[0]["k"], vars(inner)["count"]) == (1, 3)
-    with pytest.raises(RuntimeError, match="keeps 'k' for all its tensors together"):
-        change.join(Change({0: {"k": 2}}))
-    assert not Change({0: {}}).counts
+def test_only_optimizers_that_keep_everything_per_tensor_are_stepped_in_pieces() -> None:
+    params = [torch.zeros(2, requires_grad=True)]
+
+    class Own(optim.SGD):
+        pass
+
+    class Declared(optim.SGD):
+        steps_in_pieces = True
+
+    assert may_step_in_pieces(optim.AdamW(params))
+    assert may_step_in_pieces(Declared(params))
+    assert not may_step_in_pieces(Own(params))
+    hooked = optim.SGD(params)
+    hooked.register_step_post_hook(lambda *_: None)
+    assert not may_step_in_pieces(hooked)
+    replaced = optim.SGD(params)
+    replaced.step = lambda closure=None: None  # type: ignore[method-assign]
+    assert not may_step_in_pieces(replaced)

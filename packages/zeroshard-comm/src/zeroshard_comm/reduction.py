@@ -193,19 +193,18 @@ class Underway:
     def _add_up(self, own: tuple[torch.Tensor, ...], receives: Sequence[Receive]) -> float:
         """Make the mean in ascending rank order, whoever owns it; return the seconds that were not spent waiting."""
         rank, world_size = self._reduction.ranks.rank, self._reduction.ranks.world_size
-        scale = 1 / world_size
         # Scaling by a power of two is exact, so it can be done while adding.
         exact = world_size & (world_size - 1) == 0
         spent = 0.0
         # Two terms can be added in either order: only from rank 2 on the sum of those before needs a place of its own.
         before = [receive for receive in receives if receive.peer < rank]
         first: Receive | None = None
-        torch._foreach_mul_(own, scale)
+        _divide(own, world_size)
         for number, receive in enumerate(receives):
             term = _cut(self._window.wait(receive, "backward()"), own)
             started = time.perf_counter()
             if len(before) > 1 and number < len(before):
-                torch._foreach_mul_(term, scale)
+                _divide(term, world_size)
                 if first is None:
                     first = receive
                     spent += time.perf_counter() - started
@@ -217,9 +216,9 @@ class Underway:
                     torch._foreach_add_(own, total)
                     self._window.release(first)
             elif exact:
-                torch._foreach_add_(own, term, alpha=scale)
+                torch._foreach_add_(own, term, alpha=1 / world_size)
             else:
-                torch._foreach_mul_(term, scale)
+                _divide(term, world_size)
                 torch._foreach_add_(own, term)
             spent += time.perf_counter() - started
             self._window.release(receive)
@@ -261,6 +260,11 @@ def _messages(runs: Sequence[Run], itemsize: int) -> Iterator[_Message]:
         filled += nbytes
     if small:
         yield _Message(tuple(small), filled)
+
+
+def _divide(tensors: Sequence[torch.Tensor], world_size: int) -> None:
+    # In bfloat16 a factor would be rounded before it is used, the number of ranks is not.
+    torch._foreach_div_(tensors, world_size)
 
 
 def _cut(received: torch.Tensor, like: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from threading import Lock
 
 KINDS = ("share", "reduce", "state", "control")
 
@@ -42,6 +43,10 @@ class Volume:
         )
 
 
+_adding = Lock()
+"""A backward's own thread and the one that works beside it count into the same totals."""
+
+
 @dataclass(slots=True)
 class Traffic:
     """Running totals of one object's communication; the exchanges and the control channel it was handed to add to it.
@@ -55,10 +60,8 @@ class Traffic:
 
     def add(self, kind: str, *, sent: int = 0, received: int = 0, calls: int = 0, waited: float = 0.0) -> None:
         """Add to the totals of ``kind``; sizes in bytes, ``waited`` in seconds."""
-        old = self.totals[kind]
-        self.totals[kind] = Volume(
-            old.bytes_sent + sent, old.bytes_received + received, old.calls + calls, old.seconds_waited + waited
-        )
+        with _adding:
+            self.totals[kind] += Volume(sent, received, calls, waited)
 
     def of(self, kind: str) -> Volume:
         """Return the totals of one kind.

@@ -87,9 +87,10 @@ def register_reduce_to_owner(
         )
     _check_ranks(ddp, optimizer)
     _check_parameters(ddp, optimizer)
+    follower = optimizer.follow_backward(Stepping.IN_STEP)
     ddp.register_comm_hook(optimizer, reduce_to_owner_hook)
     if overlap_forward:
-        ForwardWaits(ddp, optimizer.follow_backward(Stepping.IN_STEP))
+        ForwardWaits(ddp, follower)
 
 
 def hook_with_zero_step(
@@ -177,37 +178,59 @@ def _stepping(
     zero_of = weakref.ref(zero)
 
     def step_in_backward(state: Any, bucket: GradBucket) -> Future[torch.Tensor]:  # noqa: ANN401 - the inner hook's
-        if zero_of() is None:
+        zero = zero_of()
+        if zero is None:
             raise RuntimeError("the optimizer that this communication hook steps is gone: keep a reference to it")
-        return _receive(follower, bucket, hook(state, bucket) if reduces_elsewhere else None)
+        if not reduces_elsewhere and state is not None:
+            _check_group(state, zero)
+        return _receive(follower, bucket, (lambda: hook(state, bucket)) if reduces_elsewhere else None)
 
     return step_in_backward
 
 
 def _receive(
-    follower: BackwardFollower, bucket: GradBucket, reduced: Future[torch.Tensor] | None = None
+    follower: BackwardFollower, bucket: GradBucket, reduce: Callable[[], Future[torch.Tensor]] | None = None
 ) -> Future[torch.Tensor]:
     params = bucket.parameters()
-    done = follower.receive(
-        Bucket(
-            index=bucket.index(),
-            is_last=bucket.is_last(),
-            buffer=bucket.buffer(),
-            gradients=bucket.gradients(),
-            params=params,
-            present=tuple([param.grad is not None for param in params]),
-        ),
-        reduced,
+    # Before anybody else reduces it: compressing hooks put another buffer in its place.
+    found = Bucket(
+        index=bucket.index(),
+        is_last=bucket.is_last(),
+        buffer=bucket.buffer(),
+        gradients=bucket.gradients(),
+        params=params,
+        present=tuple([param.grad is not None for param in params]),
     )
-    if bucket.is_last():
+    begins = not follower.in_backward
+    done = follower.receive(found, reduce() if reduce is not None else None)
+    if found.is_last:
         if torch._C._current_graph_task_id() == -1:
             # A rank that has run out of data: DDP calls the hook without a backward.
             follower.end()
         else:
-            # DDP queues the callback that writes gradients behind this one, and that which this one queues comes last.
-            engine = torch.autograd.Variable._execution_engine
-            engine.queue_callback(lambda: engine.queue_callback(follower.end))
+            _behind_ddp(follower.end)
+    elif begins:
+        _behind_ddp(follower.end_if_unannounced)
     return done
+
+
+def _behind_ddp(call: Callable[[], None]) -> None:
+    """Call something at the end of backward, behind what DDP does there.
+
+    DDP queues the callback that writes gradients behind this one, and what this one queues comes last.
+    """
+    engine = torch.autograd.Variable._execution_engine
+    engine.queue_callback(lambda: engine.queue_callback(call))
+
+
+def _check_group(state: object, zero: ZeroRedundancyOptimizer) -> None:
+    if isinstance(state, dist.ProcessGroup):
+        theirs, ours = dist.get_process_group_ranks(state), dist.get_process_group_ranks(zero.process_group)
+        if theirs != ours:
+            raise ValueError(
+                f"allreduce_hook was registered with a group of the ranks {theirs}, and the optimizer works on {ours}: "
+                f"give both the same process group"
+            )
 
 
 def _check_ranks(ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer) -> None:

@@ -106,7 +106,8 @@ class Collectives:
             roots = self._roots.setdefault(group, {})
             roots[number] = operation.root
             roots.pop(number - _ROOTS_KEPT, None)
-        text = f"{number} {operation.name} {operation.amounts} {operation.root}"
+        # Without the number: messages that another thread issues meanwhile make it uncertain, and the order counts.
+        text = f"{operation.name} {operation.amounts} {operation.root}"
         self._digests[group] = zlib.crc32(text.encode(), self._digests.get(group, 0))
         self._journal.write(key, number, operation)
         return number

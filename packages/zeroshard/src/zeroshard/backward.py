@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch.futures import Future
@@ -53,6 +54,7 @@ class BackwardFollower:
             RuntimeError: if an earlier backward or step could not be finished.
             ValueError: if the optimizer does not have a parameter of the bucket, or its gradients cannot be sent.
         """
+        bucket = self._numbered(bucket)
         may_step = False
         if bucket.index == 0:
             self._unseen = self._pipeline.still_arriving()
@@ -62,6 +64,39 @@ class BackwardFollower:
         if bucket.index == 0 and self.stepping is not Stepping.IN_STEP:
             may_step = self._engine.begin_backward(self._groups())
         return self._pipeline.receive(bucket, reduced=reduced, may_step=may_step)
+
+    def _numbered(self, bucket: Bucket) -> Bucket:
+        """Number the buckets by their arrival: in the first backward of a static graph, DDP calls all of them 0.
+
+        Raises:
+            RuntimeError: if they are of two models, or an earlier backward did not come to its end.
+        """
+        pipeline = self._pipeline
+        if not pipeline.in_backward:
+            return bucket
+        before = pipeline.arrived
+        seen = {param for other in before for param in other.params}
+        if not seen.isdisjoint(bucket.params):
+            raise pipeline.broken_by(RuntimeError("an earlier backward did not come to its end on this rank"))
+        if before[-1].is_last or bucket.index not in (0, len(before)):
+            raise pipeline.broken_by(
+                RuntimeError(
+                    "buckets of two models arrive in one backward: with a communication hook of zeroshard, each model "
+                    "in DistributedDataParallel needs an optimizer and a backward of its own"
+                )
+            )
+        return replace(bucket, index=len(before), announced=bucket.index)
+
+    def end_if_unannounced(self) -> None:
+        """End a backward of which no bucket was announced as the last, as the first one of a static graph."""
+        arrived = self._pipeline.arrived
+        if self._pipeline.in_backward and len(arrived) > 1 and not any(bucket.announced for bucket in arrived):
+            self.end()
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward hands over buckets."""
+        return self._pipeline.in_backward
 
     @property
     def arriving(self) -> bool:

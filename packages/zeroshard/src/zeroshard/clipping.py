@@ -16,6 +16,7 @@ def clip_over_ranks(
     gradients: Callable[[], Sequence[torch.Tensor]],
     max_norm: float,
     norm_type: float,
+    dtype: torch.dtype,
     *,
     error_if_nonfinite: bool,
 ) -> torch.Tensor:
@@ -26,10 +27,11 @@ def clip_over_ranks(
         gradients: returns this rank's; every element is held by one rank alone.
         max_norm: the largest norm that is left as it is.
         norm_type: the p of the p-norm; ``inf`` for the largest magnitude.
+        dtype: of the result.
         error_if_nonfinite: whether a norm that is infinite or NaN is an error.
 
     Returns:
-        The norm before, 0-dim: the same on all ranks, in the dtype of the gradients.
+        The norm before, 0-dim, the same on all ranks.
 
     Raises:
         RuntimeError: if the norm is not finite, and that is to be an error.
@@ -49,7 +51,13 @@ def clip_over_ranks(
     except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
         failure = error
     try:
-        control.meet("clip_grad_norm_()", digest, error=failure)
+        control.meet(
+            "clip_grad_norm_()",
+            digest,
+            error=failure,
+            detail=lambda: f"max_norm={max_norm}, norm_type={norm_type}, error_if_nonfinite={error_if_nonfinite}",
+            explain=lambda here, there, rank, other: f"rank {rank} called it with {here}, rank {other} with {there}",
+        )
     finally:
         del failure
     parts = torch.tensor(control.collect(mine, "clip_grad_norm_()"), dtype=torch.float64, device="cpu")
@@ -63,4 +71,4 @@ def clip_over_ranks(
     # As torch: NaN is not less than 1, and spreads.
     if held and not scale >= 1.0:
         torch._foreach_mul_(list(held), scale)
-    return torch.tensor(total, dtype=held[0].dtype if held else torch.get_default_dtype(), device="cpu")
+    return torch.tensor(total, dtype=dtype, device="cpu")

@@ -233,7 +233,7 @@ class Engine:
             Whether they may be: nothing has changed that the ranks have to talk about. Else they are stepped, or an
             error raised, by the :meth:`step` that ends this backward.
         """
-        self._begun = self._observe(groups)
+        self._begun = self._observe(groups, in_backward=True)
         layout, problem = self._begun
         return problem is None and layout is self.layout
 
@@ -345,11 +345,13 @@ class Engine:
 
         return evaluate
 
-    def _observe(self, groups: Sequence[ParamGroup]) -> tuple[Layout, Exception | None]:
+    def _observe(self, groups: Sequence[ParamGroup], *, in_backward: bool = False) -> tuple[Layout, Exception | None]:
         """As :meth:`followed`, before a step; hand back what is wrong instead of raising it."""
         try:
             layout = self.followed(groups)
             self.local.check_gradients()
+            if self.pipeline is not None and not in_backward and not self.pipeline.routed:
+                self.pipeline.refuse_unreduced()
         except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
             return self.layout, error
         return layout, None

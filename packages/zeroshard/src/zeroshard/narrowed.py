@@ -1,9 +1,10 @@
 """Stepping some pieces of the local optimizer at a time: on a copy of it that is narrowed to them.
 
 The copy shares the inner optimizer's state and has param groups of its own, so nobody ever sees the real ones narrowed.
-An optimizer that counts in its param groups (schedule-free ones do) would count once per portion: that is noticed at
-the first portion. Its change is not seen by the other portions of the same step, which are stepped from the same values
-as the first, and applied once behind them; from the next step on such an optimizer is stepped whole.
+That is right only for optimizers that keep nothing for all their tensors together: one that counts its steps in a param
+group or in itself would count once per portion, and one that wraps another would step all of that one's tensors. It
+cannot be seen from outside whether a class does such things, so only classes that are known not to are stepped in
+pieces; all others are stepped whole.
 """
 
 from __future__ import annotations
@@ -17,7 +18,41 @@ from torch import optim
 from zeroshard.local import NOT_SYNCED, LocalOptimizer, Piece, unwrapped_step
 from zeroshard.parameters import ParamGroup
 
-_PLAIN = (int, float, str, bool, type(None))
+STEPPED_IN_PIECES: frozenset[type[optim.Optimizer]] = frozenset(
+    {
+        optim.ASGD,
+        optim.Adadelta,
+        optim.Adafactor,
+        optim.Adagrad,
+        optim.Adam,
+        optim.AdamW,
+        optim.Adamax,
+        optim.Muon,
+        optim.NAdam,
+        optim.RAdam,
+        optim.RMSprop,
+        optim.Rprop,
+        optim.SGD,
+        optim.SparseAdam,
+    }
+)
+"""The classes of torch.optim that keep all state per tensor. A subclass may not."""
+
+
+def may_step_in_pieces(inner: optim.Optimizer) -> bool:
+    """Tell whether an optimizer may be stepped tensor by tensor.
+
+    Args:
+        inner: the local optimizer's.
+
+    Returns:
+        True for the classes of torch.optim that keep all state per tensor, and for a class with an attribute
+        ``steps_in_pieces = True``; False if its step was replaced on the object, or it has step hooks of its own, which
+        are to be called once.
+    """
+    if "step" in vars(inner) or inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks:
+        return False
+    return type(inner) in STEPPED_IN_PIECES or getattr(type(inner), "steps_in_pieces", False) is True
 
 
 class Portion:
@@ -46,17 +81,14 @@ class Portion:
                 self._groups.append((number, narrowed))
         self._copy: optim.Optimizer = object.__new__(type(self._inner))
 
-    def step(self, arguments: Mapping[str, Any]) -> Change:
+    def step(self, arguments: Mapping[str, Any]) -> None:
         """Step the pieces that have a gradient, with the hyperparameters that the inner optimizer has now.
 
         Args:
             arguments: keyword arguments of the inner step.
-
-        Returns:
-            What the step has written to the groups and to the optimizer itself, for :meth:`Change.apply`.
         """
         if not self._groups:
-            return Change()
+            return
         inner, copied = self._inner, self._copy
         for number, narrowed in self._groups:
             for key, value in inner.param_groups[number].items():
@@ -67,83 +99,3 @@ class Portion:
         # In a thread of our own gradients would be recorded.
         with torch.no_grad():
             unwrapped_step(type(inner))(copied, **arguments)
-        return Change(
-            {
-                number: {
-                    key: value
-                    for key, value in narrowed.items()
-                    if key not in NOT_SYNCED and _differs(value, inner.param_groups[number].get(key, _ABSENT))
-                }
-                for number, narrowed in self._groups
-            },
-            {
-                key: value
-                for key, value in vars(copied).items()
-                if key != "param_groups" and _differs(value, vars(inner).get(key, _ABSENT))
-            },
-        )
-
-
-class Change:
-    """What stepping portions has written beside parameters and state.
-
-    Args:
-        groups: by number of the param group, what is new there.
-        attributes: what is new in the optimizer itself.
-    """
-
-    def __init__(
-        self, groups: Mapping[int, Mapping[str, Any]] | None = None, attributes: Mapping[str, Any] | None = None
-    ) -> None:
-        self._groups = {number: dict(values) for number, values in (groups or {}).items()}
-        self._attributes = dict(attributes or {})
-
-    @property
-    def counts(self) -> bool:
-        """Whether there is anything: the optimizer then keeps counters that all its tensors share."""
-        return bool(self._attributes) or any(self._groups.values())
-
-    def join(self, other: Change) -> None:
-        """Take in what another portion of the same step has written.
-
-        Raises:
-            RuntimeError: if two portions have written different values: they depend on the tensors.
-        """
-        for number, values in other._groups.items():
-            mine = self._groups.setdefault(number, {})
-            for key, value in values.items():
-                self._check(key, mine.get(key, value), value)
-                mine[key] = value
-        for key, value in other._attributes.items():
-            self._check(key, self._attributes.get(key, value), value)
-            self._attributes[key] = value
-
-    def apply(self, inner: optim.Optimizer) -> None:
-        """Write it to the inner optimizer, once per step."""
-        for number, values in self._groups.items():
-            inner.param_groups[number].update(values)
-        vars(inner).update(self._attributes)
-
-    def _check(self, key: str, mine: object, other: object) -> None:
-        if _differs(mine, other):
-            raise RuntimeError(
-                f"the optimizer keeps {key!r} for all its tensors together, and it came out as {mine!r} for some of "
-                f"them and {other!r} for others: it cannot be stepped bucket by bucket. Use it without a DDP hook"
-            )
-
-
-_ABSENT = object()
-
-
-def _differs(value: object, before: object) -> bool:
-    if value is before:
-        return False
-    if isinstance(value, _PLAIN) and isinstance(before, _PLAIN):
-        # NaN is no change either.
-        return value != before and not (value != value and before != before)
-    return True
-
-
-def steps_by_itself(inner: optim.Optimizer) -> bool:
-    """Tell whether the inner optimizer's step was replaced on the object, so that it cannot be run on a copy."""
-    return "step" in vars(inner)

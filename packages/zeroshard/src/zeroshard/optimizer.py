@@ -266,7 +266,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             PeerLostError: if a rank is gone.
         """
         pipeline = self._engine.pipeline
-        if pipeline is None or not pipeline.routed:
+        if pipeline is None:
             return torch.nn.utils.clip_grad_norm_(
                 self._engine.params, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
             )
@@ -276,7 +276,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 "clip; use reduce_to_owner_hook, and clip between backward() and step()"
             )
         return clip_over_ranks(
-            self._engine.control, pipeline.gradients, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
+            self._engine.control,
+            pipeline.gradients,
+            max_norm,
+            norm_type,
+            self._engine.params[0].dtype,
+            error_if_nonfinite=error_if_nonfinite,
         )
 
     def follow_backward(self, stepping: Stepping) -> BackwardFollower:
@@ -306,6 +311,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Returns:
             The handle that removes the hook.
         """
+        if self._overlap_with_ddp:
+            raise ValueError(
+                "this optimizer is stepped during backward by its communication hook, and a step pre-hook would be "
+                "called behind the step; use reduce_to_owner_hook"
+            )
 
         # Not a method, and without this object: it would be kept alive by its own hooks.
         def guarded(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]] | None:  # noqa: ANN401 - as torch's hooks

@@ -36,9 +36,9 @@ from zeroshard_core import Plan, is_dense, storage_view
 
 from zeroshard.layout import Layout
 from zeroshard.local import LocalOptimizer
-from zeroshard.narrowed import Change, Portion, steps_by_itself
+from zeroshard.narrowed import Portion, may_step_in_pieces
 from zeroshard.reduced_gradient import ReducedGradient
-from zeroshard.route import Bucket, Route
+from zeroshard.route import Bucket, Route, whole_gradient
 from zeroshard.worker import Worker
 
 TAG_BUCKETS = 0x5A530032
@@ -86,11 +86,13 @@ class Pipeline:
         self._carried: dict[int, torch.Tensor] = {}
         self._rebuilt: dict[int, int] = {}
         self._backwards = 0
-        self._in_backward = False
+        self.in_backward = False
+        """Whether a backward hands over buckets, from its first one on."""
         self._underway: list[Underway] = []
+        self._touched: set[int] = set()
+        self._known: frozenset[int] = frozenset()
+        self._is_new = False
         self._may_step = False
-        self._whole = False
-        self._change = Change()
         self._arriving: PackedShare | None = None
         self.defers = False
         """Whether steps return while parameters are still arriving; changed by who waits for them then."""
@@ -144,7 +146,6 @@ class Pipeline:
         self._place = {
             tensor: (route, place) for route in self._routes.values() for place, tensor in enumerate(route.tensors)
         }
-        self._touched: set[int] = set()
         rest = [i for i, is_active in enumerate(self._layout.active) if is_active and i not in self._place]
         self._rest = [self._local.pieces[i] for i in rest if i in self._local.pieces]
         self._rest_params = [self._params[i] for i in rest]
@@ -181,21 +182,19 @@ class Pipeline:
             ValueError: if the optimizer does not have a parameter of the bucket.
         """
         self.refuse_broken()
-        if bucket.index == 0:
-            if self._in_backward:
-                self._break(RuntimeError("an earlier backward did not finish on this rank"))
-                self.refuse_broken()
-            self._in_backward, self._may_step, self._order = True, may_step, []
-            self._change, self._failure = Change(), None
-            self._backwards += 1
-            self._rebuilt.clear()
         try:
+            if bucket.index == 0:
+                self._begin(may_step=may_step)
             route = self._route(bucket)
             self._order.append(bucket.index)
             note = Note((self._backwards, bucket.index, 0, 0), bucket.present)
             underway = route.reduction.begin(None if reduced is not None else bucket.buffer, note, self._window)
-            if self._may_step:
-                route.expect(self._exchange)
+            if self._may_step and may_step_in_pieces(self._local.optim):
+                if self.stepping is Stepping.IN_BACKWARD:
+                    route.expect(self._exchange)
+                elif bucket.is_last:
+                    for index in self._order:
+                        self._routes[index].expect(self._exchange)
         except BaseException as error:
             self._break(error)
             raise
@@ -207,6 +206,17 @@ class Pipeline:
             for index in self._order:
                 self._worker.submit(lambda index=index: self._step_early(self._routes[index]))  # type: ignore[misc]
         return done
+
+    @property
+    def arrived(self) -> Sequence[Bucket]:
+        """The buckets of this backward that have arrived, or of the last one."""
+        return [route.bucket for route in self._in_order()]
+
+    def _begin(self, *, may_step: bool) -> None:
+        self.in_backward, self._may_step, self._order = True, may_step, []
+        self._failure = None
+        self._backwards += 1
+        self._rebuilt.clear()
 
     def finish_backward(self) -> None:
         """Wait until every gradient lies at its owner, and put what refuses to be read in its place.
@@ -223,10 +233,15 @@ class Pipeline:
             self._break(error)
             raise
         finally:
-            self._in_backward = False
+            self.in_backward = False
             self._underway.clear()
-        for index in self._order:
-            route = self._routes[index]
+        if self._is_new:
+            # After a rebuild there may be fewer.
+            self._is_new = False
+            self._routes = {index: self._routes[index] for index in self._order}
+            self._known = frozenset([tensor for route in self._routes.values() for tensor in route.tensors])
+            self._lay_out_rest()
+        for route in self._in_order():
             for param, stand_in in zip(route.params, route.stand_ins, strict=True):
                 if param.grad is not None:
                     param.grad = stand_in
@@ -263,14 +278,16 @@ class Pipeline:
         self._routes[bucket.index] = route
         # Others keep the routes that they had before a rebuild until their own new bucket comes.
         self._place.update({tensor: (route, place) for place, tensor in enumerate(tensors)})
-        if bucket.is_last:
-            # After a rebuild there may be fewer.
-            self._routes = {index: known for index, known in self._routes.items() if index <= bucket.index}
-            self._lay_out_rest()
+        self._is_new = True
         self._window.limit(window_bytes([r.bucket.buffer.nbytes for r in self._routes.values()]))
         return route
 
     def _checked(self, bucket: Bucket) -> list[int]:
+        """Return the indices of the bucket's parameters.
+
+        Raises:
+            ValueError: if the optimizer does not have one, or their gradients cannot be sent.
+        """
         tensors: list[int] = []
         for place, param in enumerate(bucket.params):
             index = self._index_of.get(param)
@@ -293,7 +310,14 @@ class Pipeline:
                     f"{bucket.gradients[place].dtype}; mixed precision of DistributedDataParallel cannot be combined "
                     f"with the hooks of zeroshard"
                 )
+            _check_order(bucket, place, f"tensor {index} {name!r}")
             tensors.append(index)
+        if self._known and self._known.isdisjoint(tensors):
+            raise ValueError(
+                f"bucket {bucket.index} has none of the parameters that were reduced before: two models in "
+                f"DistributedDataParallel cannot have one optimizer with a communication hook of zeroshard; give each "
+                f"of them its own"
+            )
         return tensors
 
     def _finish(
@@ -315,6 +339,11 @@ class Pipeline:
                 self._check(notes)
                 if reduced is not None:
                     result = reduced.wait()
+                    if result.numel() != buffer.numel():
+                        raise ValueError(
+                            f"the communication hook that reduces gradients has returned {result.numel()} elements for "
+                            f"a bucket of {buffer.numel()}"
+                        )
                     if result.data_ptr() != buffer.data_ptr():
                         buffer.copy_(result.view(-1))
                 underway.finish()
@@ -355,10 +384,10 @@ class Pipeline:
 
     def _step_early(self, route: Route) -> None:
         """Worker: step a bucket during backward, and send it."""
-        if self._broken is not None or self._failure is not None or not self._piecewise():
+        if self._broken is not None or self._failure is not None or not may_step_in_pieces(self._local.optim):
             return
         try:
-            self._step_route(route, route.present, {})
+            route.step(route.present, {})
         except Exception as error:  # noqa: BLE001 - reported with the statuses, when all have sent what they owe
             self._failure = error
             return
@@ -384,32 +413,24 @@ class Pipeline:
             finally:
                 del failure
         present = [self._there(route) for route in self._in_order()]
-        if not self._piecewise():
+        if not may_step_in_pieces(self._local.optim):
             return self._step_whole(arguments)
         keywords = dict(arguments)
         for route in self._in_order():
             route.expect(self._exchange)
         for route, there in zip(self._in_order(), present, strict=True):
             if not (self._may_step and route.stepped):
-                self._step_route(route, there, keywords)
+                route.step(there, keywords)
                 route.send(self._exchange)
         if self._rest:
             self._local.bind_gradients(self._rest)
             try:
-                self._change.join(self._rest_portion.step(keywords))
+                self._rest_portion.step(keywords)
             finally:
                 for piece in self._rest:
                     piece.tensor.grad = None
         self._may_step = False
-        change, self._change = self._change, Change()
-        change.apply(self._local.optim)
         return None
-
-    def _step_route(self, route: Route, present: tuple[bool, ...], arguments: dict[str, Any]) -> None:
-        change = route.step(present, arguments)
-        if change.counts:
-            self._whole = True
-        self._change.join(change)
 
     def _step_whole(self, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as the inner step
         """Step everything in one call of the inner optimizer."""
@@ -423,14 +444,6 @@ class Pipeline:
             self._may_step = False
             for piece in self._rest:
                 piece.tensor.grad = None
-
-    def _piecewise(self) -> bool:
-        """Whether the inner optimizer may be stepped bucket by bucket."""
-        inner = self._local.optim
-        if self._whole and not self._change.counts:
-            return False
-        hooked = inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks
-        return not (steps_by_itself(inner) or hooked)
 
     def _there(self, route: Route) -> tuple[bool, ...]:
         """Tell per tensor of a bucket whether it has a gradient to be stepped with.
@@ -446,11 +459,14 @@ class Pipeline:
                 continue
             # DDP may have replaced it in a forward; the route still has the reduced one then.
             if self._rebuilt.get(tensor) != grad.data_ptr():
-                raise RuntimeError(
-                    f"the gradient of tensor {tensor} {self._layout.plan.tensors[tensor].name!r} has not been "
-                    f"reduced: the last backward() before step() must not be inside no_sync()"
-                )
+                raise self._unreduced(tensor)
         return tuple([is_present and grad is not None for is_present, grad in zip(route.present, grads, strict=True)])
+
+    def _unreduced(self, tensor: int) -> RuntimeError:
+        return RuntimeError(
+            f"the gradient of tensor {tensor} {self._layout.plan.tensors[tensor].name!r} has not been reduced: the "
+            f"last backward() before step() must not be inside no_sync()"
+        )
 
     def _in_order(self) -> list[Route]:
         return [self._routes[index] for index in self._order if index in self._routes]
@@ -463,12 +479,15 @@ class Pipeline:
         """
         for route in self._in_order():
             self._there(route)
+        if not self._routes:
+            for tensor, param in enumerate(self._params):
+                if param.grad is not None:
+                    raise self._unreduced(tensor)
 
     def bind(self) -> None:
         """Hand the local optimizer all gradients, for somebody else to step it, and regard them as used."""
         for route in self._in_order():
             route.bind(self._there(route))
-            route.unbind()
             route.stepped = True
 
     # ------------------------------------------------------------------ sharing
@@ -564,7 +583,12 @@ class Pipeline:
     # ------------------------------------------------------------------ gradients
 
     def gradients(self) -> list[torch.Tensor]:
-        """Return this rank's parts of all gradients that the next step will use."""
+        """Return this rank's parts of all gradients that the next step will use.
+
+        Raises:
+            RuntimeError: if gradients were accumulated on this rank that were never reduced.
+        """
+        self.refuse_unreduced()
         found: list[torch.Tensor] = []
         for route in self._in_order():
             for place, is_there in enumerate(self._there(route)):
@@ -602,21 +626,25 @@ class Pipeline:
         if gradient is not None:
             gradient.zero_()
 
-    def rebuilt(self, tensor: int, place: torch.Tensor) -> None:
-        """Carry a gradient over a rebuild of DDP's buckets; see :class:`~zeroshard.reduced_gradient.Keeper`.
+    def replaced(self, tensor: int, place: torch.Tensor) -> None:
+        """Carry a gradient over into a bucket; see :class:`~zeroshard.reduced_gradient.Keeper`.
 
-        Its owner puts it into the new bucket, times the number of ranks, by which the next reduction divides; so it is
-        added to if a further backward comes before the step, and discarded by whatever discards gradients.
+        DDP copies gradients into its buckets when it rebuilds them in a forward, and those of parameters that a
+        backward did not use. The owner puts in what was reduced before, times the number of ranks, by which the
+        reduction divides; so it is added to if a further backward comes before the step, and discarded by whatever
+        discards gradients. Nobody else puts in anything.
         """
         route, position = self._place[tensor]
-        if route.stepped or tensor in route.zeroed:
-            return
-        gradient = route.owned_gradient(position)
+        gradient = None if route.stepped or tensor in route.zeroed else route.owned_gradient(position)
+        # The place may be where it lies.
+        gradient = gradient.clone() if gradient is not None else None
+        place.zero_()
         if gradient is not None:
             piece = self._local.pieces[tensor]
             own = storage_view(place)[piece.shard.start : piece.shard.stop] if piece.is_cut else place
             own.copy_(gradient).mul_(self._ranks.world_size)
-        self._rebuilt[tensor] = place.data_ptr()
+        if not route.stepped and tensor not in route.zeroed:
+            self._rebuilt[tensor] = place.data_ptr()
 
     def advice(self, operation: str) -> str:
         """Say what to call instead; see :class:`~zeroshard.reduced_gradient.Keeper`."""
@@ -625,7 +653,11 @@ class Pipeline:
             return (
                 "a GradScaler cannot be combined with gradients that are sent to their owners. Use bfloat16, which "
                 "needs none, or train without a communication hook"
-                + (" (this one has stepped during backward already)" if early else "")
+                + (
+                    ". This one has stepped during backward, with the scaled gradients: load a checkpoint"
+                    if early
+                    else ""
+                )
             )
         if early:
             return (
@@ -638,6 +670,11 @@ class Pipeline:
         )
 
     # ------------------------------------------------------------------ failing
+
+    def broken_by(self, error: RuntimeError) -> RuntimeError:
+        """Take note that nothing can be finished any more, and return the error to be raised."""
+        self._break(error)
+        return error
 
     def _break(self, error: BaseException) -> None:
         if self._broken is None:
@@ -668,6 +705,23 @@ def _refuse(params: Sequence[torch.Tensor], layout: Layout) -> None:
             )
         if is_active and param.device.type != "cpu":
             raise ValueError(f"tensor {index} {name!r} is on {param.device}: the hooks of this version work on the CPU")
+
+
+def _check_order(bucket: Bucket, place: int, title: str) -> None:
+    """Raise if a gradient does not lie in its bucket in the order of its parameter's elements.
+
+    DDP lays out its buckets when it is built, and once more later. Looked at once per bucket, since it reads all of it.
+    """
+    param, grad = bucket.params[place], bucket.params[place].grad
+    if param.dim() < 2 or grad is None or type(grad) is ReducedGradient or not bucket.present[place]:
+        return
+    offset = int(bucket.gradients[place].storage_offset()) - int(bucket.buffer.storage_offset())
+    view = whole_gradient(bucket.buffer, offset, param.shape, param.stride())
+    if not bool(((view == grad) | (grad != grad)).all()):
+        raise ValueError(
+            f"{title} has changed its memory format since DistributedDataParallel was built, which still lays out its "
+            f"gradients in the old one: convert the model before"
+        )
 
 
 def _with_bucket(layout: Layout, bucket: Bucket, tensors: Sequence[int], offsets: Sequence[int]) -> Declaration:

@@ -8,8 +8,11 @@ it can be set to None or to zero, stepped, and added to by a further backward.
 
 from __future__ import annotations
 
+import sys
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from types import FrameType
+from typing import Any, NoReturn, Protocol
 
 import torch
 
@@ -29,8 +32,12 @@ class Keeper(Protocol):
     def zero(self, tensor: int) -> None:
         """Set the reduced gradient of a tensor to zero."""
 
-    def rebuilt(self, tensor: int, place: torch.Tensor) -> None:
-        """Take note that DDP has rebuilt its buckets, and that ``place``, zero, is the tensor's gradient now."""
+    def replaced(self, tensor: int, place: torch.Tensor) -> None:
+        """Write into ``place`` what is to be in a bucket in place of the reduced gradient."""
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward hands over buckets."""
 
     def advice(self, operation: str) -> str:
         """Say why an operation cannot be done, and what to call instead."""
@@ -51,7 +58,7 @@ class ReducedGradient(torch.Tensor):
 
     _tensor: int
     _title: str
-    _keeper: Keeper
+    _keeper_of: weakref.ref[Keeper]
     _local: torch.Tensor | None
 
     @staticmethod
@@ -64,7 +71,9 @@ class ReducedGradient(torch.Tensor):
         )
 
     def __init__(self, param: torch.Tensor, tensor: int, name: str, keeper: Keeper) -> None:  # noqa: ARG002 - as __new__
-        self._tensor, self._title, self._keeper, self._local = tensor, name, keeper, None
+        self._tensor, self._title, self._local = tensor, name, None
+        # Weakly: the keeper knows the parameter, whose gradient this is, and such a circle is never collected.
+        self._keeper_of = weakref.ref(keeper)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override] # noqa: ANN401 - torch's
         """Describe it, without values."""
@@ -81,23 +90,60 @@ class ReducedGradient(torch.Tensor):
         """Do the few things that training loops do with a gradient that is not read; refuse all others."""
         known = _ALLOWED.get(func)
         if known is not None:
-            return known(*args)
+            return known(*args, **(kwargs or {}))
         flat = [item for arg in args for item in (arg if isinstance(arg, (list, tuple)) else [arg])]
         found = next(item for item in flat if isinstance(item, ReducedGradient))
-        raise RuntimeError(
-            f"the gradient of {found._title!r} lies at its owner, and {func} cannot be done with it: "
-            f"{found._keeper.advice(str(func))}"
-        )
+        raise found._refusal(str(func))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ReducedGradient:
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         """Refuse: a copy would belong to no parameter.
 
         Raises:
             RuntimeError: always.
         """
-        raise RuntimeError(
-            f"the gradient of {self._title!r} lies at its owner and cannot be copied: call zero_grad() before copying "
-            f"the model"
+        raise self._uncopied()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:  # noqa: ANN401 - as in object
+        """Refuse to be pickled.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise self._uncopied()
+
+    def share_memory_(self) -> NoReturn:
+        """Refuse: there is no memory.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise self._uncopied()
+
+    def untyped_storage(self) -> NoReturn:
+        """Refuse: there is no memory.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise self._refusal("untyped_storage")
+
+    @property
+    def _keeper(self) -> Keeper:
+        keeper = self._keeper_of()
+        if keeper is None:
+            raise RuntimeError(f"the optimizer that had the gradient of {self._title!r} is gone: call zero_grad()")
+        return keeper
+
+    def _refusal(self, operation: str) -> RuntimeError:
+        return RuntimeError(
+            f"the gradient of {self._title!r} lies at its owner, and {operation} cannot be done with it: "
+            f"{self._keeper.advice(operation)}"
+        )
+
+    def _uncopied(self) -> RuntimeError:
+        return RuntimeError(
+            f"the gradient of {self._title!r} lies at its owner and can be neither copied nor moved: call zero_grad() "
+            f"before copying, pickling or sharing the model"
         )
 
 
@@ -116,14 +162,20 @@ def _foreach_zero(gradients: Sequence[torch.Tensor]) -> None:
         gradient.zero_()
 
 
-def _add(gradient: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Add what a further backward has computed, as autograd does."""
-    if not isinstance(gradient, ReducedGradient) or isinstance(other, ReducedGradient):
+def _convert(gradient: ReducedGradient, *, dtype: Any = None, device: Any = None, **_: object) -> ReducedGradient:  # noqa: ANN401 - torch's
+    """Follow a model that is converted, with nothing but the name of what it converts."""
+    like = torch.empty_strided(
+        gradient.shape, gradient.stride(), dtype=dtype or gradient.dtype, device=device or gradient.device
+    )
+    return ReducedGradient(like, gradient._tensor, gradient._title, gradient._keeper)
+
+
+def _add(gradient: torch.Tensor, other: torch.Tensor, **options: object) -> torch.Tensor:
+    """Add what a further backward has computed, as autograd does, and nobody else may."""
+    by_autograd = torch._C._current_graph_task_id() != -1 and not options
+    if not by_autograd or not isinstance(gradient, ReducedGradient) or isinstance(other, ReducedGradient):
         held = next(item for item in (gradient, other) if isinstance(item, ReducedGradient))
-        raise RuntimeError(
-            f"the gradient of {held._title!r} lies at its owner, and cannot be added to something: "
-            f"{held._keeper.advice('add')}"
-        )
+        raise held._refusal("adding")
     if gradient._local is None:
         gradient._keeper.carry(gradient._tensor)
         gradient._local = torch.empty_strided(
@@ -134,18 +186,30 @@ def _add(gradient: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return gradient
 
 
-def _copy(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """Move this rank's own values, as DDP does between a gradient and its bucket."""
+def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    """Move this rank's own values, as DDP does between a gradient and its bucket, and nobody else may."""
+    held = target if isinstance(target, ReducedGradient) else source
+    assert isinstance(held, ReducedGradient)
+    if not (held._keeper.in_backward or torch._C._current_graph_task_id() != -1 or _is_rebuild()):
+        raise held._refusal("copying")
     if isinstance(target, ReducedGradient):
         # DDP copies the bucket back after the reduction; what it brings lies in the bucket.
         target._local = None
         return target
-    assert isinstance(source, ReducedGradient)
-    if source._local is not None:
-        return target.copy_(source._local)
-    target.zero_()
-    source._keeper.rebuilt(source._tensor, target)
+    if held._local is not None:
+        return target.copy_(held._local, non_blocking=non_blocking)
+    held._keeper.replaced(held._tensor, target)
     return target
+
+
+def _is_rebuild() -> bool:
+    """Whether DDP is at work in a forward: it rebuilds its buckets then, from C++ that Python's DDP has called."""
+    frame: FrameType | None = sys._getframe()
+    for _ in range(8):
+        frame = frame.f_back if frame is not None else None
+        if frame is not None and frame.f_globals.get("__name__") == "torch.nn.parallel.distributed":
+            return True
+    return False
 
 
 _ALLOWED: dict[Any, Callable[..., Any]] = {
@@ -154,5 +218,6 @@ _ALLOWED: dict[Any, Callable[..., Any]] = {
     _aten._foreach_zero_.default: _foreach_zero,
     _aten.add_.Tensor: _add,
     _aten.add.Tensor: _add,
+    _aten._to_copy.default: _convert,
     _aten.copy_.default: _copy,
 }

@@ -10,7 +10,7 @@ from zeroshard_comm import PackedShare, PointToPointExchange, RankGroup, Reducti
 from zeroshard_core import Plan, Run, storage_view
 
 from zeroshard.local import LocalOptimizer
-from zeroshard.narrowed import Change, Portion
+from zeroshard.narrowed import Portion
 from zeroshard.reduced_gradient import ReducedGradient
 
 
@@ -25,6 +25,7 @@ class Bucket:
         gradients: views of the buffer, each in the shape of its parameter.
         params: the parameters.
         present: per parameter, whether this rank has computed a gradient for it.
+        announced: the number that the framework gave it, where that was another one.
     """
 
     index: int
@@ -33,6 +34,7 @@ class Bucket:
     gradients: Sequence[torch.Tensor]
     params: Sequence[torch.Tensor]
     present: tuple[bool, ...]
+    announced: int = 0
 
 
 class Route:
@@ -48,6 +50,8 @@ class Route:
 
     Attributes:
         tensors: as given.
+        offsets: per tensor, its first element in the bucket.
+        strides: per tensor, those by which its gradient lies in the bucket.
         params: the parameters.
         reduction: the messages to the owners.
         portion: steps what this rank owns of the bucket.
@@ -71,6 +75,7 @@ class Route:
         self.params = list(bucket.params)
         self.bucket = bucket
         self.offsets = [int(grad.storage_offset()) - int(bucket.buffer.storage_offset()) for grad in bucket.gradients]
+        self.strides = [param.stride() for param in bucket.params]
         self.present: tuple[bool, ...] = (False,) * len(self.tensors)
         self.stand_ins: list[ReducedGradient] = []
         self.stepped = False
@@ -78,7 +83,18 @@ class Route:
         self.follow(plan, local)
 
     def follow(self, plan: Plan, local: LocalOptimizer) -> None:
-        """Take over another plan, or parameters that have moved in memory. Nothing may be on its way."""
+        """Take over another plan, or parameters that have moved in memory. Nothing may be on its way.
+
+        Raises:
+            ValueError: if a parameter that is cut has changed its memory format: its gradients lie in the old one.
+        """
+        for index, param, stride in zip(self.tensors, self.params, self.strides, strict=True):
+            if param.stride() != stride and plan.is_cut(index):
+                raise ValueError(
+                    f"tensor {index} {plan.tensors[index].name!r} is cut over several ranks and has changed its memory "
+                    f"format, but DistributedDataParallel still lays out its gradients in the old one: convert the "
+                    f"model before DistributedDataParallel and the optimizer are built"
+                )
         self.reduction = Reduction(
             self.ranks, self._runs(plan), self.bucket.buffer.dtype, len(self.tensors), self.traffic
         )
@@ -86,7 +102,7 @@ class Route:
         self.portion = Portion(local, list(self._owned.values()))
         self._share: PackedShare | None = None
         self._sent = False
-        self._bound: tuple[torch.Tensor, tuple[bool, ...]] | None = None
+        self._wanted: tuple[tuple[int, tuple[bool, ...]], list[torch.Tensor | None]] | None = None
         segments: list[Segment] = []
         # A rank alone has nobody to share with.
         shared = zip(self.tensors, self.params, strict=True) if self.ranks.world_size > 1 else ()
@@ -107,36 +123,26 @@ class Route:
         if piece is None:
             return None
         if not piece.is_cut:
-            return self.bucket.gradients[place]
+            return whole_gradient(self.bucket.buffer, self.offsets[place], piece.param.shape, self.strides[place])
         start = self.offsets[place]
         return self.bucket.buffer[start + piece.shard.start : start + piece.shard.stop]
 
-    def owned_gradients(self) -> list[torch.Tensor]:
-        """Return this rank's parts of all gradients that are there."""
-        return [
-            gradient
-            for place, is_present in enumerate(self.present)
-            if is_present and (gradient := self.owned_gradient(place)) is not None
-        ]
-
     def bind(self, present: tuple[bool, ...]) -> None:
         """Hand the local optimizer this rank's parts of the gradients that are there, and None for the others."""
-        buffer = self.bucket.buffer
-        if self._bound is not None and self._bound[0].data_ptr() == buffer.data_ptr() and self._bound[1] == present:
-            return
-        for place, piece in self._owned.items():
-            piece.tensor.grad = self.owned_gradient(place) if present[place] else None
-        self._bound = (buffer, present)
+        key = (self.bucket.buffer.data_ptr(), present)
+        if self._wanted is None or self._wanted[0] != key:
+            grads = [self.owned_gradient(place) if present[place] else None for place in self._owned]
+            self._wanted = (key, grads)
+        for piece, grad in zip(self._owned.values(), self._wanted[1], strict=True):
+            # Optimizers and users may have set others meanwhile.
+            if piece.tensor.grad is not grad:
+                piece.tensor.grad = grad
 
-    def unbind(self) -> None:
-        """Forget that gradients are bound: somebody else has bound others."""
-        self._bound = None
-
-    def step(self, present: tuple[bool, ...], arguments: dict[str, object]) -> Change:
+    def step(self, present: tuple[bool, ...], arguments: dict[str, object]) -> None:
         """Step what this rank owns of the bucket."""
         self.bind(present)
         self.stepped = True
-        return self.portion.step(arguments)
+        self.portion.step(arguments)
 
     def expect(self, exchange: PointToPointExchange) -> None:
         """Post the receives of the owners' new values; from now on autograd may not use the old ones. No-op if done."""
@@ -180,3 +186,17 @@ class Route:
                     start = runs.pop().start
                 runs.append(Run(shard.rank, start, stop))
         return runs
+
+
+def whole_gradient(buffer: torch.Tensor, offset: int, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
+    """Return the view of a bucket that is one tensor's gradient.
+
+    DDP lays gradients out by the strides of their parameters, and tells of views in row-major order only.
+
+    Args:
+        buffer: the bucket, 1-D.
+        offset: the tensor's first element in it.
+        shape: of the parameter.
+        stride: of the parameter when the bucket was laid out; without gaps.
+    """
+    return buffer.as_strided(shape, stride, int(buffer.storage_offset()) + offset)
