@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from fractions import Fraction
 
 import pytest
 import torch
@@ -143,9 +142,8 @@ def test_bits_come_back_from_words(bits: list[bool]) -> None:
 
 
 @given(st.lists(st.integers(0, 2**32), max_size=5))
-def test_the_window_is_as_large_as_a_bucket_within_limits(sizes: list[int]) -> None:
+def test_the_window_is_less_than_two_buckets_within_limits(sizes: list[int]) -> None:
     allowed = window_bytes(sizes)
-    assert 2 * CHUNK_BYTES <= allowed <= 8 * CHUNK_BYTES
+    assert 2 * CHUNK_BYTES <= allowed <= 16 * CHUNK_BYTES
     largest = max(sizes, default=0)
-    if 2 * CHUNK_BYTES <= largest <= 8 * CHUNK_BYTES:
-        assert Fraction(allowed) == largest
+    assert allowed <= max(2 * CHUNK_BYTES, 2 * largest)

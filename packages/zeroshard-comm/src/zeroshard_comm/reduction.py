@@ -67,19 +67,35 @@ class Reduction:
             messages += _messages([run for run in runs if run.rank == owner], dtype.itemsize)
         self._views: tuple[torch.Tensor, dict[_Message, tuple[torch.Tensor, ...]]] | None = None
 
-    def begin(self, buffer: torch.Tensor | None, note: Note, window: ReceiveWindow) -> Underway:
-        """Send this rank's values, and receive the others' as the window allows.
+    def expect(self, window: ReceiveWindow, *, gradients: bool = True) -> Underway:
+        """Post the receives of notes, and those of gradients as the window allows.
+
+        The sooner the better, also before there is anything to send: that a receive has been posted is told to the
+        sender behind all that this rank is sending already.
 
         Args:
-            buffer: the bucket, 1-D; it belongs to the reduction until that has finished. None to send notes alone,
-                which all ranks must do then.
+            window: posts the receives of gradients.
+            gradients: False to exchange notes alone, which all ranks must do then.
+
+        Raises:
+            PeerLostError: if a rank is gone.
+        """
+        return Underway(self, window, gradients=gradients)
+
+    def begin(self, buffer: torch.Tensor, note: Note, window: ReceiveWindow) -> Underway:
+        """Expect and send at once.
+
+        Args:
+            buffer: the bucket, see :meth:`Underway.send`.
             note: what this rank has to say.
             window: posts the receives.
 
         Raises:
             PeerLostError: if a rank is gone.
         """
-        return Underway(self, buffer, note, window)
+        underway = self.expect(window)
+        underway.send(buffer, note)
+        return underway
 
     def messages_of(self, owner: int) -> Sequence[_Message]:
         """Return what every other rank sends to ``owner``."""
@@ -96,55 +112,74 @@ class Reduction:
 
 
 class Underway:
-    """One bucket on its way to its owners; see :meth:`Reduction.begin`. It is finished once, and then closed."""
+    """One bucket on its way to its owners; see :meth:`Reduction.expect`. Sent once, then finished once, and closed."""
 
-    def __init__(self, reduction: Reduction, buffer: torch.Tensor | None, note: Note, window: ReceiveWindow) -> None:
-        self._reduction, self._buffer, self._window = reduction, buffer, window
+    def __init__(self, reduction: Reduction, window: ReceiveWindow, *, gradients: bool) -> None:
+        self._reduction, self._window, self._gradients = reduction, window, gradients
+        self._buffer: torch.Tensor | None = None
+        self._own_note = Note((0,) * NOTE_WORDS, (False,) * reduction.tensors)
         ranks = reduction.ranks
-        self._own_note = note
-        own = torch.tensor([*note.words, *_as_words(note.present)], dtype=torch.int64, device="cpu")
-        self._notes: dict[int, torch.Tensor] = {peer: torch.empty_like(own) for peer in ranks.peers}
-        self._note_works = [
-            (peer, dist.irecv(arriving, group=ranks.group, group_src=peer, tag=TAG_NOTE))
-            for peer, arriving in self._notes.items()
-        ]
+        words = NOTE_WORDS + len(_as_words(self._own_note.present))
+        self._notes = {peer: torch.empty(words, dtype=torch.int64, device="cpu") for peer in ranks.peers}
+        self._note_works = []
+        for peer, arriving in self._notes.items():
+            try:
+                self._note_works.append((peer, dist.irecv(arriving, group=ranks.group, group_src=peer, tag=TAG_NOTE)))
+            except RuntimeError as failure:
+                raise lost(failure, peer, ranks.rank, "backward()") from failure
         self._sends: list[tuple[int, dist.Work | None]] = []
         # What is sent must live as long as the sends.
-        self._staged: list[torch.Tensor] = [own]
+        self._staged: list[torch.Tensor] = []
         self._arrivals: list[tuple[_Message, list[Receive]]] = []
-        try:
-            for peer in ranks.peers:
-                self._sends.append((peer, dist.isend(own, group=ranks.group, group_dst=peer, tag=TAG_NOTE)))
-            if buffer is not None:
-                self._exchange(buffer)
-        except RuntimeError as failure:
-            raise lost(failure, peer, ranks.rank, "backward()") from failure
+        if gradients:
+            ascending = [rank for rank in range(ranks.world_size) if rank != ranks.rank]
+            self._arrivals = [
+                (message, [Receive(peer, message.nbytes, TAG_GRADIENTS) for peer in ascending])
+                for message in reduction.messages_of(ranks.rank)
+            ]
+            window.extend([receive for _, receives in self._arrivals for receive in receives])
+
+    def send(self, buffer: torch.Tensor, note: Note) -> None:
+        """Send this rank's note, and its values of what others own.
+
+        Args:
+            buffer: the bucket, 1-D; it belongs to the reduction until :meth:`close` has returned.
+            note: what this rank has to say.
+
+        Raises:
+            PeerLostError: if a rank is gone.
+        """
+        reduction, ranks = self._reduction, self._reduction.ranks
+        self._buffer, self._own_note = buffer, note
+        own = torch.tensor([*note.words, *_as_words(note.present)], dtype=torch.int64, device="cpu")
+        self._staged.append(own)
+        for peer in ranks.peers:
+            self._send(peer, own, TAG_NOTE)
         peers = len(ranks.peers)
         reduction.traffic.add("control", sent=own.nbytes * peers, received=own.nbytes * peers, calls=2 * peers)
-
-    def _exchange(self, buffer: torch.Tensor) -> None:
-        reduction, ranks = self._reduction, self._reduction.ranks
-        sent = received = calls = 0
-        ascending = [rank for rank in range(ranks.world_size) if rank != ranks.rank]
-        for message in reduction.messages_of(ranks.rank):
-            receives = [Receive(peer, message.nbytes, TAG_GRADIENTS) for peer in ascending]
-            self._arrivals.append((message, receives))
-            received += message.nbytes * len(receives)
-            calls += len(receives)
-        self._window.extend([receive for _, receives in self._arrivals for receive in receives])
+        if not self._gradients:
+            return
+        sent = 0
         for peer in ranks.peers:
             for message in reduction.messages_of(peer):
                 pieces = reduction.pieces(buffer, message)
                 if len(pieces) > 1:
                     self._staged.append(torch.cat(pieces))
-                    payload = self._staged[-1]
-                else:
-                    payload = pieces[0]
-                payload = payload.view(torch.uint8)
-                self._sends.append((peer, dist.isend(payload, group=ranks.group, group_dst=peer, tag=TAG_GRADIENTS)))
+                self._send(peer, (self._staged[-1] if len(pieces) > 1 else pieces[0]).view(torch.uint8), TAG_GRADIENTS)
                 sent += message.nbytes
-                calls += 1
-        reduction.traffic.add("reduce", sent=sent, received=received, calls=calls)
+        reduction.traffic.add(
+            "reduce",
+            sent=sent,
+            received=sum(receive.nbytes for _, receives in self._arrivals for receive in receives),
+            calls=len(self._sends) - peers + sum(len(receives) for _, receives in self._arrivals),
+        )
+
+    def _send(self, peer: int, payload: torch.Tensor, tag: int) -> None:
+        ranks = self._reduction.ranks
+        try:
+            self._sends.append((peer, dist.isend(payload, group=ranks.group, group_dst=peer, tag=tag)))
+        except RuntimeError as failure:
+            raise lost(failure, peer, ranks.rank, "backward()") from failure
 
     def notes(self) -> list[Note]:
         """Wait for the notes of all ranks, and return them in rank order.
@@ -234,12 +269,14 @@ class _Message:
 
 
 def window_bytes(bucket_bytes: Sequence[int]) -> int:
-    """Return how many bytes of receives to allow for buckets of these sizes: as much as the largest of them.
+    """Return how many bytes of receives to allow for buckets of these sizes: somewhat less than two of the largest.
 
-    Never less than two messages, since sums over three ranks and more hold one while they wait for the next; and never
-    more than eight, which keep a wire busy: the first bucket of DDP is the whole model.
+    Room for one bucket is too little on a slow wire: that a receive has been posted is told to the sender behind all
+    that is on its way to it already. Never less than two messages, since sums over three ranks and more hold one while
+    they wait for the next; and never more than sixteen: the first bucket of DDP is the whole model.
     """
-    return max(2 * CHUNK_BYTES, min(8 * CHUNK_BYTES, max(bucket_bytes, default=0)))
+    largest = max(bucket_bytes, default=0)
+    return max(2 * CHUNK_BYTES, min(16 * CHUNK_BYTES, 2 * largest - CHUNK_BYTES))
 
 
 def _messages(runs: Sequence[Run], itemsize: int) -> Iterator[_Message]:
@@ -262,7 +299,7 @@ def _messages(runs: Sequence[Run], itemsize: int) -> Iterator[_Message]:
         yield _Message(tuple(small), filled)
 
 
-def _divide(tensors: Sequence[torch.Tensor], world_size: int) -> None:
+def _divide(tensors: tuple[torch.Tensor, ...], world_size: int) -> None:
     # In bfloat16 a factor would be rounded before it is used, the number of ranks is not.
     torch._foreach_div_(tensors, world_size)
 

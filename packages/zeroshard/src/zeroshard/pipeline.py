@@ -43,6 +43,9 @@ from zeroshard.worker import Worker
 
 TAG_BUCKETS = 0x5A530032
 
+_SETTLED = 3
+"""After so many equal backwards, the next one is expected to have the same buckets: DDP rebuilds them once, before."""
+
 
 class Stepping(Enum):
     """When shards are stepped."""
@@ -91,7 +94,10 @@ class Pipeline:
         self._underway: list[Underway] = []
         self._touched: set[int] = set()
         self._known: frozenset[int] = frozenset()
-        self._is_new = False
+        self._is_new = self._is_changed = False
+        self._alike = 0
+        self._before: list[int] = []
+        self._expected: dict[int, Underway] = {}
         self._may_step = False
         self._arriving: PackedShare | None = None
         self.defers = False
@@ -119,6 +125,7 @@ class Pipeline:
                 if type(param.grad) is ReducedGradient:
                     param.grad = self._stand_ins[tensor]
             route.follow(layout.plan, local)
+            self._is_changed = True
             route.stand_ins = [self._stand_ins[tensor] for tensor in route.tensors]
         self._lay_out_rest()
 
@@ -186,9 +193,17 @@ class Pipeline:
             if bucket.index == 0:
                 self._begin(may_step=may_step)
             route = self._route(bucket)
+            if bucket.index == 0 and self._alike >= _SETTLED and not self._is_changed:
+                # Before anything is sent: what posts a receive would wait behind it.
+                for index in self._before:
+                    expected = self._routes[index].reduction.expect(self._window, gradients=reduced is None)
+                    self._expected[index] = expected
             self._order.append(bucket.index)
             note = Note((self._backwards, bucket.index, 0, 0), bucket.present)
-            underway = route.reduction.begin(None if reduced is not None else bucket.buffer, note, self._window)
+            if bucket.index not in self._expected:
+                self._expected[bucket.index] = route.reduction.expect(self._window, gradients=reduced is None)
+            underway = self._expected.pop(bucket.index)
+            underway.send(bucket.buffer, note)
             if self._may_step and may_step_in_pieces(self._local.optim):
                 if self.stepping is Stepping.IN_BACKWARD:
                     route.expect(self._exchange)
@@ -213,7 +228,9 @@ class Pipeline:
         return [route.bucket for route in self._in_order()]
 
     def _begin(self, *, may_step: bool) -> None:
-        self.in_backward, self._may_step, self._order = True, may_step, []
+        self._alike = self._alike + 1 if self._order and self._order == self._before and not self._is_changed else 0
+        self._is_changed = False
+        self.in_backward, self._may_step, self._before, self._order = True, may_step, self._order, []
         self._failure = None
         self._backwards += 1
         self._rebuilt.clear()
@@ -278,7 +295,12 @@ class Pipeline:
         self._routes[bucket.index] = route
         # Others keep the routes that they had before a rebuild until their own new bucket comes.
         self._place.update({tensor: (route, place) for place, tensor in enumerate(tensors)})
-        self._is_new = True
+        self._is_new = self._is_changed = True
+        if self._expected:
+            raise RuntimeError(
+                "buckets have changed after many equal backwards, as if the model had been wrapped in another "
+                "DistributedDataParallel: build a new optimizer for that"
+            )
         self._window.limit(window_bytes([r.bucket.buffer.nbytes for r in self._routes.values()]))
         return route
 
