@@ -69,8 +69,6 @@ def test_an_optimizer_class_that_cannot_be_built(rank: int) -> None:
         ZeroRedundancyOptimizer(small_model().parameters(), optim.Adam, partition="nonsense")
     with pytest.raises(ValueError, match="Muon is not known to be elementwise"):
         ZeroRedundancyOptimizer([nn.Parameter(torch.zeros(64, 64))], optim.Muon, partition="split")
-    with pytest.raises(ValueError, match="overlap_with_ddp"):
-        ZeroRedundancyOptimizer(small_model().parameters(), optim.Adam, overlap_with_ddp=True)
 
 
 @pytest.mark.ranks(2, backend="gloo")
