@@ -131,11 +131,7 @@ def test_join_with_closures_on_the_ranks_that_still_have_inputs(rank: int) -> No
     "more",
     [
         pytest.param(0, id="as many inputs"),
-        pytest.param(
-            2,
-            id="fewer inputs on rank 0",
-            marks=pytest.mark.xfail(strict=True, reason="DDP's join hook writes no gradients on a joined rank"),
-        ),
+        pytest.param(2, id="fewer inputs on rank 0"),
     ],
 )
 def test_join_trains_as_the_unsharded_optimizer_does(rank: int, more: int) -> None:

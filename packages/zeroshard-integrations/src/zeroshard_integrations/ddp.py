@@ -201,15 +201,18 @@ def _receive(
         params=params,
         present=tuple([param.grad is not None for param in params]),
     )
+    # A rank that has run out of data: DDP calls the hook without a backward.
+    is_shadow = torch._C._current_graph_task_id() == -1
+    if is_shadow:
+        found = follower.contributed(found)
     begins = not follower.in_backward
     done = follower.receive(found, reduce() if reduce is not None else None)
     if found.is_last:
-        if torch._C._current_graph_task_id() == -1:
-            # A rank that has run out of data: DDP calls the hook without a backward.
+        if is_shadow:
             follower.end()
         else:
             _behind_ddp(follower.end)
-    elif begins:
+    elif begins and not is_shadow:
         _behind_ddp(follower.end_if_unannounced)
     return done
 

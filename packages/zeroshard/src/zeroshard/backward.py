@@ -8,10 +8,13 @@ from dataclasses import replace
 import torch
 from torch.futures import Future
 
+from zeroshard.attendance import Call
 from zeroshard.engine import Engine
 from zeroshard.parameters import ParamGroup
 from zeroshard.pipeline import Stepping
 from zeroshard.route import Bucket
+from zeroshard.shadow_bucket import contribute
+from zeroshard.uneven import UnevenInputs
 
 
 class BackwardFollower:
@@ -22,6 +25,7 @@ class BackwardFollower:
 
     Args:
         engine: of the optimizer.
+        uneven: its part in Join contexts.
         groups: returns its param groups.
         stepping: when shards are stepped; also an attribute.
 
@@ -30,8 +34,10 @@ class BackwardFollower:
             buckets.
     """
 
-    def __init__(self, engine: Engine, groups: Callable[[], list[ParamGroup]], stepping: Stepping) -> None:
-        self._engine, self._groups, self.stepping = engine, groups, stepping
+    def __init__(
+        self, engine: Engine, uneven: UnevenInputs, groups: Callable[[], list[ParamGroup]], stepping: Stepping
+    ) -> None:
+        self._engine, self._uneven, self._groups, self.stepping = engine, uneven, groups, stepping
         self._pipeline = engine.attach(stepping)
         self._unseen: frozenset[torch.Tensor] = frozenset()
         """Parameters that had not been waited for when backward began."""
@@ -62,8 +68,24 @@ class BackwardFollower:
         if self._unseen:
             self._refuse_unseen(bucket)
         if bucket.index == 0 and self.stepping is not Stepping.IN_STEP:
+            self._engine.shadowing = bucket.is_shadow
+            if bucket.is_shadow:
+                self._uneven.shadow_backward(self._groups())
+            else:
+                self._uneven.attend(Call.BACKWARD, self._groups())
             may_step = self._engine.begin_backward(self._groups())
         return self._pipeline.receive(bucket, reduced=reduced, may_step=may_step)
+
+    def contributed(self, bucket: Bucket) -> Bucket:
+        """Put into a bucket what this rank contributes to a backward that it does not make: what it had accumulated.
+
+        Args:
+            bucket: of zeros.
+
+        Returns:
+            The bucket to be handed to :meth:`receive`.
+        """
+        return contribute(bucket, self._pipeline)
 
     def _numbered(self, bucket: Bucket) -> Bucket:
         """Number the buckets by their arrival: in the first backward of a static graph, DDP calls all of them 0.
@@ -145,5 +167,9 @@ class BackwardFollower:
             Exception: if shards are stepped during backward, all that a step raises.
         """
         self._pipeline.finish_backward()
-        if self.stepping is not Stepping.IN_STEP:
+        if self.stepping is Stepping.IN_STEP:
+            return
+        try:
             self._engine.step(self._groups(), None, {})
+        finally:
+            self._engine.shadowing = False

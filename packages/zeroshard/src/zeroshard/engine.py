@@ -7,12 +7,15 @@ something has changed, or is wrong, it shares without having stepped, with a sta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
 from operator import is_
 from typing import Any
 
+import torch
 from zeroshard_comm import Control, Declaration, PeerLostError, RankGroup, Traffic, agree_over
 
 from zeroshard.elementwise import name_of
@@ -28,6 +31,29 @@ _FINE, _STOPPED, _FAILED = 0, 1, 2
 
 _NOT_COMPARED = 0
 """In place of a digest of hyperparameters."""
+
+
+def _nobody_to_tell() -> None:
+    pass
+
+
+class _Once:
+    """Calls something the first time; raises what it raised every time."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call: Callable[[], None] | None = call
+        self._error: Exception | None = None
+
+    def __call__(self) -> None:
+        call, self._call = self._call, None
+        if call is not None:
+            try:
+                call()
+            except Exception as error:
+                self._error = error
+                raise
+        elif self._error is not None:
+            raise self._error
 
 
 class _Found(Enum):
@@ -97,6 +123,8 @@ class Engine:
         self._begun: tuple[Layout, Exception | None] | None = None
         self.shadowing = False
         """Whether steps are those of a rank that has run out of data: its schedulers no longer run with the others'."""
+        self.divides_by_running = False
+        """Whether a hook's gradients are averaged over the ranks that still have data, and not over all."""
         self._lay_out()
 
     def meet(self, operation: str, problem: Exception | None) -> None:
@@ -119,6 +147,8 @@ class Engine:
         closure: Closure | None,
         arguments: Mapping[str, Any],
         problem: Exception | None = None,
+        attend: Callable[[], None] = _nobody_to_tell,
+        gradients: Mapping[int, torch.Tensor] | None = None,
     ) -> Any:  # noqa: ANN401 - what the inner step returns
         """Follow the model, step this rank's shards, and bring every rank the others'. Collective.
 
@@ -127,6 +157,8 @@ class Engine:
             closure: re-evaluates the model.
             arguments: further keyword arguments of the inner step.
             problem: what this rank has met before the step, for every rank to raise.
+            attend: called once before anything is sent, and behind a closure.
+            gradients: step with these in place of what is in ``.grad``, see :meth:`LocalOptimizer.step_with`.
 
         Returns:
             What the inner step returned.
@@ -141,6 +173,9 @@ class Engine:
         if self.pipeline is not None:
             self.pipeline.refuse_broken()
             self.finish_share()
+        attendance = _Once(attend)
+        if closure is None:
+            attendance()
         # Also after a problem: the others' shards must arrive where parameters are now.
         layout, observed = self._begun if self._begun is not None else self._observe(groups)
         self._begun = None
@@ -149,6 +184,7 @@ class Engine:
         declared = _NOT_COMPARED if self.shadowing else self._hyperparameters.follow(groups)
         if problem is not None or layout is not self.layout:
             # The others may be stepping already; they find this status in the share that they wait for.
+            attendance()
             try:
                 self._share(_STOPPED, declared, problem)
                 agree_over(self.control, "step()", layout.declaration, error=problem)
@@ -163,11 +199,15 @@ class Engine:
         try:
             if bucketwise is not None:
                 result = bucketwise.step(arguments)
+            elif gradients is not None:
+                self.local.step_with(gradients)
             else:
-                watched = self._watched(closure, groups) if closure is not None else None
+                watched = self._watched(closure, groups, attendance) if closure is not None else None
                 result = self.local.step(watched, arguments)
         except Exception as error:  # noqa: BLE001 - peers wait for this rank's share, and must hear of it
             failure = error
+        # Raises, if the others have heard of it already.
+        attendance()
         if bucketwise is not None and bucketwise.defers and failure is None:
             bucketwise.begin_share((_FINE, declared, 0, 0))
             sync_groups(self.local.optim.param_groups, groups)
@@ -219,6 +259,8 @@ class Engine:
         """
         if self.pipeline is None:
             self.pipeline = Pipeline(self.control, self._traffic, self.local, self.params, self.layout, stepping)
+            self_of = weakref.ref(self)
+            self.pipeline.divides_by_running = lambda: (engine := self_of()) is not None and engine.divides_by_running
         elif self.pipeline.stepping is not stepping:
             raise ValueError(
                 f"a communication hook steps this optimizer {self.pipeline.stepping.value!r} already, and cannot step "
@@ -320,7 +362,16 @@ class Engine:
                 self.local.refuse_reordered(self.layout.plan, layout.plan)
         return layout
 
-    def _watched(self, closure: Closure, groups: Sequence[ParamGroup]) -> Closure:
+    @contextmanager
+    def as_shadow(self) -> Iterator[None]:
+        """Make steps as those of a rank that has run out of data."""
+        before, self.shadowing = self.shadowing, True
+        try:
+            yield
+        finally:
+            self.shadowing = before
+
+    def _watched(self, closure: Closure, groups: Sequence[ParamGroup], attendance: Callable[[], None]) -> Closure:
         """Return a closure that raises if the user's has changed what the ranks agreed upon before the step."""
 
         def evaluate() -> Any:  # noqa: ANN401 - the closure's own result
@@ -328,6 +379,7 @@ class Engine:
             if self.pipeline is not None:
                 # The closure's backward was the first that sent gradients to their owners.
                 self.pipeline.bind()
+            attendance()
             before, now = self.layout, self._next_layout(groups)
             for index, spec in enumerate(before.plan.tensors):
                 # What is no longer active is shared in vain this once.
@@ -349,6 +401,9 @@ class Engine:
         """As :meth:`followed`, before a step; hand back what is wrong instead of raising it."""
         try:
             layout = self.followed(groups)
+            if self.shadowing:
+                # What is in `.grad` is not what is going to be used.
+                return layout, None
             self.local.check_gradients()
             if self.pipeline is not None and not in_backward and not self.pipeline.routed:
                 self.pipeline.refuse_unreduced()

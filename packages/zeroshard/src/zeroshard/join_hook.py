@@ -1,4 +1,4 @@
-"""Uneven inputs: what a rank that has run out of data does while the others still step."""
+"""What a rank that has run out of data does with a sharded optimizer, as a hook of a Join context."""
 
 from __future__ import annotations
 
@@ -6,22 +6,56 @@ from collections.abc import Callable
 
 from torch.distributed.algorithms.join import JoinHook
 
+from zeroshard.attendance import Call
+from zeroshard.parameters import ParamGroup
+from zeroshard.uneven import UnevenInputs
+
 
 class OptimizerJoinHook(JoinHook):
-    """Steps the joined rank's shard along with the others, so that every share finds all its owners.
-
-    Nobody waits in vain, and replicas stay equal; but the joined rank steps with the gradients that are there, and
-    DDP's own hook writes none. So its shard moves by the gradients of its last batch, not by those of the ranks that
-    still have data: parameters differ from those of the unsharded run, as they do with torch's class.
+    """Steps the joined rank's shard with the gradients of the others.
 
     Args:
-        step: the step of the optimizer to shadow.
+        uneven: of the optimizer.
+        groups: returns its public param groups.
+        leave: takes the optimizer out of the context.
+
+    Attributes:
+        steps: how many steps this rank has shadowed.
     """
 
-    def __init__(self, step: Callable[[], object]) -> None:
-        self._step = step
+    def __init__(self, uneven: UnevenInputs, groups: Callable[[], list[ParamGroup]], leave: Callable[[], None]) -> None:
+        self._uneven, self._groups, self._leave = uneven, groups, leave
+        self._told = False
+        self.steps = 0
         super().__init__()
 
+    def follow(self, someone_joined: Callable[[], bool]) -> None:
+        """Let the context tell when a rank has run out, and call :meth:`main_hook` once for each of the others' calls.
+
+        Args:
+            someone_joined: see :class:`~zeroshard.uneven.UnevenInputs`.
+        """
+        self._told = True
+        self._uneven.someone_joined = someone_joined
+
     def main_hook(self) -> None:
-        """Perform one step."""
-        self._step()
+        """Do what the others do: once where the context announces calls, else until they have stepped. Collective.
+
+        Raises:
+            PeerLostError: if a rank is gone.
+            Exception: what a rank has met.
+        """
+        if self._uneven.steps_in_backward:
+            return
+        if self._told:
+            self.steps += self._uneven.shadow(self._groups()) is Call.STEP
+        else:
+            self.steps += self._uneven.shadow_iteration(self._groups())
+
+    def report(self, error: Exception) -> None:
+        """Tell ranks that are in, or before, their step that this rank has failed; see :class:`UnevenInputs`."""
+        self._uneven.report(error, self._groups())
+
+    def post_hook(self, is_last_joiner: bool) -> None:  # noqa: ARG002 - torch's signature
+        """Leave the context."""
+        self._leave()

@@ -209,6 +209,22 @@ class LocalOptimizer:
             for piece in self._stand_ins:
                 piece.tensor.grad = None
 
+    def step_with(self, gradients: Mapping[int, torch.Tensor]) -> None:
+        """Step the inner optimizer once with other gradients than those of the parameters, which stay as they are.
+
+        Args:
+            gradients: by tensor; of a whole tensor in its shape, of a part of one 1-D in storage order. A tensor that
+                is missing is not stepped.
+        """
+        before = [piece.tensor.grad for piece in self.pieces.values()]
+        try:
+            for index, piece in self.pieces.items():
+                piece.tensor.grad = gradients.get(index)
+            self.step_bound({})
+        finally:
+            for piece, grad in zip(self.pieces.values(), before, strict=True):
+                piece.tensor.grad = grad
+
     def step_bound(self, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as the inner step
         """Step the inner optimizer with the gradients that its tensors have."""
         inner = self.optim

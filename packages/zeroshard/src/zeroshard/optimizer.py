@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
@@ -10,24 +11,28 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from zeroshard_comm import RankGroup, Traffic
 from zeroshard_core import Cost, Plan, Strategy, numel
 
+from zeroshard.attendance import Call
 from zeroshard.backward import BackwardFollower
 from zeroshard.clipping import clip_over_ranks
 from zeroshard.consolidation import StateDict, consolidate
 from zeroshard.elementwise import OptimizerFactory, refuse_unshardable
 from zeroshard.engine import Engine
 from zeroshard.join_hook import OptimizerJoinHook
+from zeroshard.join_partners import partners_in_torch, refuse_before_model
 from zeroshard.layout import Policy
 from zeroshard.loading import Expectations, checked, digest_of, install, local_state, what_differs
 from zeroshard.local import Closure, sync_groups
 from zeroshard.parameters import ParamGroup, read_group, read_groups
 from zeroshard.pipeline import Pipeline, Stepping
 from zeroshard.stateview import StateView
+from zeroshard.uneven import UnevenInputs
 
 
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
@@ -128,6 +133,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             return self.param_groups
 
         self._engine = Engine(ranks, self.traffic, policy, defaults, read)
+        # Weakly: an optimizer that is let go is to be freed at once, with its memory.
+        self_of = weakref.ref(self)
+        self._uneven = UnevenInputs(
+            self._engine, lambda: (optimizer := self_of()) is not None and optimizer._join_config.enable
+        )
         self._expectations = Expectations(optimizer_class, defaults, elementwise=elementwise)
         sync_groups(self.optim.param_groups, self.param_groups)
         # What schedulers look up in `defaults` is what the inner class fills in.
@@ -207,10 +217,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             In all cases but a lost peer, replicas are equal afterwards, but for parameters that a rank has converted or
             exchanged; shards of ranks that noticed nothing themselves may have been stepped.
         """
-        Join.notify_join_context(self)
         failure, self._hook_failure = self._hook_failure, None
         pipeline = self._engine.pipeline
         if pipeline is not None and pipeline.stepping is not Stepping.IN_STEP:
+            Join.notify_join_context(self)
             return self._step_after_backward(pipeline, closure, kwargs, failure)
         loss: Any = None
         if pipeline is not None and closure is not None:
@@ -219,11 +229,16 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 loss = closure()
             closure = None
         try:
-            result = self._engine.step(self.param_groups, closure, kwargs, failure)
+            result = self._engine.step(self.param_groups, closure, kwargs, failure, self._attend_step)
         finally:
             del failure
+        self._uneven.stepped()
         self._holds_state = True
         return result if loss is None else loss
+
+    def _attend_step(self) -> None:
+        Join.notify_join_context(self)
+        self._uneven.attend(Call.STEP, self.param_groups)
 
     def _step_after_backward(
         self, pipeline: Pipeline, closure: Closure | None, arguments: Mapping[str, Any], failure: Exception | None
@@ -275,6 +290,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 "this optimizer is stepped during backward by its communication hook, so there is nothing left to "
                 "clip; use reduce_to_owner_hook, and clip between backward() and step()"
             )
+        Join.notify_join_context(self)
+        settings = (float(max_norm), float(norm_type), float(error_if_nonfinite))
+        self._uneven.attend(Call.CLIP, self.param_groups, settings)
         return clip_over_ranks(
             self._engine.control,
             pipeline.gradients,
@@ -294,7 +312,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             ValueError: if gradients are taken in another way already, or parameters cannot be exchanged in buckets.
         """
         if self._follower is None or self._follower.stepping is not stepping:
-            self._follower = BackwardFollower(self._engine, lambda: self.param_groups, stepping)
+            self._follower = BackwardFollower(self._engine, self._uneven, lambda: self.param_groups, stepping)
         return self._follower
 
     def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
@@ -485,23 +503,34 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     # ------------------------------------------------------------------ uneven inputs
 
-    def join_hook(self, **kwargs: Any) -> JoinHook:  # noqa: ANN401, ARG002 - shared by all joinables; none concerns this one
+    def join_hook(self, **kwargs: Any) -> JoinHook:  # noqa: ANN401 - shared by all joinables
         """Return the hook by which ``Join`` lets a rank without data take part in the others' steps.
 
-        Such a rank steps its shard with the gradients of its last batch, see :class:`OptimizerJoinHook`: results differ
-        from those of the unsharded run.
+        Training goes on as if such a rank contributed zero gradients; hyperparameters that the others change are
+        brought along. With gradients that DistributedDataParallel reduces, its model comes first:
+        ``Join([ddp, optimizer])``.
 
         Args:
-            **kwargs: arguments for all joinables of the context; none is used here.
-        """
-        return OptimizerJoinHook(self._shadow_step)
+            **kwargs: arguments for all joinables of the context. ``divide_by_initial_world_size=False`` averages
+                gradients over the ranks that still have data, also with the hooks of ``zeroshard_integrations.ddp``.
 
-    def _shadow_step(self) -> None:
-        self._engine.shadowing = True
-        try:
-            self.step()
-        finally:
-            self._engine.shadowing = False
+        Raises:
+            ValueError: if the optimizer comes before a model that has its parameters.
+            RuntimeError: if the optimizer is in a context of ``zeroshard_integrations.join`` already.
+        """
+        if type(self._join_config) is not _JoinConfig:
+            raise RuntimeError(
+                "this optimizer is in a Join block already, and blocks cannot be nested: leave the outer one first"
+            )
+        partners = partners_in_torch()
+        refuse_before_model(partners, self)
+        self._uneven.begin(divide_by_running=not kwargs.get("divide_by_initial_world_size", True))
+        self._uneven.partners = [item for item in partners if isinstance(item, DistributedDataParallel)]
+        return OptimizerJoinHook(self._uneven, lambda: self.param_groups, self._leave_join)
+
+    def _leave_join(self) -> None:
+        self._join_config = _JoinConfig.construct_disabled_join_config()
+        self._uneven.end()
 
     @property
     def join_device(self) -> torch.device:

@@ -8,7 +8,7 @@ DistributedDataParallel issues on the same group. Everything else is done by the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
 from operator import is_
@@ -45,6 +45,10 @@ TAG_BUCKETS = 0x5A530032
 
 _SETTLED = 3
 """After so many equal backwards, the next one is expected to have the same buckets: DDP rebuilds them once, before."""
+
+
+_IS_SHADOW = 2
+"""Which number of a note tells whether its rank has run out of data; those before it must be equal."""
 
 
 class Stepping(Enum):
@@ -102,6 +106,8 @@ class Pipeline:
         self._arriving: PackedShare | None = None
         self.defers = False
         """Whether steps return while parameters are still arriving; changed by who waits for them then."""
+        self.divides_by_running: Callable[[], bool] = bool
+        """Whether gradients are averaged over the ranks that still have data; False unless changed."""
         self._failure: Exception | None = None
         self._broken: BaseException | None = None
         local.set_apart()
@@ -199,7 +205,7 @@ class Pipeline:
                     expected = self._routes[index].reduction.expect(self._window, gradients=reduced is None)
                     self._expected[index] = expected
             self._order.append(bucket.index)
-            note = Note((self._backwards, bucket.index, 0, 0), bucket.present)
+            note = Note((self._backwards, bucket.index, int(bucket.is_shadow), 0), bucket.present)
             if bucket.index not in self._expected:
                 self._expected[bucket.index] = route.reduction.expect(self._window, gradients=reduced is None)
             underway = self._expected.pop(bucket.index)
@@ -369,6 +375,9 @@ class Pipeline:
                     if result.data_ptr() != buffer.data_ptr():
                         buffer.copy_(result.view(-1))
                 underway.finish()
+                running = sum(not note.words[_IS_SHADOW] for note in notes)
+                if self.divides_by_running() and 0 < running < len(notes):
+                    route.scale(len(notes) / running)
                 if behind is not None:
                     behind.close()
                 route.present = tuple([any(bits) for bits in zip(*[note.present for note in notes], strict=True)])
@@ -395,7 +404,7 @@ class Pipeline:
     def _check(self, notes: Sequence[Note]) -> None:
         rank = self._ranks.rank
         for other, note in enumerate(notes):
-            if note.words != notes[rank].words:
+            if note.words[:_IS_SHADOW] != notes[rank].words[:_IS_SHADOW]:
                 raise RuntimeError(
                     f"rank {other} is in bucket {note.words[1]} of its backward number {note.words[0]}, rank {rank} in "
                     f"bucket {notes[rank].words[1]} of number {notes[rank].words[0]}: a backward has failed or was "
@@ -489,6 +498,20 @@ class Pipeline:
             f"the gradient of tensor {tensor} {self._layout.plan.tensors[tensor].name!r} has not been reduced: the "
             f"last backward() before step() must not be inside no_sync()"
         )
+
+    @property
+    def has_fresh(self) -> bool:
+        """Whether gradients have been reduced that were not stepped yet."""
+        return any(not route.stepped for route in self._in_order())
+
+    def stand_in(self, param: torch.Tensor) -> ReducedGradient:
+        """Return what stands for the reduced gradient of a parameter."""
+        return self._stand_ins[self._index_of[param]]
+
+    def is_spent(self, tensor: int) -> bool:
+        """Whether the reduced gradient of a tensor was stepped or set to zero, so that nothing adds to it."""
+        place = self._place.get(tensor)
+        return place is None or place[0].stepped or tensor in place[0].zeroed
 
     def _in_order(self) -> list[Route]:
         return [self._routes[index] for index in self._order if index in self._routes]

@@ -26,6 +26,7 @@ class Bucket:
         params: the parameters.
         present: per parameter, whether this rank has computed a gradient for it.
         announced: the number that the framework gave it, where that was another one.
+        is_shadow: whether this rank has no backward of its own, since it has run out of data.
     """
 
     index: int
@@ -35,6 +36,7 @@ class Bucket:
     params: Sequence[torch.Tensor]
     present: tuple[bool, ...]
     announced: int = 0
+    is_shadow: bool = False
 
 
 class Route:
@@ -126,6 +128,13 @@ class Route:
             return whole_gradient(self.bucket.buffer, self.offsets[place], piece.param.shape, self.strides[place])
         start = self.offsets[place]
         return self.bucket.buffer[start + piece.shard.start : start + piece.shard.stop]
+
+    def scale(self, factor: float) -> None:
+        """Multiply what this rank owns of the gradients."""
+        for place in self._owned:
+            gradient = self.owned_gradient(place)
+            assert gradient is not None
+            gradient.mul_(factor)
 
     def bind(self, present: tuple[bool, ...]) -> None:
         """Hand the local optimizer this rank's parts of the gradients that are there, and None for the others."""

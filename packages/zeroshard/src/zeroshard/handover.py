@@ -1,0 +1,247 @@
+"""What a rank that still has data hands to the owners that have run out: hyperparameters, and gradients.
+
+A joined rank's schedulers no longer run, it has not seen whether gradients were clipped or set to None, and what
+DistributedDataParallel reduces on it is not visible from outside. So one running rank sends each joined owner what it
+is to step its shards with. Everything travels over the control channel and CPU memory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from zeroshard_comm import Control
+from zeroshard_comm.control import lost, wait_for
+from zeroshard_core import Plan, Shard, storage_view
+
+from zeroshard.local import NOT_SYNCED
+from zeroshard.parameters import ParamGroup
+from zeroshard.reduced_gradient import ReducedGradient
+
+TAG_LENGTH = 0x5A530050
+TAG_TEXT = 0x5A530051
+TAG_VALUES = 0x5A530052
+
+_OPERATION = "a step inside Join"
+
+
+@dataclass(frozen=True)
+class Handover:
+    """What a joined rank was given.
+
+    Attributes:
+        groups: the hyperparameters, one dict per param group.
+        absent: tensors that had no gradient.
+        settings: further numbers, such as the arguments of a clipping.
+        gradients: by tensor, of what this rank owns of it: a piece 1-D in storage order, a whole tensor in its shape.
+    """
+
+    groups: Sequence[Mapping[str, Any]]
+    absent: frozenset[int]
+    settings: Sequence[float]
+    gradients: Mapping[int, torch.Tensor] = field(default_factory=dict)
+
+    def apply(self, groups: Sequence[ParamGroup]) -> None:
+        """Write the hyperparameters to this rank's public groups."""
+        for given, group in zip(self.groups, groups, strict=True):
+            for key, value in given.items():
+                present = group.get(key)
+                if isinstance(value, torch.Tensor) and isinstance(present, torch.Tensor):
+                    present.copy_(value)
+                elif not isinstance(present, torch.Tensor):
+                    group[key] = value
+
+
+def give(
+    control: Control,
+    joined: Sequence[int],
+    groups: Sequence[ParamGroup],
+    params: Sequence[torch.Tensor],
+    plan: Plan,
+    settings: Sequence[float] = (),
+    *,
+    gradients: bool,
+) -> None:
+    """Send the joined ranks what they need.
+
+    Args:
+        control: the channel.
+        joined: the ranks.
+        groups: the public param groups.
+        params: all parameters, by tensor index.
+        plan: who owns what.
+        settings: further numbers.
+        gradients: whether to send gradients too, as they are in ``.grad``.
+
+    Raises:
+        PeerLostError: if a rank is gone.
+    """
+    sender = _Sender(control)
+    absent = [index for index, param in enumerate(params) if param.grad is None]
+    text: dict[str, Any] = {
+        "groups": [{k: _written(v) for k, v in group.items() if k not in NOT_SYNCED} for group in groups],
+        "absent": absent,
+        "settings": list(settings),
+        "sparse": {},
+    }
+    for group in text["groups"]:
+        for key in [key for key, value in group.items() if value is _NOT_SENT]:
+            del group[key]
+    missing = frozenset(absent)
+    for peer in joined:
+        shards = [shard for shard in plan.of_rank(peer) if gradients and shard.tensor not in missing]
+        found = {shard: params[shard.tensor].grad for shard in shards}
+        sparse = {
+            str(shard.tensor): [grad._nnz(), grad.sparse_dim(), list(grad._values().shape[1:]), grad.is_coalesced()]
+            for shard, grad in found.items()
+            if grad is not None and grad.layout is torch.sparse_coo
+        }
+        sender.text(peer, json.dumps({**text, "sparse": sparse}).encode())
+        for shard, grad in found.items():
+            assert grad is not None
+            for part in _parts(shard, params[shard.tensor], grad):
+                sender.values(peer, part)
+    sender.finish()
+
+
+def take(
+    control: Control,
+    giver: int,
+    params: Sequence[torch.Tensor],
+    plan: Plan,
+    *,
+    gradients: bool,
+) -> Handover:
+    """Receive what :func:`give` sends; the arguments are as there.
+
+    Raises:
+        PeerLostError: if the rank that gives is gone.
+    """
+    receiver = _Receiver(control, giver)
+    text = json.loads(receiver.text())
+    absent = frozenset(text["absent"])
+    found: dict[int, torch.Tensor] = {}
+    for shard in plan.of_rank(control.ranks.rank):
+        if not gradients or shard.tensor in absent:
+            continue
+        param = params[shard.tensor]
+        sparse = text["sparse"].get(str(shard.tensor))
+        if sparse is not None:
+            nnz, sparse_dim, inner, coalesced = sparse
+            indices = receiver.values(sparse_dim * nnz, torch.int64).view(sparse_dim, nnz)
+            count = nnz * int(torch.Size(inner).numel())
+            values = receiver.values(count, param.dtype).view(nnz, *inner)
+            made = torch.sparse_coo_tensor(indices, values, param.shape, is_coalesced=coalesced)
+            found[shard.tensor] = made.to(param.device)
+            continue
+        values = receiver.values(shard.numel, param.dtype)
+        if shard.numel == param.numel():
+            found[shard.tensor] = torch.empty_like(param, requires_grad=False).copy_(values.view(param.shape))
+        else:
+            found[shard.tensor] = values.to(param.device)
+    groups = [{key: _read(value) for key, value in group.items()} for group in text["groups"]]
+    return Handover(groups, absent, text["settings"], found)
+
+
+def _parts(shard: Shard, param: torch.Tensor, grad: torch.Tensor) -> list[torch.Tensor]:
+    """The values that travel, each 1-D and contiguous on the CPU: of a whole tensor in the order of its elements."""
+    if type(grad) is ReducedGradient:
+        raise RuntimeError(f"tensor {shard.tensor} has its gradient at its owner; it cannot be handed over")
+    if grad.layout is torch.sparse_coo:
+        return [grad._indices().contiguous().view(-1).cpu(), grad._values().contiguous().view(-1).cpu()]
+    grad = grad.detach().to(param.dtype)
+    if shard.numel == param.numel():
+        return [grad.contiguous().view(-1).cpu()]
+    if grad.stride() != param.stride():
+        grad = torch.empty_strided(grad.shape, param.stride(), dtype=grad.dtype, device=grad.device).copy_(grad)
+    return [storage_view(grad)[shard.start : shard.stop].cpu()]
+
+
+_NOT_SENT = object()
+
+
+def _written(value: object) -> object:
+    """A hyperparameter as JSON."""
+    if isinstance(value, (int, float, str, type(None))):
+        return value
+    if isinstance(value, (tuple, list)):
+        parts = [_written(part) for part in value]
+        return _NOT_SENT if any(part is _NOT_SENT for part in parts) else {type(value).__name__: parts}
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
+        return {"tensor": value.item(), "dtype": str(value.dtype).removeprefix("torch."), "dim": value.dim()}
+    return _NOT_SENT
+
+
+def _read(value: Any) -> Any:  # noqa: ANN401 - a hyperparameter
+    if not isinstance(value, dict):
+        return value
+    if "tensor" in value:
+        return torch.tensor(value["tensor"], dtype=getattr(torch, value["dtype"]), device="cpu").view(
+            [1] * value["dim"]
+        )
+    kind, parts = next(iter(value.items()))
+    return (tuple if kind == "tuple" else list)(_read(part) for part in parts)
+
+
+class _Sender:
+    """Sends to several peers at once; what is sent lives until :meth:`finish`."""
+
+    def __init__(self, control: Control) -> None:
+        assert control.channel is not None
+        self._group, self._rank, self._traffic = control.channel.group, control.ranks.rank, control.traffic
+        self._works: list[tuple[int, dist.Work | None, torch.Tensor]] = []
+
+    def text(self, peer: int, text: bytes) -> None:
+        self._send(peer, torch.tensor([len(text)], device="cpu"), TAG_LENGTH)
+        self._send(peer, torch.frombuffer(bytearray(text), dtype=torch.uint8), TAG_TEXT)
+
+    def values(self, peer: int, values: torch.Tensor) -> None:
+        if values.numel():
+            self._send(peer, values.view(torch.uint8), TAG_VALUES)
+
+    def finish(self) -> None:
+        for peer, work, _ in self._works:
+            wait_for(work, peer, self._rank, _OPERATION)
+        self._works = []
+
+    def _send(self, peer: int, payload: torch.Tensor, tag: int) -> None:
+        try:
+            work = dist.isend(payload, group=self._group, group_dst=peer, tag=tag)
+        except RuntimeError as failure:
+            raise lost(failure, peer, self._rank, _OPERATION) from failure
+        self._works.append((peer, work, payload))
+        self._traffic.add("control", sent=payload.nbytes, calls=1)
+
+
+class _Receiver:
+    """Receives from one peer."""
+
+    def __init__(self, control: Control, giver: int) -> None:
+        assert control.channel is not None
+        self._group, self._rank, self._traffic = control.channel.group, control.ranks.rank, control.traffic
+        self._giver = giver
+
+    def text(self) -> bytes:
+        length = torch.zeros(1, dtype=torch.int64, device="cpu")
+        self._receive(length, TAG_LENGTH)
+        text = torch.zeros(int(length), dtype=torch.uint8, device="cpu")
+        self._receive(text, TAG_TEXT)
+        return bytes(text.tolist())
+
+    def values(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        values = torch.empty(count, dtype=dtype, device="cpu")
+        if count:
+            self._receive(values.view(torch.uint8), TAG_VALUES)
+        return values
+
+    def _receive(self, target: torch.Tensor, tag: int) -> None:
+        try:
+            work = dist.irecv(target, group=self._group, group_src=self._giver, tag=tag)
+        except RuntimeError as failure:
+            raise lost(failure, self._giver, self._rank, _OPERATION) from failure
+        wait_for(work, self._giver, self._rank, _OPERATION)
+        self._traffic.add("control", received=target.nbytes, calls=1)

@@ -1,0 +1,250 @@
+"""Uneven inputs: how ranks that have run out of data take part in what the others do with one sharded optimizer.
+
+Inside a Join context every call of the optimizer that all ranks make (a step, a clipping, the first bucket of a
+backward that steps) begins with a roll call, once a rank may have run out. Those that have run out learn what is done,
+get from a running rank what they cannot know, and do their part: so results are those of a run in which they contribute
+zero gradients, or what they had accumulated when they ran out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from zeroshard.attendance import Attendance, Call, call_roll
+from zeroshard.clipping import clip_over_ranks
+from zeroshard.engine import Engine
+from zeroshard.handover import Handover, give, take
+from zeroshard.parameters import ParamGroup
+from zeroshard.pipeline import Stepping
+
+USE_OURS = (
+    "use zeroshard_integrations.join.Join in place of torch's: it knows what a rank had accumulated when it ran out"
+)
+
+
+class UnevenInputs:
+    """The part of one optimizer in Join contexts. Its methods belong to the thread that trains.
+
+    Args:
+        engine: of the optimizer.
+        is_inside: tells whether the optimizer is in a Join context.
+
+    Attributes:
+        someone_joined: tells whether a rank may have run out of data; asked at every call inside a context. All ranks
+            must get the same answer at the same call. Changed by a context that knows.
+        partners: the models that share a context of torch's with the optimizer, where they are known.
+    """
+
+    def __init__(self, engine: Engine, is_inside: Callable[[], bool]) -> None:
+        self._engine, self._is_inside = engine, is_inside
+        self.someone_joined: Callable[[], bool] = _perhaps
+        self.partners: Sequence[DistributedDataParallel] = ()
+        self._left_over: list[tuple[int, int]] = []
+        self._has_shadowed = False
+
+    @property
+    def steps_in_backward(self) -> bool:
+        """Whether a communication hook steps the optimizer, so that there is nothing to do in its own step."""
+        pipeline = self._engine.pipeline
+        return pipeline is not None and pipeline.stepping is not Stepping.IN_STEP
+
+    def begin(self, *, divide_by_running: bool) -> None:
+        """Enter a context.
+
+        Args:
+            divide_by_running: whether gradients that a hook reduces are averaged over the ranks that still have data.
+        """
+        self.someone_joined, self._has_shadowed = _perhaps, False
+        self._engine.divides_by_running = divide_by_running
+
+    def end(self) -> None:
+        """Leave it; a no-op outside."""
+        self.someone_joined, self.partners = _perhaps, ()
+        self._engine.divides_by_running = False
+        self._left_over = []
+
+    # ------------------------------------------------------------------ a rank that still has data
+
+    def attend(self, call: Call, groups: Sequence[ParamGroup], settings: Sequence[float] = ()) -> None:
+        """Tell ranks that have run out what is about to be done, and give them what they need. Collective.
+
+        A no-op outside of a context, and while nobody can have run out.
+
+        Args:
+            call: what.
+            groups: the public param groups.
+            settings: the arguments, as numbers.
+
+        Raises:
+            PeerLostError: if a rank is gone.
+            Exception: what a rank that has run out cannot do.
+        """
+        engine = self._engine
+        if engine.control.alone or not self._is_inside() or not self.someone_joined():
+            return
+        attendance = call_roll(engine.control, call)
+        if attendance.joined and attendance.giver == engine.ranks.rank:
+            give(
+                engine.control,
+                attendance.joined,
+                groups,
+                engine.params,
+                engine.layout.plan,
+                settings,
+                gradients=call is Call.STEP and engine.pipeline is None,
+            )
+
+    def stepped(self) -> None:
+        """Remember which gradients have been used, to know what a rank has accumulated when it runs out."""
+        if self._engine.pipeline is None and self.someone_joined is _perhaps and self._is_inside():
+            self._left_over = self._marks()
+
+    # ------------------------------------------------------------------ a rank that has run out
+
+    def shadow(self, groups: list[ParamGroup]) -> Call:
+        """Do what the others do, once. Collective.
+
+        Args:
+            groups: the public param groups; they take over the hyperparameters of a running rank.
+
+        Returns:
+            What was done.
+
+        Raises:
+            PeerLostError: if a rank is gone.
+            Exception: what a rank has met.
+        """
+        engine = self._engine
+        refusal = self._refusal()
+        attendance = call_roll(engine.control, Call.JOINED if refusal is None else Call.REFUSED, refusal)
+        if not attendance.running:
+            return Call.JOINED
+        given = self._take(attendance, groups)
+        if attendance.call is Call.CLIP:
+            self._clip(given)
+        elif attendance.call is Call.STEP:
+            self._step(given, groups)
+        return attendance.call
+
+    def shadow_iteration(self, groups: list[ParamGroup]) -> bool:
+        """Do what the others do until they have stepped, where nobody tells how often they call. Collective.
+
+        Nothing, if they accumulate: no gradients have been reduced since their last step.
+
+        Returns:
+            Whether there was a step.
+
+        Raises:
+            PeerLostError: if a rank is gone.
+            Exception: what a rank has met.
+        """
+        for model in self.partners:
+            if model.find_unused_parameters:
+                # DDP leaves the others' marks in what this rank contributes the next time.
+                model.reducer._get_local_used_map().zero_()
+        pipeline = self._engine.pipeline
+        accumulates = (
+            not pipeline.has_fresh if pipeline is not None and pipeline.routed else self._partners_accumulate()
+        )
+        if accumulates:
+            return False
+        while self.shadow(groups) is Call.CLIP:
+            pass
+        return True
+
+    def shadow_backward(self, groups: list[ParamGroup]) -> None:
+        """Get hyperparameters before shards are stepped during a backward that this rank shadows. Collective.
+
+        Raises:
+            PeerLostError: if the rank that gives is gone.
+        """
+        attendance = call_roll(self._engine.control, Call.JOINED)
+        if attendance.running:
+            self._take(attendance, groups)
+
+    def report(self, error: Exception, groups: Sequence[ParamGroup]) -> None:
+        """Step together with ranks that are about to, only to tell them of an error. Collective.
+
+        Args:
+            error: what has happened on this rank.
+            groups: the public param groups.
+
+        Raises:
+            Exception: always; the others raise it too.
+        """
+        try:
+            with self._engine.as_shadow():
+                self._engine.step(groups, None, {}, error)
+        finally:
+            del error
+
+    def _take(self, attendance: Attendance, groups: list[ParamGroup]) -> Handover:
+        engine = self._engine
+        given = take(
+            engine.control,
+            attendance.giver,
+            engine.params,
+            engine.layout.plan,
+            gradients=attendance.call is Call.STEP and engine.pipeline is None,
+        )
+        given.apply(groups)
+        return given
+
+    def _clip(self, given: Handover) -> None:
+        engine = self._engine
+        if engine.pipeline is None:
+            return
+        max_norm, norm_type, error_if_nonfinite = given.settings
+        clip_over_ranks(
+            engine.control,
+            engine.pipeline.gradients,
+            max_norm,
+            norm_type,
+            engine.params[0].dtype,
+            error_if_nonfinite=bool(error_if_nonfinite),
+        )
+
+    def _step(self, given: Handover, groups: Sequence[ParamGroup]) -> None:
+        engine = self._engine
+        self._has_shadowed = True
+        if engine.pipeline is not None:
+            for index in given.absent:
+                engine.params[index].grad = None
+        with engine.as_shadow():
+            engine.step(groups, None, {}, gradients=given.gradients if engine.pipeline is None else None)
+        # Nobody reads parameters of a rank without data before the others' next call.
+        engine.finish_share()
+
+    def _refusal(self) -> Exception | None:
+        """Why this rank cannot take part in a step, if it cannot: it has accumulated what nobody can add any more."""
+        engine = self._engine
+        if self._has_shadowed or self.someone_joined is not _perhaps or engine.pipeline is not None:
+            return None
+        if self._marks() == self._left_over:
+            return None
+        for index, param in enumerate(engine.params):
+            if param.grad is not None and bool((_values(param.grad) != 0).any()):
+                name = engine.layout.plan.tensors[index].name
+                return RuntimeError(
+                    f"this rank ran out of data with a gradient in {name!r} that has not been stepped, in torch's "
+                    f"Join, which would leave it out: {USE_OURS}"
+                )
+        return None
+
+    def _partners_accumulate(self) -> bool:
+        """Whether DDP has told, in the iteration that was just shadowed, that the others do not reduce gradients."""
+        return bool(self.partners) and not any(model.require_forward_param_sync for model in self.partners)
+
+    def _marks(self) -> list[tuple[int, int]]:
+        return [(id(param.grad), param.grad._version) for param in self._engine.params if param.grad is not None]
+
+
+def _perhaps() -> bool:
+    return True
+
+
+def _values(grad: torch.Tensor) -> torch.Tensor:
+    return grad._values() if grad.layout is torch.sparse_coo else grad
