@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 from join_training import HOOKS, Uneven
 from torch.distributed.algorithms.join import Join as TorchJoin
+from zeroshard_integrations.join import Join
 
-CONTEXTS: dict[str, Any] = {"torchs": TorchJoin}
+CONTEXTS: dict[str, Any] = {"torchs": TorchJoin, "ours": Join}
 EVERY_CONTEXT = pytest.mark.parametrize("context", CONTEXTS)
 EVERY_HOOK = pytest.mark.parametrize("hook", HOOKS)
 GAPS = (0, 1, 3, 10)

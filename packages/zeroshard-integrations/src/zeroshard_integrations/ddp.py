@@ -185,6 +185,7 @@ def _stepping(
             _check_group(state, zero)
         return _receive(follower, bucket, (lambda: hook(state, bucket)) if reduces_elsewhere else None)
 
+    step_in_backward.zero_of = zero_of  # type: ignore[attr-defined] # by which Join finds the optimizer
     return step_in_backward
 
 

@@ -2,9 +2,20 @@
 
 from zeroshard.backward import BackwardFollower
 from zeroshard.elementwise import ELEMENTWISE
+from zeroshard.join_hook import OptimizerJoinHook
+from zeroshard.join_partners import refuse_before_model
 from zeroshard.optimizer import ZeroRedundancyOptimizer
 from zeroshard.pipeline import Stepping
 from zeroshard.reduced_gradient import ReducedGradient
 from zeroshard.route import Bucket
 
-__all__ = ["ELEMENTWISE", "BackwardFollower", "Bucket", "ReducedGradient", "Stepping", "ZeroRedundancyOptimizer"]
+__all__ = [
+    "ELEMENTWISE",
+    "BackwardFollower",
+    "Bucket",
+    "OptimizerJoinHook",
+    "ReducedGradient",
+    "Stepping",
+    "ZeroRedundancyOptimizer",
+    "refuse_before_model",
+]

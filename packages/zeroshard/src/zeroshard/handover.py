@@ -8,6 +8,7 @@ is to step its shards with. Everything travels over the control channel and CPU 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,7 +86,7 @@ def give(
     text: dict[str, Any] = {
         "groups": [{k: _written(v) for k, v in group.items() if k not in NOT_SYNCED} for group in groups],
         "absent": absent,
-        "settings": list(settings),
+        "settings": [_number(setting) for setting in settings],
         "sparse": {},
     }
     for group in text["groups"]:
@@ -159,6 +160,14 @@ def _parts(shard: Shard, param: torch.Tensor, grad: torch.Tensor) -> list[torch.
     if grad.stride() != param.stride():
         grad = torch.empty_strided(grad.shape, param.stride(), dtype=grad.dtype, device=grad.device).copy_(grad)
     return [storage_view(grad)[shard.start : shard.stop].cpu()]
+
+
+def _number(setting: object) -> float:
+    """A setting as a number; what is none is refused by who uses it."""
+    try:
+        return float(setting)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return math.nan
 
 
 _NOT_SENT = object()

@@ -29,6 +29,15 @@ class OptimizerJoinHook(JoinHook):
         self.steps = 0
         super().__init__()
 
+    @property
+    def steps_in_backward(self) -> bool:
+        """Whether a communication hook steps the optimizer, so that its own step communicates nothing."""
+        return self._uneven.steps_in_backward
+
+    def leave(self) -> None:
+        """Leave the context, also after an error; safe to call repeatedly."""
+        self._leave()
+
     def follow(self, someone_joined: Callable[[], bool]) -> None:
         """Let the context tell when a rank has run out, and call :meth:`main_hook` once for each of the others' calls.
 

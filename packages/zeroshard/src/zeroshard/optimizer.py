@@ -291,8 +291,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 "clip; use reduce_to_owner_hook, and clip between backward() and step()"
             )
         Join.notify_join_context(self)
-        settings = (float(max_norm), float(norm_type), float(error_if_nonfinite))
-        self._uneven.attend(Call.CLIP, self.param_groups, settings)
+        self._uneven.attend(Call.CLIP, self.param_groups, (max_norm, norm_type, error_if_nonfinite))
         return clip_over_ranks(
             self._engine.control,
             pipeline.gradients,

@@ -202,12 +202,15 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
     return target
 
 
+_REBUILDERS = frozenset({"torch.nn.parallel.distributed", "zeroshard_integrations.join_model"})
+
+
 def _is_rebuild() -> bool:
-    """Whether DDP is at work in a forward: it rebuilds its buckets then, from C++ that Python's DDP has called."""
+    """Whether DDP is at work in a forward: it rebuilds its buckets then, from C++ that one of these modules called."""
     frame: FrameType | None = sys._getframe()
     for _ in range(8):
         frame = frame.f_back if frame is not None else None
-        if frame is not None and frame.f_globals.get("__name__") == "torch.nn.parallel.distributed":
+        if frame is not None and frame.f_globals.get("__name__") in _REBUILDERS:
             return True
     return False
 

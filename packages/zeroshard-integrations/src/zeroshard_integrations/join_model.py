@@ -1,0 +1,226 @@
+"""A model in DistributedDataParallel inside a Join block: following its iterations, and shadowing those of the others.
+
+The backward of a rank without data is DDP's own: buckets of zeros, reduced as the others reduce theirs. Here they hold
+what the rank had accumulated, if that has not been stepped, and what has been reduced in them becomes ``.grad``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C import _distributed_c10d
+from torch._C._distributed_c10d import GradBucket
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+from zeroshard_core import is_dense
+
+from zeroshard_integrations.announcements import Announcement, Status
+
+
+class Phase(Enum):
+    """Where this rank is with a model."""
+
+    IDLE = "no backward is due"
+    FORWARD = "a forward has begun, its backward has not"
+    BACKWARD = "in backward"
+
+
+class ModelInJoin:
+    """One model of a block, on one rank; only the block uses it.
+
+    Args:
+        ddp: the model.
+        divide_by_running: average gradients over the ranks that still have data, where DDP reduces them itself.
+        answered: waits for the ranks' announcements, and returns how many still have data.
+
+    Attributes:
+        phase: where this rank is.
+        reduces: whether the last forward's backward reduces gradients.
+        is_open: whether ``.grad`` holds what has not been stepped. Others than this class set it to False.
+        is_stepped: whether the block hears of steps; else a reduction is taken for the end of a step.
+        takes_buckets: whether a communication hook keeps the gradients, and adds what was accumulated itself.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel, *, divide_by_running: bool, answered: Callable[[], int]) -> None:
+        self.ddp, self._divide_by_running, self._answered = ddp, divide_by_running, answered
+        self.phase = Phase.IDLE
+        self.reduces = self.is_open = self.is_stepped = False
+        self.takes_buckets = False
+        self._handle: RemovableHandle | None = None
+
+    # ------------------------------------------------------------------ a rank that still has data
+
+    def enter(self) -> None:
+        """Follow the model's forwards from now on."""
+        self._handle = self.ddp.register_forward_hook(self._after_forward)
+
+    def leave(self) -> None:
+        """Leave the model as it was; safe to call repeatedly."""
+        if self._handle is None:
+            return
+        self._handle.remove()
+        self._handle = None
+        if self._divide_by_running:
+            # True: divide by the number of ranks, whatever the last iteration's number was.
+            self.ddp.reducer._set_forward_pass_work_handle(_known(self.ddp.process_group.size()), True)
+        self.ddp.__dict__["_divide_by_initial_world_size"] = True
+
+    def synchronizes_buffers(self) -> bool:
+        """Whether DDP sends module buffers around, for which it must know who still has data."""
+        return len(self.ddp.modules_buffers) > 0
+
+    def begin(self, joinable: int) -> Announcement:
+        """Begin a forward, and return what to announce.
+
+        Args:
+            joinable: the model's place in the block.
+        """
+        with_grad = torch.is_grad_enabled()
+        self.reduces = with_grad and self.ddp.require_backward_grad_sync
+        self.phase = Phase.FORWARD if with_grad else Phase.IDLE
+        return Announcement(Status.RUNNING, joinable, self.reduces, with_grad)
+
+    def _after_forward(self, module: nn.Module, inputs: object, output: object) -> None:  # noqa: ARG002 - torch's signature
+        running = self._answered()
+        if self.phase is not Phase.FORWARD:
+            return
+        if self._divide_by_running:
+            self.ddp.reducer._set_forward_pass_work_handle(_known(running), False)
+        watched = [tensor for tensor in _tensors(output) if tensor.grad_fn is not None]
+        for tensor in watched:
+            tensor.register_hook(self._backward_begins)
+        if not watched:
+            self.phase = Phase.IDLE
+
+    def _backward_begins(self, gradient: torch.Tensor) -> None:  # noqa: ARG002 - torch's signature
+        if self.phase is Phase.FORWARD:
+            self.phase = Phase.BACKWARD
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
+
+    def _backward_ends(self) -> None:
+        self.phase = Phase.IDLE
+        self.is_open = self.is_stepped or not self.reduces
+
+    # ------------------------------------------------------------------ a rank that has run out
+
+    def problem(self) -> Exception | None:
+        """Return why this rank cannot shadow the others, if it cannot: DDP has seen no sparse gradient yet."""
+        sparse = [
+            name
+            for name, module in self.ddp.module.named_modules()
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad
+        ]
+        if not sparse:
+            return None
+        try:
+            self.ddp.reducer._get_zeros_like_grad_buckets()
+        except RuntimeError:
+            return ValueError(
+                f"this rank has run out of data without a single batch, and {sparse[0] + '.weight'!r} has sparse "
+                f"gradients, whose shape DistributedDataParallel does not know before the first: give every rank a "
+                f"batch, or use sparse=False"
+            )
+        return None
+
+    def shadow(self, announcement: Announcement, running: int) -> None:
+        """Do what DDP does in a forward and a backward, without data. Collective.
+
+        Args:
+            announcement: of a rank that still has data.
+            running: how many do.
+        """
+        ddp = self.ddp
+        if announcement.with_grad:
+            ddp.reducer._rebuild_buckets()
+        ddp._check_and_sync_module_buffers()
+        if self.synchronizes_buffers():
+            ddp._check_global_requires_backward_grad_sync(is_joined_rank=True)
+        ddp.require_forward_param_sync = announcement.reduces
+        if announcement.reduces:
+            self.shadow_backward(running)
+
+    def shadow_backward(self, running: int) -> None:
+        """Take part in the reduction of gradients, without a backward. Collective.
+
+        Args:
+            running: how many ranks still have data.
+        """
+        ddp, reducer = self.ddp, self.ddp.reducer
+        self.phase = Phase.IDLE
+        own = not self.takes_buckets
+        # With a communication hook, it is the hook that divides.
+        share = 1 if ddp._comm_hooks else running if self._divide_by_running else ddp.process_group.size()
+        buckets = reducer._get_zeros_like_grad_buckets()
+        if own and self.is_open:
+            for bucket in buckets:
+                _fill(bucket, share)
+        works = [reducer._run_comm_hook(bucket) for bucket in buckets]
+        for bucket, work in zip(buckets, works, strict=True):
+            reduced = work.wait()
+            if own and self.is_stepped:
+                _keep(bucket, reduced if isinstance(reduced, torch.Tensor) else reduced[0])
+        self.is_open = self.is_stepped
+        if ddp.find_unused_parameters:
+            ddp._match_unused_params_allreduce()
+            # It holds what all ranks have used now; this one will have used nothing.
+            reducer._get_local_used_map().zero_()
+        reducer._push_all_rebuilt_params()
+
+
+def _known(number: int) -> Any:  # noqa: ANN401 - torch's Work, of a type without a stub
+    """Make a finished operation with this result, as DDP expects the number of ranks that still have data."""
+    found: Future[list[torch.Tensor]] = Future()
+    found.set_result([torch.tensor([number], device="cpu")])
+    # torch's stubs leave it out.
+    return vars(_distributed_c10d)["_create_work_from_future"](found)
+
+
+def _fill(bucket: GradBucket, share: int) -> None:
+    """Put ``.grad``, divided by ``share``, into a bucket of zeros."""
+    if bucket.buffer().layout is not torch.strided:
+        grad = bucket.parameters()[0].grad
+        if grad is not None:
+            bucket.set_buffer(grad / share)
+        return
+    for param, place in _places(bucket):
+        if param.grad is not None:
+            torch.div(param.grad, share, out=place)
+
+
+def _keep(bucket: GradBucket, reduced: torch.Tensor) -> None:
+    """Make what has been reduced this rank's gradients."""
+    if reduced.layout is not torch.strided:
+        bucket.parameters()[0].grad = reduced.clone()
+        return
+    if reduced.data_ptr() != bucket.buffer().data_ptr():
+        bucket.buffer().copy_(reduced.view(-1))
+    for param, place in _places(bucket):
+        param.grad = place
+
+
+def _places(bucket: GradBucket) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The parameters of a bucket and their gradients' places in it, laid out by the strides of their parameters."""
+    buffer = bucket.buffer()
+    for param, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
+        stride = param.stride() if is_dense(param) else view.stride()
+        yield param, buffer.as_strided(param.shape, stride, int(view.storage_offset()))
+
+
+def _tensors(output: object) -> Iterator[torch.Tensor]:
+    """The tensors in what a model returned."""
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        for item in output.values():
+            yield from _tensors(item)
+    elif isinstance(output, (list, tuple)):
+        for item in output:
+            yield from _tensors(item)
+    elif hasattr(output, "__dataclass_fields__"):
+        for name in output.__dataclass_fields__:
+            yield from _tensors(getattr(output, name))
