@@ -4,9 +4,17 @@
 from typing import Any
 
 import pytest
-from join_training import HOOKS, Uneven
+import torch
+import torch.distributed as dist
+from join_training import HOOKS, Uneven, inputs
+from torch import nn, optim
 from torch.distributed.algorithms.join import Join as TorchJoin
+from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
+from torch.nn.parallel import DistributedDataParallel
+from training import small_model
+from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_integrations.join import Join
+from zeroshard_testing import assert_replicas_equal
 
 CONTEXTS: dict[str, Any] = {"torchs": TorchJoin, "ours": Join}
 EVERY_CONTEXT = pytest.mark.parametrize("context", CONTEXTS)
@@ -36,3 +44,230 @@ def test_tensors_cut_and_the_mean_of_those_that_run(world_size: int, context: st
     for divide in (True, False):
         for numbers in (lengths(world_size, 3), lengths(world_size, 5)[::-1], [0, *[4] * (world_size - 1)]):
             Uneven(numbers, hook, partition=partition, divide_by_initial=divide).check(CONTEXTS[context])
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.parametrize("ours", [True, False], ids=["ours", "torchs"])
+def test_beside_what_torch_gives(ours: bool) -> None:
+    uneven = Uneven([3, 8], "none")
+    if ours:
+        uneven.check(Join)
+        return
+    uneven.optimizer = TorchZero(uneven.ddp.parameters(), optim.Adam, lr=1e-2, weight_decay=0.01)
+    uneven.train(TorchJoin)
+    uneven.reference()
+    # The rank without data has stepped its shard with the gradients of its last batch.
+    assert 1e-4 < uneven.distance() < 1
+
+
+@pytest.mark.ranks(2, 3, backend="gloo")
+@EVERY_CONTEXT
+@pytest.mark.parametrize("hook", HOOKS[:2])
+def test_clipping_and_schedules(world_size: int, context: str, hook: str) -> None:
+    class Clipped(Uneven):
+        def clipped(self) -> None:
+            if self.hook == "none":
+                nn.utils.clip_grad_norm_(self.ddp.parameters(), 0.1)
+            else:
+                super().clipped()
+
+    for numbers in (lengths(world_size, 4), lengths(world_size, 4)[::-1]):
+        Clipped(numbers, hook, clip=0.1, schedule=True).check(CONTEXTS[context])
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@EVERY_CONTEXT
+@EVERY_HOOK
+def test_schedules(context: str, hook: str) -> None:
+    Uneven([2, 6], hook, schedule=True, partition="split").check(CONTEXTS[context])
+
+
+@pytest.mark.ranks(4, backend="gloo")
+@EVERY_CONTEXT
+@EVERY_HOOK
+def test_on_subgroups(rank: int, context: str, hook: str) -> None:
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    numbers = [[3, 5], [4, 2]][rank % 2]
+    Uneven(numbers, hook, group=groups[rank % 2]).check(CONTEXTS[context])
+
+
+class Branches(nn.Module):
+    """Uses one branch or both, as a batch says; has buffers that count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.always, self.sometimes, self.never = nn.Linear(40, 30), nn.Linear(30, 30), nn.Linear(30, 30)
+        self.norm = nn.BatchNorm1d(30)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.always(batch)
+        if bool(batch[0, 0] > 0):
+            hidden = hidden + self.sometimes(hidden)
+        return hidden
+
+
+@pytest.mark.ranks(2, 3, backend="gloo")
+@EVERY_CONTEXT
+@EVERY_HOOK
+def test_parameters_that_nobody_uses_are_not_stepped(world_size: int, context: str, hook: str) -> None:
+    options = {"find_unused_parameters": True}
+    for numbers in (lengths(world_size, 6), lengths(world_size, 6)[::-1], [0, *[6] * (world_size - 1)]):
+        for optimizer in ("Adam", "SGD"):
+            Uneven(numbers, hook, model=Branches, ddp=options, optimizer=optimizer).check(CONTEXTS[context])
+
+
+class Normed(nn.Module):
+    """With running statistics, which DDP sends around from a rank that has data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.out = nn.BatchNorm1d(40, affine=False), nn.Linear(40, 5)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        self.seen.add_(1)
+        result: torch.Tensor = self.out(self.norm(batch))
+        return result
+
+
+@pytest.mark.ranks(2, 3, backend="gloo")
+@EVERY_CONTEXT
+@EVERY_HOOK
+def test_module_buffers(world_size: int, context: str, hook: str) -> None:
+    for numbers in (lengths(world_size, 4), lengths(world_size, 4)[::-1]):
+        uneven = Uneven(numbers, hook, model=Normed)
+        uneven.check(CONTEXTS[context])
+        assert_replicas_equal(uneven.ddp.module.buffers())
+        assert uneven.ddp.module.seen == max(numbers)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.parametrize("options", [{"gradient_as_bucket_view": False}, {"static_graph": True}], ids=str)
+@EVERY_CONTEXT
+@EVERY_HOOK
+def test_other_kinds_of_ddp(context: str, hook: str, options: dict[str, bool]) -> None:
+    for numbers in ([3, 6], [4, 3]):
+        Uneven(numbers, hook, ddp=options).check(CONTEXTS[context])
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@EVERY_CONTEXT
+def test_two_models_and_their_optimizers(rank: int, context: str) -> None:
+    numbers = [3, 5]
+    pairs = [Uneven(numbers, "none", optimizer="SGD"), Uneven(numbers, "none")]
+    joinables: list[Any] = [pair.ddp for pair in pairs]
+    with CONTEXTS[context]([*joinables, *[pair.optimizer for pair in pairs]]):
+        for number in range(numbers[rank]):
+            for pair in pairs:
+                pair.optimizer.zero_grad()
+                pair.loss(pair.ddp, inputs(number, rank)).backward()
+            for pair in pairs:
+                pair.optimizer.step()
+    for pair in pairs:
+        pair.reference()
+        assert pair.distance() < 1e-12
+
+
+@pytest.mark.ranks(2, 3, backend="gloo")
+@EVERY_CONTEXT
+def test_an_optimizer_without_ddp(rank: int, world_size: int, context: str) -> None:
+    model, plain = (small_model().double() for _ in range(2))
+    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, lr=1e-2)
+    reference = optim.Adam(plain.parameters(), lr=1e-2)
+    numbers = lengths(world_size, 4)
+    with CONTEXTS[context]([sharded]):
+        for number in range(numbers[rank]):
+            for made, optimizer in ((model, sharded), (plain, reference)):
+                optimizer.zero_grad()
+                made(inputs(number, 0)).square().mean().backward()
+                optimizer.step()
+    for number in range(numbers[rank], max(numbers)):
+        reference.zero_grad()
+        plain(inputs(number, 0)).square().mean().backward()
+        reference.step()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@EVERY_CONTEXT
+def test_sparse_gradients_of_a_rank_that_had_batches(rank: int, context: str) -> None:
+    def table() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Embedding(20, 3, sparse=True)
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = model((batch[:, 0].abs() * 19 % 20).long()).square().mean()
+        return result
+
+    Uneven([2, 5], "none", model=table, loss=loss, optimizer="SGD", ddp={}).check(CONTEXTS[context])
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_the_block_tells_who_runs_and_leaves_nothing_behind(rank: int) -> None:
+    import warnings
+
+    uneven = Uneven([2, 5], "none", divide_by_initial=False)
+    filters = list(warnings.filters)
+    seen: list[int] = []
+    with Join([uneven.ddp, uneven.optimizer], divide_by_initial_world_size=False) as join:
+        for number in range(uneven.lengths[rank]):
+            uneven.optimizer.zero_grad()
+            uneven.loss(uneven.ddp, inputs(number, rank)).backward()
+            seen.append(join.running)
+            uneven.optimizer.step()
+    assert seen == ([2, 2] if rank == 0 else [2, 2, 1, 1, 1])
+    assert (join.running, join.shadowed_steps) == (0, 0 if rank else 3)
+    assert warnings.filters == filters
+    assert not uneven.ddp._join_config.enable
+    assert not uneven.optimizer._join_config.enable
+    assert not uneven.ddp._forward_hooks
+    if rank == 0:
+        # Nobody else takes part.
+        with torch.no_grad():
+            uneven.ddp(inputs(0, 0))
+    # The mean is that of all ranks again.
+    uneven.reference()
+    uneven.optimizer.zero_grad()
+    uneven.plain.zero_grad()
+    uneven.loss(uneven.ddp, inputs(9, rank)).backward()
+    for other in range(2):
+        (uneven.loss(uneven.plain_model, inputs(9, other)) / 2).backward()
+    uneven.optimizer.step()
+    uneven.plain.step()
+    assert uneven.distance() < 1e-12
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@EVERY_CONTEXT
+def test_disabled_it_does_nothing(rank: int, context: str) -> None:
+    uneven = Uneven([3, 3], "none")
+    join = CONTEXTS[context]
+    uneven.check(lambda joinables, **kwargs: join(joinables, enable=False, **kwargs))
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@EVERY_CONTEXT
+def test_two_blocks_one_after_the_other(rank: int, context: str) -> None:
+    uneven = Uneven([2, 4], "none")
+    uneven.train(CONTEXTS[context])
+    uneven.reference()
+    uneven.lengths = [3, 1]
+    uneven.check(CONTEXTS[context])
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_models_called_without_gradients_inside_the_block(rank: int) -> None:
+    uneven = Uneven([2, 5], "owner")
+    with Join([uneven.ddp, uneven.optimizer]):
+        for number in range(uneven.lengths[rank]):
+            with torch.no_grad():
+                uneven.ddp(inputs(77, rank))
+            uneven.optimizer.zero_grad()
+            uneven.loss(uneven.ddp, inputs(number, rank)).backward()
+            uneven.optimizer.step()
+    uneven.reference()
+    assert uneven.distance() < 1e-12
+    assert isinstance(uneven.ddp, DistributedDataParallel)

@@ -210,7 +210,7 @@ def _receive(
     done = follower.receive(found, reduce() if reduce is not None else None)
     if found.is_last:
         if is_shadow:
-            follower.end()
+            follower.end_shadow()
         else:
             _behind_ddp(follower.end)
     elif begins and not is_shadow:

@@ -182,6 +182,7 @@ class Join:
                 if not params.isdisjoint(_params_of(self._joinables[number]))
             ]
             model.is_stepped = any(not hook.steps_in_backward for hook in owners)
+            model.behind = [hook.finish_backward for hook in owners]
             model.takes_buckets = bool(_optimizers_of_hooks(joinable))
             model.enter()
             self._models[place] = model

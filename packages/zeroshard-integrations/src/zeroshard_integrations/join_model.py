@@ -6,11 +6,12 @@ what the rank had accumulated, if that has not been stepped, and what has been r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._C import _distributed_c10d
 from torch._C._distributed_c10d import GradBucket
@@ -43,6 +44,7 @@ class ModelInJoin:
         reduces: whether the last forward's backward reduces gradients.
         is_open: whether ``.grad`` holds what has not been stepped. Others than this class set it to False.
         is_stepped: whether the block hears of steps; else a reduction is taken for the end of a step.
+        behind: called when all of a backward has been shadowed.
         takes_buckets: whether a communication hook keeps the gradients, and adds what was accumulated itself.
     """
 
@@ -51,6 +53,7 @@ class ModelInJoin:
         self.phase = Phase.IDLE
         self.reduces = self.is_open = self.is_stepped = False
         self.takes_buckets = False
+        self.behind: Sequence[Callable[[], None]] = ()
         self._handle: RemovableHandle | None = None
 
     # ------------------------------------------------------------------ a rank that still has data
@@ -153,6 +156,10 @@ class ModelInJoin:
         ddp, reducer = self.ddp, self.ddp.reducer
         self.phase = Phase.IDLE
         own = not self.takes_buckets
+        used = torch.zeros_like(reducer._get_local_used_map())
+        if self.is_open:
+            held = [param.grad is not None for param in ddp._build_params_for_reducer()[0]]
+            used.copy_(torch.tensor(held))
         # With a communication hook, it is the hook that divides.
         share = 1 if ddp._comm_hooks else running if self._divide_by_running else ddp.process_group.size()
         buckets = reducer._get_zeros_like_grad_buckets()
@@ -166,10 +173,12 @@ class ModelInJoin:
                 _keep(bucket, reduced if isinstance(reduced, torch.Tensor) else reduced[0])
         self.is_open = self.is_stepped
         if ddp.find_unused_parameters:
-            ddp._match_unused_params_allreduce()
-            # It holds what all ranks have used now; this one will have used nothing.
-            reducer._get_local_used_map().zero_()
+            # What is there is what all ranks have used in the last backward of this one.
+            reducer._get_local_used_map().copy_(used)
+            dist.all_reduce(reducer._get_local_used_map(), group=ddp.process_group)
         reducer._push_all_rebuilt_params()
+        for call in self.behind:
+            call()
 
 
 def _known(number: int) -> Any:  # noqa: ANN401 - torch's Work, of a type without a stub

@@ -7,7 +7,6 @@ reductions of DistributedDataParallel, does not pass here; the flight recorder k
 from __future__ import annotations
 
 import weakref
-import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch.distributed as dist
 
 from zeroshard_testing.faults import Faults, reach
 from zeroshard_testing.journal import JournalWriter
-from zeroshard_testing.rank_state import Operation, group_key
+from zeroshard_testing.rank_state import Operation, group_key, next_digest
 from zeroshard_testing.waits import Waits
 
 _ALIKE = {"allreduce": "all_reduce", "broadcast": "broadcast", "reduce": "reduce"}
@@ -63,7 +62,7 @@ class Collectives:
         self._digests: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
     def digest(self, group: dist.ProcessGroup) -> int:
-        """Return a number that is the same on ranks which have issued alike in a group."""
+        """Return a number that is the same on ranks which have issued alike in a group; see `comparable`."""
         return self._digests.get(group, 0)
 
     def root(self, group: dist.ProcessGroup, number: int) -> int:
@@ -108,7 +107,7 @@ class Collectives:
             roots.pop(number - _ROOTS_KEPT, None)
         # Without the number: messages that another thread issues meanwhile make it uncertain, and the order counts.
         text = f"{operation.name} {operation.amounts} {operation.root}"
-        self._digests[group] = zlib.crc32(text.encode(), self._digests.get(group, 0))
+        self._digests[group] = next_digest(self._digests.get(group, 0), text)
         self._journal.write(key, number, operation)
         return number
 

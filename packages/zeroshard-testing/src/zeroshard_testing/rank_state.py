@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import re
+import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 _TENSOR = re.compile(r"(\w+)\[([^\]]*)\]")
+_CHECKSUM_BITS = 32
 
 
 @dataclass(frozen=True)
@@ -147,3 +149,18 @@ def group_label(key: str, world_size: int) -> str:
     if key.startswith("0:") and len(members) == world_size:
         return "the default group"
     return f"the group of ranks {', '.join(map(str, members))}"
+
+
+def next_digest(digest: int, text: str) -> int:
+    """Return the digest of collectives issued from Python, with one more: how many, and a checksum of their texts."""
+    count, checksum = digest >> _CHECKSUM_BITS, digest & ((1 << _CHECKSUM_BITS) - 1)
+    return (count + 1) << _CHECKSUM_BITS | zlib.crc32(text.encode(), checksum)
+
+
+def comparable(digest: int, other: int) -> bool:
+    """Tell whether two ranks' digests say anything about each other: if Python has issued as many on both.
+
+    What one rank issues from C++, another may rightly issue from Python: DistributedDataParallel does so in its join
+    hook.
+    """
+    return digest >> _CHECKSUM_BITS == other >> _CHECKSUM_BITS

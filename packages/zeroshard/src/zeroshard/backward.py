@@ -159,6 +159,20 @@ class BackwardFollower:
                     f"overlap_forward=False"
                 )
 
+    def end_shadow(self) -> None:
+        """Finish a backward that this rank has shadowed; inside a Join context, when all of it has been shadowed.
+
+        What the others do behind the last bucket, such as telling which parameters were used, comes before their step.
+
+        Raises:
+            PeerLostError: if a rank is gone.
+            Exception: as :meth:`end`.
+        """
+        if self._uneven.is_inside:
+            self._uneven.put_off(self.end)
+        else:
+            self.end()
+
     def end(self) -> None:
         """Finish a backward, after its last bucket and behind everything else that writes gradients.
 
@@ -173,3 +187,4 @@ class BackwardFollower:
             self._engine.step(self._groups(), None, {})
         finally:
             self._engine.shadowing = False
+        self._uneven.forget_what_others_used()

@@ -54,12 +54,19 @@ class OptimizerJoinHook(JoinHook):
             PeerLostError: if a rank is gone.
             Exception: what a rank has met.
         """
+        self._uneven.finish_backward()
         if self._uneven.steps_in_backward:
+            self._uneven.forget_what_others_used()
             return
         if self._told:
             self.steps += self._uneven.shadow(self._groups()) is Call.STEP
         else:
             self.steps += self._uneven.shadow_iteration(self._groups())
+            self._uneven.forget_what_others_used()
+
+    def finish_backward(self) -> None:
+        """Finish a backward whose buckets this rank has shadowed; a no-op if there was none. Collective."""
+        self._uneven.finish_backward()
 
     def report(self, error: Exception) -> None:
         """Tell ranks that are in, or before, their step that this rank has failed; see :class:`UnevenInputs`."""

@@ -525,6 +525,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         refuse_before_model(partners, self)
         self._uneven.begin(divide_by_running=not kwargs.get("divide_by_initial_world_size", True))
         self._uneven.partners = [item for item in partners if isinstance(item, DistributedDataParallel)]
+        self._uneven.forget_what_others_used()
         return OptimizerJoinHook(self._uneven, lambda: self.param_groups, self._leave_join)
 
     def _leave_join(self) -> None:

@@ -44,6 +44,12 @@ class UnevenInputs:
         self.partners: Sequence[DistributedDataParallel] = ()
         self._left_over: list[tuple[int, int]] = []
         self._has_shadowed = False
+        self._put_off: Callable[[], None] | None = None
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the optimizer is in a Join context."""
+        return self._is_inside()
 
     @property
     def steps_in_backward(self) -> bool:
@@ -99,6 +105,7 @@ class UnevenInputs:
 
     def stepped(self) -> None:
         """Remember which gradients have been used, to know what a rank has accumulated when it runs out."""
+        self.forget_what_others_used()
         if self._engine.pipeline is None and self.someone_joined is _perhaps and self._is_inside():
             self._left_over = self._marks()
 
@@ -129,6 +136,21 @@ class UnevenInputs:
             self._step(given, groups)
         return attendance.call
 
+    def put_off(self, end: Callable[[], None]) -> None:
+        """Leave the end of a backward that is being shadowed to :meth:`finish_backward`."""
+        self._put_off = end
+
+    def finish_backward(self) -> None:
+        """Finish a backward that was shadowed. Collective; a no-op if there was none.
+
+        Raises:
+            PeerLostError: if a rank is gone.
+            Exception: if shards are stepped during backward, all that a step raises.
+        """
+        end, self._put_off = self._put_off, None
+        if end is not None:
+            end()
+
     def shadow_iteration(self, groups: list[ParamGroup]) -> bool:
         """Do what the others do until they have stepped, where nobody tells how often they call. Collective.
 
@@ -141,10 +163,6 @@ class UnevenInputs:
             PeerLostError: if a rank is gone.
             Exception: what a rank has met.
         """
-        for model in self.partners:
-            if model.find_unused_parameters:
-                # DDP leaves the others' marks in what this rank contributes the next time.
-                model.reducer._get_local_used_map().zero_()
         pipeline = self._engine.pipeline
         accumulates = (
             not pipeline.has_fresh if pipeline is not None and pipeline.routed else self._partners_accumulate()
@@ -222,6 +240,16 @@ class UnevenInputs:
             engine.step(groups, None, {}, gradients=given.gradients if engine.pipeline is None else None)
         # Nobody reads parameters of a rank without data before the others' next call.
         engine.finish_share()
+
+    def forget_what_others_used(self) -> None:
+        """Take the others' marks out of what DDP contributes the next time of this rank's used parameters.
+
+        DDP does not wait for the reduction of these marks on a rank without data; it is over when a step is. Before the
+        first backward they are whatever was in memory.
+        """
+        for model in self.partners:
+            if model.find_unused_parameters:
+                model.reducer._get_local_used_map().zero_()
 
     def _refusal(self) -> Exception | None:
         """Why this rank cannot take part in a step, if it cannot: it has accumulated what nobody can add any more."""
