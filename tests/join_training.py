@@ -22,6 +22,7 @@ HOOKS = ("none", "owner", "behind", "interleaved")
 OPTIMIZERS: Mapping[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
     "Adam": (optim.Adam, {"lr": 1e-2, "weight_decay": 0.01}),
     "SGD": (optim.SGD, {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.01}),
+    "SGD without decay": (optim.SGD, {"lr": 1e-2, "momentum": 0.9}),
 }
 
 
@@ -36,6 +37,22 @@ def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return output.square().mean()
 
 
+class Branches(nn.Module):
+    """Uses one branch or both, as a batch says; has buffers that count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.always, self.sometimes, self.never = nn.Linear(40, 30), nn.Linear(30, 30), nn.Linear(30, 30)
+        self.norm = nn.BatchNorm1d(30)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.always(batch)
+        if bool(batch[0, 0] > 0):
+            hidden = hidden + self.sometimes(hidden)
+        return hidden
+
+
 class Uneven:
     """A sharded training on uneven inputs, and its single-process reference.
 
@@ -44,6 +61,8 @@ class Uneven:
         hook: one of ``HOOKS``.
         divide_by_initial: average gradients over all ranks, or over those that still have data.
         window: how many backwards make a step.
+        always_reduces: whether all of them reduce gradients, and not only the last.
+        last_incomplete: whether a window that is incomplete when the last rank runs out is stepped.
         clip: the largest norm of gradients, if they are clipped.
         schedule: whether the learning rate falls in every step.
     """
@@ -57,6 +76,8 @@ class Uneven:
         partition: str = "whole",
         divide_by_initial: bool = True,
         window: int = 1,
+        always_reduces: bool = False,
+        last_incomplete: bool = False,
         clip: float | None = None,
         schedule: bool = False,
         model: Callable[[], nn.Module] = small_model,
@@ -66,6 +87,7 @@ class Uneven:
     ) -> None:
         self.lengths, self.hook, self.group = list(lengths), hook, group
         self.divide_by_initial, self.window, self.clip, self.loss = divide_by_initial, window, clip, loss
+        self.always_reduces, self.last_incomplete = always_reduces, last_incomplete
         kind, settings = OPTIMIZERS[optimizer]
         made = model().double()
         self.plain_model = copy.deepcopy(made)
@@ -88,8 +110,8 @@ class Uneven:
         with context:
             self.optimizer.zero_grad()
             for number in range(self.lengths[self.rank]):
-                ends = (number + 1) % self.window == 0
-                with nullcontext() if ends else self.ddp.no_sync():
+                ends = self.ends(number)
+                with nullcontext() if ends or self.always_reduces else self.ddp.no_sync():
                     self.loss(self.ddp, inputs(number, self.rank)).backward()
                 if not ends:
                     continue
@@ -100,6 +122,11 @@ class Uneven:
                     scheduler.step()
                 self.optimizer.zero_grad()
         return context
+
+    def ends(self, number: int) -> bool:
+        """Whether a window of accumulation ends with this batch."""
+        is_last = self.last_incomplete and number + 1 == max(self.lengths)
+        return is_last or (number + 1) % self.window == 0
 
     def clipped(self) -> None:
         assert self.clip is not None
@@ -113,7 +140,7 @@ class Uneven:
             running = [rank for rank, length in enumerate(self.lengths) if number < length]
             for rank in running:
                 self.loss(self.plain_model, inputs(number, rank)).backward()
-            if (number + 1) % self.window:
+            if not self.ends(number):
                 continue
             share = len(self.lengths) if self.divide_by_initial else len(running)
             for param in self.plain_model.parameters():

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from join_training import HOOKS, Uneven, inputs
+from join_training import HOOKS, Branches, Uneven, inputs
 from torch import nn, optim
 from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
@@ -89,22 +89,6 @@ def test_on_subgroups(rank: int, context: str, hook: str) -> None:
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     numbers = [[3, 5], [4, 2]][rank % 2]
     Uneven(numbers, hook, group=groups[rank % 2]).check(CONTEXTS[context])
-
-
-class Branches(nn.Module):
-    """Uses one branch or both, as a batch says; has buffers that count."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.always, self.sometimes, self.never = nn.Linear(40, 30), nn.Linear(30, 30), nn.Linear(30, 30)
-        self.norm = nn.BatchNorm1d(30)
-
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        hidden: torch.Tensor = self.always(batch)
-        if bool(batch[0, 0] > 0):
-            hidden = hidden + self.sometimes(hidden)
-        return hidden
 
 
 @pytest.mark.ranks(2, 3, backend="gloo")
@@ -202,7 +186,7 @@ def test_sparse_gradients_of_a_rank_that_had_batches(rank: int, context: str) ->
         result: torch.Tensor = model((batch[:, 0].abs() * 19 % 20).long()).square().mean()
         return result
 
-    Uneven([2, 5], "none", model=table, loss=loss, optimizer="SGD", ddp={}).check(CONTEXTS[context])
+    Uneven([2, 5], "none", model=table, loss=loss, optimizer="SGD without decay").check(CONTEXTS[context])
 
 
 @pytest.mark.ranks(2, backend="gloo")

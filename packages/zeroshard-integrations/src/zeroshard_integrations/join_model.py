@@ -156,10 +156,8 @@ class ModelInJoin:
         ddp, reducer = self.ddp, self.ddp.reducer
         self.phase = Phase.IDLE
         own = not self.takes_buckets
-        used = torch.zeros_like(reducer._get_local_used_map())
-        if self.is_open:
-            held = [param.grad is not None for param in ddp._build_params_for_reducer()[0]]
-            used.copy_(torch.tensor(held))
+        # Now, before a communication hook takes them.
+        used = [self.is_open and param.grad is not None for param in ddp._build_params_for_reducer()[0]]
         # With a communication hook, it is the hook that divides.
         share = 1 if ddp._comm_hooks else running if self._divide_by_running else ddp.process_group.size()
         buckets = reducer._get_zeros_like_grad_buckets()
@@ -174,7 +172,7 @@ class ModelInJoin:
         self.is_open = self.is_stepped
         if ddp.find_unused_parameters:
             # What is there is what all ranks have used in the last backward of this one.
-            reducer._get_local_used_map().copy_(used)
+            reducer._get_local_used_map().copy_(torch.tensor(used, device="cpu"))
             dist.all_reduce(reducer._get_local_used_map(), group=ddp.process_group)
         reducer._push_all_rebuilt_params()
         for call in self.behind:

@@ -1,0 +1,288 @@
+"""What goes wrong inside a Join block is an error on every rank, within the timeout, that says what to do."""
+
+# No `from __future__ import annotations`: DDP compares the annotations of hooks with the types themselves.
+import time
+from contextlib import nullcontext
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from join_training import HOOKS, Uneven, inputs
+from torch import nn, optim
+from torch.distributed.algorithms.join import Join as TorchJoin
+from torch.nn.parallel import DistributedDataParallel
+from training import small_model
+from zeroshard import ZeroRedundancyOptimizer
+from zeroshard_comm import DisagreementError
+from zeroshard_integrations.join import Join
+from zeroshard_testing import assert_replicas_equal
+
+EVERY_HOOK = pytest.mark.parametrize("hook", HOOKS)
+SHORT = timedelta(seconds=4)
+SOON = 2.0
+"""Seconds within which ranks hear of an error that they need no timeout for."""
+
+
+class DamagedFile(ValueError):
+    pass
+
+
+def short(numbers: list[int], hook: str, **options: Any) -> Uneven:
+    return Uneven(numbers, hook, group=dist.new_group(timeout=SHORT), **options)
+
+
+def fail(rank: int, where: str, here: str, number: int, at: int = 2) -> None:
+    if rank == 1 and where == here and number == at:
+        raise DamagedFile("file 7 is damaged")
+
+
+def train(uneven: Uneven, where: str, at: int = 2) -> None:
+    rank = uneven.rank
+
+    class Broken(nn.Module):
+        def forward(self, batch: torch.Tensor) -> torch.Tensor:
+            fail(rank, where, "in the forward", int(uneven_number[0]), at)
+            return batch
+
+    uneven_number = [0]
+    uneven.ddp.module.insert(0, Broken())
+    with Join([uneven.ddp, uneven.optimizer]):
+        for number in range(uneven.lengths[rank]):
+            uneven_number[0] = number
+            fail(rank, where, "before the forward", number, at)
+            uneven.optimizer.zero_grad()
+            loss = uneven.loss(uneven.ddp, inputs(number, rank))
+            fail(rank, where, "before backward", number, at)
+            loss.backward()
+            fail(rank, where, "before the step", number, at)
+            uneven.optimizer.step()
+            fail(rank, where, "behind the step", number, at)
+
+
+PLACES = ("before the forward", "in the forward", "before backward", "before the step", "behind the step")
+
+
+@pytest.mark.ranks(3, backend="gloo")
+@EVERY_HOOK
+def test_an_exception_on_one_rank(rank: int, hook: str) -> None:
+    for where in PLACES:
+        # While all have data, and when rank 0 has run out.
+        for numbers in ([4, 4, 4], [1, 4, 4]):
+            uneven = short(numbers, hook)
+            started = time.monotonic()
+            with pytest.raises(ValueError, match="file 7 is damaged") as caught:
+                train(uneven, where)
+            assert type(caught.value) is (DamagedFile if rank == 1 else ValueError), where
+            assert rank == 1 or "rank 1" in str(caught.value), where
+            assert time.monotonic() - started < SOON, where
+            assert not uneven.ddp._join_config.enable
+            assert not uneven.optimizer._join_config.enable
+
+
+class FailingBackward(torch.autograd.Function):
+    """Raises in the backward of rank 1."""
+
+    @staticmethod
+    def forward(ctx: object, batch: torch.Tensor) -> torch.Tensor:
+        return batch.view_as(batch)
+
+    @staticmethod
+    def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
+        if dist.get_rank() == 1:
+            raise ZeroDivisionError("in backward")
+        return grad
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@EVERY_HOOK
+def test_an_exception_inside_a_backward(rank: int, hook: str) -> None:
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        middle: torch.Tensor = model(batch)
+        return FailingBackward.apply(middle).square().mean()  # type: ignore[no-untyped-call,no-any-return]
+
+    started = time.monotonic()
+    uneven = short([3, 3], hook, loss=loss)
+    with pytest.raises((RuntimeError, ZeroDivisionError)) as caught:
+        uneven.train(Join)
+    assert "ZeroDivisionError: in backward" in str(caught.value) or isinstance(caught.value, ZeroDivisionError)
+    assert rank == 1 or "rank 1 has failed inside the Join block" in str(caught.value)
+    assert time.monotonic() - started < 3 * SHORT.total_seconds()
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@EVERY_HOOK
+def test_a_rank_that_breaks_out_of_an_iteration(rank: int, hook: str) -> None:
+    for behind in ("forward", "backward"):
+        if behind == "backward" and hook in HOOKS[2:]:
+            # Backward has stepped: nothing is missing.
+            continue
+        uneven = short([4, 4], hook)
+        started = time.monotonic()
+        with (
+            pytest.raises(RuntimeError, match=r"has left the Join block behind a (forward|backward\(\)) .* is missing"),
+            Join([uneven.ddp, uneven.optimizer]),
+        ):
+            for number in range(4):
+                uneven.optimizer.zero_grad()
+                loss = uneven.loss(uneven.ddp, inputs(number, rank))
+                if rank == 0 and number == 2 and behind == "forward":
+                    break
+                loss.backward()
+                if rank == 0 and number == 2 and behind == "backward":
+                    break
+                uneven.optimizer.step()
+        assert time.monotonic() - started < SOON
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@EVERY_HOOK
+def test_a_rank_that_breaks_between_iterations_has_run_out(rank: int, hook: str) -> None:
+    uneven = Uneven([5, 5], hook)
+    with Join([uneven.ddp, uneven.optimizer]):
+        for number in range(5):
+            if rank == 0 and number == 2:
+                break
+            uneven.optimizer.zero_grad()
+            uneven.loss(uneven.ddp, inputs(number, rank)).backward()
+            uneven.optimizer.step()
+    uneven.lengths = [2, 5]
+    uneven.reference()
+    assert uneven.distance() < 1e-12
+
+
+@pytest.mark.ranks(3, backend="gloo")
+@EVERY_HOOK
+def test_no_sync_on_one_rank_only(rank: int, hook: str) -> None:
+    for numbers in ([4, 4, 4], [1, 4, 4]):
+        uneven = short(numbers, hook)
+        started = time.monotonic()
+        with (
+            pytest.raises(DisagreementError, match=r"rank 2 is in no_sync\(\) and rank [01] is not"),
+            Join([uneven.ddp, uneven.optimizer]),
+        ):
+            for number in range(numbers[rank]):
+                uneven.optimizer.zero_grad()
+                with uneven.ddp.no_sync() if rank == 2 and number == 2 else nullcontext():
+                    uneven.loss(uneven.ddp, inputs(number, rank)).backward()
+                uneven.optimizer.step()
+        assert time.monotonic() - started < SOON
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@EVERY_HOOK
+def test_throw_on_early_termination(rank: int, hook: str) -> None:
+    uneven = short([2, 4], hook)
+    batches = 0
+    with (
+        pytest.raises(RuntimeError, match="rank 0 has run out of data"),
+        Join([uneven.ddp, uneven.optimizer], throw_on_early_termination=True),
+    ):
+        for number in range(uneven.lengths[rank]):
+            uneven.optimizer.zero_grad()
+            uneven.loss(uneven.ddp, inputs(number, rank)).backward()
+            uneven.optimizer.step()
+            batches += 1
+    assert batches == 2
+    assert_replicas_equal(uneven.ddp.parameters())
+    # The optimizer can be used on.
+    uneven.lengths = [2, 2]
+    uneven.train(Join)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_throw_on_early_termination_of_torchs(rank: int) -> None:
+    uneven = short([2, 4], "none")
+    with (
+        pytest.raises(RuntimeError, match="exhausted"),
+        TorchJoin([uneven.ddp, uneven.optimizer], throw_on_early_termination=True),
+    ):
+        for number in range(uneven.lengths[rank]):
+            uneven.loss(uneven.ddp, inputs(number, rank)).backward()
+            uneven.optimizer.step()
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_nested_blocks(rank: int) -> None:
+    for inner in (Join, TorchJoin):
+        uneven = short([2, 3], "none")
+        joinables: list[Any] = [uneven.ddp, uneven.optimizer]
+        with pytest.raises(RuntimeError, match="in a Join block already"), Join(joinables), inner(joinables):
+            pass
+        assert not uneven.ddp._join_config.enable
+        uneven.check(Join)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.parametrize("join", [Join, TorchJoin], ids=["ours", "torchs"])
+def test_what_is_refused_at_once(rank: int, join: Any) -> None:
+    uneven, other = short([2, 2], "none"), short([2, 2], "none")
+    with pytest.raises(ValueError, match=r"write Join\(\[ddp, optimizer\]\)"):
+        join([uneven.optimizer, uneven.ddp])
+    with pytest.raises(ValueError, match="process group"):
+        join([uneven.ddp, other.optimizer])
+    with pytest.raises(ValueError, match="at least one joinable"):
+        join([])
+    if join is TorchJoin:
+        return
+    with pytest.raises(TypeError, match="Linear is none"):
+        join([nn.Linear(1, 1)])
+    hooked = short([2, 2], "interleaved")
+    with pytest.raises(ValueError, match="optimizer that is not in the Join block"):
+        join([hooked.ddp])
+    uneven.check(join)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_ranks_that_enter_with_other_settings(rank: int) -> None:
+    uneven = short([2, 3], "none")
+    with (
+        pytest.raises(DisagreementError, match="rank 0 has entered Join.* and rank 1 Join"),
+        Join([uneven.ddp, uneven.optimizer], throw_on_early_termination=rank == 1),
+    ):
+        pass
+    uneven.check(Join)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_sparse_gradients_on_a_rank_without_a_batch(rank: int) -> None:
+    group = dist.new_group(timeout=SHORT)
+    ddp = DistributedDataParallel(nn.Embedding(20, 3, sparse=True), process_group=group)
+    optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optim.SGD, process_group=group, lr=0.1)
+    started = time.monotonic()
+    with pytest.raises(ValueError, match=r"without a single batch, and 'weight' has sparse"), Join([ddp, optimizer]):
+        for _ in range(2 * rank):
+            optimizer.zero_grad()
+            ddp(torch.tensor([1, 2])).sum().backward()
+            optimizer.step()
+    assert time.monotonic() - started < SOON
+
+
+@pytest.mark.ranks(3, backend="gloo")
+@EVERY_HOOK
+def test_a_local_step_that_raises(rank: int, hook: str) -> None:
+    class Picky(optim.SGD):
+        steps = 0
+
+        def step(self, closure: Any = None) -> Any:
+            type(self).steps += 1
+            if rank == 1 and self.steps >= 3:
+                raise ArithmeticError("no more steps")
+            return super().step(closure)
+
+    uneven = short([1, 5, 5], "none")
+    early = hook in HOOKS[2:]
+    model = DistributedDataParallel(small_model().double(), process_group=uneven.group)
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), Picky, process_group=uneven.group, overlap_with_ddp=early, lr=0.1
+    )
+    if hook != "none":
+        from ddp_training import register
+
+        register(hook, model, optimizer)
+    with pytest.raises(ArithmeticError, match="no more steps"), Join([model, optimizer]):
+        for number in range(uneven.lengths[rank]):
+            optimizer.zero_grad()
+            uneven.loss(model, inputs(number, rank)).backward()
+            optimizer.step()
