@@ -188,7 +188,7 @@ class Join:
             self._models[place] = model
             enabled = model.synchronizes_buffers
         if place in self._steps:
-            self._steps[place].follow(lambda: bool(self._joined) or self._is_shadow)
+            self._steps[place].follow(lambda: bool(self._joined))
         joinable._join_config = BlockConfig.make(
             lambda: self._notified(place), enabled, throw_on_early_termination=self._throw
         )
@@ -372,19 +372,32 @@ class Join:
                 self._blame(error)
                 return
             try:
-                self._answered()
-                self._finish_iteration(error)
-                if not self._is_told:
-                    self._board.post(Announcement(Status.FAILED))
-                    self._board.answers()
-                    self._control.compare("leaving Join", error=error)
+                self._tell(error)
             except PeerLostError:
                 self._blame(error)
-            except Exception:  # noqa: BLE001 - the others have been told, or have told: this rank has its own error
-                self._is_told = True
         finally:
             self._is_shadow = False
             del error
+
+    def _tell(self, error: Exception) -> None:
+        """Come to where the others can be told, and tell them.
+
+        Raises:
+            PeerLostError: if a rank is gone.
+        """
+        for come in (self._answered, lambda: self._finish_iteration(error)):
+            try:
+                if not self._is_told:
+                    come()
+            except PeerLostError:
+                raise
+            except Exception:  # noqa: BLE001, S110 - others have errors of their own; this rank keeps the one it has
+                pass
+        if not self._is_told:
+            self._is_told = True
+            self._board.post(Announcement(Status.FAILED))
+            self._board.answers()
+            self._control.compare("leaving Join", error=error)
 
     def _blame(self, error: Exception) -> None:
         """Raise, if a rank has failed before this one has lost it."""

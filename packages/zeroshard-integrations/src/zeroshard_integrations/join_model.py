@@ -114,7 +114,7 @@ class ModelInJoin:
     def problem(self) -> Exception | None:
         """Return why this rank cannot shadow the others, if it cannot: DDP has seen no sparse gradient yet."""
         sparse = [
-            name
+            f"{name}.weight".removeprefix(".")
             for name, module in self.ddp.module.named_modules()
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad
         ]
@@ -124,7 +124,7 @@ class ModelInJoin:
             self.ddp.reducer._get_zeros_like_grad_buckets()
         except RuntimeError:
             return ValueError(
-                f"this rank has run out of data without a single batch, and {sparse[0] + '.weight'!r} has sparse "
+                f"this rank has run out of data without a single batch, and {sparse[0]!r} has sparse "
                 f"gradients, whose shape DistributedDataParallel does not know before the first: give every rank a "
                 f"batch, or use sparse=False"
             )

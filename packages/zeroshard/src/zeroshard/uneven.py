@@ -179,6 +179,9 @@ class UnevenInputs:
         Raises:
             PeerLostError: if the rank that gives is gone.
         """
+        if not self.someone_joined():
+            # This rank has failed, and the others do not know yet.
+            return
         attendance = call_roll(self._engine.control, Call.JOINED)
         if attendance.running:
             self._take(attendance, groups)
