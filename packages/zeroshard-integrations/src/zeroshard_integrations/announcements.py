@@ -87,8 +87,9 @@ class Announcements:
         for peer in self._ranks.peers:
             try:
                 # Receives first: gloo starts a send once its receive is posted.
-                received = dist.irecv(self._received[peer], group=group, group_src=peer, tag=TAG_ANNOUNCEMENT)
-                sent = dist.isend(self._sent, group=group, group_dst=peer, tag=TAG_ANNOUNCEMENT)
+                # And without dist.irecv and dist.isend: what they check takes longer than what they do.
+                received = group.recv([self._received[peer]], peer, TAG_ANNOUNCEMENT)
+                sent = group.send([self._sent], peer, TAG_ANNOUNCEMENT)
             except RuntimeError as failure:
                 raise lost(failure, peer, rank, _OPERATION) from failure
             self._works += [(peer, received), (peer, sent)]

@@ -215,7 +215,7 @@ class Join:
         # While nobody has run out, nobody needs to hear of more than one call in an iteration.
         if place == 0 or self._joined:
             self._board.post(announcement)
-            if model is None or self._throw:
+            if model is None or self._throw or model.waits_in_front():
                 self._answered()
 
     def _answered(self) -> int:

@@ -77,6 +77,11 @@ class ModelInJoin:
         """Whether DDP sends module buffers around, for which it must know who still has data."""
         return len(self.ddp.modules_buffers) > 0
 
+    def waits_in_front(self) -> bool:
+        """Whether DDP waits for the other ranks before the model computes: for buffers, or to rebuild its buckets."""
+        rebuilds = not self.ddp.find_unused_parameters and not getattr(self.ddp, "_has_rebuilt_buckets", True)
+        return rebuilds or self.synchronizes_buffers()
+
     def begin(self, joinable: int) -> Announcement:
         """Begin a forward, and return what to announce.
 
