@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ddp_training import register
 from join_training import HOOKS, Branches, Uneven, inputs
 from torch import nn, optim
 from torch.distributed.algorithms.join import Join as TorchJoin
@@ -13,6 +14,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.nn.parallel import DistributedDataParallel
 from training import small_model
 from zeroshard import ZeroRedundancyOptimizer
+from zeroshard_integrations.ddp import register_reduce_to_owner
 from zeroshard_integrations.join import Join
 from zeroshard_testing import assert_replicas_equal
 
@@ -255,3 +257,71 @@ def test_models_called_without_gradients_inside_the_block(rank: int) -> None:
     uneven.reference()
     assert uneven.distance() < 1e-12
     assert isinstance(uneven.ddp, DistributedDataParallel)
+
+
+@pytest.mark.ranks(2, 3, backend="gloo")
+@EVERY_CONTEXT
+def test_parameters_that_arrive_during_the_next_forward(world_size: int, context: str) -> None:
+    for numbers in (lengths(world_size, 4), lengths(world_size, 4)[::-1]):
+        uneven = Uneven(numbers, "none")
+        register_reduce_to_owner(uneven.ddp, uneven.optimizer, overlap_forward=True)
+        uneven.check(CONTEXTS[context])
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@EVERY_CONTEXT
+@pytest.mark.parametrize("hook", ["behind", "interleaved"])
+def test_hooks_that_reduce_on_all_ranks(context: str, hook: str) -> None:
+    uneven = Uneven([2, 5], "none", divide_by_initial=False)
+    uneven.optimizer = ZeroRedundancyOptimizer(
+        uneven.ddp.parameters(), optim.Adam, overlap_with_ddp=True, lr=1e-2, weight_decay=0.01
+    )
+    register(hook, uneven.ddp, uneven.optimizer, own_mean)
+    uneven.check(CONTEXTS[context])
+
+
+def own_mean(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda done: done.value()[0])
+
+
+@pytest.mark.ranks(1, backend="gloo")
+@EVERY_CONTEXT
+@EVERY_HOOK
+def test_one_rank(context: str, hook: str) -> None:
+    Uneven([4], hook, schedule=True).check(CONTEXTS[context])
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@EVERY_CONTEXT
+@pytest.mark.parametrize("divide", [True, False])
+def test_a_model_with_the_plain_optimizer(rank: int, context: str, divide: bool) -> None:
+    # The others' steps are not shadowed; the model is brought along at the end, as with torch's.
+    uneven = Uneven([2, 5], "none", divide_by_initial=divide)
+    plain = optim.Adam(uneven.ddp.parameters(), lr=1e-2, weight_decay=0.01)
+    with CONTEXTS[context]([uneven.ddp], divide_by_initial_world_size=divide):
+        for number in range(uneven.lengths[rank]):
+            plain.zero_grad()
+            uneven.loss(uneven.ddp, inputs(number, rank)).backward()
+            plain.step()
+    uneven.reference()
+    assert uneven.distance() < 1e-12
+
+
+@pytest.mark.ranks(3, backend="gloo")
+def test_closures(rank: int) -> None:
+    for hook in ("none", "owner"):
+        uneven = Uneven([2, 5, 4], hook)
+        with Join([uneven.ddp, uneven.optimizer]):
+            for number in range(uneven.lengths[rank]):
+
+                def closure(uneven: Uneven = uneven, number: int = number) -> torch.Tensor:
+                    uneven.optimizer.zero_grad()
+                    loss = uneven.loss(uneven.ddp, inputs(number, rank))
+                    loss.backward()
+                    return loss
+
+                uneven.optimizer.step(closure)
+        uneven.reference()
+        assert uneven.distance() < 1e-12

@@ -203,7 +203,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Args:
             closure: re-evaluates the model and returns the loss. It may not unfreeze or convert parameters. That every
                 rank gives one, or none does, is not checked: a rank without steps its shards with the gradients that
-                are there, as one that has joined (see :meth:`join_hook`) must while the others have closures.
+                are there.
             **kwargs: passed to the local optimizer's step.
 
         Returns:
