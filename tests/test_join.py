@@ -36,6 +36,8 @@ def lengths(world_size: int, gap: int, first: int = 3) -> list[int]:
 def test_as_a_single_process(world_size: int, context: str, hook: str, optimizer: str) -> None:
     for gap in GAPS:
         Uneven(lengths(world_size, gap), hook, optimizer=optimizer).check(CONTEXTS[context])
+    # One rank without any.
+    Uneven(lengths(world_size, 3, first=0), hook, optimizer=optimizer).check(CONTEXTS[context])
 
 
 @pytest.mark.ranks(2, 3, backend="gloo")

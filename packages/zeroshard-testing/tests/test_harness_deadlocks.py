@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zeroshard_testing.deadlock import find_deadlock, find_mismatch, find_unmatched
-from zeroshard_testing.rank_state import Awaited, GroupState, Operation, RankState
+from zeroshard_testing.rank_state import Awaited, GroupState, Operation, RankState, next_digest
 
 KEY = "0:0,1"
 
@@ -108,3 +108,22 @@ def test_a_rank_that_issued_less_than_another_is_named():
 def test_counts_prove_nothing_after_a_failed_wait():
     states = {0: state("all_reduce", done=1, finished=True), 1: RankState(True, disturbed=True)}
     assert find_unmatched(states) == {}
+
+
+def test_what_python_and_cpp_have_issued_is_not_compared():
+    # Given two ranks that issued as many collectives, of which Python issued one more on rank 0,
+    def states(*texts_by_rank):
+        found = {}
+        for rank, texts in enumerate(texts_by_rank):
+            digest = 0
+            for text in texts:
+                digest = next_digest(digest, text)
+            found[rank] = RankState(True, groups={KEY: GroupState("the default group", (0, 1), 2, digest=digest)})
+        return found
+
+    # Then their sequences say nothing about each other;
+    assert find_unmatched(states(["all_reduce", "broadcast"], ["broadcast"])) == {}
+    # but as many of Python's that differ do.
+    assert find_unmatched(states(["all_reduce", "broadcast"], ["broadcast", "all_reduce"])) == {
+        1: "passed, but the ranks have issued different collectives in the default group"
+    }

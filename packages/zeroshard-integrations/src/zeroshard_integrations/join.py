@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.distributed.algorithms.join import Joinable, JoinHook, _JoinConfig
 from torch.nn.parallel import DistributedDataParallel
-from zeroshard import OptimizerJoinHook, ZeroRedundancyOptimizer, refuse_before_model
+from zeroshard import OptimizerJoinHook, ZeroRedundancyOptimizer
+from zeroshard.join_partners import refuse_before_model
 from zeroshard_comm import Control, DisagreementError, PeerLostError, RankGroup
 
 from zeroshard_integrations.announcements import Announcement, Announcements, Status

@@ -3,7 +3,6 @@
 from zeroshard.backward import BackwardFollower
 from zeroshard.elementwise import ELEMENTWISE
 from zeroshard.join_hook import OptimizerJoinHook
-from zeroshard.join_partners import refuse_before_model
 from zeroshard.optimizer import ZeroRedundancyOptimizer
 from zeroshard.pipeline import Stepping
 from zeroshard.reduced_gradient import ReducedGradient
@@ -17,5 +16,4 @@ __all__ = [
     "ReducedGradient",
     "Stepping",
     "ZeroRedundancyOptimizer",
-    "refuse_before_model",
 ]
