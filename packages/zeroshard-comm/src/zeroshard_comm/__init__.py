@@ -13,6 +13,7 @@ from zeroshard_comm.reduction import NOTE_WORDS, Note, Reduction, Underway, wind
 from zeroshard_comm.scratch import Receive, ReceiveWindow
 from zeroshard_comm.traffic import Traffic, Volume
 from zeroshard_comm.transfer import CHUNK_BYTES, Consignment, gather
+from zeroshard_comm.wire import Message, Wire, connect, wire_of
 
 __all__ = [
     "CHUNK_BYTES",
@@ -26,6 +27,7 @@ __all__ = [
     "DisagreementError",
     "Exchange",
     "GlooExchange",
+    "Message",
     "Note",
     "PackedShare",
     "PeerLostError",
@@ -42,11 +44,14 @@ __all__ = [
     "Traffic",
     "Underway",
     "Volume",
+    "Wire",
     "agree",
     "agree_over",
+    "connect",
     "exchange_for",
     "explain_declarations",
     "gather",
     "shared_bytes",
     "window_bytes",
+    "wire_of",
 ]

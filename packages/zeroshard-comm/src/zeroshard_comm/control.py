@@ -168,14 +168,25 @@ class Control:
         Raises:
             PeerLostError: if a rank is gone.
         """
+        collected = self._collect(torch.tensor([number], dtype=torch.float64, device="cpu"), operation)
+        return [float(row) for row in collected]
+
+    def collect_words(self, words: Sequence[int], operation: str) -> list[list[int]]:
+        """Bring as many 64-bit integers of every rank to every rank, in rank order. Collective, as :meth:`collect`.
+
+        Raises:
+            PeerLostError: if a rank is gone.
+        """
+        collected = self._collect(torch.tensor(words, dtype=torch.int64, device="cpu"), operation)
+        return [row.tolist() for row in collected]
+
+    def _collect(self, mine: torch.Tensor, operation: str) -> list[torch.Tensor]:
         if self.alone:
-            return [number]
-        mine = torch.tensor([number], dtype=torch.float64, device="cpu")
-        everyone = torch.empty(self.ranks.world_size, 1, dtype=torch.float64, device="cpu")
-        rows = list(everyone.unbind(0))
+            return [mine]
+        rows = [torch.empty_like(mine) for _ in range(self.ranks.world_size)]
         self._exchange(mine, rows, operation, TAG_NUMBER)
-        rows[self.ranks.rank].copy_(mine)
-        return [float(value) for value in everyone]
+        rows[self.ranks.rank] = mine
+        return rows
 
     def _exchange(
         self, mine: torch.Tensor, rows: Sequence[torch.Tensor], operation: str, tag: int = TAG_HEADER

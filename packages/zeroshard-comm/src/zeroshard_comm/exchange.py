@@ -31,7 +31,11 @@ class Segment:
 
 
 class Pending(ABC):
-    """A move under way. Not thread-safe; the buffers belong to the move until :meth:`wait` has returned."""
+    """A move under way. Not thread-safe; the buffers belong to the move until :meth:`wait` has returned.
+
+    Moves are to be waited for in the order in which they were begun, the same on all ranks: a rank's values may be
+    fetched from it by whoever waits for them, and no sooner.
+    """
 
     @abstractmethod
     def wait(self) -> None:
@@ -52,6 +56,16 @@ class Share(Pending):
     @abstractmethod
     def send(self) -> None:
         """Send this rank's segments to every peer."""
+
+    @abstractmethod
+    def arrive(self) -> None:
+        """Return when the segments of peers hold their values; this rank's own may still be read. No-op when done.
+
+        Unlike :meth:`wait`, ranks may call it for their shares in different orders.
+
+        Raises:
+            PeerLostError: if a rank is gone.
+        """
 
 
 class Exchange(ABC):

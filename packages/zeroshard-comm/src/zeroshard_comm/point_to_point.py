@@ -11,18 +11,17 @@ import time
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
 from zeroshard_comm.collective import CollectiveExchange
-from zeroshard_comm.control import lost, wait_for
 from zeroshard_comm.exchange import Exchange, Pending, Segment, Share, shared_bytes
 from zeroshard_comm.ranks import RankGroup
 from zeroshard_comm.traffic import Traffic
+from zeroshard_comm.wire import Message, wire_of
 
 TAG_SHARE = 0x5A530010
 TAG_REDUCE = 0x5A530011
 
-Message = tuple[int, "dist.Work | None"]
+_STEP = "a step"
 
 
 class PointToPointExchange(Exchange):
@@ -86,7 +85,12 @@ class _Shares(Share):
         for share in self._shares:
             share.send()
 
+    def arrive(self) -> None:
+        for share in self._shares:
+            share.arrive()
+
     def wait(self) -> None:
+        self.arrive()
         for share in self._shares:
             share.wait()
 
@@ -96,19 +100,26 @@ class _DirectShare(Share):
         self._ranks, self._traffic, self._tag = exchange.ranks, exchange.traffic, tag
         self._own = [segment.buffer for segment in segments if segment.owner == self._ranks.rank]
         theirs = [segment for segment in segments if segment.owner != self._ranks.rank]
-        self._messages: list[Message] = [_receive(self._ranks, s.owner, s.buffer, tag) for s in theirs]
+        self._wire = wire_of(self._ranks)
+        self._receives = [self._wire.receive(s.owner, s.buffer, tag, _STEP) for s in theirs]
+        self._sends: list[Message] = []
         self._traffic.add("share", received=sum(s.buffer.nbytes for s in theirs), calls=len(theirs))
 
     def send(self) -> None:
         peers = self._ranks.peers
-        self._messages += [_send(self._ranks, peer, buffer, self._tag) for buffer in self._own for peer in peers]
+        self._sends = [self._wire.send(peer, buffer, self._tag, _STEP) for buffer in self._own for peer in peers]
         self._traffic.add(
             "share", sent=sum(b.nbytes for b in self._own) * len(peers), calls=len(self._own) * len(peers)
         )
 
+    def arrive(self) -> None:
+        _wait_all(self._receives, self._traffic, "share")
+        self._receives = []
+
     def wait(self) -> None:
-        _wait_all(self._messages, self._ranks, self._traffic, "share")
-        self._messages = []
+        self.arrive()
+        _wait_all(self._sends, self._traffic, "share")
+        self._sends = []
 
 
 class _DirectReduce(Pending):
@@ -121,12 +132,13 @@ class _DirectReduce(Pending):
             if segment.owner == ranks.rank
         ]
         theirs = [segment for segment in segments if segment.owner != ranks.rank]
+        wire = wire_of(ranks)
         self._messages: list[Message] = [
-            _receive(ranks, peer, scratch, TAG_REDUCE)
+            wire.receive(peer, scratch, TAG_REDUCE, _STEP)
             for _, by_peer in self._arrivals
             for peer, scratch in by_peer.items()
         ]
-        self._messages += [_send(ranks, s.owner, s.buffer, TAG_REDUCE) for s in theirs]
+        self._messages += [wire.send(s.owner, s.buffer, TAG_REDUCE, _STEP) for s in theirs]
         traffic.add(
             "reduce",
             sent=sum(s.buffer.nbytes for s in theirs),
@@ -135,7 +147,7 @@ class _DirectReduce(Pending):
         )
 
     def wait(self) -> None:
-        _wait_all(self._messages, self._ranks, self._traffic, "reduce")
+        _wait_all(self._messages, self._traffic, "reduce")
         for own, by_peer in self._arrivals:
             terms = [by_peer.get(rank, own) for rank in range(self._ranks.world_size)]
             if terms[0] is own:
@@ -150,22 +162,8 @@ class _DirectReduce(Pending):
         self._messages, self._arrivals = [], []
 
 
-def _receive(ranks: RankGroup, peer: int, buffer: torch.Tensor, tag: int) -> Message:
-    try:
-        return peer, dist.irecv(buffer, group=ranks.group, group_src=peer, tag=tag)
-    except RuntimeError as failure:
-        raise lost(failure, peer, ranks.rank, "a step") from failure
-
-
-def _send(ranks: RankGroup, peer: int, buffer: torch.Tensor, tag: int) -> Message:
-    try:
-        return peer, dist.isend(buffer, group=ranks.group, group_dst=peer, tag=tag)
-    except RuntimeError as failure:
-        raise lost(failure, peer, ranks.rank, "a step") from failure
-
-
-def _wait_all(messages: Sequence[Message], ranks: RankGroup, traffic: Traffic, kind: str) -> None:
+def _wait_all(messages: Sequence[Message], traffic: Traffic, kind: str) -> None:
     started = time.perf_counter()
-    for peer, work in messages:
-        wait_for(work, peer, ranks.rank, f"{kind} of a step")
+    for message in messages:
+        message.wait(f"{kind} of a step")
     traffic.add(kind, waited=time.perf_counter() - started)

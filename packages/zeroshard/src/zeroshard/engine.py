@@ -13,7 +13,7 @@ from enum import Enum
 from operator import is_
 from typing import Any
 
-from zeroshard_comm import Control, Declaration, PeerLostError, RankGroup, Traffic, agree_over
+from zeroshard_comm import Control, Declaration, PeerLostError, RankGroup, Traffic, agree_over, connect
 
 from zeroshard.elementwise import name_of
 from zeroshard.hyperparameters import Hyperparameters
@@ -87,6 +87,7 @@ class Engine:
             # Here and below: a frame that keeps an error which passes through it keeps itself alive, and the model.
             del failure
         assert built is not None
+        connect(self.control)
         groups, self.layout, self.local = built
         self.replicas = Replicas(ranks, traffic, as_bucket_view=policy.as_bucket_view)
         self.params = parameters_of(groups)

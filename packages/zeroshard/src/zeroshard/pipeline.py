@@ -31,6 +31,7 @@ from zeroshard_comm import (
     Underway,
     agree_over,
     window_bytes,
+    wire_of,
 )
 from zeroshard_core import Plan, is_dense, storage_view
 
@@ -545,6 +546,11 @@ class Pipeline:
             self._arriving = self._tail.prepare(self._exchange)
             self._arriving.set_status(status)
             self._arriving.send()
+            if self.defers and wire_of(self._ranks).reads:
+                # Whatever this thread does next, peers may be waiting for their values to be read.
+                for route in self._in_order():
+                    self._worker.submit(route.fetch)
+                self._worker.submit(self._arriving.arrive)
         except BaseException as error:
             self._break(error)
             raise
@@ -558,6 +564,11 @@ class Pipeline:
         assert self._arriving is not None
         tail, self._arriving = self._arriving, None
         try:
+            # All that others wait for before anything that waits for others.
+            for route in self._in_order():
+                route.arrive()
+            tail.arrive()
+            self._worker.drain()
             for route in self._in_order():
                 route.wait()
             tail.wait()
@@ -588,10 +599,10 @@ class Pipeline:
                 place = self._place.get(tensor)
                 if place is None:
                     for route in self._in_order():
-                        route.wait()
-                    self._arriving.wait()
+                        route.arrive()
+                    self._arriving.arrive()
                     return
-                place[0].wait()
+                place[0].arrive()
         except BaseException as error:
             self._break(error)
             raise

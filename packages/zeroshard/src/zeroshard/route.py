@@ -101,7 +101,7 @@ class Route:
         self._owned = {place: local.pieces[i] for place, i in enumerate(self.tensors) if i in local.pieces}
         self.portion = Portion(local, list(self._owned.values()))
         self._share: PackedShare | None = None
-        self._sent = False
+        self._sent = self._arrived = False
         self._wanted: tuple[tuple[int, tuple[bool, ...]], list[torch.Tensor | None]] | None = None
         segments: list[Segment] = []
         # A rank alone has nobody to share with.
@@ -149,7 +149,7 @@ class Route:
         if self._share is None:
             torch.autograd.graph.increment_version(self.params)
             self._share = self._shipment.prepare(exchange)
-            self._sent = False
+            self._sent = self._arrived = False
 
     def send(self, exchange: PointToPointExchange) -> None:
         """Send this rank's values of what it owns. No-op if done."""
@@ -161,11 +161,30 @@ class Route:
 
     @property
     def is_arriving(self) -> bool:
-        """Whether new values of parameters are on their way."""
-        return self._share is not None and self._sent
+        """Whether new values of parameters are on their way that nobody has waited for."""
+        return self._share is not None and self._sent and not self._arrived
+
+    def fetch(self) -> None:
+        """As :meth:`arrive`, on behalf of peers that wait for their values to be read: nobody here has waited for them.
+
+        Another thread may call it.
+        """
+        share = self._share
+        if share is not None:
+            share.arrive()
+
+    def arrive(self) -> None:
+        """Wait until the others' values have arrived. No-op if nothing is on its way.
+
+        Raises:
+            PeerLostError: if a rank is gone.
+        """
+        if self._share is not None:
+            self._share.arrive()
+            self._arrived = True
 
     def wait(self) -> None:
-        """Wait until all values have arrived. No-op if nothing is on its way.
+        """As :meth:`arrive`, and until this rank's own values may be changed.
 
         Raises:
             PeerLostError: if a rank is gone.
