@@ -53,21 +53,26 @@ class PointToPointExchange(Exchange):
 DIRECT_FROM = 8 * 1024 * 1024
 """Segments of at least this many bytes are shared by direct sends, smaller ones by broadcasts."""
 
+READ_FROM = 512 * 1024
+"""The same where every rank can read from every other."""
+
 
 class GlooExchange(CollectiveExchange):
     """The fastest of both for one thread on gloo and CPU.
 
     Measured at 2 ranks on 2 cores, right behind a local step: 4 MB of parameters in 2 messages take 1.9 ms by
     broadcasts and 2.9 ms by direct sends, which the thread that issues them carries out. A whole step with 20
-    messages of 16 MB takes 136 ms by broadcasts and 120 ms by direct sends.
+    messages of 16 MB takes 136 ms by broadcasts and 120 ms by direct sends. Where peers' memory is read, both are slower
+    than that from small lengths on.
     """
 
     def prepare_share(self, segments: Sequence[Segment]) -> Share:
         """Post the receives of large segments; broadcast the small ones."""
-        large = [segment for segment in segments if segment.buffer.nbytes >= DIRECT_FROM]
+        limit = READ_FROM if wire_of(self.ranks).all_read else DIRECT_FROM
+        large = [segment for segment in segments if segment.buffer.nbytes >= limit]
         if not large:
             return super().prepare_share(segments)
-        small = [segment for segment in segments if segment.buffer.nbytes < DIRECT_FROM]
+        small = [segment for segment in segments if segment.buffer.nbytes < limit]
         return _Shares([_DirectShare(self, large, TAG_SHARE), super().prepare_share(small)])
 
     def reduce_to_owners(self, segments: Sequence[Segment]) -> Pending:

@@ -61,11 +61,13 @@ class Wire:
         ranks: the group; its backend matches messages by tag.
         processes: by peer, the process that this rank reads from.
         readers: peers that read from this rank.
+        all_read: whether every rank of the group reads from every other; the same on all ranks.
     """
 
     ranks: RankGroup
     processes: Mapping[int, int]
     readers: frozenset[int]
+    all_read: bool
 
     @property
     def reads(self) -> bool:
@@ -93,13 +95,13 @@ class Wire:
         return _Plain(self.ranks, peer, _receive(self.ranks, peer, buffer, tag, operation))
 
 
-_found: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[dict[int, int], frozenset[int]]]
+_found: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[dict[int, int], frozenset[int], bool]]
 _found = weakref.WeakKeyDictionary()
 
 
 def wire_of(ranks: RankGroup) -> Wire:
     """Return the wire of a group: messages of the group alone, until it was connected."""
-    return Wire(ranks, *_found.get(ranks.group, ({}, frozenset())))
+    return Wire(ranks, *_found.get(ranks.group, ({}, frozenset(), False)))
 
 
 def connect(control: Control) -> None:
@@ -125,7 +127,8 @@ def connect(control: Control) -> None:
     # Until everybody has looked, the number must stay where it is.
     bits = control.collect_words(_as_words([peer in readable for peer in range(ranks.world_size)]), "connect()")
     readers = [peer for peer in ranks.peers if bits[peer][ranks.rank // 63] >> ranks.rank % 63 & 1]
-    _found[ranks.group] = (readable, frozenset(readers))
+    all_read = all(sum(word.bit_count() for word in words) == ranks.world_size - 1 for words in bits)
+    _found[ranks.group] = (readable, frozenset(readers), all_read)
     del secret
 
 
