@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -43,6 +43,8 @@ from zeroshard.route import Bucket, Route, whole_gradient
 from zeroshard.worker import Worker
 
 TAG_BUCKETS = 0x5A530032
+
+_grad_of = attrgetter("grad")
 
 _SETTLED = 3
 """After so many equal backwards, the next one is expected to have the same buckets: DDP rebuilds them once, before."""
@@ -474,7 +476,7 @@ class Pipeline:
         Raises:
             RuntimeError: if a gradient was accumulated on this rank and never reduced.
         """
-        grads = [param.grad for param in route.params]
+        grads = list(map(_grad_of, route.params))
         if not self._touched and all(map(is_, grads, route.stand_ins)):
             return route.present
         for grad, tensor in zip(grads, route.tensors, strict=True):

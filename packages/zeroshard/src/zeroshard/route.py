@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter, is_
 
 import torch
 from zeroshard_comm import PackedShare, PointToPointExchange, RankGroup, Reduction, Segment, Shipment, Traffic
@@ -12,6 +13,9 @@ from zeroshard_core import Plan, Run, storage_view
 from zeroshard.local import LocalOptimizer
 from zeroshard.narrowed import Portion
 from zeroshard.reduced_gradient import ReducedGradient
+
+
+_grad_of = attrgetter("grad")
 
 
 @dataclass(frozen=True)
@@ -99,6 +103,7 @@ class Route:
             self.ranks, self._runs(plan), self.bucket.buffer.dtype, len(self.tensors), self.traffic
         )
         self._owned = {place: local.pieces[i] for place, i in enumerate(self.tensors) if i in local.pieces}
+        self._pieces = [piece.tensor for piece in self._owned.values()]
         self.portion = Portion(local, list(self._owned.values()))
         self._share: PackedShare | None = None
         self._sent = self._arrived = False
@@ -133,10 +138,12 @@ class Route:
         if self._wanted is None or self._wanted[0] != key:
             grads = [self.owned_gradient(place) if present[place] else None for place in self._owned]
             self._wanted = (key, grads)
-        for piece, grad in zip(self._owned.values(), self._wanted[1], strict=True):
-            # Optimizers and users may have set others meanwhile.
-            if piece.tensor.grad is not grad:
-                piece.tensor.grad = grad
+        # Optimizers and users may have set others meanwhile.
+        wanted = self._wanted[1]
+        if all(map(is_, map(_grad_of, self._pieces), wanted)):
+            return
+        for tensor, grad in zip(self._pieces, wanted, strict=True):
+            tensor.grad = grad
 
     def step(self, present: tuple[bool, ...], arguments: dict[str, object]) -> None:
         """Step what this rank owns of the bucket."""
