@@ -14,7 +14,6 @@ from zeroshard.local import LocalOptimizer
 from zeroshard.narrowed import Portion
 from zeroshard.reduced_gradient import ReducedGradient
 
-
 _grad_of = attrgetter("grad")
 
 
