@@ -63,6 +63,8 @@ class Exchange(ABC):
     def __init__(self, ranks: RankGroup, traffic: Traffic | None = None) -> None:
         self.ranks = ranks
         self.traffic = traffic if traffic is not None else Traffic()
+        self.moves_data = ranks.moves_data()
+        """Whether anything arrives; with torch's ``fake`` backend nothing does."""
 
     @abstractmethod
     def prepare_share(self, segments: Sequence[Segment]) -> Share:
