@@ -15,6 +15,7 @@ import torch.distributed as dist
 from ddp_by_collectives import STEPPING, CollectiveTwins
 from ddp_training import HOOKS, assert_close, batch, register
 from test_ddp_faults import Layers, _train_on, short_group
+from test_ddp_gradients import Detached
 from test_ddp_hooks import Branches, Counting, TwoKinds, train, wrapped
 from torch import nn, optim
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
@@ -398,6 +399,26 @@ def test_a_model_that_is_dropped_is_freed(hook: str) -> None:
     del twins
     gc.collect()
     assert [ref() for ref in seen if ref() is not None] == []
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_a_weight_that_backward_still_needs_is_stepped_behind_it() -> None:
+    # By the time of the next bucket, backward has read it.
+    train(CollectiveTwins("interleaved", model=Detached, ddp={"bucket_cap_mb": 0.001}), last=4)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@EVERY_HOOK
+def test_a_graph_that_saw_old_parameters_cannot_be_used_again(hook: str) -> None:
+    twins = CollectiveTwins(hook)
+    twins.iterate(0)
+    loss = twins.ddp(torch.ones(2, 40, dtype=torch.float64)).sum()
+    twins.optimizer.zero_grad()
+    loss.backward(retain_graph=True)
+    twins.optimizer.step()
+    twins.optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 # ---------------------------------------------------------------------- ranks that fail
