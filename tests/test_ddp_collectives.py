@@ -3,9 +3,10 @@
 # No `from __future__ import annotations`: DDP compares the annotations of hooks with the types themselves.
 import contextlib
 import gc
+import re
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 from zeroshard import ZeroRedundancyOptimizer
+from zeroshard.side_stream import SideStream
 from zeroshard_comm import PeerLostError
 from zeroshard_testing import Faults
 
@@ -267,7 +269,8 @@ def test_bytes_sent_are_those_of_ddp(hook: str, world_size: int, partition: str)
 class Issued:
     """Writes down the collectives that this rank issues on groups other than the default one."""
 
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, log: list[str] | None = None) -> None:
+        self.log = log if log is not None else []
         self.calls: list[tuple[str, int, int]] = []
         self.threads: set[str] = set()
         for name in ("reduce", "broadcast"):
@@ -278,10 +281,54 @@ class Issued:
             if keywords.get("group") not in (None, dist.group.WORLD):
                 owner = keywords["group_dst" if name == "reduce" else "group_src"]
                 self.calls.append((name, owner, tensor.nbytes))
+                self.log.append(name)
                 self.threads.add(threading.current_thread().name)
             return call(tensor, *arguments, **keywords)
 
         return noting
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@EVERY_HOOK
+def test_what_is_done_on_the_side_stream(hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+
+    class Noted(SideStream):
+        @contextlib.contextmanager
+        def behind_current(self) -> Iterator[None]:
+            log.append("begin")
+            yield
+            log.append("end")
+
+        def join(self) -> None:
+            log.append("join")
+
+        def keep(self, tensor: torch.Tensor) -> None:
+            # While it is current: what is kept is about to be used there.
+            assert log.count("begin") == log.count("end") + 1
+            log.append("keep")
+
+    monkeypatch.setattr("zeroshard.by_collectives.SideStream", Noted)
+    twins = CollectiveTwins(hook)
+    issued = Issued(monkeypatch, log)
+    for number in range(4):
+        twins.optimizer.zero_grad()
+        log.clear()
+        twins.backward(twins.ddp, number)
+        backward = "".join({"begin": "(", "end": ")", "join": "|"}.get(word, word[0]) for word in log)
+        buckets = len(twins.optimizer.follow_backward(STEPPING[hook])._pipeline.arrived)
+        # Reductions are issued behind what backward has done, and everything of the side stream is joined at the end.
+        inside = "".join(re.findall(r"\(([^()]*)\)", backward))
+        outside = re.sub(r"\([^()]*\)", "", backward)
+        assert set(outside) <= {"r", "|", "b"}, backward
+        assert "r" not in inside, backward
+        assert inside.count("k") == buckets, backward
+        assert outside.count("|") == 1, backward
+        # Shares of early steps lie on the side stream, the last one (of what is in no bucket) behind it.
+        assert ("b" in inside) == (hook != "owner"), backward
+        assert outside.rstrip("b").endswith("|"), backward
+        assert issued.threads == {threading.current_thread().name}
+        twins.optimizer.step()
 
 
 @pytest.mark.ranks(3, backend="gloo")

@@ -72,7 +72,7 @@ class CollectiveReduction:
         """
         words = Words(self.control, [*note.words, *_as_words(note.present)], TAG_NOTES, "backward()")
         pending: Pending | None = None
-        if gradients:
+        if gradients and self.exchange.ranks.world_size > 1:
             # First, as DDP does: a sum in half precision may be too large.
             buffer.div_(self.exchange.ranks.world_size)
             segments = [Segment(run.rank, buffer[run.start : run.stop]) for run in self._large]
