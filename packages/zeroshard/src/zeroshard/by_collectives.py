@@ -84,9 +84,9 @@ class CollectiveCarrier(Carrier):
         # What is not announced may be the last, behind which DDP waits for all.
         if bucket.is_last or bucket.announced != bucket.index:
             self._take_in(leave=0)
-        elif backward.in_backward_steps:
+        elif backward.steps_each_bucket:
             self._take_in(leave=1)
-        if bucket.is_last and backward.behind_backward_steps and self._all_may_step:
+        if bucket.is_last and backward.steps_behind_last and self._all_may_step:
             with self._side.behind_current():
                 for other in self._received:
                     self._step(other)
@@ -114,7 +114,7 @@ class CollectiveCarrier(Carrier):
                 item.done.set_result(buffer)
                 may_step = all(note.words[STEPS_EARLY] for note in notes)
                 self._all_may_step = self._all_may_step and may_step
-                if self._backward.in_backward_steps and may_step:
+                if self._backward.steps_each_bucket and may_step:
                     self._step(item.route)
 
     def _step(self, route: Route) -> None:

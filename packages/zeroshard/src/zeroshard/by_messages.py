@@ -80,7 +80,7 @@ class MessageCarrier(Carrier):
         underway = self._expected.pop(route)
         underway.send(bucket.buffer, note)
         if backward.steps_early:
-            if backward.in_backward_steps:
+            if backward.steps_each_bucket:
                 route.expect(self.exchange)
             elif bucket.is_last:
                 for other in self._received:
@@ -89,7 +89,7 @@ class MessageCarrier(Carrier):
         done: Future[torch.Tensor] = Future()
         behind = self._underway[-3] if len(self._underway) > 2 else None
         self._worker.submit(lambda: self._finish(route, underway, behind, result, done))
-        if bucket.is_last and backward.steps_early and backward.behind_backward_steps:
+        if bucket.is_last and backward.steps_early and backward.steps_behind_last:
             for other in self._received:
                 self._worker.submit(lambda other=other: self._step(other))  # type: ignore[misc]
         return done
@@ -131,7 +131,7 @@ class MessageCarrier(Carrier):
         finally:
             # Also after an error: backward would wait for ever. It is raised at its end.
             done.set_result(route.bucket.buffer)
-        if backward.in_backward_steps:
+        if backward.steps_each_bucket:
             self._step(route)
 
     def _step(self, route: Route) -> None:

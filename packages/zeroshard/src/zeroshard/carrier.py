@@ -35,11 +35,11 @@ class Backward(Protocol):
     """What a carrier needs to know of a backward, and has done by it."""
 
     @property
-    def in_backward_steps(self) -> bool:
+    def steps_each_bucket(self) -> bool:
         """Whether each bucket is stepped as soon as it is reduced, if :attr:`steps_early`."""
 
     @property
-    def behind_backward_steps(self) -> bool:
+    def steps_behind_last(self) -> bool:
         """Whether all buckets are stepped behind the last one, if :attr:`steps_early`."""
 
     @property

@@ -318,12 +318,12 @@ class Pipeline:
     # ------------------------------------------------------------------ what a carrier is told, and does
 
     @property
-    def in_backward_steps(self) -> bool:
+    def steps_each_bucket(self) -> bool:
         """See :class:`~zeroshard.carrier.Backward`."""
         return self.stepping is Stepping.IN_BACKWARD
 
     @property
-    def behind_backward_steps(self) -> bool:
+    def steps_behind_last(self) -> bool:
         """See :class:`~zeroshard.carrier.Backward`."""
         return self.stepping is Stepping.BEHIND_BACKWARD
 
@@ -538,10 +538,12 @@ class Pipeline:
         tail, self._arriving = self._arriving, None
         words, self._statuses = self._statuses, None
         try:
+            # First: a message that does not come names its rank, which a collective cannot.
+            statuses = words.wait() if words is not None else None
             for route in self._in_order():
                 route.wait()
             tail.wait()
-            return words.wait() if words is not None else tail.statuses()
+            return statuses if statuses is not None else tail.statuses()
         except BaseException as error:
             self.break_off(error)
             raise
