@@ -359,6 +359,17 @@ def test_all_ranks_issue_the_same_collectives_in_the_same_order_from_one_thread(
     twins.check("after it all")
 
 
+@pytest.mark.ranks(4, backend="gloo", timeout=120)
+@EVERY_HOOK
+def test_random_delays_of_one_rank_change_nothing(hook: str, faults: Faults) -> None:
+    twins = CollectiveTwins(hook)
+    for number in range(30):
+        for operation in ("send", "recv", "reduce", "broadcast"):
+            faults.delay(number % 4, f"{operation}#{1 + number % 3}", (0.0, 0.01), seed=number)
+        twins.iterate(number)
+    twins.check("after 30 iterations")
+
+
 class Fallible(optim.SGD):
     """Raises in its step when it is told to."""
 
