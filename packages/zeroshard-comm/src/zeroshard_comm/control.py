@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import json
 import time
-import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from zeroshard_comm.failures import DisagreementError, PeerLostError, builtin_name, revive
+from zeroshard_comm.own_groups import own_group
 from zeroshard_comm.ranks import RankGroup
 from zeroshard_comm.traffic import Traffic
 
@@ -32,7 +31,6 @@ TAG_NUMBER = 0x5A530004
 Explain = Callable[[str, str, int, int], "str | None"]
 
 _HEADER_FIELDS = 3  # operation, digest, failed
-_companions: weakref.WeakKeyDictionary[dist.ProcessGroup, RankGroup] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,27 +263,7 @@ def _companion(ranks: RankGroup) -> RankGroup | None:
         return None
     if ranks.sends_tagged(torch.device("cpu")):
         return ranks
-    if ranks.group not in _companions:
-        made = dist.new_group(
-            dist.get_process_group_ranks(ranks.group),
-            timeout=_timeout_of(ranks.group),
-            backend="gloo",
-            use_local_synchronization=True,
-        )
-        _companions[ranks.group] = RankGroup.of(made)
-    return _companions[ranks.group]
-
-
-def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """Find out after how long the operations of ``group`` are given up; None if its backends do not tell."""
-    for device in group._device_types:
-        try:
-            timeout = group._get_backend(device).options._timeout
-        except (AttributeError, RuntimeError):
-            continue
-        if isinstance(timeout, timedelta):
-            return timeout
-    return None
+    return own_group(ranks, "gloo", "control")
 
 
 def _verdict(reasons: Sequence[Reason], error: Exception | None, explain: Explain | None) -> Exception:

@@ -74,9 +74,13 @@ class Exchange(ABC):
     All methods are collective: every rank calls them in the same order, from one thread, with segments that match.
     """
 
+    moves_data = True
+    """Whether anything arrives; with torch's ``fake`` backend nothing does."""
+
     def __init__(self, ranks: RankGroup, traffic: Traffic | None = None) -> None:
         self.ranks = ranks
         self.traffic = traffic if traffic is not None else Traffic()
+        self.moves_data = ranks.moves_data()
 
     @abstractmethod
     def prepare_share(self, segments: Sequence[Segment]) -> Share:

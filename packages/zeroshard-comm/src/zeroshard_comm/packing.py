@@ -104,14 +104,14 @@ class Shipment:
         """Begin a share of these pieces; see :meth:`zeroshard_comm.Exchange.prepare_share`."""
         # In the order in which they are sent: point-to-point messages of one tag are matched in order.
         packed = [exchange.prepare_share([segment]) for segment in self._packed]
-        return PackedShare(self, packed, exchange.prepare_share(self._plain))
+        return PackedShare(self, packed, exchange.prepare_share(self._plain), unpacks=exchange.moves_data)
 
 
 class PackedShare(Share):
     """A share that packs before it sends and unpacks after it has waited."""
 
-    def __init__(self, shipment: Shipment, packed: Sequence[Share], plain: Share) -> None:
-        self._shipment, self._packed, self._plain = shipment, packed, plain
+    def __init__(self, shipment: Shipment, packed: Sequence[Share], plain: Share, *, unpacks: bool) -> None:
+        self._shipment, self._packed, self._plain, self._unpacks = shipment, packed, plain, unpacks
         self._arriving, self._arrived = threading.Lock(), False
 
     def set_status(self, status: Status) -> None:
@@ -142,7 +142,7 @@ class PackedShare(Share):
                 return
             for crate, share in zip(self._shipment._crates, self._packed, strict=True):
                 share.arrive()
-                if crate.owner != self._shipment._rank:
+                if self._unpacks and crate.owner != self._shipment._rank:
                     torch._foreach_copy_(crate.pieces, crate.slots)
             self._plain.arrive()
             self._arrived = True

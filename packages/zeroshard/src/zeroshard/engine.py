@@ -134,7 +134,7 @@ class Engine:
 
         Raises:
             DisagreementError: if ranks follow different changes of their models, or step with different hyperparameters
-                (numbers and strings; where statuses travel with the parameters, as on the CPU).
+                (numbers and strings; on the CPU, or with a communication hook).
             PeerLostError: if a rank is gone.
             Exception: what any rank met, on every rank. Replicas are equal then, but for parameters that a rank has
                 converted or exchanged.

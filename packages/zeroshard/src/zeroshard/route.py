@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from operator import attrgetter, is_
 
 import torch
-from zeroshard_comm import PackedShare, PointToPointExchange, RankGroup, Reduction, Segment, Shipment, Traffic
+from zeroshard_comm import Exchange, PackedShare, RankGroup, Segment, Shipment
 from zeroshard_core import Plan, Run, storage_view
 
 from zeroshard.local import LocalOptimizer
@@ -45,7 +45,6 @@ class Route:
 
     Args:
         ranks: the group.
-        traffic: where bytes are counted.
         plan: who owns what.
         local: the local optimizer, its pieces set apart from the parameters.
         bucket: the bucket.
@@ -56,7 +55,7 @@ class Route:
         offsets: per tensor, its first element in the bucket.
         strides: per tensor, those by which its gradient lies in the bucket.
         params: the parameters.
-        reduction: the messages to the owners.
+        runs: the ranges of the bucket by owner, neighbours of one owner as one.
         portion: steps what this rank owns of the bucket.
         present: per tensor, whether any rank had a gradient in the last backward.
         stand_ins: per tensor, what stands in the place of its gradient.
@@ -67,13 +66,12 @@ class Route:
     def __init__(
         self,
         ranks: RankGroup,
-        traffic: Traffic,
         plan: Plan,
         local: LocalOptimizer,
         bucket: Bucket,
         tensors: Sequence[int],
     ) -> None:
-        self.ranks, self.traffic = ranks, traffic
+        self.ranks = ranks
         self.tensors = tuple(tensors)
         self.params = list(bucket.params)
         self.bucket = bucket
@@ -98,9 +96,7 @@ class Route:
                     f"format, but DistributedDataParallel still lays out its gradients in the old one: convert the "
                     f"model before DistributedDataParallel and the optimizer are built"
                 )
-        self.reduction = Reduction(
-            self.ranks, self._runs(plan), self.bucket.buffer.dtype, len(self.tensors), self.traffic
-        )
+        self.runs = self._runs(plan)
         self._owned = {place: local.pieces[i] for place, i in enumerate(self.tensors) if i in local.pieces}
         self._pieces = [piece.tensor for piece in self._owned.values()]
         self.portion = Portion(local, list(self._owned.values()))
@@ -150,14 +146,14 @@ class Route:
         self.stepped = True
         self.portion.step(arguments)
 
-    def expect(self, exchange: PointToPointExchange) -> None:
+    def expect(self, exchange: Exchange) -> None:
         """Post the receives of the owners' new values; from now on autograd may not use the old ones. No-op if done."""
         if self._share is None:
             torch.autograd.graph.increment_version(self.params)
             self._share = self._shipment.prepare(exchange)
             self._sent = self._arrived = False
 
-    def send(self, exchange: PointToPointExchange) -> None:
+    def send(self, exchange: Exchange) -> None:
         """Send this rank's values of what it owns. No-op if done."""
         self.expect(exchange)
         assert self._share is not None
@@ -200,7 +196,6 @@ class Route:
             share.wait()
 
     def _runs(self, plan: Plan) -> list[Run]:
-        """The ranges of the bucket by owner, neighbours of one owner as one."""
         runs: list[Run] = []
         for index, offset in sorted(zip(self.tensors, self.offsets, strict=True), key=lambda item: item[1]):
             for shard in plan.of_tensor(index):
