@@ -8,6 +8,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+import zeroshard_comm.point_to_point
 import zeroshard_comm.wire
 from ddp_training import HOOKS, Twins
 from torch import optim
@@ -15,7 +16,7 @@ from training import assert_bitwise_equal, set_gradients, small_model, twins
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_comm import Control, PeerLostError, RankGroup, Wire, connect, wire_of
 from zeroshard_comm.cross_memory import SWITCH
-from zeroshard_testing import Faults, assert_replicas_equal
+from zeroshard_testing import Faults, assert_replicas_equal, rank_fixture
 
 TAG = 0x5A530050
 LENGTHS = (1, 1000, zeroshard_comm.wire.WORTH_READING - 1, zeroshard_comm.wire.WORTH_READING, 5_000_003)
@@ -35,11 +36,17 @@ def reading(group: dist.ProcessGroup | None = None) -> Wire:
 
 
 @pytest.fixture(params=["read", "sent"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def wanted(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@rank_fixture
+def way(wanted: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """Every tensor, however small, is read from its sender's memory, or none is."""
     monkeypatch.setattr(zeroshard_comm.wire, "WORTH_READING", 1)
-    monkeypatch.setenv(SWITCH, "1" if request.param == "read" else "0")
-    return str(request.param)
+    monkeypatch.setattr(zeroshard_comm.point_to_point, "READ_FROM", 1)
+    monkeypatch.setenv(SWITCH, "1" if wanted == "read" else "0")
+    return wanted
 
 
 @pytest.mark.ranks(3, backend="gloo")
