@@ -150,7 +150,6 @@ def test_a_hook_needs_two_buckets_of_memory_at_most(rank: int, hook: str, partit
         ddp(torch.ones(4, 700)).square().mean().backward()
         optimizer.step()
 
-    assert allocated_at_most(lambda: torch.ones(250_000)) >= 1_000_000
     # DDP rebuilds its buckets in the second iteration.
     for _ in range(3):
         iterate(ddp, optimizer)
@@ -167,11 +166,25 @@ def test_a_hook_needs_two_buckets_of_memory_at_most(rank: int, hook: str, partit
 
 def allocated_at_most(work: Callable[[], None]) -> int:
     """Bytes that were allocated at the highest while ``work`` ran, beyond those before, by all threads."""
+    found = [_traced(work) for _ in range(3)]
+    complete = [highest for highest in found if highest is not None]
+    assert complete, "the profiler has lost events in three traces out of three"
+    return max(complete)
+
+
+def _traced(work: Callable[[], None]) -> int | None:
+    """Measure once; None if the profiler has lost an allocation that is known, as it does now and then."""
+    known = 12_345
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        before = torch.empty(known, dtype=torch.uint8)
         work()
+        after = torch.empty(known, dtype=torch.uint8)
+    del before, after
+    sizes = [event.nbytes() for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    if sizes.count(known) < 2:
+        return None
     now = highest = 0
-    for event in profiled.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            highest = max(highest, now)
-    return highest
+    for size in sizes:
+        now += size
+        highest = max(highest, now)
+    return highest - known

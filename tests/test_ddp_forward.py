@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import zeroshard_comm.wire
 from ddp_training import HOOKS, MANY_BUCKETS, Twins, batch
 from torch import nn, optim
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -141,6 +142,29 @@ def test_a_weight_that_was_read_too_early_is_noticed(rank: int) -> None:
     twins.optimizer.zero_grad()
     with pytest.raises(RuntimeError, match="before its new values had arrived"):
         twins.backward(twins.ddp, 3)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@EVERY_HOOK
+def test_one_rank_evaluates_while_the_other_waits(rank: int, hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # All tensors are read from their senders' memory, where that can be done: also from that of a rank that waits.
+    monkeypatch.setattr(zeroshard_comm.wire, "WORTH_READING", 1)
+    twins = Overlapped(hook)
+    for number in range(5):
+        twins.iterate(number)
+        if rank == number % 2:
+            twins.ddp.module.eval()
+            assert set(twins.ddp.module.state_dict()) == set(twins.plain_ddp.module.state_dict())
+            # What is changed here after reading may not be what the other rank gets.
+            with torch.no_grad():
+                held = [param.clone() for param in twins.ddp.module.parameters()]
+                for param in twins.ddp.module.parameters():
+                    param.zero_()
+                for param, values in zip(twins.ddp.module.parameters(), held, strict=True):
+                    param.copy_(values)
+            twins.ddp.module.train()
+        dist.barrier()
+    twins.check("after 5 iterations")
 
 
 @pytest.mark.ranks(2, backend="gloo")

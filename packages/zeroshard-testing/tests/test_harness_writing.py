@@ -186,3 +186,60 @@ def test_spawned_workers_do_the_same(suite: RunSuite) -> None:
     done = suite("--ranks-launch=spawn", test_spawned=body)
     assert done.cases["test_passes[2-gloo]"].kind == "passed", done.text
     assert done.cases["test_dies[2-gloo]"].text.startswith("rank 1 exited with status 5")
+
+
+def test_monkeypatch_ends_with_its_test_on_every_rank(suite: RunSuite) -> None:
+    body = """
+        import math, os
+        import pytest
+        import torch.distributed as dist
+        from zeroshard_testing import rank_fixture
+
+        @pytest.fixture
+        def environment(monkeypatch):
+            monkeypatch.setenv("FOR_THIS_TEST", "yes")
+
+        @rank_fixture
+        def patched(monkeypatch, rank):
+            monkeypatch.setattr(math, "pi", 3 + rank)
+
+        @pytest.fixture
+        def hidden(monkeypatch):
+            monkeypatch.setattr(math, "e", 3)
+
+        @pytest.mark.ranks(2)
+        @pytest.mark.parametrize("turn", [1, 2])
+        def test_patches(turn, rank, monkeypatch, environment):
+            assert math.tau > 6 and math.pi < 4 and os.environ["FOR_THIS_TEST"] == "yes"
+            if rank == 1:
+                monkeypatch.setattr(math, "tau", turn)
+                monkeypatch.setenv("FOR_THIS_TEST", "no")
+            assert (math.tau == turn) == (rank == 1)
+            assert turn == 1 or rank == 1, "what fails is undone too"
+
+        @pytest.mark.ranks(2)
+        def test_fixture_patches(rank, patched):
+            assert math.pi == 3 + rank
+
+        @pytest.mark.ranks(2)
+        def test_afterwards(rank):
+            assert math.tau > 6 and 3 < math.pi < 4 and "FOR_THIS_TEST" not in os.environ
+
+        @pytest.mark.ranks(2)
+        def test_patched_elsewhere(hidden, monkeypatch):
+            pass
+    """
+    done = suite(test_patching=body)
+    kinds = {name: case.kind for name, case in done.cases.items()}
+    assert kinds == {
+        "test_patches[2-gloo-1]": "passed",
+        "test_patches[2-gloo-2]": "failure",
+        "test_fixture_patches[2-gloo]": "passed",
+        "test_afterwards[2-gloo]": "passed",
+        "test_patched_elsewhere[2-gloo]": "failure",
+    }, done.text
+    assert "what fails is undone too" in done.cases["test_patches[2-gloo-2]"].text
+    assert (
+        "an ordinary fixture has patched something with monkeypatch"
+        in done.cases["test_patched_elsewhere[2-gloo]"].text
+    )

@@ -72,6 +72,9 @@ class _BroadcastShare(Share):
         traffic.add("share", sent=owned * len(ranks.peers), received=everything - owned, calls=len(works))
         self._in_flight = _InFlight(works, ranks, traffic, "share")
 
+    def arrive(self) -> None:
+        self.wait()
+
     def wait(self) -> None:
         if self._in_flight is not None:
             self._in_flight.wait()

@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import json
 import time
-import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from zeroshard_comm.failures import DisagreementError, PeerLostError, builtin_name, revive
+from zeroshard_comm.own_groups import own_group
 from zeroshard_comm.ranks import RankGroup
 from zeroshard_comm.traffic import Traffic
 
@@ -32,7 +31,6 @@ TAG_NUMBER = 0x5A530004
 Explain = Callable[[str, str, int, int], "str | None"]
 
 _HEADER_FIELDS = 3  # operation, digest, failed
-_companions: weakref.WeakKeyDictionary[dist.ProcessGroup, RankGroup] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,14 +166,25 @@ class Control:
         Raises:
             PeerLostError: if a rank is gone.
         """
+        collected = self._collect(torch.tensor([number], dtype=torch.float64, device="cpu"), operation)
+        return [float(row) for row in collected]
+
+    def collect_words(self, words: Sequence[int], operation: str) -> list[list[int]]:
+        """Bring as many 64-bit integers of every rank to every rank, in rank order. Collective, as :meth:`collect`.
+
+        Raises:
+            PeerLostError: if a rank is gone.
+        """
+        collected = self._collect(torch.tensor(words, dtype=torch.int64, device="cpu"), operation)
+        return [row.tolist() for row in collected]
+
+    def _collect(self, mine: torch.Tensor, operation: str) -> list[torch.Tensor]:
         if self.alone:
-            return [number]
-        mine = torch.tensor([number], dtype=torch.float64, device="cpu")
-        everyone = torch.empty(self.ranks.world_size, 1, dtype=torch.float64, device="cpu")
-        rows = list(everyone.unbind(0))
+            return [mine]
+        rows = [torch.empty_like(mine) for _ in range(self.ranks.world_size)]
         self._exchange(mine, rows, operation, TAG_NUMBER)
-        rows[self.ranks.rank].copy_(mine)
-        return [float(value) for value in everyone]
+        rows[self.ranks.rank] = mine
+        return rows
 
     def _exchange(
         self, mine: torch.Tensor, rows: Sequence[torch.Tensor], operation: str, tag: int = TAG_HEADER
@@ -254,27 +263,7 @@ def _companion(ranks: RankGroup) -> RankGroup | None:
         return None
     if ranks.sends_tagged(torch.device("cpu")):
         return ranks
-    if ranks.group not in _companions:
-        made = dist.new_group(
-            dist.get_process_group_ranks(ranks.group),
-            timeout=_timeout_of(ranks.group),
-            backend="gloo",
-            use_local_synchronization=True,
-        )
-        _companions[ranks.group] = RankGroup.of(made)
-    return _companions[ranks.group]
-
-
-def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """Find out after how long the operations of ``group`` are given up; None if its backends do not tell."""
-    for device in group._device_types:
-        try:
-            timeout = group._get_backend(device).options._timeout
-        except (AttributeError, RuntimeError):
-            continue
-        if isinstance(timeout, timedelta):
-            return timeout
-    return None
+    return own_group(ranks, "gloo", "control")
 
 
 def _verdict(reasons: Sequence[Reason], error: Exception | None, explain: Explain | None) -> Exception:

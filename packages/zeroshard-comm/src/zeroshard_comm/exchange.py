@@ -31,7 +31,11 @@ class Segment:
 
 
 class Pending(ABC):
-    """A move under way. Not thread-safe; the buffers belong to the move until :meth:`wait` has returned."""
+    """A move under way. Not thread-safe; the buffers belong to the move until :meth:`wait` has returned.
+
+    Moves are to be waited for in the order in which they were begun, the same on all ranks: a rank's values may be
+    fetched from it by whoever waits for them, and no sooner.
+    """
 
     @abstractmethod
     def wait(self) -> None:
@@ -53,6 +57,16 @@ class Share(Pending):
     def send(self) -> None:
         """Send this rank's segments to every peer."""
 
+    @abstractmethod
+    def arrive(self) -> None:
+        """Return when the segments of peers hold their values; this rank's own may still be read. No-op when done.
+
+        Unlike :meth:`wait`, ranks may call it for their shares in different orders.
+
+        Raises:
+            PeerLostError: if a rank is gone.
+        """
+
 
 class Exchange(ABC):
     """Makes both moves over one process group.
@@ -60,9 +74,13 @@ class Exchange(ABC):
     All methods are collective: every rank calls them in the same order, from one thread, with segments that match.
     """
 
+    moves_data = True
+    """Whether anything arrives; with torch's ``fake`` backend nothing does."""
+
     def __init__(self, ranks: RankGroup, traffic: Traffic | None = None) -> None:
         self.ranks = ranks
         self.traffic = traffic if traffic is not None else Traffic()
+        self.moves_data = ranks.moves_data()
 
     @abstractmethod
     def prepare_share(self, segments: Sequence[Segment]) -> Share:

@@ -12,6 +12,7 @@ nobody waits for a message that does not come, and no step pays for a message th
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -103,14 +104,15 @@ class Shipment:
         """Begin a share of these pieces; see :meth:`zeroshard_comm.Exchange.prepare_share`."""
         # In the order in which they are sent: point-to-point messages of one tag are matched in order.
         packed = [exchange.prepare_share([segment]) for segment in self._packed]
-        return PackedShare(self, packed, exchange.prepare_share(self._plain))
+        return PackedShare(self, packed, exchange.prepare_share(self._plain), unpacks=exchange.moves_data)
 
 
 class PackedShare(Share):
     """A share that packs before it sends and unpacks after it has waited."""
 
-    def __init__(self, shipment: Shipment, packed: Sequence[Share], plain: Share) -> None:
-        self._shipment, self._packed, self._plain = shipment, packed, plain
+    def __init__(self, shipment: Shipment, packed: Sequence[Share], plain: Share, *, unpacks: bool) -> None:
+        self._shipment, self._packed, self._plain, self._unpacks = shipment, packed, plain, unpacks
+        self._arriving, self._arrived = threading.Lock(), False
 
     def set_status(self, status: Status) -> None:
         """Say what the others shall know of this rank; before :meth:`send`. No-op for a shipment without statuses."""
@@ -130,13 +132,26 @@ class PackedShare(Share):
             share.send()
         self._plain.send()
 
+    def arrive(self) -> None:
+        """Wait for what others send, and copy it from staging buffers to where it belongs while the rest arrives.
+
+        Any thread may call it, also several.
+        """
+        with self._arriving:
+            if self._arrived:
+                return
+            for crate, share in zip(self._shipment._crates, self._packed, strict=True):
+                share.arrive()
+                if self._unpacks and crate.owner != self._shipment._rank:
+                    torch._foreach_copy_(crate.pieces, crate.slots)
+            self._plain.arrive()
+            self._arrived = True
+
     def wait(self) -> None:
-        """Wait for everything, and copy what arrived in staging buffers to where it belongs while the rest arrives."""
-        for crate, share in zip(self._shipment._crates, self._packed, strict=True):
+        """Wait for everything, also until what this rank has sent may be written to."""
+        self.arrive()
+        for share in (*self._packed, self._plain):
             share.wait()
-            if crate.owner != self._shipment._rank:
-                torch._foreach_copy_(crate.pieces, crate.slots)
-        self._plain.wait()
 
 
 def _runs(pieces: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:

@@ -15,14 +15,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from zeroshard_core import Run
 
-from zeroshard_comm.control import lost, wait_for
 from zeroshard_comm.packing import PACK_BELOW
 from zeroshard_comm.ranks import RankGroup
 from zeroshard_comm.scratch import Receive, ReceiveWindow
 from zeroshard_comm.traffic import Traffic
+from zeroshard_comm.wire import Message, wire_of
 
 TAG_NOTE = 0x5A530030
 TAG_GRADIENTS = 0x5A530031
@@ -121,13 +120,11 @@ class Underway:
         ranks = reduction.ranks
         words = NOTE_WORDS + len(_as_words(self._own_note.present))
         self._notes = {peer: torch.empty(words, dtype=torch.int64, device="cpu") for peer in ranks.peers}
-        self._note_works = []
-        for peer, arriving in self._notes.items():
-            try:
-                self._note_works.append((peer, dist.irecv(arriving, group=ranks.group, group_src=peer, tag=TAG_NOTE)))
-            except RuntimeError as failure:
-                raise lost(failure, peer, ranks.rank, "backward()") from failure
-        self._sends: list[tuple[int, dist.Work | None]] = []
+        self._wire = wire_of(ranks)
+        self._arriving_notes = [
+            self._wire.receive(peer, arriving, TAG_NOTE, "backward()") for peer, arriving in self._notes.items()
+        ]
+        self._sends: list[Message] = []
         # What is sent must live as long as the sends.
         self._staged: list[torch.Tensor] = []
         self._arrivals: list[tuple[_Message, list[Receive]]] = []
@@ -175,11 +172,7 @@ class Underway:
         )
 
     def _send(self, peer: int, payload: torch.Tensor, tag: int) -> None:
-        ranks = self._reduction.ranks
-        try:
-            self._sends.append((peer, dist.isend(payload, group=ranks.group, group_dst=peer, tag=tag)))
-        except RuntimeError as failure:
-            raise lost(failure, peer, ranks.rank, "backward()") from failure
+        self._sends.append(self._wire.send(peer, payload, tag, "backward()"))
 
     def notes(self) -> list[Note]:
         """Wait for the notes of all ranks, and return them in rank order.
@@ -188,9 +181,9 @@ class Underway:
             PeerLostError: if a rank is gone.
         """
         ranks, tensors = self._reduction.ranks, self._reduction.tensors
-        for peer, work in self._note_works:
-            wait_for(work, peer, ranks.rank, "backward()")
-        self._note_works = []
+        for message in self._arriving_notes:
+            message.wait("backward()")
+        self._arriving_notes = []
         found = {ranks.rank: self._own_note}
         for peer, words in self._notes.items():
             numbers = words.tolist()
@@ -220,8 +213,8 @@ class Underway:
             PeerLostError: if a rank is gone.
         """
         started = time.perf_counter()
-        for peer, work in self._sends:
-            wait_for(work, peer, self._reduction.ranks.rank, "backward()")
+        for message in self._sends:
+            message.wait("backward()")
         self._sends, self._staged = [], []
         self._reduction.traffic.add("reduce", waited=time.perf_counter() - started)
 

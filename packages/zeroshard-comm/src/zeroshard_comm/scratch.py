@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 
-from zeroshard_comm.control import lost, wait_for
 from zeroshard_comm.ranks import RankGroup
+from zeroshard_comm.wire import Message, wire_of
 
 
 @dataclass(eq=False)
@@ -29,7 +28,7 @@ class Receive:
     nbytes: int
     tag: int
     scratch: torch.Tensor | None = None
-    work: dist.Work | None = field(default=None, repr=False)
+    message: Message | None = field(default=None, repr=False)
 
 
 class ReceiveWindow:
@@ -43,7 +42,7 @@ class ReceiveWindow:
     """
 
     def __init__(self, ranks: RankGroup) -> None:
-        self._ranks = ranks
+        self._wire = wire_of(ranks)
         self._lock = threading.Lock()
         self._waiting: deque[Receive] = deque()
         self._free: dict[int, list[torch.Tensor]] = {}
@@ -72,8 +71,9 @@ class ReceiveWindow:
         Raises:
             PeerLostError: if a rank is gone.
         """
-        wait_for(receive.work, receive.peer, self._ranks.rank, operation)
+        assert receive.message is not None
         assert receive.scratch is not None
+        receive.message.wait(operation)
         return receive.scratch
 
     def release(self, receive: Receive) -> None:
@@ -85,7 +85,7 @@ class ReceiveWindow:
         with self._lock:
             assert receive.scratch is not None
             self._free.setdefault(receive.nbytes, []).append(receive.scratch)
-            receive.scratch = receive.work = None
+            receive.scratch = receive.message = None
             self._held -= receive.nbytes
             self._post()
 
@@ -95,9 +95,4 @@ class ReceiveWindow:
             free = self._free.get(receive.nbytes)
             receive.scratch = free.pop() if free else torch.empty(receive.nbytes, dtype=torch.uint8, device="cpu")
             self._held += receive.nbytes
-            try:
-                receive.work = dist.irecv(
-                    receive.scratch, group=self._ranks.group, group_src=receive.peer, tag=receive.tag
-                )
-            except RuntimeError as failure:
-                raise lost(failure, receive.peer, self._ranks.rank, "backward()") from failure
+            receive.message = self._wire.receive(receive.peer, receive.scratch, receive.tag, "backward()")

@@ -68,6 +68,18 @@ class RankFixtureValue(RankValue):
         return _set_up, self._request
 
 
+def begin(name: str, fixture: Iterator[Any]) -> Any:  # noqa: ANN401 - a fixture's value may be anything
+    """Set up a fixture that yields, to be torn down behind the test.
+
+    Args:
+        name: Of the fixture.
+        fixture: Its generator.
+    """
+    value = next(fixture)
+    _to_tear_down.append((name, fixture))
+    return value
+
+
 def tear_down() -> None:
     """Tear down what has been set up since the last call, latest first, whatever fails on the way.
 
@@ -95,6 +107,4 @@ def _set_up(module: str, key: tuple[str, str], values: dict[str, object]) -> obj
     result = _functions[key](**values)
     if not inspect.isgenerator(result):
         return result
-    value = next(result)
-    _to_tear_down.append((key[1], result))
-    return value
+    return begin(key[1], result)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import re
@@ -16,6 +17,7 @@ import pytest
 
 from zeroshard_testing.launcher import Launcher, LaunchError
 from zeroshard_testing.log_files import write_log_files
+from zeroshard_testing.patching import RankPickler
 from zeroshard_testing.pool import Job, Pool, Result
 from zeroshard_testing.report import RanksFailure
 from zeroshard_testing.spec import RanksSpec
@@ -212,7 +214,7 @@ def _conftests(item: pytest.Item) -> list[list[str]]:
 
 def _pickled(title: str, arguments: Mapping[str, object], attributes: Mapping[str, object]) -> bytes:
     try:
-        return pickle.dumps((arguments, attributes), pickle.HIGHEST_PROTOCOL)
+        return _dumped((arguments, attributes))
     except Exception as failure:  # noqa: BLE001 - any object may refuse in its own way
         error = failure
     culprit = "its arguments cannot be sent to the ranks together"
@@ -224,9 +226,15 @@ def _pickled(title: str, arguments: Mapping[str, object], attributes: Mapping[st
     pytest.fail(f"{title}: {culprit}: {error}. Make it in the test itself.", pytrace=False)
 
 
+def _dumped(value: object) -> bytes:
+    written = io.BytesIO()
+    RankPickler(written, pickle.HIGHEST_PROTOCOL).dump(value)
+    return written.getvalue()
+
+
 def _pickling_error(value: object) -> Exception | None:
     try:
-        pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+        _dumped(value)
     except Exception as error:  # noqa: BLE001 - any object may refuse in its own way
         return error
     return None

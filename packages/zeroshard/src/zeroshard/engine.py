@@ -16,7 +16,7 @@ from operator import is_
 from typing import Any
 
 import torch
-from zeroshard_comm import Control, Declaration, PeerLostError, RankGroup, Traffic, agree_over
+from zeroshard_comm import Control, Declaration, PeerLostError, RankGroup, Traffic, agree_over, connect
 
 from zeroshard.elementwise import name_of
 from zeroshard.hyperparameters import Hyperparameters
@@ -113,6 +113,7 @@ class Engine:
             # Here and below: a frame that keeps an error which passes through it keeps itself alive, and the model.
             del failure
         assert built is not None
+        connect(self.control)
         groups, self.layout, self.local = built
         self.replicas = Replicas(ranks, traffic, as_bucket_view=policy.as_bucket_view)
         self.params = parameters_of(groups)
@@ -165,7 +166,7 @@ class Engine:
 
         Raises:
             DisagreementError: if ranks follow different changes of their models, or step with different hyperparameters
-                (numbers and strings; where statuses travel with the parameters, as on the CPU).
+                (numbers and strings; on the CPU, or with a communication hook).
             PeerLostError: if a rank is gone.
             Exception: what any rank met, on every rank. Replicas are equal then, but for parameters that a rank has
                 converted or exchanged.

@@ -1,9 +1,7 @@
 """Bucket by bucket: gradients to their owners while backward computes, then local steps and parameters back.
 
-Main thread and worker share the work of one backward. The main thread hands over buckets in order; it sends this rank's
-values and posts receives. The worker waits for what arrives, adds it up and, if steps are made during backward, steps
-and shares. Both use tagged point-to-point messages alone, so that they never meet the collectives that
-DistributedDataParallel issues on the same group. Everything else is done by the main thread when the worker is idle.
+A pipeline decides what is to be done with the buckets of a backward and behind it, and keeps the books; a carrier moves
+them, in the way that the backend is good at.
 """
 
 from __future__ import annotations
@@ -11,44 +9,44 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
 from torch.futures import Future
 from zeroshard_comm import (
+    TAG_STATUSES,
     Control,
     Declaration,
     Note,
     PackedShare,
     PeerLostError,
-    PointToPointExchange,
-    ReceiveWindow,
     Segment,
     Shipment,
     Status,
     Traffic,
-    Underway,
+    Words,
     agree_over,
-    window_bytes,
 )
 from zeroshard_core import Plan, is_dense, storage_view
 
+from zeroshard.by_collectives import CollectiveCarrier
+from zeroshard.by_messages import MessageCarrier
+from zeroshard.carrier import STEPS_EARLY, Arrival, Backward, Carrier
 from zeroshard.layout import Layout
 from zeroshard.local import LocalOptimizer
 from zeroshard.narrowed import Portion, may_step_in_pieces
 from zeroshard.reduced_gradient import ReducedGradient
 from zeroshard.route import Bucket, Route, whole_gradient
-from zeroshard.worker import Worker
 
-TAG_BUCKETS = 0x5A530032
+_grad_of = attrgetter("grad")
 
 _SETTLED = 3
 """After so many equal backwards, the next one is expected to have the same buckets: DDP rebuilds them once, before."""
 
 
-_IS_SHADOW = 2
-"""Which number of a note tells whether its rank has run out of data; those before it must be equal."""
+_IS_SHADOW = 3
+"""Which word of a note says whether its rank has run out of data."""
 
 
 class Stepping(Enum):
@@ -71,6 +69,7 @@ class Pipeline:
         stepping: when shards are stepped.
 
     Raises:
+        RuntimeError: if the group has no backend for the device that parameters are on.
         ValueError: if parameters cannot be exchanged in this way.
     """
 
@@ -84,10 +83,9 @@ class Pipeline:
         stepping: Stepping,
     ) -> None:
         self.stepping = stepping
-        self._control, self._ranks, self._traffic = control, control.ranks, traffic
-        self._exchange = PointToPointExchange(self._ranks, traffic, share_tag=TAG_BUCKETS)
-        self._window = ReceiveWindow(self._ranks)
-        self._worker = Worker(f"zeroshard rank {self._ranks.rank}")
+        self._control, self._ranks = control, control.ranks
+        self._device = _device_of(params, layout)
+        self._carrier = _carrier_for(control, traffic, self._device, self)
         self._routes: dict[int, Route] = {}
         self._order: list[int] = []
         self._carried: dict[int, torch.Tensor] = {}
@@ -95,15 +93,14 @@ class Pipeline:
         self._backwards = 0
         self.in_backward = False
         """Whether a backward hands over buckets, from its first one on."""
-        self._underway: list[Underway] = []
         self._touched: set[int] = set()
         self._known: frozenset[int] = frozenset()
         self._is_new = self._is_changed = False
         self._alike = 0
         self._before: list[int] = []
-        self._expected: dict[int, Underway] = {}
         self._may_step = False
         self._arriving: PackedShare | None = None
+        self._statuses: Words | None = None
         self.defers = False
         """Whether steps return while parameters are still arriving; changed by who waits for them then."""
         self.divides_by_running: Callable[[], bool] = bool
@@ -121,7 +118,11 @@ class Pipeline:
         Raises:
             ValueError: if parameters cannot be exchanged in this way; nothing has changed then.
         """
-        _refuse(params, layout)
+        if _device_of(params, layout) != self._device:
+            raise ValueError(
+                f"parameters were on {self._device} when the communication hook began to work, and have been moved: "
+                f"move the model before DistributedDataParallel and the optimizer are built"
+            )
         self._params, self._layout, self._local = list(params), layout, local
         self._index_of = {param: index for index, param in enumerate(params)}
         names = [spec.name for spec in layout.plan.tensors]
@@ -133,6 +134,7 @@ class Pipeline:
             route.follow(layout.plan, local)
             self._is_changed = True
             route.stand_ins = [self._stand_ins[tensor] for tensor in route.tensors]
+        self._carrier.follow(list(self._routes.values()), list(self._routes.values()))
         self._lay_out_rest()
 
     def move_gradients(self, before: Plan, now: Plan) -> None:
@@ -152,7 +154,7 @@ class Pipeline:
             if before.of_tensor(tensor) != now.of_tensor(tensor)
             for shard in before.of_tensor(tensor)
         ]
-        self._exchange.share_from_owners(segments).wait()
+        self._carrier.exchange.share_from_owners(segments).wait()
 
     def _lay_out_rest(self) -> None:
         """What is stepped and shared behind the buckets: parameters that are in none, and the statuses."""
@@ -168,7 +170,8 @@ class Pipeline:
             for i in rest
             for shard in self._layout.plan.of_tensor(i)
         ]
-        self._tail = Shipment(segments, self._ranks.rank, self._ranks.world_size, rooms={})
+        rooms: dict[int, torch.Tensor] | None = {} if self._carrier.carries_status else None
+        self._tail = Shipment(segments, self._ranks.rank, self._ranks.world_size, rooms=rooms)
 
     @property
     def routed(self) -> bool:
@@ -200,33 +203,13 @@ class Pipeline:
                 self._begin(may_step=may_step)
             route = self._route(bucket)
             if bucket.index == 0 and self._alike >= _SETTLED and not self._is_changed:
-                # Before anything is sent: what posts a receive would wait behind it.
-                for index in self._before:
-                    expected = self._routes[index].reduction.expect(self._window, gradients=reduced is None)
-                    self._expected[index] = expected
+                self._carrier.expect([self._routes[index] for index in self._before], gradients=reduced is None)
             self._order.append(bucket.index)
-            note = Note((self._backwards, bucket.index, int(bucket.is_shadow), 0), bucket.present)
-            if bucket.index not in self._expected:
-                self._expected[bucket.index] = route.reduction.expect(self._window, gradients=reduced is None)
-            underway = self._expected.pop(bucket.index)
-            underway.send(bucket.buffer, note)
-            if self._may_step and may_step_in_pieces(self._local.optim):
-                if self.stepping is Stepping.IN_BACKWARD:
-                    route.expect(self._exchange)
-                elif bucket.is_last:
-                    for index in self._order:
-                        self._routes[index].expect(self._exchange)
+            note = Note((self._backwards, bucket.index, int(self.steps_early), int(bucket.is_shadow)), bucket.present)
+            return self._carrier.receive(route, note, reduced)
         except BaseException as error:
-            self._break(error)
+            self.break_off(error)
             raise
-        self._underway.append(underway)
-        done: Future[torch.Tensor] = Future()
-        behind = self._underway[-3] if len(self._underway) > 2 else None
-        self._worker.submit(lambda: self._finish(route, underway, behind, reduced, done))
-        if bucket.is_last and self._may_step and self.stepping is Stepping.BEHIND_BACKWARD:
-            for index in self._order:
-                self._worker.submit(lambda index=index: self._step_early(self._routes[index]))  # type: ignore[misc]
-        return done
 
     @property
     def arrived(self) -> Sequence[Bucket]:
@@ -249,15 +232,12 @@ class Pipeline:
             RuntimeError: if ranks are in different backwards.
         """
         try:
-            self._worker.drain()
-            for underway in self._underway:
-                underway.close()
+            self._carrier.finish()
         except BaseException as error:
-            self._break(error)
+            self.break_off(error)
             raise
         finally:
             self.in_backward = False
-            self._underway.clear()
         if self._is_new:
             # After a rebuild there may be fewer.
             self._is_new = False
@@ -287,7 +267,7 @@ class Pipeline:
         tensors: list[int] = []
         try:
             tensors = self._checked(bucket)
-            route = Route(self._ranks, self._traffic, self._layout.plan, self._local, bucket, tensors)
+            route = Route(self._ranks, self._layout.plan, self._local, bucket, tensors)
             route.stand_ins = [self._stand_ins[tensor] for tensor in tensors]
         except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
             failure = error
@@ -302,12 +282,7 @@ class Pipeline:
         # Others keep the routes that they had before a rebuild until their own new bucket comes.
         self._place.update({tensor: (route, place) for place, tensor in enumerate(tensors)})
         self._is_new = self._is_changed = True
-        if self._expected:
-            raise RuntimeError(
-                "buckets have changed after many equal backwards, as if the model had been wrapped in another "
-                "DistributedDataParallel: build a new optimizer for that"
-            )
-        self._window.limit(window_bytes([r.bucket.buffer.nbytes for r in self._routes.values()]))
+        self._carrier.follow([route], list(self._routes.values()))
         return route
 
     def _checked(self, bucket: Bucket) -> list[int]:
@@ -348,49 +323,61 @@ class Pipeline:
             )
         return tensors
 
-    def _finish(
-        self,
-        route: Route,
-        underway: Underway,
-        behind: Underway | None,
-        reduced: Future[torch.Tensor] | None,
-        done: Future[torch.Tensor],
-    ) -> None:
-        """Worker: one bucket, from its arrival to its owners' sums; and the end of one that came some buckets before.
+    # ------------------------------------------------------------------ what a carrier is told, and does
 
-        What that one has packed is memory that the next one needs.
-        """
+    @property
+    def steps_each_bucket(self) -> bool:
+        """See :class:`~zeroshard.carrier.Backward`."""
+        return self.stepping is Stepping.IN_BACKWARD
+
+    @property
+    def steps_behind_last(self) -> bool:
+        """See :class:`~zeroshard.carrier.Backward`."""
+        return self.stepping is Stepping.BEHIND_BACKWARD
+
+    @property
+    def steps_early(self) -> bool:
+        """See :class:`~zeroshard.carrier.Backward`."""
+        return self._may_step and self._failure is None and may_step_in_pieces(self._local.optim)
+
+    @property
+    def is_broken(self) -> bool:
+        """See :class:`~zeroshard.carrier.Backward`."""
+        return self._broken is not None
+
+    def reduced(self, route: Route, arrival: Arrival, result: Future[torch.Tensor] | None) -> list[Note]:
+        """Take in a bucket; see :class:`~zeroshard.carrier.Backward`."""
         buffer = route.bucket.buffer
+        notes = arrival.notes()
+        self._check(notes)
+        if result is not None:
+            value = result.wait()
+            if value.numel() != buffer.numel():
+                raise ValueError(
+                    f"the communication hook that reduces gradients has returned {value.numel()} elements for a bucket "
+                    f"of {buffer.numel()}"
+                )
+            if value.data_ptr() != buffer.data_ptr():
+                self._carrier.keep(value)
+                buffer.copy_(value.view(-1))
+        arrival.finish()
+        running = sum(not note.words[_IS_SHADOW] for note in notes)
+        if self.divides_by_running() and 0 < running < len(notes):
+            route.scale(len(notes) / running)
+        route.present = tuple([any(bits) for bits in zip(*[note.present for note in notes], strict=True)])
+        self._add_carried(route)
+        return notes
+
+    def step_early(self, route: Route) -> bool:
+        """Step a bucket during backward; see :class:`~zeroshard.carrier.Backward`."""
+        if not self.steps_early or self.is_broken:
+            return False
         try:
-            if self._broken is None:
-                notes = underway.notes()
-                self._check(notes)
-                if reduced is not None:
-                    result = reduced.wait()
-                    if result.numel() != buffer.numel():
-                        raise ValueError(
-                            f"the communication hook that reduces gradients has returned {result.numel()} elements for "
-                            f"a bucket of {buffer.numel()}"
-                        )
-                    if result.data_ptr() != buffer.data_ptr():
-                        buffer.copy_(result.view(-1))
-                underway.finish()
-                running = sum(not note.words[_IS_SHADOW] for note in notes)
-                if self.divides_by_running() and 0 < running < len(notes):
-                    route.scale(len(notes) / running)
-                if behind is not None:
-                    behind.close()
-                route.present = tuple([any(bits) for bits in zip(*[note.present for note in notes], strict=True)])
-                self._add_carried(route)
-        except BaseException as error:
-            # Others may still be waiting for the next bucket; this rank has nothing to send any more.
-            self._break(error)
-            raise
-        finally:
-            # Also after an error: backward would wait for ever. It is raised at its end.
-            done.set_result(buffer)
-        if self._may_step and self.stepping is Stepping.IN_BACKWARD:
-            self._step_early(route)
+            route.step(route.present, {})
+        except Exception as error:  # noqa: BLE001 - reported with the statuses, when all have sent what they owe
+            self._failure = error
+            return False
+        return True
 
     def _add_carried(self, route: Route) -> None:
         """Add what earlier backwards have brought to the gradients that have just been reduced."""
@@ -399,30 +386,22 @@ class Pipeline:
                 carried = self._carried.pop(tensor, None)
                 gradient = route.owned_gradient(place)
                 if carried is not None and gradient is not None:
+                    self._carrier.keep(carried)
                     gradient.add_(carried)
 
     def _check(self, notes: Sequence[Note]) -> None:
-        rank = self._ranks.rank
+        # On a fake group there is but one.
+        rank = self._ranks.rank if len(notes) > 1 else 0
+        mine = notes[rank].words[:STEPS_EARLY]
         for other, note in enumerate(notes):
-            if note.words[:_IS_SHADOW] != notes[rank].words[:_IS_SHADOW]:
+            if note.words[:STEPS_EARLY] != mine:
                 raise RuntimeError(
                     f"rank {other} is in bucket {note.words[1]} of its backward number {note.words[0]}, rank {rank} in "
-                    f"bucket {notes[rank].words[1]} of number {notes[rank].words[0]}: a backward has failed or was "
+                    f"bucket {mine[1]} of number {mine[0]}: a backward has failed or was "
                     f"left out on one of them. Every rank must make the same calls in the same order"
                 )
 
     # ------------------------------------------------------------------ stepping
-
-    def _step_early(self, route: Route) -> None:
-        """Worker: step a bucket during backward, and send it."""
-        if self._broken is not None or self._failure is not None or not may_step_in_pieces(self._local.optim):
-            return
-        try:
-            route.step(route.present, {})
-        except Exception as error:  # noqa: BLE001 - reported with the statuses, when all have sent what they owe
-            self._failure = error
-            return
-        route.send(self._exchange)
 
     def step(self, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as the inner step
         """Step what has not been stepped yet, bucket by bucket, and send each as soon as it is.
@@ -448,11 +427,11 @@ class Pipeline:
             return self._step_whole(arguments)
         keywords = dict(arguments)
         for route in self._in_order():
-            route.expect(self._exchange)
+            route.expect(self._carrier.exchange)
         for route, there in zip(self._in_order(), present, strict=True):
             if not (self._may_step and route.stepped):
                 route.step(there, keywords)
-                route.send(self._exchange)
+                route.send(self._carrier.exchange)
         if self._rest:
             self._local.bind_gradients(self._rest)
             try:
@@ -482,7 +461,7 @@ class Pipeline:
         Raises:
             RuntimeError: if a gradient was accumulated on this rank and never reduced.
         """
-        grads = [param.grad for param in route.params]
+        grads = list(map(_grad_of, route.params))
         if not self._touched and all(map(is_, grads, route.stand_ins)):
             return route.present
         for grad, tensor in zip(grads, route.tensors, strict=True):
@@ -563,13 +542,17 @@ class Pipeline:
         """
         try:
             for route in self._in_order():
-                route.send(self._exchange)
+                route.send(self._carrier.exchange)
             torch.autograd.graph.increment_version(self._rest_params)
-            self._arriving = self._tail.prepare(self._exchange)
+            self._arriving = self._tail.prepare(self._carrier.exchange)
             self._arriving.set_status(status)
             self._arriving.send()
+            if self.defers:
+                self._carrier.fetch([route.fetch for route in self._in_order()] + [self._arriving.arrive])
+            if not self._carrier.carries_status:
+                self._statuses = Words(self._control, status, TAG_STATUSES, "share of a step")
         except BaseException as error:
-            self._break(error)
+            self.break_off(error)
             raise
 
     def finish_share(self) -> list[list[int]]:
@@ -580,14 +563,22 @@ class Pipeline:
         """
         assert self._arriving is not None
         tail, self._arriving = self._arriving, None
+        words, self._statuses = self._statuses, None
         try:
+            # First: a message that does not come names its rank, which a collective cannot.
+            statuses = words.wait() if words is not None else None
+            # All that others wait for before anything that waits for others.
+            for route in self._in_order():
+                route.arrive()
+            tail.arrive()
+            self._carrier.end_fetching()
             for route in self._in_order():
                 route.wait()
             tail.wait()
+            return statuses if statuses is not None else tail.statuses()
         except BaseException as error:
-            self._break(error)
+            self.break_off(error)
             raise
-        return tail.statuses()
 
     @property
     def arriving(self) -> bool:
@@ -611,12 +602,12 @@ class Pipeline:
                 place = self._place.get(tensor)
                 if place is None:
                     for route in self._in_order():
-                        route.wait()
-                    self._arriving.wait()
+                        route.arrive()
+                    self._arriving.arrive()
                     return
-                place[0].wait()
+                place[0].arrive()
         except BaseException as error:
-            self._break(error)
+            self.break_off(error)
             raise
 
     def still_arriving(self) -> frozenset[torch.Tensor]:
@@ -718,10 +709,11 @@ class Pipeline:
 
     def broken_by(self, error: RuntimeError) -> RuntimeError:
         """Take note that nothing can be finished any more, and return the error to be raised."""
-        self._break(error)
+        self.break_off(error)
         return error
 
-    def _break(self, error: BaseException) -> None:
+    def break_off(self, error: BaseException) -> None:
+        """Take note that nothing can be finished any more; see :class:`~zeroshard.carrier.Backward`."""
         if self._broken is None:
             self._broken = error if isinstance(error, Exception) else RuntimeError(type(error).__name__)
 
@@ -740,16 +732,35 @@ class Pipeline:
             )
 
 
-def _refuse(params: Sequence[torch.Tensor], layout: Layout) -> None:
+def _carrier_for(control: Control, traffic: Traffic, device: torch.device, backward: Backward) -> Carrier:
+    """Choose by what the group can do with tensors on a device."""
+    if control.ranks.sends_tagged(device):
+        return MessageCarrier(control, traffic, backward)
+    return CollectiveCarrier(control, traffic, device, backward)
+
+
+def _device_of(params: Sequence[torch.Tensor], layout: Layout) -> torch.device:
+    """Return the device of all parameters that take part.
+
+    Raises:
+        ValueError: if they are on several, or one of them cannot be exchanged.
+    """
+    first: tuple[str, torch.device] | None = None
     for index, (param, is_active) in enumerate(zip(params, layout.active, strict=True)):
-        name = layout.plan.tensors[index].name
+        title = f"tensor {index} {layout.plan.tensors[index].name!r}"
         if is_active and not is_dense(param):
             raise ValueError(
-                f"tensor {index} {name!r} is sparse, or has gaps or overlaps in memory: it cannot be exchanged by a "
+                f"{title} is sparse, or has gaps or overlaps in memory: it cannot be exchanged by a "
                 f"communication hook; make it contiguous, or train without a hook"
             )
-        if is_active and param.device.type != "cpu":
-            raise ValueError(f"tensor {index} {name!r} is on {param.device}: the hooks of this version work on the CPU")
+        if is_active and first is None:
+            first = title, param.device
+        if is_active and first is not None and param.device != first[1]:
+            raise ValueError(
+                f"{title} is on {param.device}, and {first[0]} on {first[1]}: a communication hook exchanges "
+                f"parameters of one device; bring them together, or train without a hook"
+            )
+    return first[1] if first is not None else torch.device("cpu")
 
 
 def _check_order(bucket: Bucket, place: int, title: str) -> None:

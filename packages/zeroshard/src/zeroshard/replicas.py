@@ -128,6 +128,8 @@ class Replicas:
         # there is nothing else to do until the messages have arrived.
         torch.autograd.graph.increment_version(self._shared)
         for share in shares:
+            share.arrive()
+        for share in shares:
             share.wait()
         for item in self._loose:
             if item.owner != self._ranks.rank:

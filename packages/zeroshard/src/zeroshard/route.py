@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter, is_
 
 import torch
-from zeroshard_comm import PackedShare, PointToPointExchange, RankGroup, Reduction, Segment, Shipment, Traffic
+from zeroshard_comm import Exchange, PackedShare, RankGroup, Segment, Shipment
 from zeroshard_core import Plan, Run, storage_view
 
 from zeroshard.local import LocalOptimizer
 from zeroshard.narrowed import Portion
 from zeroshard.reduced_gradient import ReducedGradient
+
+_grad_of = attrgetter("grad")
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,6 @@ class Route:
 
     Args:
         ranks: the group.
-        traffic: where bytes are counted.
         plan: who owns what.
         local: the local optimizer, its pieces set apart from the parameters.
         bucket: the bucket.
@@ -55,7 +57,7 @@ class Route:
         offsets: per tensor, its first element in the bucket.
         strides: per tensor, those by which its gradient lies in the bucket.
         params: the parameters.
-        reduction: the messages to the owners.
+        runs: the ranges of the bucket by owner, neighbours of one owner as one.
         portion: steps what this rank owns of the bucket.
         present: per tensor, whether any rank had a gradient in the last backward.
         stand_ins: per tensor, what stands in the place of its gradient.
@@ -66,13 +68,12 @@ class Route:
     def __init__(
         self,
         ranks: RankGroup,
-        traffic: Traffic,
         plan: Plan,
         local: LocalOptimizer,
         bucket: Bucket,
         tensors: Sequence[int],
     ) -> None:
-        self.ranks, self.traffic = ranks, traffic
+        self.ranks = ranks
         self.tensors = tuple(tensors)
         self.params = list(bucket.params)
         self.bucket = bucket
@@ -97,13 +98,12 @@ class Route:
                     f"format, but DistributedDataParallel still lays out its gradients in the old one: convert the "
                     f"model before DistributedDataParallel and the optimizer are built"
                 )
-        self.reduction = Reduction(
-            self.ranks, self._runs(plan), self.bucket.buffer.dtype, len(self.tensors), self.traffic
-        )
+        self.runs = self._runs(plan)
         self._owned = {place: local.pieces[i] for place, i in enumerate(self.tensors) if i in local.pieces}
+        self._pieces = [piece.tensor for piece in self._owned.values()]
         self.portion = Portion(local, list(self._owned.values()))
         self._share: PackedShare | None = None
-        self._sent = False
+        self._sent = self._arrived = False
         self._wanted: tuple[tuple[int, tuple[bool, ...]], list[torch.Tensor | None]] | None = None
         segments: list[Segment] = []
         # A rank alone has nobody to share with.
@@ -142,10 +142,12 @@ class Route:
         if self._wanted is None or self._wanted[0] != key:
             grads = [self.owned_gradient(place) if present[place] else None for place in self._owned]
             self._wanted = (key, grads)
-        for piece, grad in zip(self._owned.values(), self._wanted[1], strict=True):
-            # Optimizers and users may have set others meanwhile.
-            if piece.tensor.grad is not grad:
-                piece.tensor.grad = grad
+        # Optimizers and users may have set others meanwhile.
+        wanted = self._wanted[1]
+        if all(map(is_, map(_grad_of, self._pieces), wanted)):
+            return
+        for tensor, grad in zip(self._pieces, wanted, strict=True):
+            tensor.grad = grad
 
     def step(self, present: tuple[bool, ...], arguments: dict[str, object]) -> None:
         """Step what this rank owns of the bucket."""
@@ -153,14 +155,14 @@ class Route:
         self.stepped = True
         self.portion.step(arguments)
 
-    def expect(self, exchange: PointToPointExchange) -> None:
+    def expect(self, exchange: Exchange) -> None:
         """Post the receives of the owners' new values; from now on autograd may not use the old ones. No-op if done."""
         if self._share is None:
             torch.autograd.graph.increment_version(self.params)
             self._share = self._shipment.prepare(exchange)
-            self._sent = False
+            self._sent = self._arrived = False
 
-    def send(self, exchange: PointToPointExchange) -> None:
+    def send(self, exchange: Exchange) -> None:
         """Send this rank's values of what it owns. No-op if done."""
         self.expect(exchange)
         assert self._share is not None
@@ -170,11 +172,30 @@ class Route:
 
     @property
     def is_arriving(self) -> bool:
-        """Whether new values of parameters are on their way."""
-        return self._share is not None and self._sent
+        """Whether new values of parameters are on their way that nobody has waited for."""
+        return self._share is not None and self._sent and not self._arrived
+
+    def fetch(self) -> None:
+        """As :meth:`arrive`, on behalf of peers that wait for their values to be read: nobody here has waited for them.
+
+        Another thread may call it.
+        """
+        share = self._share
+        if share is not None:
+            share.arrive()
+
+    def arrive(self) -> None:
+        """Wait until the others' values have arrived. No-op if nothing is on its way.
+
+        Raises:
+            PeerLostError: if a rank is gone.
+        """
+        if self._share is not None:
+            self._share.arrive()
+            self._arrived = True
 
     def wait(self) -> None:
-        """Wait until all values have arrived. No-op if nothing is on its way.
+        """As :meth:`arrive`, and until this rank's own values may be changed.
 
         Raises:
             PeerLostError: if a rank is gone.
@@ -184,7 +205,6 @@ class Route:
             share.wait()
 
     def _runs(self, plan: Plan) -> list[Run]:
-        """The ranges of the bucket by owner, neighbours of one owner as one."""
         runs: list[Run] = []
         for index, offset in sorted(zip(self.tensors, self.offsets, strict=True), key=lambda item: item[1]):
             for shard in plan.of_tensor(index):

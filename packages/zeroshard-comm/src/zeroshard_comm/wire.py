@@ -1,0 +1,220 @@
+"""One tensor from one rank to another, by the fastest way there is between these two.
+
+Between machines, and wherever nothing else is allowed, that is a tagged message of the process group. Between processes
+of one machine the message says where the tensor lies; the receiver reads it there, and answers when it has.
+
+Which it is was found out once per process group, see :func:`connect`, for each pair and direction: the receiver has
+read a random number in the sender's memory, and has told it so. Messages match in the same way in both cases: of one
+tag and pair of ranks, in order.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from zeroshard_comm.control import Control, lost, wait_for
+from zeroshard_comm.cross_memory import machine, read_into
+from zeroshard_comm.ranks import RankGroup
+
+_ANSWER = 0x0100
+"""Added to the tag of a message for the answer to it."""
+
+_CONTENTS = 0x0200
+"""Added to the tag of a message that could not say where a tensor lies, for the tensor itself."""
+
+WORTH_READING = 64 * 1024
+"""Tensors of fewer bytes travel in the message itself: the answer costs more than the copies."""
+
+
+class Message(ABC):
+    """A send or a receive under way. Its buffer belongs to it until :meth:`wait` has returned.
+
+    A receive may take place in :meth:`wait` alone. So whoever waits for sends must have waited before for all receives
+    whose senders may be waiting in the same way.
+    """
+
+    @abstractmethod
+    def wait(self, operation: str) -> None:
+        """Return when the buffer has been filled, or may be changed.
+
+        Args:
+            operation: what the ranks are doing, for the message of an error.
+
+        Raises:
+            PeerLostError: if the peer is gone, or was too late.
+        """
+
+
+@dataclass(frozen=True)
+class Wire:
+    """The ways from one rank of a group to the others, and from them. Any thread may use it.
+
+    Attributes:
+        ranks: the group; its backend matches messages by tag.
+        processes: by peer, the process that this rank reads from.
+        readers: peers that read from this rank.
+        all_read: whether every rank of the group reads from every other; the same on all ranks.
+    """
+
+    ranks: RankGroup
+    processes: Mapping[int, int]
+    readers: frozenset[int]
+    all_read: bool
+
+    @property
+    def reads(self) -> bool:
+        """Whether this rank reads the memory of a peer: nothing arrives from there but while it is waited for."""
+        return bool(self.processes)
+
+    def send(self, peer: int, buffer: torch.Tensor, tag: int, operation: str) -> Message:
+        """Send a tensor, 1-D and contiguous.
+
+        Raises:
+            PeerLostError: if the peer is gone.
+        """
+        if peer in self.readers and buffer.nbytes >= WORTH_READING:
+            return _Offer(self.ranks, peer, buffer, tag, operation)
+        return _Plain(self.ranks, peer, _send(self.ranks, peer, buffer, tag, operation))
+
+    def receive(self, peer: int, buffer: torch.Tensor, tag: int, operation: str) -> Message:
+        """Receive a tensor, 1-D and contiguous, of the length that the peer sends.
+
+        Raises:
+            PeerLostError: if the peer is gone.
+        """
+        if peer in self.processes and buffer.nbytes >= WORTH_READING:
+            return _Read(self.ranks, peer, buffer, tag, operation, self.processes[peer])
+        return _Plain(self.ranks, peer, _receive(self.ranks, peer, buffer, tag, operation))
+
+
+_found: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[dict[int, int], frozenset[int], bool]]
+_found = weakref.WeakKeyDictionary()
+
+
+def wire_of(ranks: RankGroup) -> Wire:
+    """Return the wire of a group: messages of the group alone, until it was connected."""
+    return Wire(ranks, *_found.get(ranks.group, ({}, frozenset(), False)))
+
+
+def connect(control: Control) -> None:
+    """Find out who can read whose memory, once per process group. Collective.
+
+    Args:
+        control: the channel of a group whose ranks have just met.
+
+    Raises:
+        PeerLostError: if a rank is gone.
+    """
+    ranks = control.ranks
+    if control.alone or ranks.group in _found or not ranks.sends_tagged(torch.device("cpu")):
+        return
+    secret = torch.tensor([secrets.randbits(62)], dtype=torch.int64, device="cpu")
+    mine = (machine(), os.getpid(), secret.data_ptr(), int(secret))
+    everyone = control.collect_words(mine, "connect()")
+    readable = {
+        peer: process
+        for peer, (theirs, process, address, expected) in enumerate(everyone)
+        if peer != ranks.rank and mine[0] and theirs == mine[0] and _reads(process, address, expected)
+    }
+    # Until everybody has looked, the number must stay where it is.
+    bits = control.collect_words(_as_words([peer in readable for peer in range(ranks.world_size)]), "connect()")
+    readers = [peer for peer in ranks.peers if bits[peer][ranks.rank // 63] >> ranks.rank % 63 & 1]
+    all_read = all(sum(word.bit_count() for word in words) == ranks.world_size - 1 for words in bits)
+    _found[ranks.group] = (readable, frozenset(readers), all_read)
+    del secret
+
+
+def _reads(process: int, address: int, expected: int) -> bool:
+    found = torch.zeros(1, dtype=torch.int64, device="cpu")
+    try:
+        read_into(found, process, address)
+    except OSError:
+        return False
+    return int(found) == expected
+
+
+def _as_words(present: list[bool]) -> list[int]:
+    return [
+        sum(1 << place for place, bit in enumerate(present[start : start + 63]) if bit)
+        for start in range(0, len(present), 63)
+    ]
+
+
+class _Plain(Message):
+    def __init__(self, ranks: RankGroup, peer: int, work: dist.Work | None) -> None:
+        self._ranks, self._peer, self._work = ranks, peer, work
+
+    def wait(self, operation: str) -> None:
+        wait_for(self._work, self._peer, self._ranks.rank, operation)
+
+
+class _Offer(Message):
+    """Says where a tensor lies, and waits until it has been read."""
+
+    def __init__(self, ranks: RankGroup, peer: int, buffer: torch.Tensor, tag: int, operation: str) -> None:
+        self._ranks, self._peer, self._buffer = ranks, peer, buffer
+        # A device driver's memory cannot be read by other processes.
+        readable = not buffer.is_pinned()
+        address = buffer.data_ptr() if readable else 0
+        self._place = torch.tensor([address, buffer.nbytes], dtype=torch.int64, device="cpu")
+        self._answer = torch.empty(1, dtype=torch.uint8, device="cpu")
+        # The answer's receive first, so that whoever answers finds it posted.
+        self._works = [_receive(ranks, peer, self._answer, tag + _ANSWER, operation)] if readable else []
+        self._works.append(_send(ranks, peer, self._place, tag, operation))
+        if not readable:
+            self._works.append(_send(ranks, peer, buffer, tag + _CONTENTS, operation))
+
+    def wait(self, operation: str) -> None:
+        for work in reversed(self._works):
+            wait_for(work, self._peer, self._ranks.rank, operation)
+
+
+class _Read(Message):
+    """Learns where a tensor lies, reads it, and says so."""
+
+    def __init__(
+        self, ranks: RankGroup, peer: int, buffer: torch.Tensor, tag: int, operation: str, process: int
+    ) -> None:
+        self._ranks, self._peer, self._buffer, self._tag, self._process = ranks, peer, buffer, tag, process
+        self._place = torch.empty(2, dtype=torch.int64, device="cpu")
+        self._told = _receive(ranks, peer, self._place, tag, operation)
+
+    def wait(self, operation: str) -> None:
+        wait_for(self._told, self._peer, self._ranks.rank, operation)
+        address, nbytes = self._place.tolist()
+        if address == 0:
+            work = _receive(self._ranks, self._peer, self._buffer, self._tag + _CONTENTS, operation)
+            wait_for(work, self._peer, self._ranks.rank, operation)
+            return
+        try:
+            if nbytes != self._buffer.nbytes:
+                raise OSError(f"{nbytes} bytes were offered, {self._buffer.nbytes} expected")
+            read_into(self._buffer, self._process, address)
+        except OSError as failure:
+            raise lost(RuntimeError(str(failure)), self._peer, self._ranks.rank, operation) from failure
+        answer = torch.ones(1, dtype=torch.uint8, device="cpu")
+        # Before the peer is told, it may not have gone on; if it cannot be told, what was read may not be right.
+        work = _send(self._ranks, self._peer, answer, self._tag + _ANSWER, operation)
+        wait_for(work, self._peer, self._ranks.rank, operation)
+
+
+def _send(ranks: RankGroup, peer: int, buffer: torch.Tensor, tag: int, operation: str) -> dist.Work | None:
+    try:
+        return dist.isend(buffer, group=ranks.group, group_dst=peer, tag=tag)
+    except RuntimeError as failure:
+        raise lost(failure, peer, ranks.rank, operation) from failure
+
+
+def _receive(ranks: RankGroup, peer: int, buffer: torch.Tensor, tag: int, operation: str) -> dist.Work | None:
+    try:
+        return dist.irecv(buffer, group=ranks.group, group_src=peer, tag=tag)
+    except RuntimeError as failure:
+        raise lost(failure, peer, ranks.rank, operation) from failure

@@ -1,0 +1,74 @@
+"""A few numbers from every rank to every rank, that are sent at once and read later.
+
+They travel over the control channel, from host to host, so that nobody waits for an accelerator to read them. Where
+nothing travels (one rank alone, torch's ``fake`` backend) a rank hears itself.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from zeroshard_comm.control import Control, lost, wait_for
+
+TAG_NOTES = 0x5A530040
+TAG_STATUSES = 0x5A530041
+
+
+class Words:
+    """Numbers under way. All ranks send as many, and make these objects in the same order for each tag.
+
+    Args:
+        control: has the channel, and counts the bytes as kind ``"control"``.
+        words: 64-bit integers.
+        tag: of the messages.
+        operation: what the ranks are doing, for messages.
+
+    Raises:
+        PeerLostError: if a rank is gone.
+    """
+
+    def __init__(self, control: Control, words: Sequence[int], tag: int, operation: str) -> None:
+        self._control, self._words, self._operation = control, list(words), operation
+        self._arriving: dict[int, torch.Tensor] = {}
+        self._works: list[tuple[int, dist.Work | None]] = []
+        channel = control.channel
+        if channel is None:
+            return
+        # What is sent must live as long as the sends.
+        self._own = torch.tensor(self._words, dtype=torch.int64, device="cpu")
+        for peer in channel.peers:
+            self._arriving[peer] = torch.empty_like(self._own)
+            try:
+                receive = dist.irecv(self._arriving[peer], group=channel.group, group_src=peer, tag=tag)
+                self._works.append((peer, receive))
+            except RuntimeError as failure:
+                raise lost(failure, peer, channel.rank, operation) from failure
+        for peer in channel.peers:
+            try:
+                self._works.append((peer, dist.isend(self._own, group=channel.group, group_dst=peer, tag=tag)))
+            except RuntimeError as failure:
+                raise lost(failure, peer, channel.rank, operation) from failure
+        peers = len(channel.peers)
+        nbytes = self._own.nbytes * peers
+        control.traffic.add("control", sent=nbytes, received=nbytes, calls=2 * peers)
+
+    def wait(self) -> list[list[int]]:
+        """Return what every rank said, in rank order; this rank's own alone where nothing travels.
+
+        Raises:
+            PeerLostError: if a rank is gone.
+        """
+        if self._control.channel is None:
+            return [self._words]
+        started = time.perf_counter()
+        rank = self._control.channel.rank
+        for peer, work in self._works:
+            wait_for(work, peer, rank, self._operation)
+        self._works = []
+        self._control.traffic.add("control", waited=time.perf_counter() - started)
+        found = {peer: words.tolist() for peer, words in self._arriving.items()} | {rank: self._words}
+        return [found[other] for other in range(len(found))]

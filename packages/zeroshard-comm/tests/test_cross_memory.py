@@ -1,0 +1,50 @@
+"""Reading memory of processes: this one, others, and what cannot be read."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from zeroshard_comm import cross_memory
+from zeroshard_comm.cross_memory import SWITCH, machine, read_into
+
+pytestmark = pytest.mark.skipif(machine() == 0, reason="this system has no process_vm_readv, or it is switched off")
+
+
+def test_memory_is_read_as_it_is() -> None:
+    values = torch.arange(1000, dtype=torch.float64)
+    found = torch.zeros(500, dtype=torch.float64)
+    read_into(found, os.getpid(), values.data_ptr() + 8 * 250)
+    assert torch.equal(found, values[250:750])
+
+
+def test_memory_that_is_not_there() -> None:
+    with pytest.raises(OSError, match=f"reading memory of process {os.getpid()}: Bad address"):
+        read_into(torch.zeros(10), os.getpid(), 16)
+
+
+def test_memory_that_ends_too_early() -> None:
+    # A read that can be made in part is gone on with, and fails where there is nothing.
+    with pytest.raises(OSError, match="Bad address"):
+        read_into(torch.zeros(2**28), os.getpid(), (1 << 47) - 2**20)
+
+
+def test_a_process_that_has_ended() -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    with pytest.raises(OSError, match="No such process"):
+        read_into(torch.zeros(10), ended.pid, torch.zeros(10).data_ptr())
+
+
+def test_the_switch_and_systems_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert machine() == machine()
+    monkeypatch.setenv(SWITCH, "0")
+    assert machine() == 0
+    monkeypatch.delenv(SWITCH)
+    monkeypatch.setattr(cross_memory, "_libc", lambda: None)
+    assert machine() == 0
+    with pytest.raises(OSError, match="no process_vm_readv"):
+        read_into(torch.zeros(10), os.getpid(), 16)

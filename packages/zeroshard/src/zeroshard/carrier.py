@@ -1,0 +1,144 @@
+"""How buckets travel: the seam between what a pipeline decides and what a backend can do.
+
+A carrier brings the gradients of a backward to their owners, bucket by bucket, and has shards stepped and shared
+meanwhile, if that is wanted. There is one for backends that match messages by tag, and one for all others.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch.futures import Future
+from zeroshard_comm import Exchange, Note
+
+from zeroshard.route import Route
+
+STEPS_EARLY = 2
+"""Which word of a note says whether its rank may step during this backward; before it the number of the backward and
+that of the bucket, which are the same on all ranks."""
+
+
+class Arrival(Protocol):
+    """A bucket on its way to its owners."""
+
+    def notes(self) -> list[Note]:
+        """Wait for the notes of all ranks, and return them in rank order."""
+
+    def finish(self) -> None:
+        """Wait for the means of what this rank owns (on an accelerator: order the current stream behind them)."""
+
+
+class Backward(Protocol):
+    """What a carrier needs to know of a backward, and has done by it."""
+
+    @property
+    def steps_each_bucket(self) -> bool:
+        """Whether each bucket is stepped as soon as it is reduced, if :attr:`steps_early`."""
+
+    @property
+    def steps_behind_last(self) -> bool:
+        """Whether all buckets are stepped behind the last one, if :attr:`steps_early`."""
+
+    @property
+    def steps_early(self) -> bool:
+        """Whether this rank may step during this backward."""
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether something has failed that cannot be finished any more."""
+
+    def reduced(self, route: Route, arrival: Arrival, result: Future[torch.Tensor] | None) -> list[Note]:
+        """Take in a bucket, and return the notes that came with it.
+
+        Raises:
+            PeerLostError: if a rank is gone.
+            RuntimeError: if ranks are in different backwards.
+            ValueError: if what somebody else has reduced does not fit.
+        """
+
+    def step_early(self, route: Route) -> bool:
+        """Step a bucket, unless a step of this backward has failed; tell whether it was stepped."""
+
+    def break_off(self, error: BaseException) -> None:
+        """Take note that nothing can be finished any more."""
+
+
+class Carrier(ABC):
+    """Brings the buckets of one optimizer to their owners.
+
+    Attributes:
+        exchange: brings the owners' new parameters back.
+        carries_status: whether a share may have statuses in it, which are read on the host.
+    """
+
+    exchange: Exchange
+    carries_status: bool
+
+    @abstractmethod
+    def follow(self, changed: Sequence[Route], routes: Sequence[Route]) -> None:
+        """Prepare for routes that are new, or that have got other owners.
+
+        Args:
+            changed: these.
+            routes: all.
+
+        Raises:
+            RuntimeError: if others are on their way already.
+        """
+
+    @abstractmethod
+    def expect(self, routes: Sequence[Route], *, gradients: bool) -> None:
+        """Make room for the buckets of a backward that begins, where that is of use. Nothing has been sent yet.
+
+        Args:
+            routes: those that will come, in order.
+            gradients: whether they will be reduced by this carrier.
+        """
+
+    @abstractmethod
+    def receive(self, route: Route, note: Note, result: Future[torch.Tensor] | None) -> Future[torch.Tensor]:
+        """Send a bucket on its way, of the buffer that its route has now.
+
+        Args:
+            route: of the bucket.
+            note: what this rank has to say.
+            result: if somebody else reduces it on all ranks, the result to come.
+
+        Returns:
+            The bucket's buffer to come, when this rank's parts of it are reduced.
+
+        Raises:
+            PeerLostError: if a rank is gone.
+        """
+
+    @abstractmethod
+    def fetch(self, waits: Sequence[Callable[[], None]]) -> None:
+        """Let parameters arrive whatever this thread does next, if they do not by themselves.
+
+        Args:
+            waits: each returns when some have arrived; any thread may call them.
+        """
+
+    @abstractmethod
+    def end_fetching(self) -> None:
+        """Return when nothing is fetched any more, behind a call of all that was given to :meth:`fetch`.
+
+        Raises:
+            PeerLostError: if a rank is gone.
+        """
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Wait until all buckets of a backward have arrived.
+
+        Raises:
+            PeerLostError: if a rank is gone.
+            Exception: what else has failed.
+        """
+
+    @abstractmethod
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Keep the memory of a tensor that is being used, and about to be dropped, until it is no longer used."""

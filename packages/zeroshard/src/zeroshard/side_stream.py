@@ -1,0 +1,44 @@
+"""Work beside that of backward: a stream of our own on an accelerator, and nothing of the kind on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class SideStream:
+    """Orders work on an accelerator beside the current stream, without ever waiting on the host.
+
+    On a device without streams everything runs at once, in order.
+
+    Args:
+        device: whose.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        accelerator = torch.accelerator.current_accelerator()
+        has_streams = accelerator is not None and accelerator.type == device.type
+        self._stream = torch.Stream(device) if has_streams else None
+
+    @contextmanager
+    def behind_current(self) -> Iterator[None]:
+        """Make this the current stream, behind everything that the current one has been given so far."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+        with self._stream:
+            yield
+
+    def join(self) -> None:
+        """Order the current stream behind everything that this one has been given."""
+        if self._stream is not None:
+            torch.accelerator.current_stream(self._device).wait_stream(self._stream)
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Let nobody else have the memory of a tensor, also after it is gone, before this stream has got so far."""
+        if self._stream is not None:
+            tensor.record_stream(self._stream)

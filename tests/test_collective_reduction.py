@@ -1,0 +1,126 @@
+"""Buckets of gradients reach their owners as means by collectives, on a group that nobody else uses."""
+
+from __future__ import annotations
+
+import gc
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_reduction import mean, values_of
+from zeroshard_comm import (
+    CollectiveReduction,
+    Control,
+    Note,
+    PeerLostError,
+    RankGroup,
+    Traffic,
+    Words,
+    own_exchange_for,
+)
+from zeroshard_comm.own_groups import _made, own_group
+from zeroshard_comm.packing import PACK_BELOW
+from zeroshard_core import Run
+from zeroshard_testing import Faults
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.ranks(1, 2, 3, backend="gloo")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_owners_hold_the_mean(rank: int, world_size: int, dtype: torch.dtype) -> None:
+    # Small runs of all owners in turn, with gaps, and one large run for each.
+    runs, end = [], 0
+    for number in range(30):
+        size = (1, 7, 0, 1000)[number % 4]
+        runs.append(Run(number % world_size, end, end + size))
+        end += size + number % 2
+    for owner in range(world_size):
+        runs.append(Run(owner, end, end + PACK_BELOW // dtype.itemsize))
+        end = runs[-1].stop
+    traffic = Traffic()
+    ranks = RankGroup.of()
+    control = Control(ranks, traffic)
+    bucket = values_of(rank, end, dtype)
+    reduction = CollectiveReduction(own_exchange_for(ranks, CPU, traffic), control, runs, bucket, 70)
+    for number in range(2):
+        bucket = values_of(rank, end, dtype)
+        note = Note((1, 2, number, rank), tuple(place == rank for place in range(70)))
+        underway = reduction.begin(bucket, note)
+        notes = underway.notes()
+        underway.finish()
+        assert [found.words for found in notes] == [(1, 2, number, other) for other in range(world_size)]
+        assert [found.present.index(True) for found in notes] == list(range(world_size))
+        expected = mean(world_size, end, dtype)
+        for run in runs:
+            if run.rank == rank and world_size <= 2:
+                # A sum of two has no order.
+                assert torch.equal(bucket[run.start : run.stop], expected[run.start : run.stop]), run
+            elif run.rank == rank:
+                # Two roundings of partial sums of a size of about 1, in an order of the backend's own.
+                off = (bucket[run.start : run.stop] - expected[run.start : run.stop]).abs()
+                assert (off <= 4 * torch.finfo(dtype).eps).all(), run
+    theirs = sum(run.stop - run.start for run in runs if run.rank != rank)
+    assert traffic.of("reduce").bytes_sent == 2 * theirs * dtype.itemsize
+
+
+@pytest.mark.ranks(3, backend="gloo")
+def test_numbers_that_are_read_in_another_order_than_they_were_sent(rank: int) -> None:
+    control = Control(RankGroup.of())
+    first, second = Words(control, [rank, 1], 1, "here"), Words(control, [2 * rank, 2], 1, "here")
+    assert second.wait() == [[0, 2], [2, 2], [4, 2]]
+    assert first.wait() == [[0, 1], [1, 1], [2, 1]]
+
+
+@pytest.mark.ranks(5, backend="fake", fake_rank=2)
+def test_on_a_fake_group_a_rank_hears_itself_alone() -> None:
+    assert Words(Control(RankGroup.of()), [7], 1, "here").wait() == [[7]]
+    assert own_exchange_for(RankGroup.of(), CPU).ranks == RankGroup.of()
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_a_rank_that_dies_is_named(rank: int, faults: Faults) -> None:
+    control = Control(RankGroup.of(dist.new_group(timeout=timedelta(seconds=5))))
+    faults.kill(1, "send#1")
+    words = Words(control, [rank], 1, "backward()")
+    with pytest.raises(PeerLostError, match=r"rank 0 lost rank 1 during backward\(\)"):
+        words.wait()
+
+
+@pytest.mark.ranks(4, backend="gloo")
+def test_a_group_of_its_own_for_each_purpose(rank: int) -> None:
+    # Subgroups too, without the others; and only once.
+    halves = [dist.new_group([0, 2], timeout=timedelta(seconds=77)), dist.new_group([1, 3])]
+    ranks = RankGroup.of(halves[rank % 2])
+    made = own_group(ranks, "gloo", "buckets")
+    assert made.group is own_group(ranks, "gloo", "buckets").group
+    assert made.group is not ranks.group
+    assert made.group is not own_group(ranks, "gloo", "control").group
+    assert dist.get_process_group_ranks(made.group) == dist.get_process_group_ranks(ranks.group)
+    if rank == 0:
+        assert made.group._get_backend(CPU).options._timeout == timedelta(seconds=77)
+    before = len(_made)
+    dist.destroy_process_group(ranks.group)
+    del ranks, halves
+    gc.collect()
+    assert len(_made) < before
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_a_group_that_nccl_would_split_off_without_the_others_is_refused(rank: int) -> None:
+    alone = [dist.new_group([0]), dist.new_group([1])][rank]
+    world = mock.Mock(bound_device_id="cuda:0", size=lambda: 2)
+    with (
+        mock.patch.object(dist.group.__class__, "WORLD", world),
+        pytest.raises(ValueError, match="leave out device_id"),
+    ):
+        own_group(RankGroup(alone, 0, 1), "nccl", "buckets")
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_a_device_without_a_backend_is_refused(rank: int) -> None:
+    cpu_only = RankGroup.of(dist.new_group(backend="cpu:gloo"))
+    with pytest.raises(RuntimeError, match="no backend for tensors on 'cuda'"):
+        own_exchange_for(cpu_only, torch.device("cuda"))
