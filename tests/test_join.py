@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ddp_by_collectives import STEPPING, without_tags
 from ddp_training import register
 from join_training import HOOKS, Branches, Uneven, inputs
 from torch import nn, optim
@@ -327,3 +328,14 @@ def test_closures(rank: int) -> None:
                 uneven.optimizer.step(closure)
         uneven.reference()
         assert uneven.distance() < 1e-12
+
+
+@pytest.mark.ranks(2, 3, backend="gloo")
+@EVERY_CONTEXT
+@pytest.mark.parametrize("hook", HOOKS[1:])
+def test_gradients_that_travel_by_collectives(world_size: int, context: str, hook: str) -> None:
+    for numbers, divide in ((lengths(world_size, 3), True), ([0, *[3] * (world_size - 1)], False)):
+        with without_tags():
+            uneven = Uneven(numbers, hook, divide_by_initial=divide, partition="split")
+            uneven.optimizer.follow_backward(STEPPING[hook])
+        uneven.check(CONTEXTS[context])

@@ -12,17 +12,16 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.distributed.algorithms.join import Joinable, JoinHook, _JoinConfig
 from torch.nn.parallel import DistributedDataParallel
-from zeroshard import OptimizerJoinHook, ZeroRedundancyOptimizer
-from zeroshard.join_partners import refuse_before_model
+from zeroshard import OptimizerJoinHook
 from zeroshard_comm import Control, DisagreementError, PeerLostError, RankGroup
 
 from zeroshard_integrations.announcements import Announcement, Announcements, Status
 from zeroshard_integrations.failure_note import FailureNote
+from zeroshard_integrations.join_checks import common_group, optimizers_of_hooks, params_of, refuse_nested
 from zeroshard_integrations.join_config import BlockConfig
 from zeroshard_integrations.join_model import ModelInJoin, Phase
 
@@ -84,7 +83,7 @@ class Join:
     ) -> None:
         self._joinables = list(joinables)
         self._enable, self._throw = enable, throw_on_early_termination
-        self._group = _checked(self._joinables)
+        self._group = common_group(self._joinables)
         self._divide_by_running = not kwargs.get("divide_by_initial_world_size", True)
         self._settings = {"throw_on_early_termination": throw_on_early_termination, **kwargs}
         self._hooks: list[JoinHook] = [joinable.join_hook(**kwargs) for joinable in self._joinables]
@@ -153,7 +152,7 @@ class Join:
         if not self._enable:
             return self
         for joinable in self._joinables:
-            _refuse_nested(joinable)
+            refuse_nested(joinable)
         ranks = RankGroup.of(self._group)
         self._control = Control(ranks)
         told = ", ".join([type(joinable).__name__ for joinable in self._joinables])
@@ -180,11 +179,11 @@ class Join:
             owners = [
                 hook
                 for number, hook in self._steps.items()
-                if not params.isdisjoint(_params_of(self._joinables[number]))
+                if not params.isdisjoint(params_of(self._joinables[number]))
             ]
             model.is_stepped = any(not hook.steps_in_backward for hook in owners)
             model.behind = [hook.finish_backward for hook in owners]
-            model.takes_buckets = bool(_optimizers_of_hooks(joinable))
+            model.takes_buckets = bool(optimizers_of_hooks(joinable))
             model.enter()
             self._models[place] = model
             enabled = model.synchronizes_buffers
@@ -266,7 +265,7 @@ class Join:
 
     def _closed(self, place: int) -> None:
         """An optimizer is stepped: what its models have accumulated has been used."""
-        params = set(_params_of(self._joinables[place]))
+        params = set(params_of(self._joinables[place]))
         for model in self._models.values():
             if not params.isdisjoint(model.ddp.parameters()):
                 model.is_open = False
@@ -431,58 +430,6 @@ class Join:
                 hook.main_hook()
 
 
-def _checked(joinables: Sequence[Joinable]) -> dist.ProcessGroup:
-    if not joinables:
-        raise ValueError("Join needs at least one joinable, such as a model in DistributedDataParallel")
-    for joinable in joinables:
-        if not isinstance(joinable, Joinable):
-            raise TypeError(f"Join takes joinables, and {type(joinable).__name__} is none")
-        _refuse_nested(joinable)
-    groups = [joinable.join_process_group for joinable in joinables]
-    for joinable, group in zip(joinables, groups, strict=True):
-        if group != groups[0]:
-            ranks = [dist.get_process_group_ranks(each) for each in (groups[0], group)]
-            raise ValueError(
-                f"{type(joinables[0]).__name__} works on the ranks {ranks[0]} in one process group, and "
-                f"{type(joinable).__name__} on {ranks[1]} in another: give all joinables of a Join block the same "
-                f"process group, or enter a block for each group"
-            )
-    for joinable in joinables:
-        if isinstance(joinable, ZeroRedundancyOptimizer):
-            refuse_before_model(joinables, joinable)
-        if isinstance(joinable, DistributedDataParallel):
-            for optimizer in _optimizers_of_hooks(joinable):
-                if all(optimizer is not other for other in joinables):
-                    raise ValueError(
-                        "a communication hook of this model hands gradients to an optimizer that is not in the Join "
-                        "block: write Join([ddp, optimizer])"
-                    )
-    found: dist.ProcessGroup = groups[0]
-    return found
-
-
-def _optimizers_of_hooks(model: DistributedDataParallel) -> list[ZeroRedundancyOptimizer]:
-    """The sharded optimizers to which the communication hooks of a model hand its gradients."""
-    hooked = [
-        state if isinstance(state, ZeroRedundancyOptimizer) else getattr(hook, "zero_of", _nothing)()
-        for hook, state in model._comm_hooks
-    ]
-    return [optimizer for optimizer in hooked if isinstance(optimizer, ZeroRedundancyOptimizer)]
-
-
-def _refuse_nested(joinable: Joinable) -> None:
-    if isinstance(joinable._join_config, BlockConfig):
-        raise RuntimeError(
-            f"this {type(joinable).__name__} is in a Join block already, and blocks cannot be nested: leave the outer "
-            f"one first, or put all joinables in one block"
-        )
-
-
-def _params_of(joinable: object) -> list[torch.Tensor]:
-    groups = joinable.param_groups if isinstance(joinable, ZeroRedundancyOptimizer) else []
-    return [param for group in groups for param in group["params"]]
-
-
 def _is_lost(error: Exception) -> bool:
     """Whether an error is that of a backend: another rank is gone, or has not come."""
     return isinstance(error, (PeerLostError, dist.DistError)) or (
@@ -496,7 +443,3 @@ def _digest(text: str) -> int:
 
 def _always() -> bool:
     return True
-
-
-def _nothing() -> None:
-    return None

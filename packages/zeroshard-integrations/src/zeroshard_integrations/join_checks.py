@@ -1,0 +1,84 @@
+"""What a Join block takes: joinables of one process group, none in another block, models before their optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Joinable
+from torch.nn.parallel import DistributedDataParallel
+from zeroshard import ZeroRedundancyOptimizer
+from zeroshard.join_partners import refuse_before_model
+
+from zeroshard_integrations.join_config import BlockConfig
+
+
+def common_group(joinables: Sequence[Joinable]) -> dist.ProcessGroup:
+    """Check the joinables of a block, and return the process group that all of them have.
+
+    Raises:
+        ValueError: if there are none, their groups differ, an optimizer comes before its model, or the optimizer of a
+            model's communication hook is missing.
+        TypeError: if one is no joinable.
+        RuntimeError: if one is in a block already.
+    """
+    if not joinables:
+        raise ValueError("Join needs at least one joinable, such as a model in DistributedDataParallel")
+    for joinable in joinables:
+        if not isinstance(joinable, Joinable):
+            raise TypeError(f"Join takes joinables, and {type(joinable).__name__} is none")
+        refuse_nested(joinable)
+    groups = [joinable.join_process_group for joinable in joinables]
+    for joinable, group in zip(joinables, groups, strict=True):
+        if group != groups[0]:
+            ranks = [dist.get_process_group_ranks(each) for each in (groups[0], group)]
+            raise ValueError(
+                f"{type(joinables[0]).__name__} works on the ranks {ranks[0]} in one process group, and "
+                f"{type(joinable).__name__} on {ranks[1]} in another: give all joinables of a Join block the same "
+                f"process group, or enter a block for each group"
+            )
+    for joinable in joinables:
+        if isinstance(joinable, ZeroRedundancyOptimizer):
+            refuse_before_model(joinables, joinable)
+        if isinstance(joinable, DistributedDataParallel):
+            for optimizer in optimizers_of_hooks(joinable):
+                if all(optimizer is not other for other in joinables):
+                    raise ValueError(
+                        "a communication hook of this model hands gradients to an optimizer that is not in the Join "
+                        "block: write Join([ddp, optimizer])"
+                    )
+    found: dist.ProcessGroup = groups[0]
+    return found
+
+
+def optimizers_of_hooks(model: DistributedDataParallel) -> list[ZeroRedundancyOptimizer]:
+    """The sharded optimizers to which the communication hooks of a model hand its gradients."""
+    hooked = [
+        state if isinstance(state, ZeroRedundancyOptimizer) else getattr(hook, "zero_of", _nothing)()
+        for hook, state in model._comm_hooks
+    ]
+    return [optimizer for optimizer in hooked if isinstance(optimizer, ZeroRedundancyOptimizer)]
+
+
+def refuse_nested(joinable: Joinable) -> None:
+    """Raise if a joinable is in a block of ours already.
+
+    Raises:
+        RuntimeError: saying so.
+    """
+    if isinstance(joinable._join_config, BlockConfig):
+        raise RuntimeError(
+            f"this {type(joinable).__name__} is in a Join block already, and blocks cannot be nested: leave the outer "
+            f"one first, or put all joinables in one block"
+        )
+
+
+def params_of(joinable: object) -> list[torch.Tensor]:
+    """Return the parameters of a sharded optimizer; none of anything else."""
+    groups = joinable.param_groups if isinstance(joinable, ZeroRedundancyOptimizer) else []
+    return [param for group in groups for param in group["params"]]
+
+
+def _nothing() -> None:
+    return None
