@@ -46,9 +46,13 @@ def test_as_a_single_process(world_size: int, context: str, hook: str, optimizer
 @EVERY_HOOK
 @pytest.mark.parametrize("partition", ["split", "hybrid"])
 def test_tensors_cut_and_the_mean_of_those_that_run(world_size: int, context: str, hook: str, partition: str) -> None:
-    for divide in (True, False):
-        for numbers in (lengths(world_size, 3), lengths(world_size, 5)[::-1], [0, *[4] * (world_size - 1)]):
-            Uneven(numbers, hook, partition=partition, divide_by_initial=divide).check(CONTEXTS[context])
+    without_any = [0, *[4] * (world_size - 1)]
+    for numbers, divide in (
+        (lengths(world_size, 3), True),
+        (lengths(world_size, 5)[::-1], False),
+        (without_any, False),
+    ):
+        Uneven(numbers, hook, partition=partition, divide_by_initial=divide).check(CONTEXTS[context])
 
 
 @pytest.mark.ranks(2, backend="gloo")
@@ -101,9 +105,12 @@ def test_on_subgroups(rank: int, context: str, hook: str) -> None:
 @EVERY_HOOK
 def test_parameters_that_nobody_uses_are_not_stepped(world_size: int, context: str, hook: str) -> None:
     options = {"find_unused_parameters": True}
-    for numbers in (lengths(world_size, 6), lengths(world_size, 6)[::-1], [0, *[6] * (world_size - 1)]):
-        for optimizer in ("Adam", "SGD"):
-            Uneven(numbers, hook, model=Branches, ddp=options, optimizer=optimizer).check(CONTEXTS[context])
+    for numbers, optimizer in (
+        (lengths(world_size, 6), "Adam"),
+        (lengths(world_size, 6)[::-1], "SGD"),
+        ([0, *[6] * (world_size - 1)], "SGD"),
+    ):
+        Uneven(numbers, hook, model=Branches, ddp=options, optimizer=optimizer).check(CONTEXTS[context])
 
 
 class Normed(nn.Module):
