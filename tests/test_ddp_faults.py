@@ -1,8 +1,10 @@
 """Hooks under faults: every rank gets a clear error within the timeout, none hangs, and a slow rank changes nothing."""
 
 # No `from __future__ import annotations`: DDP compares the annotations of hooks with the types themselves.
+import copy
 import threading
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ import torch.distributed as dist
 from ddp_training import HOOKS, MANY_BUCKETS, Twins, register
 from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
-from training import small_model
+from training import assert_bitwise_equal, small_model
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_comm import DisagreementError, PeerLostError
 from zeroshard_integrations.ddp import register_reduce_to_owner
@@ -266,3 +268,69 @@ def test_hooks_that_would_come_too_late_and_results_of_the_wrong_size() -> None:
     register("behind", ddp, optimizer, short)
     with pytest.raises(ValueError, match="has returned 1 elements for a bucket of"):
         ddp(torch.ones(2, 40)).sum().backward()
+
+
+class FailingBehind(torch.autograd.Function):
+    """Raises behind all gradients of parameters, on one rank."""
+
+    raises = False
+
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        if FailingBehind.raises:
+            raise ZeroDivisionError("in backward")
+        return gradient
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.parametrize("clips", [False, True])
+def test_an_exception_behind_the_last_bucket_is_told_to_all(
+    rank: int, clips: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    twins = Twins("owner")
+    twins.iterate(0)
+    twins.optimizer.zero_grad()
+    monkeypatch.setattr(FailingBehind, "raises", rank == 0)
+    inputs = torch.ones(8, 40, dtype=torch.float64, requires_grad=True)
+    loss = twins.ddp(FailingBehind.apply(inputs)).sum()
+    if rank == 0:
+        with pytest.raises(ZeroDivisionError):
+            loss.backward()
+        twins.optimizer.zero_grad()
+    else:
+        loss.backward()
+    with pytest.raises(RuntimeError, match="the last backward did not come to its end on rank 0"):
+        twins.optimizer.clip_grad_norm_(1.0) if clips else twins.optimizer.step()
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.parametrize("hook", HOOKS)
+def test_two_models_in_one_backward_have_messages_of_their_own(rank: int, hook: str) -> None:
+    # Layers of one size, and more of them than receives are posted for at a time.
+    def large() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(5)))
+
+    torch.manual_seed(0)
+    made = [large(), large()]
+    plain = [DistributedDataParallel(copy.deepcopy(model)) for model in made]
+    sharded = [DistributedDataParallel(model) for model in made]
+    optimizers = []
+    for ddp in sharded:
+        optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optim.SGD, lr=0.1, overlap_with_ddp=hook != "owner")
+        register(hook, ddp, optimizer)
+        optimizers.append(optimizer)
+    plain_optimizers = [optim.SGD(ddp.parameters(), lr=0.1) for ddp in plain]
+    for number in range(3):
+        inputs = torch.randn(4, 1024, generator=torch.Generator().manual_seed(10 * number + rank))
+        for (first, second), steppers in ((sharded, optimizers), (plain, plain_optimizers)):
+            for stepper in steppers:
+                stepper.zero_grad()
+            second(first(inputs)).sum().backward()
+            for stepper in steppers:
+                stepper.step()
+        for ours, theirs in zip(sharded, plain, strict=True):
+            assert_bitwise_equal(ours.module, theirs.module, f"after iteration {number}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -165,6 +166,61 @@ def test_one_rank_evaluates_while_the_other_waits(rank: int, hook: str, monkeypa
             twins.ddp.module.train()
         dist.barrier()
     twins.check("after 5 iterations")
+
+
+class Shrinking(nn.Linear):
+    """Changes its own weight in its forward."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.mul_(0.9)
+        return super().forward(inputs)
+
+
+def shrinking() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[Shrinking(40, 40) for _ in range(4)])
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@EVERY_HOOK
+def test_modules_that_change_their_own_weights(rank: int, hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zeroshard_comm.wire, "WORTH_READING", 1)
+    twins = Overlapped(hook, model=shrinking, ddp={"bucket_cap_mb": 0.001})
+    for number in range(5):
+        if rank == number % 2:
+            time.sleep(0.1)
+        twins.iterate(number)
+    twins.check("after 5 iterations")
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@EVERY_HOOK
+def test_weights_that_are_loaded_behind_a_step(rank: int, hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zeroshard_comm.wire, "WORTH_READING", 1)
+    twins = Overlapped(hook)
+    best = copy.deepcopy(twins.ddp.module.state_dict())
+    for number in range(3):
+        if rank == 1:
+            time.sleep(0.1)
+        twins.iterate(number)
+        for ddp, _ in twins.sides:
+            ddp.module.load_state_dict(best)
+        twins.check(f"behind iteration {number}")
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@EVERY_HOOK
+def test_weights_that_are_changed_on_their_way(hook: str) -> None:
+    twins = Overlapped(hook)
+    params = list(twins.ddp.module.parameters())
+    twins.iterate(0)
+    with torch.no_grad():
+        torch._foreach_mul_(params, 0.9)
+    with pytest.raises(
+        RuntimeError, match=r"tensor 0 .* was changed on rank \d while its new values were on their way"
+    ):
+        twins.ddp.module.state_dict()
 
 
 @pytest.mark.ranks(2, backend="gloo")

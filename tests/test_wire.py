@@ -14,7 +14,7 @@ from ddp_training import HOOKS, Twins
 from torch import optim
 from training import assert_bitwise_equal, set_gradients, small_model, twins
 from zeroshard import ZeroRedundancyOptimizer
-from zeroshard_comm import Control, PeerLostError, RankGroup, Wire, connect, wire_of
+from zeroshard_comm import Control, DisagreementError, PeerLostError, RankGroup, Wire, connect, wire_of
 from zeroshard_comm.cross_memory import SWITCH
 from zeroshard_testing import Faults, assert_replicas_equal, rank_fixture
 
@@ -124,6 +124,54 @@ def test_a_send_ends_when_its_receiver_has_read(rank: int) -> None:
         dist.barrier()
         message.wait("a test")
         assert torch.equal(values, torch.zeros(100_000))
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.parametrize("is_pinned", [False, True])
+def test_messages_are_waited_for_in_any_order(rank: int, is_pinned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    wire = reading()
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: is_pinned)
+    values = [torch.full((100_000,), float(number)) for number in range(1, 4)]
+    if rank == 0:
+        sends = [wire.send(1, value, TAG, "a test") for value in values]
+        for number in (1, 2, 0):
+            sends[number].wait("a test")
+            # Whoever has waited for it may change it.
+            values[number].fill_(99)
+            dist.barrier()
+    else:
+        receives = [wire.receive(0, buffer, TAG, "a test") for buffer in [torch.zeros(100_000) for _ in values]]
+        for number in (1, 2, 0):
+            receives[number].wait("a test")
+            dist.barrier()
+        assert [message._buffer.unique().tolist() for message in receives] == [[1.0], [2.0], [3.0]]  # type: ignore[attr-defined]
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_lengths_that_differ_are_told(rank: int) -> None:
+    wire = reading()
+    values = torch.zeros(100_000 + rank)
+    if rank == 0:
+        wire.send(1, values, TAG, "a test")
+    else:
+        message = wire.receive(0, values, TAG, "a test")
+        with pytest.raises(DisagreementError, match="rank 0 has offered 400000 bytes where rank 1 expects 400004"):
+            message.wait("a test")
+    dist.barrier()
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_memory_that_cannot_be_read_after_all(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    wire = reading()
+    values = torch.zeros(100_000)
+    if rank == 0:
+        monkeypatch.setattr(torch.Tensor, "data_ptr", lambda self: 16)
+        wire.send(1, values, TAG, "a test")
+    else:
+        message = wire.receive(0, values, TAG, "a test")
+        with pytest.raises(PeerLostError, match="rank 1 could not read what rank 0 .*Bad address.*CROSS_MEMORY=0"):
+            message.wait("a test")
+    dist.barrier()
 
 
 @pytest.mark.ranks(2, backend="gloo")

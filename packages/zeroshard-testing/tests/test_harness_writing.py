@@ -226,7 +226,7 @@ def test_monkeypatch_ends_with_its_test_on_every_rank(suite: RunSuite) -> None:
             assert math.tau > 6 and 3 < math.pi < 4 and "FOR_THIS_TEST" not in os.environ
 
         @pytest.mark.ranks(2)
-        def test_patched_elsewhere(hidden, monkeypatch):
+        def test_patched_elsewhere(hidden):
             pass
     """
     done = suite(test_patching=body)

@@ -12,6 +12,7 @@ from zeroshard_comm.point_to_point import GlooExchange, PointToPointExchange
 from zeroshard_comm.ranks import RankGroup
 from zeroshard_comm.reduction import NOTE_WORDS, Note, Reduction, Underway, window_bytes
 from zeroshard_comm.scratch import Receive, ReceiveWindow
+from zeroshard_comm.tags import claim_tags
 from zeroshard_comm.traffic import Traffic, Volume
 from zeroshard_comm.transfer import CHUNK_BYTES, Consignment, gather
 from zeroshard_comm.wire import Message, Wire, connect, wire_of
@@ -53,6 +54,7 @@ __all__ = [
     "Words",
     "agree",
     "agree_over",
+    "claim_tags",
     "connect",
     "exchange_for",
     "explain_declarations",

@@ -119,12 +119,10 @@ class _DirectShare(Share):
 
     def arrive(self) -> None:
         _wait_all(self._receives, self._traffic, "share")
-        self._receives = []
 
     def wait(self) -> None:
         self.arrive()
         _wait_all(self._sends, self._traffic, "share")
-        self._sends = []
 
 
 class _DirectReduce(Pending):
@@ -164,11 +162,13 @@ class _DirectReduce(Pending):
                 for term in terms[1:]:
                     total.add_(term)
                 own.copy_(total)
-        self._messages, self._arrivals = [], []
+        self._arrivals = []
 
 
-def _wait_all(messages: Sequence[Message], traffic: Traffic, kind: str) -> None:
+def _wait_all(messages: list[Message], traffic: Traffic, kind: str) -> None:
     started = time.perf_counter()
-    for message in messages:
-        message.wait(f"{kind} of a step")
+    while messages:
+        messages[0].wait(f"{kind} of a step")
+        # Also if a later one fails: what has arrived does not arrive again.
+        del messages[0]
     traffic.add(kind, waited=time.perf_counter() - started)

@@ -55,12 +55,20 @@ class Reduction:
         dtype: of the bucket, which is on the CPU.
         tensors: number of tensors in the bucket.
         traffic: where bytes are counted, as kinds ``"reduce"`` and ``"control"``.
+        tags: offset to the tags, see :func:`zeroshard_comm.claim_tags`; the same on all ranks.
     """
 
     def __init__(
-        self, ranks: RankGroup, runs: Sequence[Run], dtype: torch.dtype, tensors: int, traffic: Traffic
+        self,
+        ranks: RankGroup,
+        runs: Sequence[Run],
+        dtype: torch.dtype,
+        tensors: int,
+        traffic: Traffic,
+        *,
+        tags: int = 0,
     ) -> None:
-        self.ranks, self.traffic, self.tensors = ranks, traffic, tensors
+        self.ranks, self.traffic, self.tensors, self.tags = ranks, traffic, tensors, tags
         self._messages: dict[int, list[_Message]] = {owner: [] for owner in range(ranks.world_size)}
         for owner, messages in self._messages.items():
             messages += _messages([run for run in runs if run.rank == owner], dtype.itemsize)
@@ -122,7 +130,8 @@ class Underway:
         self._notes = {peer: torch.empty(words, dtype=torch.int64, device="cpu") for peer in ranks.peers}
         self._wire = wire_of(ranks)
         self._arriving_notes = [
-            self._wire.receive(peer, arriving, TAG_NOTE, "backward()") for peer, arriving in self._notes.items()
+            self._wire.receive(peer, arriving, TAG_NOTE + reduction.tags, "backward()")
+            for peer, arriving in self._notes.items()
         ]
         self._sends: list[Message] = []
         # What is sent must live as long as the sends.
@@ -131,7 +140,7 @@ class Underway:
         if gradients:
             ascending = [rank for rank in range(ranks.world_size) if rank != ranks.rank]
             self._arrivals = [
-                (message, [Receive(peer, message.nbytes, TAG_GRADIENTS) for peer in ascending])
+                (message, [Receive(peer, message.nbytes, TAG_GRADIENTS + reduction.tags) for peer in ascending])
                 for message in reduction.messages_of(ranks.rank)
             ]
             window.extend([receive for _, receives in self._arrivals for receive in receives])
@@ -172,7 +181,7 @@ class Underway:
         )
 
     def _send(self, peer: int, payload: torch.Tensor, tag: int) -> None:
-        self._sends.append(self._wire.send(peer, payload, tag, "backward()"))
+        self._sends.append(self._wire.send(peer, payload, tag + self._reduction.tags, "backward()"))
 
     def notes(self) -> list[Note]:
         """Wait for the notes of all ranks, and return them in rank order.

@@ -12,23 +12,23 @@ from __future__ import annotations
 
 import os
 import secrets
+import threading
 import weakref
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
 from zeroshard_comm.control import Control, lost, wait_for
-from zeroshard_comm.cross_memory import machine, read_into
+from zeroshard_comm.cross_memory import SWITCH, machine, read_into
+from zeroshard_comm.failures import DisagreementError, PeerLostError
 from zeroshard_comm.ranks import RankGroup
 
 _ANSWER = 0x0100
 """Added to the tag of a message for the answer to it."""
-
-_CONTENTS = 0x0200
-"""Added to the tag of a message that could not say where a tensor lies, for the tensor itself."""
 
 WORTH_READING = 64 * 1024
 """Tensors of fewer bytes travel in the message itself: the answer costs more than the copies."""
@@ -37,8 +37,8 @@ WORTH_READING = 64 * 1024
 class Message(ABC):
     """A send or a receive under way. Its buffer belongs to it until :meth:`wait` has returned.
 
-    A receive may take place in :meth:`wait` alone. So whoever waits for sends must have waited before for all receives
-    whose senders may be waiting in the same way.
+    Messages may be waited for in any order, but a receive may take place in :meth:`wait` alone. So whoever waits for
+    sends must have waited before for all receives whose senders may be waiting in the same way.
     """
 
     @abstractmethod
@@ -53,21 +53,70 @@ class Message(ABC):
         """
 
 
+class _Answers:
+    """Which offers of one tag a peer has read. It answers in the order in which it reads; any thread may wait."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._posted: deque[tuple[dist.Work | None, torch.Tensor]] = deque()
+        self._read: set[int] = set()
+        self._offers = 0
+
+    def expect(self, ranks: RankGroup, peer: int, tag: int, operation: str) -> int:
+        """Post the receive of one more answer, and return the number of the offer that it makes room for."""
+        with self._lock:
+            answer = torch.empty(1, dtype=torch.int64, device="cpu")
+            self._posted.append((_receive(ranks, peer, answer, tag + _ANSWER, operation), answer))
+            self._offers += 1
+            return self._offers
+
+    def wait(self, number: int, peer: int, rank: int, operation: str) -> None:
+        """Wait until an offer has been read."""
+        with self._lock:
+            while number not in self._read:
+                work, answer = self._posted[0]
+                wait_for(work, peer, rank, operation)
+                self._posted.popleft()
+                self._read.add(int(answer))
+            self._read.remove(number)
+
+
+@dataclass(frozen=True, eq=False)
+class _Found:
+    """What was found out about a group, and what is on its way there. Only messages change it."""
+
+    processes: Mapping[int, int] = field(default_factory=dict)
+    readers: frozenset[int] = frozenset()
+    all_read: bool = False
+    answers: dict[tuple[int, int], _Answers] = field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class Wire:
     """The ways from one rank of a group to the others, and from them. Any thread may use it.
 
     Attributes:
         ranks: the group; its backend matches messages by tag.
-        processes: by peer, the process that this rank reads from.
-        readers: peers that read from this rank.
-        all_read: whether every rank of the group reads from every other; the same on all ranks.
+        found: what :func:`connect` has found out.
     """
 
     ranks: RankGroup
-    processes: Mapping[int, int]
-    readers: frozenset[int]
-    all_read: bool
+    found: _Found
+
+    @property
+    def processes(self) -> Mapping[int, int]:
+        """By peer, the process that this rank reads from."""
+        return self.found.processes
+
+    @property
+    def readers(self) -> frozenset[int]:
+        """Peers that read from this rank."""
+        return self.found.readers
+
+    @property
+    def all_read(self) -> bool:
+        """Whether every rank of the group reads from every other; the same on all ranks."""
+        return self.found.all_read
 
     @property
     def reads(self) -> bool:
@@ -81,7 +130,8 @@ class Wire:
             PeerLostError: if the peer is gone.
         """
         if peer in self.readers and buffer.nbytes >= WORTH_READING:
-            return _Offer(self.ranks, peer, buffer, tag, operation)
+            answers = self.found.answers.setdefault((peer, tag), _Answers())
+            return _Offer(self.ranks, peer, buffer, tag, operation, answers)
         return _Plain(self.ranks, peer, _send(self.ranks, peer, buffer, tag, operation))
 
     def receive(self, peer: int, buffer: torch.Tensor, tag: int, operation: str) -> Message:
@@ -95,13 +145,12 @@ class Wire:
         return _Plain(self.ranks, peer, _receive(self.ranks, peer, buffer, tag, operation))
 
 
-_found: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[dict[int, int], frozenset[int], bool]]
-_found = weakref.WeakKeyDictionary()
+_found: weakref.WeakKeyDictionary[dist.ProcessGroup, _Found] = weakref.WeakKeyDictionary()
 
 
 def wire_of(ranks: RankGroup) -> Wire:
     """Return the wire of a group: messages of the group alone, until it was connected."""
-    return Wire(ranks, *_found.get(ranks.group, ({}, frozenset(), False)))
+    return Wire(ranks, _found.get(ranks.group, _Found()))
 
 
 def connect(control: Control) -> None:
@@ -128,7 +177,7 @@ def connect(control: Control) -> None:
     bits = control.collect_words(_as_words([peer in readable for peer in range(ranks.world_size)]), "connect()")
     readers = [peer for peer in ranks.peers if bits[peer][ranks.rank // 63] >> ranks.rank % 63 & 1]
     all_read = all(sum(word.bit_count() for word in words) == ranks.world_size - 1 for words in bits)
-    _found[ranks.group] = (readable, frozenset(readers), all_read)
+    _found[ranks.group] = _Found(readable, frozenset(readers), all_read)
     del secret
 
 
@@ -159,22 +208,21 @@ class _Plain(Message):
 class _Offer(Message):
     """Says where a tensor lies, and waits until it has been read."""
 
-    def __init__(self, ranks: RankGroup, peer: int, buffer: torch.Tensor, tag: int, operation: str) -> None:
-        self._ranks, self._peer, self._buffer = ranks, peer, buffer
+    def __init__(
+        self, ranks: RankGroup, peer: int, buffer: torch.Tensor, tag: int, operation: str, answers: _Answers
+    ) -> None:
+        self._ranks, self._peer, self._answers = ranks, peer, answers
         # A device driver's memory cannot be read by other processes.
-        readable = not buffer.is_pinned()
-        address = buffer.data_ptr() if readable else 0
-        self._place = torch.tensor([address, buffer.nbytes], dtype=torch.int64, device="cpu")
-        self._answer = torch.empty(1, dtype=torch.uint8, device="cpu")
+        self._buffer = buffer.clone() if buffer.is_pinned() else buffer
         # The answer's receive first, so that whoever answers finds it posted.
-        self._works = [_receive(ranks, peer, self._answer, tag + _ANSWER, operation)] if readable else []
-        self._works.append(_send(ranks, peer, self._place, tag, operation))
-        if not readable:
-            self._works.append(_send(ranks, peer, buffer, tag + _CONTENTS, operation))
+        self._number = answers.expect(ranks, peer, tag, operation)
+        place = [self._buffer.data_ptr(), self._buffer.nbytes, self._number]
+        self._place = torch.tensor(place, dtype=torch.int64, device="cpu")
+        self._sent = _send(ranks, peer, self._place, tag, operation)
 
     def wait(self, operation: str) -> None:
-        for work in reversed(self._works):
-            wait_for(work, self._peer, self._ranks.rank, operation)
+        wait_for(self._sent, self._peer, self._ranks.rank, operation)
+        self._answers.wait(self._number, self._peer, self._ranks.rank, operation)
 
 
 class _Read(Message):
@@ -184,26 +232,32 @@ class _Read(Message):
         self, ranks: RankGroup, peer: int, buffer: torch.Tensor, tag: int, operation: str, process: int
     ) -> None:
         self._ranks, self._peer, self._buffer, self._tag, self._process = ranks, peer, buffer, tag, process
-        self._place = torch.empty(2, dtype=torch.int64, device="cpu")
+        self._place = torch.empty(3, dtype=torch.int64, device="cpu")
         self._told = _receive(ranks, peer, self._place, tag, operation)
 
     def wait(self, operation: str) -> None:
-        wait_for(self._told, self._peer, self._ranks.rank, operation)
-        address, nbytes = self._place.tolist()
-        if address == 0:
-            work = _receive(self._ranks, self._peer, self._buffer, self._tag + _CONTENTS, operation)
-            wait_for(work, self._peer, self._ranks.rank, operation)
-            return
+        rank = self._ranks.rank
+        wait_for(self._told, self._peer, rank, operation)
+        address, nbytes, number = self._place.tolist()
+        if nbytes != self._buffer.nbytes:
+            raise DisagreementError(
+                f"during {operation} rank {self._peer} has offered {nbytes} bytes where rank {rank} expects "
+                f"{self._buffer.nbytes}: they are not in the same exchange. Every rank must make the same calls in the "
+                f"same order"
+            )
         try:
-            if nbytes != self._buffer.nbytes:
-                raise OSError(f"{nbytes} bytes were offered, {self._buffer.nbytes} expected")
             read_into(self._buffer, self._process, address)
+        except ProcessLookupError as failure:
+            raise lost(RuntimeError(str(failure)), self._peer, rank, operation) from failure
         except OSError as failure:
-            raise lost(RuntimeError(str(failure)), self._peer, self._ranks.rank, operation) from failure
-        answer = torch.ones(1, dtype=torch.uint8, device="cpu")
+            raise PeerLostError(
+                f"rank {rank} could not read what rank {self._peer} has offered during {operation} ({failure}). "
+                f"Set {SWITCH}=0 in the environment of all ranks, and they will send instead"
+            ) from failure
+        answer = torch.tensor([number], dtype=torch.int64, device="cpu")
         # Before the peer is told, it may not have gone on; if it cannot be told, what was read may not be right.
         work = _send(self._ranks, self._peer, answer, self._tag + _ANSWER, operation)
-        wait_for(work, self._peer, self._ranks.rank, operation)
+        wait_for(work, self._peer, rank, operation)
 
 
 def _send(ranks: RankGroup, peer: int, buffer: torch.Tensor, tag: int, operation: str) -> dist.Work | None:

@@ -44,6 +44,7 @@ class ForwardWaits:
             module.register_forward_pre_hook(_Call(self._before_module))
         for module in ddp.modules():
             module.register_state_dict_pre_hook(_Call(self._before_reading))
+            module.register_load_state_dict_pre_hook(_Call(self._before_reading))
         ddp.register_forward_pre_hook(_Call(self._before_model))
         for module in (ddp, ddp.module):
             _waits[module] = self

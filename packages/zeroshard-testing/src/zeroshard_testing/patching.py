@@ -11,28 +11,24 @@ import pytest
 
 from zeroshard_testing.rank_fixtures import begin
 
+PATCHED_ELSEWHERE = (
+    "an ordinary fixture has patched something with monkeypatch in the controller, and ranks are processes of their "
+    "own; patch it in the test, or in a fixture made with zeroshard_testing.rank_fixture"
+)
+
 
 class RankPickler(pickle.Pickler):
-    """Pickles what is sent to ranks: pytest's ``monkeypatch`` as a request for one of their own.
-
-    Raises:
-        TypeError: If something was patched with it, which no rank would see.
-    """
+    """Pickles what is sent to ranks: pytest's ``monkeypatch`` as a request for one of their own."""
 
     def reducer_override(self, value: object) -> Any:  # noqa: ANN401 - what pickle expects, or NotImplemented
         """Replace what ranks make for themselves."""
         if type(value) is not pytest.MonkeyPatch:
             return NotImplemented
-        if _hidden(value):
-            raise TypeError(
-                "an ordinary fixture has patched something with monkeypatch in the controller, and ranks are processes "
-                "of their own; patch it in the test, or in a fixture made with zeroshard_testing.rank_fixture"
-            )
         return _of_rank, ()
 
 
-def _hidden(patch: pytest.MonkeyPatch) -> bool:
-    """Whether something was patched that ranks are not told of: they get the environment."""
+def patches_elsewhere(patch: pytest.MonkeyPatch) -> bool:
+    """Tell whether something was patched that ranks are not told of: they get the environment."""
     items = [target for target, *_ in patch._setitem if target is not os.environ]
     return bool(patch._setattr or items)
 

@@ -17,7 +17,7 @@ import pytest
 
 from zeroshard_testing.launcher import Launcher, LaunchError
 from zeroshard_testing.log_files import write_log_files
-from zeroshard_testing.patching import RankPickler
+from zeroshard_testing.patching import PATCHED_ELSEWHERE, RankPickler, patches_elsewhere
 from zeroshard_testing.pool import Job, Pool, Result
 from zeroshard_testing.report import RanksFailure
 from zeroshard_testing.spec import RanksSpec
@@ -80,6 +80,9 @@ class RanksSession:
             RanksFailure: If it has not passed on every rank, nor been skipped on all.
         """
         arguments = {name: item.funcargs[name] for name in item._fixtureinfo.argnames}
+        for value in item.funcargs.values():
+            if isinstance(value, pytest.MonkeyPatch) and patches_elsewhere(value):
+                pytest.fail(f"{item.nodeid}: {PATCHED_ELSEWHERE}", pytrace=False)
         attributes = {} if item.cls is None else {**self._set_since(item.cls), **vars(item.instance)}
         message = {
             "module": [item.module.__name__, str(item.path)],

@@ -21,6 +21,7 @@ from zeroshard_comm import (
     Reduction,
     Traffic,
     Underway,
+    claim_tags,
     window_bytes,
     wire_of,
 )
@@ -45,7 +46,8 @@ class MessageCarrier(Carrier):
 
     def __init__(self, control: Control, traffic: Traffic, backward: Backward) -> None:
         self._ranks, self._traffic, self._backward = control.ranks, traffic, backward
-        self.exchange = PointToPointExchange(control.ranks, traffic, share_tag=TAG_BUCKETS)
+        self.tags = claim_tags(control.ranks)
+        self.exchange = PointToPointExchange(control.ranks, traffic, share_tag=TAG_BUCKETS + self.tags)
         self._window = ReceiveWindow(control.ranks)
         self._worker = Worker(f"zeroshard rank {control.ranks.rank}")
         self._reductions: weakref.WeakKeyDictionary[Route, Reduction] = weakref.WeakKeyDictionary()
@@ -62,7 +64,9 @@ class MessageCarrier(Carrier):
             )
         for route in changed:
             dtype = route.bucket.buffer.dtype
-            self._reductions[route] = Reduction(self._ranks, route.runs, dtype, len(route.tensors), self._traffic)
+            self._reductions[route] = Reduction(
+                self._ranks, route.runs, dtype, len(route.tensors), self._traffic, tags=self.tags
+            )
         self._window.limit(window_bytes([route.bucket.buffer.nbytes for route in routes]))
 
     def expect(self, routes: Sequence[Route], *, gradients: bool) -> None:

@@ -72,10 +72,12 @@ class Carrier(ABC):
     Attributes:
         exchange: brings the owners' new parameters back.
         carries_status: whether a share may have statuses in it, which are read on the host.
+        tags: offset to the tags of its messages, which must be the same on all ranks; 0 if it sends none.
     """
 
     exchange: Exchange
     carries_status: bool
+    tags: int = 0
 
     @abstractmethod
     def follow(self, changed: Sequence[Route], routes: Sequence[Route]) -> None:

@@ -173,6 +173,7 @@ class Engine:
         """
         if self.pipeline is not None:
             self.pipeline.refuse_broken()
+            problem = self.pipeline.end_abandoned() or problem
             self.finish_share()
         attendance = _Once(attend)
         if closure is None:

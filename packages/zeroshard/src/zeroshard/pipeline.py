@@ -100,6 +100,8 @@ class Pipeline:
         self._before: list[int] = []
         self._may_step = False
         self._arriving: PackedShare | None = None
+        self._versions: dict[int, int] = {}
+        """By tensor, when it began to arrive behind a step; of those that nobody has waited for."""
         self._statuses: Words | None = None
         self.defers = False
         """Whether steps return while parameters are still arriving; changed by who waits for them then."""
@@ -166,7 +168,7 @@ class Pipeline:
         self._rest_params = [self._params[i] for i in rest]
         self._rest_portion = Portion(self._local, self._rest)
         segments = [
-            Segment(shard.rank, storage_view(self._params[i].detach())[shard.start : shard.stop])
+            Segment(shard.rank, storage_view(self._params[i].data)[shard.start : shard.stop])
             for i in rest
             for shard in self._layout.plan.of_tensor(i)
         ]
@@ -272,7 +274,7 @@ class Pipeline:
         except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
             failure = error
         offsets = route.offsets if route is not None else []
-        declaration = _with_bucket(self._layout, bucket, tensors, offsets)
+        declaration = _with_bucket(self._layout, bucket, tensors, offsets, self._carrier.tags)
         try:
             agree_over(self._control, "backward()", declaration, error=failure)
         finally:
@@ -306,6 +308,11 @@ class Pipeline:
                 raise ValueError(
                     f"tensor {index} {name!r} has sparse gradients, which cannot be sent to their owners in a bucket; "
                     f"use sparse=False, or train without a communication hook"
+                )
+            if param.is_complex():
+                raise ValueError(
+                    f"tensor {index} {name!r} is complex, and DistributedDataParallel reduces its gradients as real "
+                    f"numbers: train without a communication hook"
                 )
             if bucket.gradients[place].dtype != param.dtype:
                 raise ValueError(
@@ -495,12 +502,38 @@ class Pipeline:
     def _in_order(self) -> list[Route]:
         return [self._routes[index] for index in self._order if index in self._routes]
 
+    def _unended(self) -> RuntimeError:
+        return RuntimeError(
+            f"the last backward did not come to its end on rank {self._ranks.rank}: an exception has left it, and its "
+            f"gradients are not complete. Start again from a checkpoint"
+        )
+
+    def end_abandoned(self) -> RuntimeError | None:
+        """End a backward that an exception has left behind its last bucket, and return an error for all ranks to raise.
+
+        Returns:
+            None if there is no such backward.
+
+        Raises:
+            RuntimeError: if it was left before its last bucket, which the others wait for.
+            PeerLostError: if a rank is gone.
+        """
+        if not self.in_backward:
+            return None
+        error = self._unended()
+        if not self.arrived or not self.arrived[-1].is_last:
+            raise self.broken_by(error)
+        self.finish_backward()
+        return error
+
     def refuse_unreduced(self) -> None:
         """Raise if gradients were accumulated on this rank that were never reduced.
 
         Raises:
             RuntimeError: naming a tensor.
         """
+        if self.in_backward:
+            raise self._unended()
         for route in self._in_order():
             self._there(route)
         if not self._routes:
@@ -549,6 +582,9 @@ class Pipeline:
             self._arriving.send()
             if self.defers:
                 self._carrier.fetch([route.fetch for route in self._in_order()] + [self._arriving.arrive])
+                self._versions = {
+                    tensor: param._version for tensor, param in enumerate(self._params) if self._layout.active[tensor]
+                }
             if not self._carrier.carries_status:
                 self._statuses = Words(self._control, status, TAG_STATUSES, "share of a step")
         except BaseException as error:
@@ -575,10 +611,27 @@ class Pipeline:
             for route in self._in_order():
                 route.wait()
             tail.wait()
+            self._refuse_written(list(self._versions))
             return statuses if statuses is not None else tail.statuses()
         except BaseException as error:
             self.break_off(error)
             raise
+
+    def _refuse_written(self, tensors: Sequence[int]) -> None:
+        """Raise if one of these was changed before it was waited for: ranks may have got other values than this one.
+
+        Raises:
+            RuntimeError: naming the parameter.
+        """
+        for tensor in tensors:
+            version = self._versions.pop(tensor, None)
+            if version is not None and self._params[tensor]._version != version:
+                raise RuntimeError(
+                    f"tensor {tensor} {self._layout.plan.tensors[tensor].name!r} was changed on rank "
+                    f"{self._ranks.rank} while its new values were on their way. Change parameters in the forward of "
+                    f"their own module, or behind a call of state_dict() or train(); or build the hook with "
+                    f"overlap_forward=False"
+                )
 
     @property
     def arriving(self) -> bool:
@@ -602,10 +655,13 @@ class Pipeline:
                 place = self._place.get(tensor)
                 if place is None:
                     for route in self._in_order():
-                        route.arrive()
-                    self._arriving.arrive()
+                        route.wait()
+                    self._arriving.wait()
+                    self._refuse_written(list(self._versions))
                     return
-                place[0].arrive()
+                # Also until peers have what this rank owns: a module may change its own weights.
+                place[0].wait()
+                self._refuse_written(place[0].tensors)
         except BaseException as error:
             self.break_off(error)
             raise
@@ -780,11 +836,14 @@ def _check_order(bucket: Bucket, place: int, title: str) -> None:
         )
 
 
-def _with_bucket(layout: Layout, bucket: Bucket, tensors: Sequence[int], offsets: Sequence[int]) -> Declaration:
+def _with_bucket(
+    layout: Layout, bucket: Bucket, tensors: Sequence[int], offsets: Sequence[int], tags: int
+) -> Declaration:
     return replace(
         layout.declaration,
         settings={
             **layout.declaration.settings,
+            "tags of hooks, in the order of their first backward": f"{tags:#x}",
             f"bucket {bucket.index}": f"{bucket.buffer.numel()} elements of {bucket.buffer.dtype}: tensors "
             f"{list(tensors)} at {list(offsets)}",
         },

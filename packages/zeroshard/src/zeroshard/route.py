@@ -109,7 +109,8 @@ class Route:
         # A rank alone has nobody to share with.
         shared = zip(self.tensors, self.params, strict=True) if self.ranks.world_size > 1 else ()
         for index, param in shared:
-            flat = storage_view(param.detach())
+            # Not counted as a write when it arrives, but when it is expected.
+            flat = storage_view(param.data)
             segments += [Segment(shard.rank, flat[shard.start : shard.stop]) for shard in plan.of_tensor(index)]
         self._shipment = Shipment(segments, self.ranks.rank, self.ranks.world_size)
 
