@@ -151,10 +151,8 @@ def test_messages_are_waited_for_in_any_order(rank: int, is_pinned: bool, monkey
 def test_lengths_that_differ_are_told(rank: int) -> None:
     wire = reading()
     values = torch.zeros(100_000 + rank)
-    if rank == 0:
-        wire.send(1, values, TAG, "a test")
-    else:
-        message = wire.receive(0, values, TAG, "a test")
+    message = wire.send(1, values, TAG, "a test") if rank == 0 else wire.receive(0, values, TAG, "a test")
+    if rank == 1:
         with pytest.raises(DisagreementError, match="rank 0 has offered 400000 bytes where rank 1 expects 400004"):
             message.wait("a test")
     dist.barrier()
@@ -166,10 +164,9 @@ def test_memory_that_cannot_be_read_after_all(rank: int, monkeypatch: pytest.Mon
     values = torch.zeros(100_000)
     if rank == 0:
         monkeypatch.setattr(torch.Tensor, "data_ptr", lambda self: 16)
-        wire.send(1, values, TAG, "a test")
-    else:
-        message = wire.receive(0, values, TAG, "a test")
-        with pytest.raises(PeerLostError, match="rank 1 could not read what rank 0 .*Bad address.*CROSS_MEMORY=0"):
+    message = wire.send(1, values, TAG, "a test") if rank == 0 else wire.receive(0, values, TAG, "a test")
+    if rank == 1:
+        with pytest.raises(PeerLostError, match=r"rank 1 could not read what rank 0 .*Bad address.*CROSS_MEMORY=0"):
             message.wait("a test")
     dist.barrier()
 
