@@ -255,6 +255,26 @@ def test_two_blocks_one_after_the_other(rank: int, context: str) -> None:
 
 
 @pytest.mark.ranks(2, backend="gloo")
+@EVERY_CONTEXT
+@EVERY_HOOK
+def test_two_blocks_with_gradients_zeroed_behind_the_step(rank: int, context: str, hook: str) -> None:
+    uneven = Uneven([2, 4], hook)
+    for epoch, numbers in enumerate(([2, 4], [3, 2], [1, 2])):
+        with CONTEXTS[context]([uneven.ddp, uneven.optimizer]):
+            for number in range(numbers[rank]):
+                uneven.loss(uneven.ddp, inputs(10 * epoch + number, rank)).backward()
+                uneven.optimizer.step()
+                uneven.optimizer.zero_grad()
+        for number in range(max(numbers)):
+            for other in range(2):
+                if number < numbers[other]:
+                    (uneven.loss(uneven.plain_model, inputs(10 * epoch + number, other)) / 2).backward()
+            uneven.plain.step()
+            uneven.plain.zero_grad()
+    assert uneven.distance() < 1e-12
+
+
+@pytest.mark.ranks(2, backend="gloo")
 def test_models_called_without_gradients_inside_the_block(rank: int) -> None:
     uneven = Uneven([2, 5], "owner")
     with Join([uneven.ddp, uneven.optimizer]):

@@ -184,6 +184,7 @@ class Join:
             model.is_stepped = any(not hook.steps_in_backward for hook in owners)
             model.behind = [hook.finish_backward for hook in owners]
             model.takes_buckets = bool(optimizers_of_hooks(joinable))
+            model.has_unstepped = lambda: any(hook.has_unstepped() for hook in owners)
             model.enter()
             self._models[place] = model
             enabled = model.synchronizes_buffers
@@ -268,7 +269,7 @@ class Join:
         params = set(params_of(self._joinables[place]))
         for model in self._models.values():
             if not params.isdisjoint(model.ddp.parameters()):
-                model.is_open = False
+                model.close()
 
     # ------------------------------------------------------------------ leaving
 
