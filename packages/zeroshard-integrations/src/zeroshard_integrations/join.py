@@ -42,15 +42,16 @@ class Join:
 
     Args:
         joinables: models in DistributedDataParallel, sharded optimizers, and any other
-            :class:`Joinable`, of one process group; a model before the optimizer of its parameters.
+            :class:`Joinable`, of one process group; a model before the optimizer of its parameters. The first is called
+            first in every iteration.
         enable: False to do nothing, where inputs are known to be even.
         throw_on_early_termination: raise an error on every rank as soon as one has run out of data.
         **kwargs: handed to the ``join_hook`` of every joinable. ``divide_by_initial_world_size`` (True) tells whether
             gradients are averaged over all ranks, or over those that still have data.
 
     Raises:
-        ValueError: if there are no joinables, they are of several process groups, an optimizer comes before its model,
-            or the optimizer of a model's communication hook is missing.
+        ValueError: if there are no joinables, one is there twice, they are of several process groups, an optimizer
+            comes before its model or is torch's, or a communication hook's model or optimizer is missing.
         TypeError: if something is no joinable.
         RuntimeError: if a joinable is in a block already.
 
@@ -85,14 +86,16 @@ class Join:
         self._enable, self._throw = enable, throw_on_early_termination
         self._group = common_group(self._joinables)
         self._divide_by_running = not kwargs.get("divide_by_initial_world_size", True)
+        self._kwargs = kwargs
         self._settings = {"throw_on_early_termination": throw_on_early_termination, **kwargs}
-        self._hooks: list[JoinHook] = [joinable.join_hook(**kwargs) for joinable in self._joinables]
+        self._world_size, self._rank = dist.get_world_size(self._group), dist.get_rank(self._group)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._hooks: list[JoinHook] = []
         self._models: dict[int, ModelInJoin] = {}
-        self._steps: dict[int, OptimizerJoinHook] = {
-            place: hook for place, hook in enumerate(self._hooks) if isinstance(hook, OptimizerJoinHook)
-        }
-        self._running = dist.get_world_size(self._group)
-        self._world_size, self._rank = self._running, dist.get_rank(self._group)
+        self._steps: dict[int, OptimizerJoinHook] = {}
+        self._running = self._world_size
         self._joined: tuple[int, ...] = ()
         self._called: list[int] = []
         """What this rank has called since the first joinable's last call, by place."""
@@ -153,10 +156,11 @@ class Join:
             return self
         for joinable in self._joinables:
             refuse_nested(joinable)
+        self._begin()
         ranks = RankGroup.of(self._group)
         self._control = Control(ranks)
         told = ", ".join([type(joinable).__name__ for joinable in self._joinables])
-        settings = ", ".join([f"{name}={value!r}" for name, value in sorted(self._settings.items())])
+        settings = ", ".join([f"{name}={_told(value)}" for name, value in sorted(self._settings.items())])
         entered = f"Join([{told}], {settings})"
         self._control.meet(
             "entering Join",
@@ -164,6 +168,8 @@ class Join:
             detail=lambda: entered,
             explain=lambda here, there, rank, other: f"rank {rank} has entered {here}, and rank {other} {there}",
         )
+        self._hooks = [joinable.join_hook(**self._kwargs) for joinable in self._joinables]
+        self._steps = {place: hook for place, hook in enumerate(self._hooks) if isinstance(hook, OptimizerJoinHook)}
         self._board = Announcements(self._control)
         self._note = FailureNote(ranks.group, ranks.rank)
         self._is_inside = True
@@ -205,6 +211,12 @@ class Join:
         self._answered()
         if place == 0:
             self._called = []
+        elif not self._called:
+            name = type(self._joinables[place]).__name__
+            raise RuntimeError(
+                f"joinable {place} ({name}) of the Join block is called before joinable 0, by whose calls ranks tell "
+                f"whether they have run out of data: list it first"
+            )
         self._called.append(place)
         model = self._models.get(place)
         announcement = model.begin(place) if model is not None else Announcement(Status.RUNNING, place)
@@ -440,6 +452,11 @@ def _is_lost(error: Exception) -> bool:
 
 def _digest(text: str) -> int:
     return zlib.crc32(text.encode())
+
+
+def _told(value: object) -> str:
+    """A setting in words that are the same on all ranks."""
+    return repr(value) if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__
 
 
 def _always() -> bool:

@@ -60,7 +60,7 @@ class ModelInJoin:
         self._has_hook = bool(ddp._comm_hooks or ddp._get_ddp_logging_data().get("comm_hook"))
         self._handle: RemovableHandle | None = None
         self._on_params: list[RemovableHandle] = []
-        self._has_shadowed = self._has_reduced = self._has_local = False
+        self._has_shadowed = self._has_reduced = self._has_local = self._has_run = False
         self._reduced: dict[torch.Tensor, torch.Tensor] = {}
         """What had been reduced of gradients to which backwards under ``no_sync()`` have added since."""
 
@@ -136,6 +136,7 @@ class ModelInJoin:
 
     def _backward_ends(self) -> None:
         self.phase = Phase.IDLE
+        self._has_run = True
         self.is_open = self.is_stepped or not self.reduces
         self._accumulated(local=not self.reduces)
 
@@ -163,23 +164,34 @@ class ModelInJoin:
     # ------------------------------------------------------------------ a rank that has run out
 
     def problem(self) -> Exception | None:
-        """Return why this rank cannot shadow the others, if it cannot: DDP has seen no sparse gradient yet."""
+        """Return why this rank cannot shadow the others, if it cannot: DDP has not seen enough of the model yet."""
+        has_rebuilt = bool(getattr(self.ddp, "_has_rebuilt_buckets", True))
+        if self.ddp.static_graph and not has_rebuilt and not self._has_run:
+            return ValueError(
+                "this rank has run out of data without a single batch, and static_graph lets DistributedDataParallel "
+                "learn the graph in the first: give every rank a batch, or leave static_graph out"
+            )
         sparse = [
             f"{name}.weight".removeprefix(".")
             for name, module in self.ddp.module.named_modules()
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad
         ]
-        if not sparse:
+        if not sparse or (has_rebuilt and self._knows_sparse()):
             return None
+        if self.ddp.find_unused_parameters and self._knows_sparse():
+            # Buckets are not rebuilt.
+            return None
+        return ValueError(
+            f"this rank has run out of data with fewer than two batches, and {sparse[0]!r} has sparse gradients, whose "
+            f"shape DistributedDataParallel does not know before: give every rank two batches, or use sparse=False"
+        )
+
+    def _knows_sparse(self) -> bool:
         try:
             self.ddp.reducer._get_zeros_like_grad_buckets()
         except RuntimeError:
-            return ValueError(
-                f"this rank has run out of data without a single batch, and {sparse[0]!r} has sparse "
-                f"gradients, whose shape DistributedDataParallel does not know before the first: give every rank a "
-                f"batch, or use sparse=False"
-            )
-        return None
+            return False
+        return True
 
     def shadow(self, announcement: Announcement, running: int) -> None:
         """Do what DDP does in a forward and a backward, without data. Collective.

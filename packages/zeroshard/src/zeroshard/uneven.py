@@ -9,7 +9,8 @@ zero gradients, or what they had accumulated when they ran out.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -17,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from zeroshard.attendance import Attendance, Call, call_roll
 from zeroshard.clipping import clip_over_ranks
 from zeroshard.engine import Engine
-from zeroshard.handover import Handover, give, take
+from zeroshard.handover import Handover, give, take, unwritable
 from zeroshard.parameters import ParamGroup
 from zeroshard.pipeline import Stepping
 from zeroshard.reduced_gradient import ReducedGradient
@@ -83,7 +84,13 @@ class UnevenInputs:
 
     # ------------------------------------------------------------------ a rank that still has data
 
-    def attend(self, call: Call, groups: Sequence[ParamGroup], settings: Sequence[float] = ()) -> None:
+    def attend(
+        self,
+        call: Call,
+        groups: Sequence[ParamGroup],
+        settings: Sequence[float] = (),
+        arguments: Mapping[str, Any] | None = None,
+    ) -> None:
         """Tell ranks that have run out what is about to be done, and give them what they need. Collective.
 
         A no-op outside of a context, and while nobody can have run out.
@@ -91,16 +98,18 @@ class UnevenInputs:
         Args:
             call: what.
             groups: the public param groups.
-            settings: the arguments, as numbers.
+            settings: what a clipping is asked for, as numbers.
+            arguments: keyword arguments of a step.
 
         Raises:
             PeerLostError: if a rank is gone.
+            TypeError: if somebody has run out, and a hyperparameter or an argument cannot be told; on every rank.
             Exception: what a rank that has run out cannot do.
         """
         engine = self._engine
         if engine.control.alone or not self._is_inside() or not self.someone_joined():
             return
-        attendance = call_roll(engine.control, call)
+        attendance = call_roll(engine.control, call, untold=unwritable(groups, arguments or {}))
         if attendance.joined and attendance.giver == engine.ranks.rank:
             give(
                 engine.control,
@@ -109,6 +118,7 @@ class UnevenInputs:
                 engine.params,
                 engine.layout.plan,
                 settings,
+                arguments,
                 gradients=call is Call.STEP and engine.pipeline is None,
             )
 
@@ -260,7 +270,7 @@ class UnevenInputs:
             for index in given.absent:
                 engine.params[index].grad = None
         with engine.as_shadow():
-            engine.step(groups, None, {}, gradients=given.gradients if engine.pipeline is None else None)
+            engine.step(groups, None, given.arguments, gradients=given.gradients if engine.pipeline is None else None)
         # Nobody reads parameters of a rank without data before the others' next call.
         engine.finish_share()
 
