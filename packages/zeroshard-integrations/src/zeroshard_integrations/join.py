@@ -2,7 +2,8 @@
 
 A drop-in for ``torch.distributed.algorithms.join``, with its names and signatures. Ranks that run out of data take part
 in what the others do, as if they contributed zero gradients; what they had accumulated counts. Parameters end where a
-single process would have ended that sees the batches of all ranks.
+single process would have ended that sees the batches of all ranks, if each forward is followed by its backward, and no
+step is left out; docs/join.md lists what is not right yet.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class Join:
     ``with Join([ddp, optimizer]) as join:`` around the training loop. Every joinable tells the block before it
     communicates (:meth:`notify_join_context`), and a rank that has left the loop calls the hook of that joinable, until
     all ranks have left. So a step is shadowed where there is one, and only there: backwards under ``ddp.no_sync()``,
-    several backwards before a step, steps that are left out and models that are called without gradients all work.
+    several backwards before a step and models that are called without gradients work. Gradients that are set to zero
+    without a step do not, once a rank has run out.
 
     Entering is collective: all ranks enter a block with the same joinables and settings, in the same order. While all
     ranks have data, the first joinable's call costs one small message to each peer and back; for a model it is
