@@ -288,6 +288,15 @@ def test_arguments_for_joinables_are_compared_by_value_only_if_they_are_plain(ra
 
 
 @pytest.mark.ranks(2, backend="gloo")
+def test_a_model_that_is_missing_shows_in_the_first_step(rank: int) -> None:
+    uneven = short([2, 4], "owner")
+    with pytest.raises(ValueError, match="model that is not in the Join block"), Join([uneven.optimizer]):
+        for number in range(2):
+            uneven.loss(uneven.ddp, inputs(number, rank)).backward()
+            uneven.optimizer.step()
+
+
+@pytest.mark.ranks(2, backend="gloo")
 def test_the_first_joinable_comes_first(rank: int) -> None:
     first = short([2, 5], "none")
     second = Uneven([2, 5], "none", group=first.group)

@@ -22,7 +22,13 @@ from zeroshard_comm import Control, DisagreementError, PeerLostError, RankGroup
 
 from zeroshard_integrations.announcements import Announcement, Announcements, Status
 from zeroshard_integrations.failure_note import FailureNote
-from zeroshard_integrations.join_checks import common_group, optimizers_of_hooks, params_of, refuse_nested
+from zeroshard_integrations.join_checks import (
+    common_group,
+    optimizers_of_hooks,
+    params_of,
+    refuse_nested,
+    refuse_without_model,
+)
 from zeroshard_integrations.join_config import BlockConfig
 from zeroshard_integrations.join_model import ModelInJoin, Phase
 
@@ -219,6 +225,7 @@ class Join:
                 f"joinable {place} ({name}) of the Join block is called before joinable 0, by whose calls ranks tell "
                 f"whether they have run out of data: list it first"
             )
+        refuse_without_model(self._joinables, self._joinables[place])
         self._called.append(place)
         model = self._models.get(place)
         announcement = model.begin(place) if model is not None else Announcement(Status.RUNNING, place)

@@ -49,12 +49,7 @@ def common_group(joinables: Sequence[Joinable]) -> dist.ProcessGroup:
     for joinable in joinables:
         if isinstance(joinable, ZeroRedundancyOptimizer):
             refuse_before_model(joinables, joinable)
-            models = [other for other in joinables if isinstance(other, DistributedDataParallel)]
-            if joinable.takes_buckets and all(joinable not in optimizers_of_hooks(model) for model in models):
-                raise ValueError(
-                    "a communication hook hands gradients to this optimizer of a model that is not in the Join block: "
-                    "write Join([ddp, optimizer])"
-                )
+            refuse_without_model(joinables, joinable)
         if isinstance(joinable, DistributedDataParallel):
             for optimizer in optimizers_of_hooks(joinable):
                 if all(optimizer is not other for other in joinables):
@@ -73,6 +68,24 @@ def optimizers_of_hooks(model: DistributedDataParallel) -> list[ZeroRedundancyOp
         for hook, state in model._comm_hooks
     ]
     return [optimizer for optimizer in hooked if isinstance(optimizer, ZeroRedundancyOptimizer)]
+
+
+def refuse_without_model(joinables: Sequence[Joinable], optimizer: object) -> None:
+    """Raise if an optimizer is handed gradients of a model that is not in the block. Passes over other joinables.
+
+    A hook that was registered before the first backward shows only then.
+
+    Raises:
+        ValueError: saying so.
+    """
+    if not isinstance(optimizer, ZeroRedundancyOptimizer) or not optimizer.takes_buckets:
+        return
+    models = [other for other in joinables if isinstance(other, DistributedDataParallel)]
+    if all(optimizer is not other for model in models for other in optimizers_of_hooks(model)):
+        raise ValueError(
+            "a communication hook hands gradients to this optimizer of a model that is not in the Join block: write "
+            "Join([ddp, optimizer])"
+        )
 
 
 def refuse_nested(joinable: Joinable) -> None:
