@@ -3,6 +3,7 @@
 # No `from __future__ import annotations`: DDP compares the annotations of hooks with the types themselves.
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -245,6 +246,27 @@ def test_disabled_it_does_nothing(rank: int, context: str) -> None:
 
 
 @pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.parametrize("hook", HOOKS[:2])
+def test_a_block_that_is_entered_again_and_one_that_never_is(rank: int, hook: str) -> None:
+    uneven = Uneven([2, 4], hook)
+    joinables: list[Any] = [uneven.ddp, uneven.optimizer]
+    with Join(joinables, enable=False, divide_by_initial_world_size=False):
+        pass
+    Join(joinables, divide_by_initial_world_size=False)
+    assert getattr(uneven.ddp, "_divide_by_initial_world_size", True)
+    assert not uneven.optimizer._engine.divides_by_running
+    uneven.divide_by_initial = False
+    join = Join(joinables, divide_by_initial_world_size=False)
+    for _ in range(2):
+        uneven.train(lambda joinables, **kwargs: join)
+        uneven.reference()
+        assert uneven.distance() < 1e-12
+        assert join.shadowed_steps == (0 if rank else 2)
+    assert getattr(uneven.ddp, "_divide_by_initial_world_size", True)
+    assert not uneven.optimizer._engine.divides_by_running
+
+
+@pytest.mark.ranks(2, backend="gloo")
 @EVERY_CONTEXT
 def test_two_blocks_one_after_the_other(rank: int, context: str) -> None:
     uneven = Uneven([2, 4], "none")
@@ -252,6 +274,26 @@ def test_two_blocks_one_after_the_other(rank: int, context: str) -> None:
     uneven.reference()
     uneven.lengths = [3, 1]
     uneven.check(CONTEXTS[context])
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@EVERY_CONTEXT
+@EVERY_HOOK
+def test_two_blocks_with_gradients_zeroed_behind_the_step(rank: int, context: str, hook: str) -> None:
+    uneven = Uneven([2, 4], hook)
+    for epoch, numbers in enumerate(([2, 4], [3, 2], [1, 2])):
+        with CONTEXTS[context]([uneven.ddp, uneven.optimizer]):
+            for number in range(numbers[rank]):
+                uneven.loss(uneven.ddp, inputs(10 * epoch + number, rank)).backward()
+                uneven.optimizer.step()
+                uneven.optimizer.zero_grad()
+        for number in range(max(numbers)):
+            for other in range(2):
+                if number < numbers[other]:
+                    (uneven.loss(uneven.plain_model, inputs(10 * epoch + number, other)) / 2).backward()
+            uneven.plain.step()
+            uneven.plain.zero_grad()
+    assert uneven.distance() < 1e-12
 
 
 @pytest.mark.ranks(2, backend="gloo")
@@ -346,3 +388,43 @@ def test_gradients_that_travel_by_collectives(world_size: int, context: str, hoo
             uneven = Uneven(numbers, hook, divide_by_initial=divide, partition="split")
             uneven.optimizer.follow_backward(STEPPING[hook])
         uneven.check(CONTEXTS[context])
+
+
+class Scaled(optim.SGD):
+    """Takes an argument in its step."""
+
+    def step(self, closure: Any = None, scale: Any = 1.0) -> Any:
+        for group in self.param_groups:
+            group["before"], group["lr"] = group["lr"], float(group["lr"]) * float(scale)
+        result = super().step(closure)
+        for group in self.param_groups:
+            group["lr"] = group.pop("before")
+        return result
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@EVERY_CONTEXT
+@pytest.mark.parametrize("hook", HOOKS[:2])
+def test_arguments_of_steps_and_numbers_of_numpy(rank: int, context: str, hook: str) -> None:
+    for numbers in ([2, 5], [5, 2]):
+        uneven = Uneven(numbers, "none")
+        uneven.optimizer = ZeroRedundancyOptimizer(uneven.ddp.parameters(), Scaled, lr=0.1)
+        uneven.plain = Scaled(uneven.plain_model.parameters(), lr=0.1)
+        if hook != "none":
+            register(hook, uneven.ddp, uneven.optimizer)
+        with CONTEXTS[context]([uneven.ddp, uneven.optimizer]):
+            for number in range(numbers[rank]):
+                uneven.optimizer.zero_grad()
+                uneven.loss(uneven.ddp, inputs(number, rank)).backward()
+                for group in uneven.optimizer.param_groups:
+                    group["lr"] = np.float32(0.1 / (number + 1))
+                uneven.optimizer.step(scale=[0.5, np.float64(0.25), torch.tensor(0.75)][number % 3])
+        for number in range(max(numbers)):
+            uneven.plain.zero_grad()
+            for other in range(2):
+                if number < numbers[other]:
+                    (uneven.loss(uneven.plain_model, inputs(number, other)) / 2).backward()
+            for group in uneven.plain.param_groups:
+                group["lr"] = float(np.float32(0.1 / (number + 1)))
+            uneven.plain.step(scale=[0.5, 0.25, 0.75][number % 3])
+        assert uneven.distance() < 1e-12

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ddp_training import register
 from join_training import HOOKS, Uneven, inputs
 from torch import nn, optim
 from torch.distributed.algorithms.join import Join as TorchJoin
+from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.nn.parallel import DistributedDataParallel
 from training import small_model
 from zeroshard import ZeroRedundancyOptimizer
@@ -254,6 +256,13 @@ def test_what_is_refused_at_once(rank: int, join: Any) -> None:
     hooked = short([2, 2], "interleaved")
     with pytest.raises(ValueError, match="optimizer that is not in the Join block"):
         join([hooked.ddp])
+    with pytest.raises(ValueError, match="model that is not in the Join block"):
+        join([hooked.optimizer])
+    with pytest.raises(ValueError, match="twice"):
+        join([uneven.ddp, uneven.ddp, uneven.optimizer])
+    theirs = TorchZero(uneven.ddp.parameters(), optim.Adam, process_group=uneven.group)
+    with pytest.raises(ValueError, match=r"use zeroshard.ZeroRedundancyOptimizer"):
+        join([uneven.ddp, theirs])
     uneven.check(join)
 
 
@@ -269,13 +278,58 @@ def test_ranks_that_enter_with_other_settings(rank: int) -> None:
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_sparse_gradients_on_a_rank_without_a_batch(rank: int) -> None:
+def test_arguments_for_joinables_are_compared_by_value_only_if_they_are_plain(rank: int) -> None:
+    uneven = short([2, 3], "none")
+    uneven.check(lambda joinables, **kwargs: Join(joinables, thing=object(), **kwargs))
+    with pytest.raises(DisagreementError, match="thing=1"), Join([uneven.ddp, uneven.optimizer], thing=rank):
+        pass
+    assert not uneven.optimizer._join_config.enable
+    uneven.optimizer.zero_grad()
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_a_model_that_is_missing_shows_in_the_first_step(rank: int) -> None:
+    uneven = short([2, 4], "owner")
+    with pytest.raises(ValueError, match="model that is not in the Join block"), Join([uneven.optimizer]):
+        for number in range(2):
+            uneven.loss(uneven.ddp, inputs(number, rank)).backward()
+            uneven.optimizer.step()
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_the_first_joinable_comes_first(rank: int) -> None:
+    first = short([2, 5], "none")
+    second = Uneven([2, 5], "none", group=first.group)
+    started = time.monotonic()
+    with (
+        pytest.raises(RuntimeError, match="list it first"),
+        Join([first.ddp, second.ddp, first.optimizer, second.optimizer]),
+    ):
+        for number in range(first.lengths[rank]):
+            for part in (second, first):
+                part.optimizer.zero_grad()
+                part.loss(part.ddp, inputs(number, rank)).backward()
+                part.optimizer.step()
+    assert time.monotonic() - started < SOON
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_a_static_graph_on_a_rank_without_a_batch(rank: int) -> None:
+    started = time.monotonic()
+    with pytest.raises(ValueError, match="without a single batch, and static_graph"):
+        short([0, 3], "none", ddp={"static_graph": True}).train(Join)
+    assert time.monotonic() - started < SOON
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.parametrize("without", [0, 1])
+def test_sparse_gradients_on_a_rank_with_too_few_batches(rank: int, without: int) -> None:
     group = dist.new_group(timeout=SHORT)
     ddp = DistributedDataParallel(nn.Embedding(20, 3, sparse=True), process_group=group)
     optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optim.SGD, process_group=group, lr=0.1)
     started = time.monotonic()
-    with pytest.raises(ValueError, match=r"without a single batch, and 'weight' has sparse"), Join([ddp, optimizer]):
-        for _ in range(2 * rank):
+    with pytest.raises(ValueError, match="with fewer than two batches, and 'weight' has"), Join([ddp, optimizer]):
+        for _ in range(without + 3 * rank):
             optimizer.zero_grad()
             ddp(torch.tensor([1, 2])).sum().backward()
             optimizer.step()
@@ -301,11 +355,52 @@ def test_a_local_step_that_raises(rank: int, hook: str) -> None:
         model.parameters(), Picky, process_group=uneven.group, overlap_with_ddp=early, lr=0.1
     )
     if hook != "none":
-        from ddp_training import register
-
         register(hook, model, optimizer)
     with pytest.raises(ArithmeticError, match="no more steps"), Join([model, optimizer]):
         for number in range(uneven.lengths[rank]):
             optimizer.zero_grad()
             uneven.loss(model, inputs(number, rank)).backward()
             optimizer.step()
+
+
+@pytest.mark.ranks(3, backend="gloo")
+@EVERY_HOOK
+def test_hyperparameters_that_cannot_be_told(rank: int, hook: str) -> None:
+    uneven = short([2, 4, 4], hook)
+    for group in uneven.optimizer.param_groups:
+        group["note"] = object()
+    batches = 0
+    started = time.monotonic()
+    with (
+        pytest.raises((TypeError, RuntimeError), match="cannot be told the hyperparameter 'note', of type object"),
+        Join([uneven.ddp, uneven.optimizer]),
+    ):
+        for number in range(uneven.lengths[rank]):
+            uneven.optimizer.zero_grad()
+            uneven.loss(uneven.ddp, inputs(number, rank)).backward()
+            uneven.optimizer.step()
+            batches += 1
+    assert batches == 2
+    # In the middle of a backward it takes the timeout.
+    assert time.monotonic() - started < (SOON if hook in HOOKS[:2] else 3 * SHORT.total_seconds())
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.parametrize("hook", HOOKS[:2])
+def test_arguments_of_steps_that_cannot_be_told(rank: int, hook: str) -> None:
+    class Noted(optim.SGD):
+        def step(self, closure: Any = None, note: object = None) -> Any:
+            return super().step(closure)
+
+    uneven = short([2, 4], "none")
+    uneven.optimizer = ZeroRedundancyOptimizer(uneven.ddp.parameters(), Noted, process_group=uneven.group, lr=0.1)
+    if hook != "none":
+        register(hook, uneven.ddp, uneven.optimizer)
+    with (
+        pytest.raises(TypeError, match=r"cannot be told the argument 'note' of step\(\), of type object"),
+        Join([uneven.ddp, uneven.optimizer]),
+    ):
+        for number in range(uneven.lengths[rank]):
+            uneven.optimizer.zero_grad()
+            uneven.loss(uneven.ddp, inputs(number, rank)).backward()
+            uneven.optimizer.step(note=object())

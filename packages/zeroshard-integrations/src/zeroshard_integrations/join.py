@@ -2,7 +2,8 @@
 
 A drop-in for ``torch.distributed.algorithms.join``, with its names and signatures. Ranks that run out of data take part
 in what the others do, as if they contributed zero gradients; what they had accumulated counts. Parameters end where a
-single process would have ended that sees the batches of all ranks.
+single process would have ended that sees the batches of all ranks, if each forward is followed by its backward, and no
+step is left out; docs/join.md lists what is not right yet.
 """
 
 from __future__ import annotations
@@ -21,7 +22,13 @@ from zeroshard_comm import Control, DisagreementError, PeerLostError, RankGroup
 
 from zeroshard_integrations.announcements import Announcement, Announcements, Status
 from zeroshard_integrations.failure_note import FailureNote
-from zeroshard_integrations.join_checks import common_group, optimizers_of_hooks, params_of, refuse_nested
+from zeroshard_integrations.join_checks import (
+    common_group,
+    optimizers_of_hooks,
+    params_of,
+    refuse_nested,
+    refuse_without_model,
+)
 from zeroshard_integrations.join_config import BlockConfig
 from zeroshard_integrations.join_model import ModelInJoin, Phase
 
@@ -34,7 +41,8 @@ class Join:
     ``with Join([ddp, optimizer]) as join:`` around the training loop. Every joinable tells the block before it
     communicates (:meth:`notify_join_context`), and a rank that has left the loop calls the hook of that joinable, until
     all ranks have left. So a step is shadowed where there is one, and only there: backwards under ``ddp.no_sync()``,
-    several backwards before a step, steps that are left out and models that are called without gradients all work.
+    several backwards before a step and models that are called without gradients work. Gradients that are set to zero
+    without a step do not, once a rank has run out.
 
     Entering is collective: all ranks enter a block with the same joinables and settings, in the same order. While all
     ranks have data, the first joinable's call costs one small message to each peer and back; for a model it is
@@ -42,15 +50,16 @@ class Join:
 
     Args:
         joinables: models in DistributedDataParallel, sharded optimizers, and any other
-            :class:`Joinable`, of one process group; a model before the optimizer of its parameters.
+            :class:`Joinable`, of one process group; a model before the optimizer of its parameters. The first is called
+            first in every iteration.
         enable: False to do nothing, where inputs are known to be even.
         throw_on_early_termination: raise an error on every rank as soon as one has run out of data.
         **kwargs: handed to the ``join_hook`` of every joinable. ``divide_by_initial_world_size`` (True) tells whether
             gradients are averaged over all ranks, or over those that still have data.
 
     Raises:
-        ValueError: if there are no joinables, they are of several process groups, an optimizer comes before its model,
-            or the optimizer of a model's communication hook is missing.
+        ValueError: if there are no joinables, one is there twice, they are of several process groups, an optimizer
+            comes before its model or is torch's, or a communication hook's model or optimizer is missing.
         TypeError: if something is no joinable.
         RuntimeError: if a joinable is in a block already.
 
@@ -85,14 +94,16 @@ class Join:
         self._enable, self._throw = enable, throw_on_early_termination
         self._group = common_group(self._joinables)
         self._divide_by_running = not kwargs.get("divide_by_initial_world_size", True)
+        self._kwargs = kwargs
         self._settings = {"throw_on_early_termination": throw_on_early_termination, **kwargs}
-        self._hooks: list[JoinHook] = [joinable.join_hook(**kwargs) for joinable in self._joinables]
+        self._world_size, self._rank = dist.get_world_size(self._group), dist.get_rank(self._group)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._hooks: list[JoinHook] = []
         self._models: dict[int, ModelInJoin] = {}
-        self._steps: dict[int, OptimizerJoinHook] = {
-            place: hook for place, hook in enumerate(self._hooks) if isinstance(hook, OptimizerJoinHook)
-        }
-        self._running = dist.get_world_size(self._group)
-        self._world_size, self._rank = self._running, dist.get_rank(self._group)
+        self._steps: dict[int, OptimizerJoinHook] = {}
+        self._running = self._world_size
         self._joined: tuple[int, ...] = ()
         self._called: list[int] = []
         """What this rank has called since the first joinable's last call, by place."""
@@ -153,10 +164,11 @@ class Join:
             return self
         for joinable in self._joinables:
             refuse_nested(joinable)
+        self._begin()
         ranks = RankGroup.of(self._group)
         self._control = Control(ranks)
         told = ", ".join([type(joinable).__name__ for joinable in self._joinables])
-        settings = ", ".join([f"{name}={value!r}" for name, value in sorted(self._settings.items())])
+        settings = ", ".join([f"{name}={_told(value)}" for name, value in sorted(self._settings.items())])
         entered = f"Join([{told}], {settings})"
         self._control.meet(
             "entering Join",
@@ -164,6 +176,8 @@ class Join:
             detail=lambda: entered,
             explain=lambda here, there, rank, other: f"rank {rank} has entered {here}, and rank {other} {there}",
         )
+        self._hooks = [joinable.join_hook(**self._kwargs) for joinable in self._joinables]
+        self._steps = {place: hook for place, hook in enumerate(self._hooks) if isinstance(hook, OptimizerJoinHook)}
         self._board = Announcements(self._control)
         self._note = FailureNote(ranks.group, ranks.rank)
         self._is_inside = True
@@ -184,6 +198,7 @@ class Join:
             model.is_stepped = any(not hook.steps_in_backward for hook in owners)
             model.behind = [hook.finish_backward for hook in owners]
             model.takes_buckets = bool(optimizers_of_hooks(joinable))
+            model.has_unstepped = lambda: any(hook.has_unstepped() for hook in owners)
             model.enter()
             self._models[place] = model
             enabled = model.synchronizes_buffers
@@ -204,6 +219,13 @@ class Join:
         self._answered()
         if place == 0:
             self._called = []
+        elif not self._called:
+            name = type(self._joinables[place]).__name__
+            raise RuntimeError(
+                f"joinable {place} ({name}) of the Join block is called before joinable 0, by whose calls ranks tell "
+                f"whether they have run out of data: list it first"
+            )
+        refuse_without_model(self._joinables, self._joinables[place])
         self._called.append(place)
         model = self._models.get(place)
         announcement = model.begin(place) if model is not None else Announcement(Status.RUNNING, place)
@@ -268,7 +290,7 @@ class Join:
         params = set(params_of(self._joinables[place]))
         for model in self._models.values():
             if not params.isdisjoint(model.ddp.parameters()):
-                model.is_open = False
+                model.close()
 
     # ------------------------------------------------------------------ leaving
 
@@ -439,6 +461,11 @@ def _is_lost(error: Exception) -> bool:
 
 def _digest(text: str) -> int:
     return zlib.crc32(text.encode())
+
+
+def _told(value: object) -> str:
+    """A setting in words that are the same on all ranks."""
+    return repr(value) if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__
 
 
 def _always() -> bool:

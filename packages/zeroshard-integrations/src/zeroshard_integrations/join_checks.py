@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable
+from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.nn.parallel import DistributedDataParallel
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard.join_partners import refuse_before_model
@@ -18,16 +19,23 @@ def common_group(joinables: Sequence[Joinable]) -> dist.ProcessGroup:
     """Check the joinables of a block, and return the process group that all of them have.
 
     Raises:
-        ValueError: if there are none, their groups differ, an optimizer comes before its model, or the optimizer of a
-            model's communication hook is missing.
+        ValueError: if there are none, their groups differ, an optimizer comes before its model, the optimizer of a
+            model's communication hook or its model is missing, one is there twice, or is torch's sharded optimizer.
         TypeError: if one is no joinable.
         RuntimeError: if one is in a block already.
     """
     if not joinables:
         raise ValueError("Join needs at least one joinable, such as a model in DistributedDataParallel")
+    if len({id(joinable) for joinable in joinables}) < len(joinables):
+        raise ValueError("a joinable is twice in the list that Join was given")
     for joinable in joinables:
         if not isinstance(joinable, Joinable):
             raise TypeError(f"Join takes joinables, and {type(joinable).__name__} is none")
+        if isinstance(joinable, TorchZero):
+            raise ValueError(
+                "torch's ZeroRedundancyOptimizer steps with old gradients where a rank has run out of data: use "
+                "zeroshard.ZeroRedundancyOptimizer"
+            )
         refuse_nested(joinable)
     groups = [joinable.join_process_group for joinable in joinables]
     for joinable, group in zip(joinables, groups, strict=True):
@@ -41,6 +49,7 @@ def common_group(joinables: Sequence[Joinable]) -> dist.ProcessGroup:
     for joinable in joinables:
         if isinstance(joinable, ZeroRedundancyOptimizer):
             refuse_before_model(joinables, joinable)
+            refuse_without_model(joinables, joinable)
         if isinstance(joinable, DistributedDataParallel):
             for optimizer in optimizers_of_hooks(joinable):
                 if all(optimizer is not other for other in joinables):
@@ -59,6 +68,24 @@ def optimizers_of_hooks(model: DistributedDataParallel) -> list[ZeroRedundancyOp
         for hook, state in model._comm_hooks
     ]
     return [optimizer for optimizer in hooked if isinstance(optimizer, ZeroRedundancyOptimizer)]
+
+
+def refuse_without_model(joinables: Sequence[Joinable], optimizer: object) -> None:
+    """Raise if an optimizer is handed gradients of a model that is not in the block. Passes over other joinables.
+
+    A hook that was registered before the first backward shows only then.
+
+    Raises:
+        ValueError: saying so.
+    """
+    if not isinstance(optimizer, ZeroRedundancyOptimizer) or not optimizer.takes_buckets:
+        return
+    models = [other for other in joinables if isinstance(other, DistributedDataParallel)]
+    if all(optimizer is not other for model in models for other in optimizers_of_hooks(model)):
+        raise ValueError(
+            "a communication hook hands gradients to this optimizer of a model that is not in the Join block: write "
+            "Join([ddp, optimizer])"
+        )
 
 
 def refuse_nested(joinable: Joinable) -> None:

@@ -42,10 +42,11 @@ class ModelInJoin:
     Attributes:
         phase: where this rank is.
         reduces: whether the last forward's backward reduces gradients.
-        is_open: whether ``.grad`` holds what has not been stepped. Others than this class set it to False.
+        is_open: whether ``.grad`` holds what has not been stepped.
         is_stepped: whether the block hears of steps; else a reduction is taken for the end of a step.
         behind: called when all of a backward has been shadowed.
         takes_buckets: whether a communication hook keeps the gradients, and adds what was accumulated itself.
+        has_unstepped: tells whether ``.grad`` holds what has not been stepped, when the block is entered.
     """
 
     def __init__(self, ddp: DistributedDataParallel, *, divide_by_running: bool, answered: Callable[[], int]) -> None:
@@ -54,13 +55,21 @@ class ModelInJoin:
         self.reduces = self.is_open = self.is_stepped = False
         self.takes_buckets = False
         self.behind: Sequence[Callable[[], None]] = ()
+        self.has_unstepped: Callable[[], bool] = bool
+        # Also those of DDP in C++, which it does not keep in a list.
+        self._has_hook = bool(ddp._comm_hooks or ddp._get_ddp_logging_data().get("comm_hook"))
         self._handle: RemovableHandle | None = None
+        self._on_params: list[RemovableHandle] = []
+        self._has_shadowed = self._has_reduced = self._has_local = self._has_run = False
+        self._reduced: dict[torch.Tensor, torch.Tensor] = {}
+        """What had been reduced of gradients to which backwards under ``no_sync()`` have added since."""
 
     # ------------------------------------------------------------------ a rank that still has data
 
     def enter(self) -> None:
         """Follow the model's forwards from now on."""
         self._handle = self.ddp.register_forward_hook(self._after_forward)
+        self.is_open = self._has_local = self.is_stepped and not self.takes_buckets and self.has_unstepped()
 
     def leave(self) -> None:
         """Leave the model as it was; safe to call repeatedly."""
@@ -68,6 +77,14 @@ class ModelInJoin:
             return
         self._handle.remove()
         self._handle = None
+        for handle in self._on_params:
+            handle.remove()
+        self._on_params = []
+        if self._has_shadowed and not self.is_open:
+            # The others have stepped with these gradients, and may have set theirs to zero.
+            for param in self.ddp.parameters():
+                param.grad = None
+        self._reduced = {}
         if self._divide_by_running:
             # True: divide by the number of ranks, whatever the last iteration's number was.
             self.ddp.reducer._set_forward_pass_work_handle(_known(self.ddp.process_group.size()), True)
@@ -91,6 +108,8 @@ class ModelInJoin:
         with_grad = torch.is_grad_enabled()
         self.reduces = with_grad and self.ddp.require_backward_grad_sync
         self.phase = Phase.FORWARD if with_grad else Phase.IDLE
+        if with_grad and not self.reduces and self._has_reduced and not self._reduced and self._adds_local_only:
+            self._reduced = {param: param.grad.clone() for param in self.ddp.parameters() if param.grad is not None}
         return Announcement(Status.RUNNING, joinable, self.reduces, with_grad)
 
     def _after_forward(self, module: nn.Module, inputs: object, output: object) -> None:  # noqa: ARG002 - torch's signature
@@ -99,10 +118,15 @@ class ModelInJoin:
             return
         if self._divide_by_running:
             self.ddp.reducer._set_forward_pass_work_handle(_known(running), False)
-        watched = [tensor for tensor in _tensors(output) if tensor.grad_fn is not None]
+        found = list(_tensors(output))
+        watched = [tensor for tensor in found if tensor.grad_fn is not None]
         for tensor in watched:
             tensor.register_hook(self._backward_begins)
-        if not watched:
+        if not found and output is not None and not self._on_params:
+            # An object that is not known: its backward is noticed where it ends.
+            trained = [param for param in self.ddp.parameters() if param.requires_grad]
+            self._on_params = [param.register_hook(self._backward_begins) for param in trained]
+        if not watched and not self._on_params:
             self.phase = Phase.IDLE
 
     def _backward_begins(self, gradient: torch.Tensor) -> None:  # noqa: ARG002 - torch's signature
@@ -112,28 +136,62 @@ class ModelInJoin:
 
     def _backward_ends(self) -> None:
         self.phase = Phase.IDLE
+        self._has_run = True
         self.is_open = self.is_stepped or not self.reduces
+        self._accumulated(local=not self.reduces)
+
+    def close(self) -> None:
+        """Take what is in ``.grad`` for stepped."""
+        self.is_open = self._has_reduced = self._has_local = False
+        self._reduced = {}
+
+    @property
+    def _adds_local_only(self) -> bool:
+        """Whether a rank without data adds only what was never reduced.
+
+        What has been reduced is the same on all ranks, and DDP divides it by their number again. If that is the number
+        of those that still have data, they keep all of it between them.
+        """
+        return self._divide_by_running and not self._has_hook
+
+    def _accumulated(self, *, local: bool) -> None:
+        if local:
+            self._has_local = True
+            return
+        self._has_local, self._has_reduced = False, self.is_open
+        self._reduced = {}
 
     # ------------------------------------------------------------------ a rank that has run out
 
     def problem(self) -> Exception | None:
-        """Return why this rank cannot shadow the others, if it cannot: DDP has seen no sparse gradient yet."""
+        """Return why this rank cannot shadow the others, if it cannot: DDP has not seen enough of the model yet."""
+        has_rebuilt = bool(getattr(self.ddp, "_has_rebuilt_buckets", True))
+        if self.ddp.static_graph and not has_rebuilt and not self._has_run:
+            return ValueError(
+                "this rank has run out of data without a single batch, and static_graph lets DistributedDataParallel "
+                "learn the graph in the first: give every rank a batch, or leave static_graph out"
+            )
         sparse = [
             f"{name}.weight".removeprefix(".")
             for name, module in self.ddp.module.named_modules()
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad
         ]
-        if not sparse:
+        if not sparse or (has_rebuilt and self._knows_sparse()):
             return None
+        if self.ddp.find_unused_parameters and self._knows_sparse():
+            # Buckets are not rebuilt.
+            return None
+        return ValueError(
+            f"this rank has run out of data with fewer than two batches, and {sparse[0]!r} has sparse gradients, whose "
+            f"shape DistributedDataParallel does not know before: give every rank two batches, or use sparse=False"
+        )
+
+    def _knows_sparse(self) -> bool:
         try:
             self.ddp.reducer._get_zeros_like_grad_buckets()
         except RuntimeError:
-            return ValueError(
-                f"this rank has run out of data without a single batch, and {sparse[0]!r} has sparse "
-                f"gradients, whose shape DistributedDataParallel does not know before the first: give every rank a "
-                f"batch, or use sparse=False"
-            )
-        return None
+            return False
+        return True
 
     def shadow(self, announcement: Announcement, running: int) -> None:
         """Do what DDP does in a forward and a backward, without data. Collective.
@@ -160,21 +218,23 @@ class ModelInJoin:
         """
         ddp, reducer = self.ddp, self.ddp.reducer
         self.phase = Phase.IDLE
+        self._has_shadowed = True
         own = not self.takes_buckets
         # Now, before a communication hook takes them.
         used = [self.is_open and param.grad is not None for param in ddp._build_params_for_reducer()[0]]
         # With a communication hook, it is the hook that divides.
-        share = 1 if ddp._comm_hooks else running if self._divide_by_running else ddp.process_group.size()
+        share = 1 if self._has_hook else running if self._divide_by_running else ddp.process_group.size()
         buckets = reducer._get_zeros_like_grad_buckets()
-        if own and self.is_open:
+        if own and self.is_open and (self._has_local or not self._adds_local_only):
             for bucket in buckets:
-                _fill(bucket, share)
+                _fill(bucket, share, self._reduced)
         works = [reducer._run_comm_hook(bucket) for bucket in buckets]
         for bucket, work in zip(buckets, works, strict=True):
             reduced = work.wait()
             if own and self.is_stepped:
                 _keep(bucket, reduced if isinstance(reduced, torch.Tensor) else reduced[0])
         self.is_open = self.is_stepped
+        self._accumulated(local=False)
         if ddp.find_unused_parameters:
             # What is there is what all ranks have used in the last backward of this one.
             reducer._get_local_used_map().copy_(torch.tensor(used, device="cpu"))
@@ -192,16 +252,18 @@ def _known(number: int) -> Any:  # noqa: ANN401 - torch's Work, of a type withou
     return vars(_distributed_c10d)["_create_work_from_future"](found)
 
 
-def _fill(bucket: GradBucket, share: int) -> None:
-    """Put ``.grad``, divided by ``share``, into a bucket of zeros."""
+def _fill(bucket: GradBucket, share: int, reduced: Mapping[torch.Tensor, torch.Tensor]) -> None:
+    """Put ``.grad``, without what has been reduced of it, divided by ``share``, into a bucket of zeros."""
     if bucket.buffer().layout is not torch.strided:
-        grad = bucket.parameters()[0].grad
-        if grad is not None:
-            bucket.set_buffer(grad / share)
+        param = bucket.parameters()[0]
+        if param.grad is not None:
+            before = reduced.get(param)
+            bucket.set_buffer((param.grad if before is None else param.grad - before) / share)
         return
     for param, place in _places(bucket):
         if param.grad is not None:
-            torch.div(param.grad, share, out=place)
+            before = reduced.get(param)
+            torch.div(param.grad if before is None else param.grad - before, share, out=place)
 
 
 def _keep(bucket: GradBucket, reduced: torch.Tensor) -> None:

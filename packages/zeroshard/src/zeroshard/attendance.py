@@ -44,26 +44,37 @@ class Attendance:
         return self.running[0]
 
 
-def call_roll(control: Control, mine: Call, error: Exception | None = None) -> Attendance:
+_CANNOT_TELL = 8
+"""Added to a call by a rank that could not tell those that have run out what they need."""
+
+
+def call_roll(
+    control: Control, mine: Call, error: Exception | None = None, *, untold: Exception | None = None
+) -> Attendance:
     """Tell all ranks what this one is about to do, and hear it from them. Collective.
 
     Args:
         control: the channel.
         mine: what this rank is about to do.
         error: with ``Call.REFUSED``, why.
+        untold: why this rank could not tell others what they need, if it could not: an error only if somebody has run
+            out of data.
 
     Raises:
         DisagreementError: if ranks that still have data are about to do different things.
         PeerLostError: if a rank is gone.
-        Exception: the error of a rank that refused, on every rank.
+        Exception: the error of a rank that refused, or could not tell others, on every rank.
     """
     operation = "Join"
     try:
-        answers = [Call(int(number)) for number in control.collect(mine, operation)]
+        words = [int(number) for number in control.collect(mine if untold is None else mine | _CANNOT_TELL, operation)]
+        answers = [Call(word & ~_CANNOT_TELL) for word in words]
         if Call.REFUSED in answers:
             control.meet(operation, error=error)
+        if Call.JOINED in answers and any(word & _CANNOT_TELL for word in words):
+            control.meet(operation, error=untold)
     finally:
-        del error
+        del error, untold
     running = tuple([rank for rank, answer in enumerate(answers) if answer is not Call.JOINED])
     calls = {answers[rank] for rank in running}
     if len(calls) > 1:

@@ -202,7 +202,7 @@ class Engine:
             if bucketwise is not None:
                 result = bucketwise.step(arguments)
             elif gradients is not None:
-                self.local.step_with(gradients)
+                self.local.step_with(gradients, arguments)
             else:
                 watched = self._watched(closure, groups, attendance) if closure is not None else None
                 result = self.local.step(watched, arguments)

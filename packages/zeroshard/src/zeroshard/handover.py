@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,12 +39,14 @@ class Handover:
         groups: the hyperparameters, one dict per param group.
         absent: tensors that had no gradient.
         settings: further numbers, such as the arguments of a clipping.
+        arguments: keyword arguments of the step.
         gradients: by tensor, of what this rank owns of it: a piece 1-D in storage order, a whole tensor in its shape.
     """
 
     groups: Sequence[Mapping[str, Any]]
     absent: frozenset[int]
     settings: Sequence[float]
+    arguments: Mapping[str, Any] = field(default_factory=dict)
     gradients: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
     def apply(self, groups: Sequence[ParamGroup]) -> None:
@@ -57,6 +60,26 @@ class Handover:
                     group[key] = value
 
 
+def unwritable(groups: Sequence[ParamGroup], arguments: Mapping[str, Any]) -> TypeError | None:
+    """Return an error that names what cannot be handed over, if something cannot.
+
+    Args:
+        groups: the public param groups.
+        arguments: keyword arguments of the step.
+    """
+    named = [(f"the hyperparameter {k!r}", v) for group in groups for k, v in group.items() if k not in NOT_SYNCED]
+    named += [(f"the argument {name!r} of step()", value) for name, value in arguments.items()]
+    for name, value in named:
+        try:
+            _written(value)
+        except TypeError:
+            return TypeError(
+                f"a rank has run out of data in Join, and cannot be told {name}, of type {type(value).__name__}: use "
+                f"numbers, strings, tensors, or lists, tuples and dicts of them"
+            )
+    return None
+
+
 def give(
     control: Control,
     joined: Sequence[int],
@@ -64,6 +87,7 @@ def give(
     params: Sequence[torch.Tensor],
     plan: Plan,
     settings: Sequence[float] = (),
+    arguments: Mapping[str, Any] | None = None,
     *,
     gradients: bool,
 ) -> None:
@@ -76,6 +100,7 @@ def give(
         params: all parameters, by tensor index.
         plan: who owns what.
         settings: further numbers.
+        arguments: keyword arguments of the step.
         gradients: whether to send gradients too, as they are in ``.grad``.
 
     Raises:
@@ -87,11 +112,9 @@ def give(
         "groups": [{k: _written(v) for k, v in group.items() if k not in NOT_SYNCED} for group in groups],
         "absent": absent,
         "settings": [_number(setting) for setting in settings],
+        "arguments": {name: _written(value) for name, value in (arguments or {}).items()},
         "sparse": {},
     }
-    for group in text["groups"]:
-        for key in [key for key, value in group.items() if value is _NOT_SENT]:
-            del group[key]
     missing = frozenset(absent)
     for peer in joined:
         shards = [shard for shard in plan.of_rank(peer) if gradients and shard.tensor not in missing]
@@ -145,7 +168,8 @@ def take(
         else:
             found[shard.tensor] = values.to(param.device)
     groups = [{key: _read(value) for key, value in group.items()} for group in text["groups"]]
-    return Handover(groups, absent, text["settings"], found)
+    arguments = {name: _read(value) for name, value in text["arguments"].items()}
+    return Handover(groups, absent, text["settings"], arguments, found)
 
 
 def _parts(shard: Shard, param: torch.Tensor, grad: torch.Tensor) -> list[torch.Tensor]:
@@ -170,29 +194,33 @@ def _number(setting: object) -> float:
         return math.nan
 
 
-_NOT_SENT = object()
-
-
-def _written(value: object) -> object:
-    """A hyperparameter as JSON."""
+def _written(value: Any) -> object:  # noqa: ANN401 - a hyperparameter
+    """A hyperparameter as JSON; a TypeError if it cannot be written."""
     if isinstance(value, (int, float, str, type(None))):
         return value
     if isinstance(value, (tuple, list)):
-        parts = [_written(part) for part in value]
-        return _NOT_SENT if any(part is _NOT_SENT for part in parts) else {type(value).__name__: parts}
-    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
-        return {"tensor": value.item(), "dtype": str(value.dtype).removeprefix("torch."), "dim": value.dim()}
-    return _NOT_SENT
+        return {"tuple" if isinstance(value, tuple) else "list": [_written(part) for part in value]}
+    if isinstance(value, Mapping):
+        return {"dict": [[_written(key), _written(part)] for key, part in value.items()]}
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_complex():
+        return {"tensor": value.tolist(), "dtype": str(value.dtype).removeprefix("torch."), "shape": [*value.shape]}
+    if getattr(value, "size", None) == 1 and hasattr(value, "item"):
+        # Of numpy.
+        return _written(value.item())
+    if isinstance(value, numbers.Real):
+        return float(value)
+    raise TypeError(type(value).__name__)
 
 
 def _read(value: Any) -> Any:  # noqa: ANN401 - a hyperparameter
     if not isinstance(value, dict):
         return value
     if "tensor" in value:
-        return torch.tensor(value["tensor"], dtype=getattr(torch, value["dtype"]), device="cpu").view(
-            [1] * value["dim"]
-        )
+        made = torch.tensor(value["tensor"], dtype=getattr(torch, value["dtype"]), device="cpu")
+        return made.view(value["shape"])
     kind, parts = next(iter(value.items()))
+    if kind == "dict":
+        return {_read(key): _read(part) for key, part in parts}
     return (tuple if kind == "tuple" else list)(_read(part) for part in parts)
 
 

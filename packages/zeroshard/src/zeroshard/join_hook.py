@@ -34,6 +34,10 @@ class OptimizerJoinHook(JoinHook):
         """Whether a communication hook steps the optimizer, so that its own step communicates nothing."""
         return self._uneven.steps_in_backward
 
+    def has_unstepped(self) -> bool:
+        """Whether this rank has gradients that have not been stepped, of backwards before the context."""
+        return self._uneven.has_unstepped()
+
     def leave(self) -> None:
         """Leave the context, also after an error; safe to call repeatedly."""
         self._leave()
@@ -56,6 +60,7 @@ class OptimizerJoinHook(JoinHook):
         """
         self._uneven.finish_backward()
         if self._uneven.steps_in_backward:
+            self._uneven.has_shadowed = True
             self._uneven.forget_what_others_used()
             return
         if self._told:

@@ -209,18 +209,19 @@ class LocalOptimizer:
             for piece in self._stand_ins:
                 piece.tensor.grad = None
 
-    def step_with(self, gradients: Mapping[int, torch.Tensor]) -> None:
+    def step_with(self, gradients: Mapping[int, torch.Tensor], arguments: Mapping[str, Any]) -> None:
         """Step the inner optimizer once with other gradients than those of the parameters, which stay as they are.
 
         Args:
             gradients: by tensor; of a whole tensor in its shape, of a part of one 1-D in storage order. A tensor that
                 is missing is not stepped.
+            arguments: keyword arguments of the inner step.
         """
         before = [piece.tensor.grad for piece in self.pieces.values()]
         try:
             for index, piece in self.pieces.items():
                 piece.tensor.grad = gradients.get(index)
-            self.step_bound({})
+            self.step_bound(arguments)
         finally:
             for piece, grad in zip(self.pieces.values(), before, strict=True):
                 piece.tensor.grad = grad

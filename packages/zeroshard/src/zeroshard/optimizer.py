@@ -229,16 +229,16 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 loss = closure()
             closure = None
         try:
-            result = self._engine.step(self.param_groups, closure, kwargs, failure, self._attend_step)
+            result = self._engine.step(self.param_groups, closure, kwargs, failure, lambda: self._attend_step(kwargs))
         finally:
             del failure
         self._uneven.stepped()
         self._holds_state = True
         return result if loss is None else loss
 
-    def _attend_step(self) -> None:
+    def _attend_step(self, arguments: Mapping[str, Any]) -> None:
         Join.notify_join_context(self)
-        self._uneven.attend(Call.STEP, self.param_groups)
+        self._uneven.attend(Call.STEP, self.param_groups, arguments=arguments)
 
     def _step_after_backward(
         self, pipeline: Pipeline, closure: Closure | None, arguments: Mapping[str, Any], failure: Exception | None
@@ -300,6 +300,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self._engine.params[0].dtype,
             error_if_nonfinite=error_if_nonfinite,
         )
+
+    @property
+    def takes_buckets(self) -> bool:
+        """Whether gradients come bucket by bucket, from a communication hook."""
+        return self._engine.pipeline is not None
 
     def follow_backward(self, stepping: Stepping) -> BackwardFollower:
         """Take gradients bucket by bucket from now on: for communication hooks, such as those for DDP.

@@ -8,7 +8,9 @@ zero gradients, or what they had accumulated when they ran out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -16,9 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 from zeroshard.attendance import Attendance, Call, call_roll
 from zeroshard.clipping import clip_over_ranks
 from zeroshard.engine import Engine
-from zeroshard.handover import Handover, give, take
+from zeroshard.handover import Handover, give, take, unwritable
 from zeroshard.parameters import ParamGroup
 from zeroshard.pipeline import Stepping
+from zeroshard.reduced_gradient import ReducedGradient
 
 USE_OURS = (
     "use zeroshard_integrations.join.Join in place of torch's: it knows what a rank had accumulated when it ran out"
@@ -36,14 +39,15 @@ class UnevenInputs:
         someone_joined: tells whether a rank may have run out of data; asked at every call inside a context. All ranks
             must get the same answer at the same call. Changed by a context that knows.
         partners: the models that share a context of torch's with the optimizer, where they are known.
+        has_shadowed: whether this rank has taken part in what the others do, in this context.
     """
 
     def __init__(self, engine: Engine, is_inside: Callable[[], bool]) -> None:
         self._engine, self._is_inside = engine, is_inside
         self.someone_joined: Callable[[], bool] = _perhaps
         self.partners: Sequence[DistributedDataParallel] = ()
-        self._left_over: list[tuple[int, int]] = []
-        self._has_shadowed = False
+        self._stepped: list[tuple[weakref.ref[torch.Tensor], int]] = []
+        self.has_shadowed = False
         self._put_off: Callable[[], None] | None = None
 
     @property
@@ -63,18 +67,30 @@ class UnevenInputs:
         Args:
             divide_by_running: whether gradients that a hook reduces are averaged over the ranks that still have data.
         """
-        self.someone_joined, self._has_shadowed = _perhaps, False
+        self.someone_joined, self.has_shadowed = _perhaps, False
         self._engine.divides_by_running = divide_by_running
 
     def end(self) -> None:
         """Leave it; a no-op outside."""
+        pipeline = self._engine.pipeline
+        if self.has_shadowed and pipeline is not None:
+            # The others have stepped with these gradients, and may have set theirs to zero.
+            for param in self._engine.params:
+                if isinstance(param.grad, ReducedGradient) and pipeline.is_spent(param.grad._tensor):
+                    param.grad = None
+        self.has_shadowed = False
         self.someone_joined, self.partners = _perhaps, ()
         self._engine.divides_by_running = False
-        self._left_over = []
 
     # ------------------------------------------------------------------ a rank that still has data
 
-    def attend(self, call: Call, groups: Sequence[ParamGroup], settings: Sequence[float] = ()) -> None:
+    def attend(
+        self,
+        call: Call,
+        groups: Sequence[ParamGroup],
+        settings: Sequence[float] = (),
+        arguments: Mapping[str, Any] | None = None,
+    ) -> None:
         """Tell ranks that have run out what is about to be done, and give them what they need. Collective.
 
         A no-op outside of a context, and while nobody can have run out.
@@ -82,16 +98,18 @@ class UnevenInputs:
         Args:
             call: what.
             groups: the public param groups.
-            settings: the arguments, as numbers.
+            settings: what a clipping is asked for, as numbers.
+            arguments: keyword arguments of a step.
 
         Raises:
             PeerLostError: if a rank is gone.
+            TypeError: if somebody has run out, and a hyperparameter or an argument cannot be told; on every rank.
             Exception: what a rank that has run out cannot do.
         """
         engine = self._engine
         if engine.control.alone or not self._is_inside() or not self.someone_joined():
             return
-        attendance = call_roll(engine.control, call)
+        attendance = call_roll(engine.control, call, untold=unwritable(groups, arguments or {}))
         if attendance.joined and attendance.giver == engine.ranks.rank:
             give(
                 engine.control,
@@ -100,14 +118,26 @@ class UnevenInputs:
                 engine.params,
                 engine.layout.plan,
                 settings,
+                arguments,
                 gradients=call is Call.STEP and engine.pipeline is None,
             )
 
     def stepped(self) -> None:
         """Remember which gradients have been used, to know what a rank has accumulated when it runs out."""
         self.forget_what_others_used()
-        if self._engine.pipeline is None and self.someone_joined is _perhaps and self._is_inside():
-            self._left_over = self._marks()
+        if self._engine.pipeline is None and not self._engine.control.alone:
+            grads = [param.grad for param in self._engine.params]
+            self._stepped = [(weakref.ref(grad), grad._version) for grad in grads if grad is not None]
+
+    def has_unstepped(self) -> bool:
+        """Whether there are gradients other than those of the last step."""
+        grads = [param.grad for param in self._engine.params if param.grad is not None]
+        if len(grads) != len(self._stepped):
+            return bool(grads)
+        return any(
+            known() is not grad or grad._version != version
+            for grad, (known, version) in zip(grads, self._stepped, strict=True)
+        )
 
     # ------------------------------------------------------------------ a rank that has run out
 
@@ -235,12 +265,12 @@ class UnevenInputs:
 
     def _step(self, given: Handover, groups: Sequence[ParamGroup]) -> None:
         engine = self._engine
-        self._has_shadowed = True
+        self.has_shadowed = True
         if engine.pipeline is not None:
             for index in given.absent:
                 engine.params[index].grad = None
         with engine.as_shadow():
-            engine.step(groups, None, {}, gradients=given.gradients if engine.pipeline is None else None)
+            engine.step(groups, None, given.arguments, gradients=given.gradients if engine.pipeline is None else None)
         # Nobody reads parameters of a rank without data before the others' next call.
         engine.finish_share()
 
@@ -257,9 +287,9 @@ class UnevenInputs:
     def _refusal(self) -> Exception | None:
         """Why this rank cannot take part in a step, if it cannot: it has accumulated what nobody can add any more."""
         engine = self._engine
-        if self._has_shadowed or self.someone_joined is not _perhaps or engine.pipeline is not None:
+        if self.has_shadowed or self.someone_joined is not _perhaps or engine.pipeline is not None:
             return None
-        if self._marks() == self._left_over:
+        if not self.has_unstepped():
             return None
         for index, param in enumerate(engine.params):
             if param.grad is not None and bool((_values(param.grad) != 0).any()):
@@ -273,9 +303,6 @@ class UnevenInputs:
     def _partners_accumulate(self) -> bool:
         """Whether DDP has told, in the iteration that was just shadowed, that the others do not reduce gradients."""
         return bool(self.partners) and not any(model.require_forward_param_sync for model in self.partners)
-
-    def _marks(self) -> list[tuple[int, int]]:
-        return [(id(param.grad), param.grad._version) for param in self._engine.params if param.grad is not None]
 
 
 def _perhaps() -> bool:
