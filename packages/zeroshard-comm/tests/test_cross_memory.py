@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import subprocess
 import sys
@@ -27,9 +29,19 @@ def test_memory_that_is_not_there() -> None:
 
 
 def test_memory_that_ends_too_early() -> None:
-    # A read that can be made in part is gone on with, and fails where there is nothing.
-    with pytest.raises(OSError, match="Bad address"):
-        read_into(torch.zeros(2**28), os.getpid(), (1 << 47) - 2**20)
+    page = mmap.PAGESIZE
+    region = torch.frombuffer(mmap.mmap(-1, 2 * page), dtype=torch.uint8)
+    region.fill_(7)
+    found = torch.zeros(2 * page, dtype=torch.uint8)
+    libc, second = ctypes.CDLL(None), ctypes.c_void_p(region.data_ptr() + page)
+    assert libc.mprotect(second, page, 0) == 0
+    try:
+        # What can be read is, and what cannot is not taken for the end.
+        with pytest.raises(OSError, match="Bad address"):
+            read_into(found, os.getpid(), region.data_ptr())
+    finally:
+        assert libc.mprotect(second, page, mmap.PROT_READ | mmap.PROT_WRITE) == 0
+    assert found.tolist() == [7] * page + [0] * page
 
 
 def test_a_process_that_has_ended() -> None:
