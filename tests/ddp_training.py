@@ -7,9 +7,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-
-# DistributedDataParallel imports it when it is built: seconds, in a fresh process, of which some groups have few.
-import torch._dynamo.compiled_autograd
 import torch.distributed as dist
 from torch import nn, optim
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook

@@ -7,6 +7,9 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
+
+# First steps and DistributedDataParallel import it: seconds, in a fresh process, of which some groups have few.
+import torch._dynamo.compiled_autograd
 from torch import nn, optim
 
 # Every class of torch.optim that can be sharded and takes dense gradients, with settings that use all of its state.
