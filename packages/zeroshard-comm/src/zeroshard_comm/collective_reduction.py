@@ -13,10 +13,11 @@ from dataclasses import dataclass
 import torch
 from zeroshard_core import Run
 
+from zeroshard_comm.bits import bits_as_words, bits_from_words
 from zeroshard_comm.control import Control
 from zeroshard_comm.exchange import Exchange, Pending, Segment
 from zeroshard_comm.packing import PACK_BELOW
-from zeroshard_comm.reduction import NOTE_WORDS, Note, _as_words, _from_words
+from zeroshard_comm.reduction import NOTE_WORDS, Note
 from zeroshard_comm.words import TAG_NOTES, Words
 
 
@@ -70,7 +71,7 @@ class CollectiveReduction:
         Raises:
             PeerLostError: if a rank is gone.
         """
-        words = Words(self.control, [*note.words, *_as_words(note.present)], TAG_NOTES, "backward()")
+        words = Words(self.control, [*note.words, *bits_as_words(note.present)], TAG_NOTES, "backward()")
         pending: Pending | None = None
         if gradients and self.exchange.ranks.world_size > 1:
             # First, as DDP does: a sum in half precision may be too large.
@@ -99,7 +100,7 @@ class CollectiveUnderway:
         """
         tensors = self._reduction.tensors
         return [
-            Note(tuple(numbers[:NOTE_WORDS]), _from_words(numbers[NOTE_WORDS:], tensors))
+            Note(tuple(numbers[:NOTE_WORDS]), bits_from_words(numbers[NOTE_WORDS:], tensors))
             for numbers in self._words.wait()
         ]
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from zeroshard_core import Run
 
+from zeroshard_comm.bits import bits_as_words, bits_from_words
 from zeroshard_comm.packing import PACK_BELOW
 from zeroshard_comm.ranks import RankGroup
 from zeroshard_comm.scratch import Receive, ReceiveWindow
@@ -126,7 +127,7 @@ class Underway:
         self._buffer: torch.Tensor | None = None
         self._own_note = Note((0,) * NOTE_WORDS, (False,) * reduction.tensors)
         ranks = reduction.ranks
-        words = NOTE_WORDS + len(_as_words(self._own_note.present))
+        words = NOTE_WORDS + len(bits_as_words(self._own_note.present))
         self._notes = {peer: torch.empty(words, dtype=torch.int64, device="cpu") for peer in ranks.peers}
         self._wire = wire_of(ranks)
         self._arriving_notes = [
@@ -157,7 +158,7 @@ class Underway:
         """
         reduction, ranks = self._reduction, self._reduction.ranks
         self._buffer, self._own_note = buffer, note
-        own = torch.tensor([*note.words, *_as_words(note.present)], dtype=torch.int64, device="cpu")
+        own = torch.tensor([*note.words, *bits_as_words(note.present)], dtype=torch.int64, device="cpu")
         self._staged.append(own)
         for peer in ranks.peers:
             self._send(peer, own, TAG_NOTE)
@@ -196,7 +197,7 @@ class Underway:
         found = {ranks.rank: self._own_note}
         for peer, words in self._notes.items():
             numbers = words.tolist()
-            found[peer] = Note(tuple(numbers[:NOTE_WORDS]), _from_words(numbers[NOTE_WORDS:], tensors))
+            found[peer] = Note(tuple(numbers[:NOTE_WORDS]), bits_from_words(numbers[NOTE_WORDS:], tensors))
         return [found[rank] for rank in range(ranks.world_size)]
 
     def finish(self) -> None:
@@ -309,15 +310,3 @@ def _divide(tensors: tuple[torch.Tensor, ...], world_size: int) -> None:
 def _cut(received: torch.Tensor, like: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     flat = received.view(like[0].dtype)
     return (flat,) if len(like) == 1 else flat.split([piece.numel() for piece in like])
-
-
-def _as_words(present: Sequence[bool]) -> list[int]:
-    """Pack bits into 63-bit numbers."""
-    return [
-        sum(1 << place for place, bit in enumerate(present[start : start + 63]) if bit)
-        for start in range(0, len(present), 63)
-    ]
-
-
-def _from_words(words: Sequence[int], count: int) -> tuple[bool, ...]:
-    return tuple([bool(words[place // 63] >> place % 63 & 1) for place in range(count)])

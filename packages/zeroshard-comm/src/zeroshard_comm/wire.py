@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from zeroshard_comm.bits import bits_as_words, bits_from_words
 from zeroshard_comm.control import Control, lost, wait_for
 from zeroshard_comm.cross_memory import SWITCH, machine, read_into
 from zeroshard_comm.failures import DisagreementError, PeerLostError
@@ -167,17 +168,19 @@ def connect(control: Control) -> None:
         return
     secret = torch.tensor([secrets.randbits(62)], dtype=torch.int64, device="cpu")
     mine = (machine(), os.getpid(), secret.data_ptr(), int(secret))
-    everyone = control.collect_words(mine, "connect()")
+    places = control.collect_words(mine, "connect()")
     readable = {
         peer: process
-        for peer, (theirs, process, address, expected) in enumerate(everyone)
+        for peer, (theirs, process, address, expected) in enumerate(places)
         if peer != ranks.rank and mine[0] and theirs == mine[0] and _reads(process, address, expected)
     }
     # Until everybody has looked, the number must stay where it is.
-    bits = control.collect_words(_as_words([peer in readable for peer in range(ranks.world_size)]), "connect()")
-    readers = [peer for peer in ranks.peers if bits[peer][ranks.rank // 63] >> ranks.rank % 63 & 1]
-    all_read = all(sum(word.bit_count() for word in words) == ranks.world_size - 1 for words in bits)
-    _found[ranks.group] = _Found(readable, frozenset(readers), all_read)
+    everyone = range(ranks.world_size)
+    told = control.collect_words(bits_as_words([peer in readable for peer in everyone]), "connect()")
+    reads = [bits_from_words(words, ranks.world_size) for words in told]
+    readers = frozenset([peer for peer in ranks.peers if reads[peer][ranks.rank]])
+    all_read = all(reads[one][other] for one in everyone for other in everyone if one != other)
+    _found[ranks.group] = _Found(readable, readers, all_read)
     del secret
 
 
@@ -188,13 +191,6 @@ def _reads(process: int, address: int, expected: int) -> bool:
     except OSError:
         return False
     return int(found) == expected
-
-
-def _as_words(present: list[bool]) -> list[int]:
-    return [
-        sum(1 << place for place, bit in enumerate(present[start : start + 63]) if bit)
-        for start in range(0, len(present), 63)
-    ]
 
 
 class _Plain(Message):

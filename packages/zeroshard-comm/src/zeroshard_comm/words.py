@@ -10,9 +10,9 @@ import time
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
-from zeroshard_comm.control import Control, lost, wait_for
+from zeroshard_comm.control import Control
+from zeroshard_comm.wire import Message, wire_of
 
 TAG_NOTES = 0x5A530040
 TAG_STATUSES = 0x5A530041
@@ -34,24 +34,16 @@ class Words:
     def __init__(self, control: Control, words: Sequence[int], tag: int, operation: str) -> None:
         self._control, self._words, self._operation = control, list(words), operation
         self._arriving: dict[int, torch.Tensor] = {}
-        self._works: list[tuple[int, dist.Work | None]] = []
+        self._messages: list[Message] = []
         channel = control.channel
         if channel is None:
             return
+        wire = wire_of(channel)
         # What is sent must live as long as the sends.
         self._own = torch.tensor(self._words, dtype=torch.int64, device="cpu")
-        for peer in channel.peers:
-            self._arriving[peer] = torch.empty_like(self._own)
-            try:
-                receive = dist.irecv(self._arriving[peer], group=channel.group, group_src=peer, tag=tag)
-                self._works.append((peer, receive))
-            except RuntimeError as failure:
-                raise lost(failure, peer, channel.rank, operation) from failure
-        for peer in channel.peers:
-            try:
-                self._works.append((peer, dist.isend(self._own, group=channel.group, group_dst=peer, tag=tag)))
-            except RuntimeError as failure:
-                raise lost(failure, peer, channel.rank, operation) from failure
+        self._arriving = {peer: torch.empty_like(self._own) for peer in channel.peers}
+        self._messages = [wire.receive(peer, theirs, tag, operation) for peer, theirs in self._arriving.items()]
+        self._messages += [wire.send(peer, self._own, tag, operation) for peer in channel.peers]
         peers = len(channel.peers)
         nbytes = self._own.nbytes * peers
         control.traffic.add("control", sent=nbytes, received=nbytes, calls=2 * peers)
@@ -66,9 +58,9 @@ class Words:
             return [self._words]
         started = time.perf_counter()
         rank = self._control.channel.rank
-        for peer, work in self._works:
-            wait_for(work, peer, rank, self._operation)
-        self._works = []
+        for message in self._messages:
+            message.wait(self._operation)
+        self._messages = []
         self._control.traffic.add("control", waited=time.perf_counter() - started)
         found = {peer: words.tolist() for peer, words in self._arriving.items()} | {rank: self._words}
         return [found[other] for other in range(len(found))]
