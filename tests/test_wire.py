@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from torch import optim
 from training import assert_bitwise_equal, set_gradients, small_model, twins
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_comm import Control, DisagreementError, PeerLostError, RankGroup, Wire, connect, wire_of
-from zeroshard_comm.cross_memory import SWITCH
+from zeroshard_comm.cross_memory import SWITCH, read_into
 from zeroshard_testing import Faults, assert_replicas_equal, rank_fixture
 
 TAG = 0x5A530050
@@ -31,8 +33,25 @@ def connected(group: dist.ProcessGroup | None = None) -> Wire:
 def reading(group: dist.ProcessGroup | None = None) -> Wire:
     wire = connected(group)
     if not wire.reads:
-        pytest.skip("this kernel does not let processes of one user read each other's memory")
+        refusal = first_refusal()
+        assert refusal, "every rank can read the next one's memory, and connect() has not found it out"
+        pytest.skip(f"this kernel does not let processes of one user read each other's memory: {refusal}")
     return wire
+
+
+def first_refusal() -> str:
+    """Let every rank read from the next one, without what is tested; return the first error, alike on all ranks."""
+    here = torch.ones(1)
+    places: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(places, (os.getpid(), here.data_ptr()))
+    said: list[Any] = [None] * dist.get_world_size()
+    mine = ""
+    try:
+        read_into(torch.zeros(1), *places[(dist.get_rank() + 1) % dist.get_world_size()])
+    except OSError as refusal:
+        mine = str(refusal)
+    dist.all_gather_object(said, mine)
+    return next(filter(None, said), "")
 
 
 @pytest.fixture(params=["read", "sent"])

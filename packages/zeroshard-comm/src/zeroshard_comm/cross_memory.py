@@ -1,7 +1,7 @@
 """Reading the memory of another process of the same machine, where the kernel allows it (Linux, ``process_vm_readv``).
 
 Over loopback a byte is copied into the kernel by one process and out of it by the other, by threads that must be woken.
-A read across processes is one copy, made by whoever needs the bytes: 6 GB/s where sockets bring 1 to 2 GB/s.
+A read across processes is one copy, made by whoever needs the bytes: 6 GB/s on the machine of docs/benchmarks.md.
 
 Who may read whom is for the kernel to say, by the rules of ``ptrace``: the same user, and what a container or the
 ``yama`` module adds to that. So it is tried, see :mod:`zeroshard_comm.wire`, and not concluded from settings.

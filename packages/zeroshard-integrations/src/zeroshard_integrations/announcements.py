@@ -11,10 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-import torch
-import torch.distributed as dist
-from zeroshard_comm import Control
-from zeroshard_comm.control import lost, wait_for
+from zeroshard_comm import Control, Words
 
 TAG_ANNOUNCEMENT = 0x5A530060
 
@@ -56,21 +53,13 @@ class Announcements:
     """
 
     def __init__(self, control: Control) -> None:
-        self._control, self._ranks = control, control.ranks
-        self._own: Announcement | None = None
-        self._alone = control.alone
-        if self._alone:
-            return
-        assert control.channel is not None
-        self._group = control.channel.group
-        self._sent = torch.zeros(1, dtype=torch.int64, device="cpu")
-        self._received = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self._ranks.world_size)]
-        self._works: list[tuple[int, dist.Work | None]] = []
+        self._control = control
+        self._posted: Words | None = None
 
     @property
     def is_posted(self) -> bool:
         """Whether an announcement has been posted whose answers were not waited for."""
-        return self._own is not None
+        return self._posted is not None
 
     def post(self, announcement: Announcement) -> None:
         """Send an announcement and expect those of the peers, without waiting.
@@ -78,23 +67,8 @@ class Announcements:
         Raises:
             PeerLostError: if a rank is gone.
         """
-        assert self._own is None
-        self._own = announcement
-        if self._alone:
-            return
-        self._sent[0] = _written(announcement)
-        rank, group = self._ranks.rank, self._group
-        for peer in self._ranks.peers:
-            try:
-                # Receives first: gloo starts a send once its receive is posted.
-                # And without dist.irecv and dist.isend: what they check takes longer than what they do.
-                received = group.recv([self._received[peer]], peer, TAG_ANNOUNCEMENT)
-                sent = group.send([self._sent], peer, TAG_ANNOUNCEMENT)
-            except RuntimeError as failure:
-                raise lost(failure, peer, rank, _OPERATION) from failure
-            self._works += [(peer, received), (peer, sent)]
-        peers = len(self._ranks.peers)
-        self._control.traffic.add("control", sent=8 * peers, received=8 * peers, calls=2 * peers)
+        assert self._posted is None
+        self._posted = Words(self._control, [_written(announcement)], TAG_ANNOUNCEMENT, _OPERATION)
 
     def answers(self) -> Sequence[Announcement]:
         """Wait for the announcements of all ranks, and return them in rank order.
@@ -102,15 +76,9 @@ class Announcements:
         Raises:
             PeerLostError: if a rank is gone, or announces nothing within the timeout.
         """
-        own, self._own = self._own, None
-        assert own is not None
-        if self._alone:
-            return [own]
-        works, self._works = self._works, []
-        for peer, work in works:
-            wait_for(work, peer, self._ranks.rank, _OPERATION)
-        self._received[self._ranks.rank][0] = self._sent[0]
-        return [_read(int(word)) for word in self._received]
+        posted, self._posted = self._posted, None
+        assert posted is not None
+        return [_read(word) for [word] in posted.wait()]
 
 
 def _written(announcement: Announcement) -> int:

@@ -155,6 +155,21 @@ def hook_with_zero_step_interleaved(
     return _stepping(hook, ddp, zero, Stepping.IN_BACKWARD, overlap_forward=overlap_forward)
 
 
+_stepped_by: weakref.WeakKeyDictionary[Hook, weakref.ref[ZeroRedundancyOptimizer]] = weakref.WeakKeyDictionary()
+
+
+def optimizers_of_hooks(ddp: DistributedDataParallel) -> list[ZeroRedundancyOptimizer]:
+    """Return the sharded optimizers to which the communication hooks of a model hand its gradients.
+
+    Args:
+        ddp: the model.
+    """
+    states = [state for _, state in ddp._comm_hooks]
+    # By identity: users' hooks need not be hashable.
+    steppers = [zero() for hook, _ in ddp._comm_hooks for known, zero in _stepped_by.items() if known is hook]
+    return [optimizer for optimizer in (*states, *steppers) if isinstance(optimizer, ZeroRedundancyOptimizer)]
+
+
 def _stepping(
     hook: Hook,
     ddp: DistributedDataParallel,
@@ -185,7 +200,7 @@ def _stepping(
             _check_group(state, zero)
         return _receive(follower, bucket, (lambda: hook(state, bucket)) if reduces_elsewhere else None)
 
-    step_in_backward.zero_of = zero_of  # type: ignore[attr-defined] # by which Join finds the optimizer
+    _stepped_by[step_in_backward] = zero_of
     return step_in_backward
 
 

@@ -21,10 +21,10 @@ from zeroshard import OptimizerJoinHook
 from zeroshard_comm import Control, DisagreementError, PeerLostError, RankGroup
 
 from zeroshard_integrations.announcements import Announcement, Announcements, Status
+from zeroshard_integrations.ddp import optimizers_of_hooks
 from zeroshard_integrations.failure_note import FailureNote
 from zeroshard_integrations.join_checks import (
     common_group,
-    optimizers_of_hooks,
     params_of,
     refuse_nested,
     refuse_without_model,
@@ -95,7 +95,6 @@ class Join:
         self._group = common_group(self._joinables)
         self._divide_by_running = not kwargs.get("divide_by_initial_world_size", True)
         self._kwargs = kwargs
-        self._settings = {"throw_on_early_termination": throw_on_early_termination, **kwargs}
         self._world_size, self._rank = dist.get_world_size(self._group), dist.get_rank(self._group)
         self._begin()
 
@@ -103,6 +102,8 @@ class Join:
         self._hooks: list[JoinHook] = []
         self._models: dict[int, ModelInJoin] = {}
         self._steps: dict[int, OptimizerJoinHook] = {}
+        self._models_of: dict[int, list[ModelInJoin]] = {}
+        """By an optimizer's place, the models of its parameters."""
         self._running = self._world_size
         self._joined: tuple[int, ...] = ()
         self._called: list[int] = []
@@ -168,8 +169,9 @@ class Join:
         ranks = RankGroup.of(self._group)
         self._control = Control(ranks)
         told = ", ".join([type(joinable).__name__ for joinable in self._joinables])
-        settings = ", ".join([f"{name}={_told(value)}" for name, value in sorted(self._settings.items())])
-        entered = f"Join([{told}], {settings})"
+        settings = {"throw_on_early_termination": self._throw, **self._kwargs}
+        told_settings = ", ".join([f"{name}={_told(value)}" for name, value in sorted(settings.items())])
+        entered = f"Join([{told}], {told_settings})"
         self._control.meet(
             "entering Join",
             _digest(entered),
@@ -183,6 +185,11 @@ class Join:
         self._is_inside = True
         for place, joinable in enumerate(self._joinables):
             self._take_in(place, joinable)
+        for place in self._steps:
+            params = set(params_of(self._joinables[place]))
+            self._models_of[place] = [
+                model for model in self._models.values() if not params.isdisjoint(model.ddp.parameters())
+            ]
         return self
 
     def _take_in(self, place: int, joinable: Joinable) -> None:
@@ -287,10 +294,8 @@ class Join:
 
     def _closed(self, place: int) -> None:
         """An optimizer is stepped: what its models have accumulated has been used."""
-        params = set(params_of(self._joinables[place]))
-        for model in self._models.values():
-            if not params.isdisjoint(model.ddp.parameters()):
-                model.close()
+        for model in self._models_of[place]:
+            model.close()
 
     # ------------------------------------------------------------------ leaving
 

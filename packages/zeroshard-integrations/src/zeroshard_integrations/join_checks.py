@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard.join_partners import refuse_before_model
 
+from zeroshard_integrations.ddp import optimizers_of_hooks
 from zeroshard_integrations.join_config import BlockConfig
 
 
@@ -61,15 +62,6 @@ def common_group(joinables: Sequence[Joinable]) -> dist.ProcessGroup:
     return found
 
 
-def optimizers_of_hooks(model: DistributedDataParallel) -> list[ZeroRedundancyOptimizer]:
-    """The sharded optimizers to which the communication hooks of a model hand its gradients."""
-    hooked = [
-        state if isinstance(state, ZeroRedundancyOptimizer) else getattr(hook, "zero_of", _nothing)()
-        for hook, state in model._comm_hooks
-    ]
-    return [optimizer for optimizer in hooked if isinstance(optimizer, ZeroRedundancyOptimizer)]
-
-
 def refuse_without_model(joinables: Sequence[Joinable], optimizer: object) -> None:
     """Raise if an optimizer is handed gradients of a model that is not in the block. Passes over other joinables.
 
@@ -105,7 +97,3 @@ def params_of(joinable: object) -> list[torch.Tensor]:
     """Return the parameters of a sharded optimizer; none of anything else."""
     groups = joinable.param_groups if isinstance(joinable, ZeroRedundancyOptimizer) else []
     return [param for group in groups for param in group["params"]]
-
-
-def _nothing() -> None:
-    return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import SupportsIndex
 
 from torch.distributed.algorithms.join import _JoinConfig
 
@@ -48,6 +48,6 @@ class BlockConfig(_JoinConfig):
         """Tell the block of a call."""
         self._notify()
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, tuple[()]]:  # noqa: ANN401 - as in object
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Callable[[], _JoinConfig], tuple[()]]:
         """Copy and pickle as the config of a joinable outside of any block, which a copied model is."""
         return _JoinConfig.construct_disabled_join_config, ()

@@ -67,7 +67,8 @@ def call_roll(
     """
     operation = "Join"
     try:
-        words = [int(number) for number in control.collect(mine if untold is None else mine | _CANNOT_TELL, operation)]
+        word = int(mine) if untold is None else mine | _CANNOT_TELL
+        words = [answer for [answer] in control.collect_words([word], operation)]
         answers = [Call(word & ~_CANNOT_TELL) for word in words]
         if Call.REFUSED in answers:
             control.meet(operation, error=error)

@@ -15,9 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from zeroshard_comm import Control
-from zeroshard_comm.control import lost, wait_for
+from zeroshard_comm import Control, Message, wire_of
 from zeroshard_core import Plan, Shard, storage_view
 
 from zeroshard.local import NOT_SYNCED
@@ -229,8 +227,8 @@ class _Sender:
 
     def __init__(self, control: Control) -> None:
         assert control.channel is not None
-        self._group, self._rank, self._traffic = control.channel.group, control.ranks.rank, control.traffic
-        self._works: list[tuple[int, dist.Work | None, torch.Tensor]] = []
+        self._wire, self._traffic = wire_of(control.channel), control.traffic
+        self._under_way: list[tuple[Message, torch.Tensor]] = []
 
     def text(self, peer: int, text: bytes) -> None:
         self._send(peer, torch.tensor([len(text)], device="cpu"), TAG_LENGTH)
@@ -241,16 +239,12 @@ class _Sender:
             self._send(peer, values.view(torch.uint8), TAG_VALUES)
 
     def finish(self) -> None:
-        for peer, work, _ in self._works:
-            wait_for(work, peer, self._rank, _OPERATION)
-        self._works = []
+        for message, _ in self._under_way:
+            message.wait(_OPERATION)
+        self._under_way = []
 
     def _send(self, peer: int, payload: torch.Tensor, tag: int) -> None:
-        try:
-            work = dist.isend(payload, group=self._group, group_dst=peer, tag=tag)
-        except RuntimeError as failure:
-            raise lost(failure, peer, self._rank, _OPERATION) from failure
-        self._works.append((peer, work, payload))
+        self._under_way.append((self._wire.send(peer, payload, tag, _OPERATION), payload))
         self._traffic.add("control", sent=payload.nbytes, calls=1)
 
 
@@ -259,8 +253,7 @@ class _Receiver:
 
     def __init__(self, control: Control, giver: int) -> None:
         assert control.channel is not None
-        self._group, self._rank, self._traffic = control.channel.group, control.ranks.rank, control.traffic
-        self._giver = giver
+        self._wire, self._traffic, self._giver = wire_of(control.channel), control.traffic, giver
 
     def text(self) -> bytes:
         length = torch.zeros(1, dtype=torch.int64, device="cpu")
@@ -276,9 +269,5 @@ class _Receiver:
         return values
 
     def _receive(self, target: torch.Tensor, tag: int) -> None:
-        try:
-            work = dist.irecv(target, group=self._group, group_src=self._giver, tag=tag)
-        except RuntimeError as failure:
-            raise lost(failure, self._giver, self._rank, _OPERATION) from failure
-        wait_for(work, self._giver, self._rank, _OPERATION)
+        self._wire.receive(self._giver, target, tag, _OPERATION).wait(_OPERATION)
         self._traffic.add("control", received=target.nbytes, calls=1)

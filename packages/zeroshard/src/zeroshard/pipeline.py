@@ -44,7 +44,6 @@ _grad_of = attrgetter("grad")
 _SETTLED = 3
 """After so many equal backwards, the next one is expected to have the same buckets: DDP rebuilds them once, before."""
 
-
 _IS_SHADOW = 3
 """Which word of a note says whether its rank has run out of data."""
 
@@ -431,7 +430,7 @@ class Pipeline:
                 del failure
         present = [self._there(route) for route in self._in_order()]
         if not may_step_in_pieces(self._local.optim):
-            return self._step_whole(arguments)
+            return self._step_whole(present, arguments)
         keywords = dict(arguments)
         for route in self._in_order():
             route.expect(self._carrier.exchange)
@@ -449,10 +448,10 @@ class Pipeline:
         self._may_step = False
         return None
 
-    def _step_whole(self, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as the inner step
+    def _step_whole(self, present: Sequence[tuple[bool, ...]], arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as the inner step
         """Step everything in one call of the inner optimizer."""
-        for route in self._in_order():
-            route.bind(self._there(route))
+        for route, there in zip(self._in_order(), present, strict=True):
+            route.bind(there)
             route.stepped = True
         try:
             self._local.bind_gradients(self._rest)

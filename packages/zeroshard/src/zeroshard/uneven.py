@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from operator import attrgetter, is_not
 from typing import Any
 
 import torch
@@ -46,7 +48,7 @@ class UnevenInputs:
         self._engine, self._is_inside = engine, is_inside
         self.someone_joined: Callable[[], bool] = _perhaps
         self.partners: Sequence[DistributedDataParallel] = ()
-        self._stepped: list[tuple[weakref.ref[torch.Tensor], int]] = []
+        self._stepped: tuple[list[weakref.ref[torch.Tensor]], list[int]] = [], []
         self.has_shadowed = False
         self._put_off: Callable[[], None] | None = None
 
@@ -126,18 +128,18 @@ class UnevenInputs:
         """Remember which gradients have been used, to know what a rank has accumulated when it runs out."""
         self.forget_what_others_used()
         if self._engine.pipeline is None and not self._engine.control.alone:
-            grads = [param.grad for param in self._engine.params]
-            self._stepped = [(weakref.ref(grad), grad._version) for grad in grads if grad is not None]
+            # In every step, also outside of contexts: a window may begin before one.
+            grads = [*filter(_is_there, map(_grad_of, self._engine.params))]
+            self._stepped = [*map(weakref.ref, grads)], [*map(_version_of, grads)]
 
     def has_unstepped(self) -> bool:
         """Whether there are gradients other than those of the last step."""
-        grads = [param.grad for param in self._engine.params if param.grad is not None]
-        if len(grads) != len(self._stepped):
+        known, versions = self._stepped
+        grads = [*filter(_is_there, map(_grad_of, self._engine.params))]
+        if len(grads) != len(known):
             return bool(grads)
-        return any(
-            known() is not grad or grad._version != version
-            for grad, (known, version) in zip(grads, self._stepped, strict=True)
-        )
+        same = all(ref() is grad for ref, grad in zip(known, grads, strict=True))
+        return not same or [*map(_version_of, grads)] != versions
 
     # ------------------------------------------------------------------ a rank that has run out
 
@@ -303,6 +305,9 @@ class UnevenInputs:
     def _partners_accumulate(self) -> bool:
         """Whether DDP has told, in the iteration that was just shadowed, that the others do not reduce gradients."""
         return bool(self.partners) and not any(model.require_forward_param_sync for model in self.partners)
+
+
+_grad_of, _version_of, _is_there = attrgetter("grad"), attrgetter("_version"), partial(is_not, None)
 
 
 def _perhaps() -> bool:
