@@ -81,6 +81,27 @@ def test_gradients_can_be_discarded(views: bool, discard: str) -> None:
 
 
 @pytest.mark.ranks(2, backend="gloo")
+@VIEWS
+@PARTITIONS
+@pytest.mark.parametrize("discard", ["optimizer", "model", "to zero"])
+def test_windows_can_be_given_up(views: bool, partition: str, discard: str) -> None:
+    twins = owner(partition, views=views)
+    for number in range(4):
+        for ddp, optimizer in twins.sides:
+            twins.backward(ddp, 10 * number)
+            with ddp.no_sync():
+                twins.backward(ddp, 10 * number + 1)
+            if discard == "model":
+                ddp.zero_grad()
+            else:
+                optimizer.zero_grad(set_to_none=discard == "optimizer")
+            twins.backward(ddp, 10 * number + 2)
+            optimizer.step()
+            optimizer.zero_grad()
+        twins.check(f"after iteration {number}")
+
+
+@pytest.mark.ranks(2, backend="gloo")
 def test_gradients_set_to_zero_still_move_momentum() -> None:
     twins = Twins("owner", optimizer=torch.optim.SGD, settings={"momentum": 0.9, "weight_decay": 0.1})
     for number in range(4):

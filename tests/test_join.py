@@ -167,6 +167,28 @@ def test_two_models_and_their_optimizers(rank: int, context: str) -> None:
         assert pair.distance() < 1e-12
 
 
+@pytest.mark.ranks(2, backend="gloo")
+@EVERY_HOOK
+def test_joinables_are_called_in_any_order(rank: int, hook: str) -> None:
+    numbers = [2, 5]
+    first, second = Uneven(numbers, hook), Uneven(numbers, hook, optimizer="SGD")
+    with Join([first.ddp, second.ddp, first.optimizer, second.optimizer]):
+        for number in range(numbers[rank]):
+            # The second alone from time to time.
+            for pair in (second, first) if number % 2 else (second,):
+                pair.optimizer.zero_grad()
+                pair.loss(pair.ddp, inputs(number, rank)).backward()
+                pair.optimizer.step()
+    for number in range(max(numbers)):
+        for pair in (second, first) if number % 2 else (second,):
+            pair.plain.zero_grad()
+            for other in range(2):
+                if number < numbers[other]:
+                    (pair.loss(pair.plain_model, inputs(number, other)) / 2).backward()
+            pair.plain.step()
+    assert max(first.distance(), second.distance()) < 1e-12
+
+
 @pytest.mark.ranks(2, 3, backend="gloo")
 @EVERY_CONTEXT
 def test_an_optimizer_without_ddp(rank: int, world_size: int, context: str) -> None:

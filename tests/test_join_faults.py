@@ -297,23 +297,6 @@ def test_a_model_that_is_missing_shows_in_the_first_step(rank: int) -> None:
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_the_first_joinable_comes_first(rank: int) -> None:
-    first = short([2, 5], "none")
-    second = Uneven([2, 5], "none", group=first.group)
-    started = time.monotonic()
-    with (
-        pytest.raises(RuntimeError, match="list it first"),
-        Join([first.ddp, second.ddp, first.optimizer, second.optimizer]),
-    ):
-        for number in range(first.lengths[rank]):
-            for part in (second, first):
-                part.optimizer.zero_grad()
-                part.loss(part.ddp, inputs(number, rank)).backward()
-                part.optimizer.step()
-    assert time.monotonic() - started < SOON
-
-
-@pytest.mark.ranks(2, backend="gloo")
 def test_a_static_graph_on_a_rank_without_a_batch(rank: int) -> None:
     started = time.monotonic()
     with pytest.raises(ValueError, match="without a single batch, and static_graph"):

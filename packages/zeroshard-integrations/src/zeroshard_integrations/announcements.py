@@ -2,13 +2,13 @@
 
 One small message to and from each peer, tagged, over the control channel of the ranks: so it never meets a collective
 that DistributedDataParallel has issued on the same group, also after an error. It is posted in one place and waited for
-in another, with a forward in between.
+in another, which lets a forward lie in between.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 from zeroshard_comm import Control, Words
@@ -28,21 +28,47 @@ class Status(IntEnum):
     """It leaves the block with an error."""
 
 
+class Kind(IntEnum):
+    """What a rank is about to do."""
+
+    CALL = 0
+    """A joinable that is no model communicates."""
+    FORWARD = 1
+    BACKWARD = 2
+    """The first gradient of a model is there."""
+    END = 3
+    """All gradients of a backward have been reduced, and a communication hook steps."""
+
+
+class Held(IntEnum):
+    """What has become of a model's gradients since its last backward, or since the block was entered."""
+
+    KEPT = 0
+    DROPPED = 1
+    """All of them are None, or zero."""
+    CHANGED = 2
+    """Some are None or zero, or have other values."""
+
+
 @dataclass(frozen=True)
 class Announcement:
     """What a rank says.
 
     Attributes:
         status: how it is.
-        joinable: the place in the block's list of what it is about to call.
-        reduces: of a model, whether gradients will be reduced in the backward of this forward.
-        with_grad: of a model, whether gradients are enabled.
+        kind: what it is about to do.
+        joinable: the place in the block's list of what does it.
+        reduces: of a model, whether gradients will be reduced in this backward, or that of this forward.
+        with_grad: of a forward, whether gradients are enabled.
+        held: of a backward, the gradients to which it adds; not compared.
     """
 
     status: Status
+    kind: Kind = Kind.CALL
     joinable: int = 0
     reduces: bool = False
     with_grad: bool = False
+    held: Held = field(default=Held.KEPT, compare=False)
 
 
 class Announcements:
@@ -82,9 +108,11 @@ class Announcements:
 
 
 def _written(announcement: Announcement) -> int:
-    flags = announcement.status | announcement.reduces << 2 | announcement.with_grad << 3
-    return flags | announcement.joinable << 4
+    flags = announcement.status | announcement.kind << 2 | announcement.held << 4
+    return flags | announcement.reduces << 6 | announcement.with_grad << 7 | announcement.joinable << 8
 
 
 def _read(word: int) -> Announcement:
-    return Announcement(Status(word & 3), word >> 4, bool(word >> 2 & 1), bool(word >> 3 & 1))
+    return Announcement(
+        Status(word & 3), Kind(word >> 2 & 3), word >> 8, bool(word >> 6 & 1), bool(word >> 7 & 1), Held(word >> 4 & 3)
+    )

@@ -2,8 +2,7 @@
 
 A drop-in for ``torch.distributed.algorithms.join``, with its names and signatures. Ranks that run out of data take part
 in what the others do, as if they contributed zero gradients; what they had accumulated counts. Parameters end where a
-single process would have ended that sees the batches of all ranks, if each forward is followed by its backward, and no
-step is left out; docs/join.md lists what is not right yet.
+single process would have ended that sees the batches of all ranks.
 """
 
 from __future__ import annotations
@@ -13,14 +12,18 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.distributed.algorithms.join import Joinable, JoinHook, _JoinConfig
 from torch.nn.parallel import DistributedDataParallel
 from zeroshard import OptimizerJoinHook
+from zeroshard.attendance import Call
+from zeroshard.handover import give_gradients, take_gradients
 from zeroshard_comm import Control, DisagreementError, PeerLostError, RankGroup
 
-from zeroshard_integrations.announcements import Announcement, Announcements, Status
+from zeroshard_integrations.announcements import Announcement, Announcements, Held, Kind, Status
+from zeroshard_integrations.call_order import CallOrder, Made
 from zeroshard_integrations.ddp import optimizers_of_hooks
 from zeroshard_integrations.failure_note import FailureNote
 from zeroshard_integrations.join_checks import (
@@ -40,18 +43,17 @@ class Join:
 
     ``with Join([ddp, optimizer]) as join:`` around the training loop. Every joinable tells the block before it
     communicates (:meth:`notify_join_context`), and a rank that has left the loop calls the hook of that joinable, until
-    all ranks have left. So a step is shadowed where there is one, and only there: backwards under ``ddp.no_sync()``,
-    several backwards before a step and models that are called without gradients work. Gradients that are set to zero
-    without a step do not, once a rank has run out.
+    all ranks have left. Backwards are followed where their first gradient comes. So what is shadowed is what the others
+    do: backwards under ``ddp.no_sync()``, several before a step, steps that are left out, forwards without a backward,
+    and gradients that are never set to zero, or changed, all end where one process would have.
 
     Entering is collective: all ranks enter a block with the same joinables and settings, in the same order. While all
-    ranks have data, the first joinable's call costs one small message to each peer and back; for a model it is
-    waited for when the forward has been computed.
+    ranks have data, the forward of a model costs one small message to each peer and back, which is waited for when the
+    forward has been computed; a joinable that is neither a model nor a sharded optimizer waits in front.
 
     Args:
         joinables: models in DistributedDataParallel, sharded optimizers, and any other
-            :class:`Joinable`, of one process group; a model before the optimizer of its parameters. The first is called
-            first in every iteration.
+            :class:`Joinable`, of one process group; a model before the optimizer of its parameters.
         enable: False to do nothing, where inputs are known to be even.
         throw_on_early_termination: raise an error on every rank as soon as one has run out of data.
         **kwargs: handed to the ``join_hook`` of every joinable. ``divide_by_initial_world_size`` (True) tells whether
@@ -106,9 +108,10 @@ class Join:
         """By an optimizer's place, the models of its parameters."""
         self._running = self._world_size
         self._joined: tuple[int, ...] = ()
-        self._called: list[int] = []
-        """What this rank has called since the first joinable's last call, by place."""
-        self._iterations = self._accumulations = 0
+        self._order = CallOrder()
+        self._has_announcers = self._ends = False
+        self._iterations = 0
+        self._shadowed: list[ModelInJoin] = []
         self._is_inside = self._is_shadow = self._is_told = False
 
     # ------------------------------------------------------------------ what a training loop may ask
@@ -175,11 +178,13 @@ class Join:
         self._control.meet(
             "entering Join",
             _digest(entered),
+            error=self._make_hooks(),
             detail=lambda: entered,
             explain=lambda here, there, rank, other: f"rank {rank} has entered {here}, and rank {other} {there}",
         )
-        self._hooks = [joinable.join_hook(**self._kwargs) for joinable in self._joinables]
         self._steps = {place: hook for place, hook in enumerate(self._hooks) if isinstance(hook, OptimizerJoinHook)}
+        # Those that wait for announcements by themselves, so that steps between them need none.
+        self._has_announcers = len(self._steps) < len(self._joinables)
         self._board = Announcements(self._control)
         self._note = FailureNote(ranks.group, ranks.rank)
         self._is_inside = True
@@ -187,26 +192,40 @@ class Join:
             self._take_in(place, joinable)
         for place in self._steps:
             params = set(params_of(self._joinables[place]))
-            self._models_of[place] = [
-                model for model in self._models.values() if not params.isdisjoint(model.ddp.parameters())
-            ]
+            self._models_of[place] = [model for model in self._models.values() if not params.isdisjoint(model.params)]
         return self
+
+    def _make_hooks(self) -> Exception | None:
+        """Ask the joinables for their hooks; return what one of them raised, with all of them as before."""
+        hooks: list[JoinHook] = []
+        try:
+            for joinable in self._joinables:
+                hooks.append(joinable.join_hook(**self._kwargs))
+        except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
+            for hook in hooks:
+                if isinstance(hook, OptimizerJoinHook):
+                    hook.leave()
+            return error
+        self._hooks = hooks
+        return None
 
     def _take_in(self, place: int, joinable: Joinable) -> None:
         enabled: Callable[[], bool] = _always
         if isinstance(joinable, DistributedDataParallel):
-            model = ModelInJoin(joinable, divide_by_running=self._divide_by_running, answered=self._answered)
             params = set(joinable.parameters())
             owners = [
                 hook
                 for number, hook in self._steps.items()
                 if not params.isdisjoint(params_of(self._joinables[number]))
             ]
-            model.is_stepped = any(not hook.steps_in_backward for hook in owners)
-            model.behind = [hook.finish_backward for hook in owners]
-            model.takes_buckets = bool(optimizers_of_hooks(joinable))
-            model.has_unstepped = lambda: any(hook.has_unstepped() for hook in owners)
-            model.enter()
+            model = ModelInJoin(
+                joinable,
+                owners,
+                takes_buckets=bool(optimizers_of_hooks(joinable)),
+                divide_by_running=self._divide_by_running,
+                answered=self._answered,
+                begins=lambda model: self._backward_begins(place, model),
+            )
             self._models[place] = model
             enabled = model.synchronizes_buffers
         if place in self._steps:
@@ -224,28 +243,52 @@ class Join:
         if self._is_told:
             raise RuntimeError("this Join block has ended with an error on every rank: leave it")
         self._answered()
-        if place == 0:
-            self._called = []
-        elif not self._called:
-            name = type(self._joinables[place]).__name__
-            raise RuntimeError(
-                f"joinable {place} ({name}) of the Join block is called before joinable 0, by whose calls ranks tell "
-                f"whether they have run out of data: list it first"
-            )
         refuse_without_model(self._joinables, self._joinables[place])
-        self._called.append(place)
         model = self._models.get(place)
-        announcement = model.begin(place) if model is not None else Announcement(Status.RUNNING, place)
-        if place in self._steps:
-            self._accumulations = 0
-            self._closed(place)
-        elif model is not None and model.reduces:
-            self._accumulations += 1
-        # While nobody has run out, nobody needs to hear of more than one call in an iteration.
-        if place == 0 or self._joined:
-            self._board.post(announcement)
-            if model is None or self._throw or model.waits_in_front():
-                self._answered()
+        if model is not None:
+            announcement = model.begin(place)
+            self._order.add(Made(Kind.FORWARD, place, reduces=announcement.reduces))
+        else:
+            hook = self._steps.get(place)
+            announcement = Announcement(Status.RUNNING, Kind.CALL, place)
+            self._order.add(Made(Kind.CALL, place, hook.calling if hook is not None else None))
+            if hook is not None and hook.calling is Call.STEP:
+                self._stepped(place)
+            if hook is not None and self._has_announcers and not self._joined:
+                # The others are told at the next forward. While nobody has run out, nobody needs to hear of more.
+                return
+        self._board.post(announcement)
+        if model is None or self._throw or self._joined or model.waits_in_front():
+            self._answered()
+
+    def _backward_begins(self, place: int, model: ModelInJoin) -> None:
+        """The first gradient of a backward is there on this rank."""
+        self._order.add(Made(Kind.BACKWARD, place, reduces=model.reduces))
+        if not self._joined:
+            model.add_to(Held.DROPPED if model.held.are_gone() else Held.KEPT)
+            return
+        if model.steps_in_backward:
+            for hook in model.owners:
+                hook.refuse_untold()
+        held = model.held.now()
+        model.refuse_changed(held)
+        self._answered()
+        self._board.post(Announcement(Status.RUNNING, Kind.BACKWARD, place, model.reduces, held=held))
+        answers = self._board.answers()
+        self._learn(answers)
+        held, giver = _agreed(answers)
+        self._hand_over(model, held, giver, self._joined)
+        model.add_to(held)
+        if model.steps_in_backward and not self._ends:
+            # Behind what DDP does at the end of a backward, and before the hooks' own steps.
+            self._ends = True
+            engine = torch.autograd.Variable._execution_engine
+            engine.queue_callback(lambda: engine.queue_callback(self._backward_ends))
+
+    def _backward_ends(self) -> None:
+        self._ends = False
+        self._board.post(Announcement(Status.RUNNING, Kind.END))
+        self._answered()
 
     def _answered(self) -> int:
         """Wait for what the ranks have announced, if that was not done; return how many still have data."""
@@ -262,6 +305,9 @@ class Join:
             self._control.meet("leaving Join")
             raise RuntimeError(f"rank {by_status[Status.FAILED][0]} has left the Join block with an error")
         self._running, self._joined = len(running), tuple(by_status[Status.JOINED])
+        if self._joined:
+            for model in self._models.values():
+                model.watch()
         if self._throw and running and self._joined:
             self._is_told = True
             raise RuntimeError(
@@ -276,12 +322,13 @@ class Join:
 
     def _difference(self, answers: Sequence[Announcement], one: int, other: int) -> str:
         here, there = answers[one], answers[other]
-        if here.joinable != there.joinable:
-            names = [type(self._joinables[answer.joinable]).__name__ for answer in (here, there)]
-            return (
-                f"rank {one} is about to call joinable {here.joinable} ({names[0]}) of the Join block, and rank "
-                f"{other} joinable {there.joinable} ({names[1]}): ranks that still have data must make the same calls"
-            )
+        if (here.kind, here.joinable) != (there.kind, there.joinable):
+            told = [
+                f"rank {rank} is about to {_IN_WORDS[answer.kind]} joinable {answer.joinable} "
+                f"({type(self._joinables[answer.joinable]).__name__})"
+                for rank, answer in ((one, here), (other, there))
+            ]
+            return f"{' and '.join(told)} of the Join block: ranks that still have data must make the same calls"
         if here.with_grad != there.with_grad:
             yes, no = (one, other) if here.with_grad else (other, one)
             return f"rank {yes} calls the model with gradients enabled, and rank {no} without: do the same on all ranks"
@@ -292,10 +339,10 @@ class Join:
             f"without a synchronized backward of its own"
         )
 
-    def _closed(self, place: int) -> None:
+    def _stepped(self, place: int) -> None:
         """An optimizer is stepped: what its models have accumulated has been used."""
         for model in self._models_of[place]:
-            model.close()
+            model.awaits_step = False
 
     # ------------------------------------------------------------------ leaving
 
@@ -333,7 +380,11 @@ class Join:
             if early is not None:
                 raise early
             self._answered()
-            is_last_joiner = self._shadow_the_others()
+            before = self._shadow_the_others()
+            is_last_joiner = self._rank not in before
+            if before:
+                for model in self._models.values():
+                    self._hold_as_the_last(model, before)
             for hook in self._hooks:
                 hook.post_hook(is_last_joiner)
         except Exception as error:
@@ -347,45 +398,97 @@ class Join:
             problem = model.problem() if model.phase is Phase.IDLE else None
             if problem is not None:
                 return problem
-            if model.phase is not Phase.IDLE:
+            if model.phase is Phase.BACKWARD or (model.phase is Phase.FORWARD and not self._joined):
                 return RuntimeError(
                     "this rank has left the Join block behind a forward whose backward() is missing, as with break "
                     "inside an iteration: leave the loop before the forward or behind the step, or compute what is "
                     "not to be trained under torch.no_grad()"
                 )
-            if model.is_open and model.reduces and model.is_stepped and not self._joined and self._accumulations < 2:
+            if not self._joined and self._is_unstepped(model):
+                # Where somebody has run out, the others tell of their step.
                 return RuntimeError(
                     "this rank has left the Join block behind a backward() whose step() is missing, as with break "
-                    "inside an iteration: leave the loop behind the step"
+                    "inside an iteration: leave the loop behind the step, or set gradients to zero where a step is "
+                    "left out"
                 )
         return None
 
-    def _shadow_the_others(self) -> bool:
-        """Take part in what the ranks do that still have data; return whether this was one of the last."""
-        is_last_joiner = True
+    def _is_unstepped(self, model: ModelInJoin) -> bool:
+        """Whether a step is missing behind the last backward, which the others are going to make.
+
+        Not in windows, which may be incomplete; not if gradients are gone, or not finite, so that steps are left out.
+        """
+        if not model.awaits_step or model.has_windows or model.steps_in_backward or not model.owners:
+            return False
+        return model.held.now() is not Held.DROPPED and (model.takes_buckets or model.held.are_finite())
+
+    def _shadow_the_others(self) -> Sequence[int]:
+        """Take part in what the ranks do that still have data; return those that had run out before the last ones."""
         self._is_shadow = True
         try:
             while True:
+                before = self._joined
                 self._board.post(Announcement(Status.JOINED))
                 answers = self._board.answers()
                 self._learn(answers)
                 if not self._running:
-                    return is_last_joiner
-                is_last_joiner = False
-                self._shadow(next(answer for answer in answers if answer.status is Status.RUNNING))
+                    return before
+                self._shadow(answers)
         finally:
             self._is_shadow = False
 
-    def _shadow(self, announcement: Announcement) -> None:
+    def _shadow(self, answers: Sequence[Announcement]) -> None:
+        announcement = next(answer for answer in answers if answer.status is Status.RUNNING)
         place = announcement.joinable
-        model = self._models.get(place)
-        if model is not None:
-            model.shadow(announcement, self._running)
-            self._iterations += place == 0 and announcement.reduces
+        if announcement.kind is Kind.END:
+            for model in self._shadowed:
+                model.end_backward()
+            self._shadowed = []
+        elif announcement.kind is Kind.CALL:
+            self._hooks[place].main_hook()
+        elif announcement.kind is Kind.FORWARD:
+            self._models[place].shadow_forward(announcement)
+        else:
+            model = self._models[place]
+            held, giver = _agreed(answers)
+            self._hand_over(model, held, giver, self._joined)
+            model.hold(held)
+            if not announcement.reduces:
+                return
+            self._iterations += place == min(self._models)
+            model.shadow_backward(self._running)
+            if model.steps_in_backward:
+                # Not before the others are where they step: they may reduce the gradients of further models before.
+                self._shadowed.append(model)
+            else:
+                model.end_backward()
+
+    def _hold_as_the_last(self, model: ModelInJoin, joined: Sequence[int]) -> None:
+        """Let ranks that have run out do with their gradients what the last have done since, so that all have the same.
+
+        Args:
+            model: whose.
+            joined: who had run out before the last.
+        """
+        is_last = self._rank not in joined
+        self._board.post(Announcement(Status.JOINED, held=model.held.now() if is_last else Held.KEPT))
+        answers = self._board.answers()
+        if any(answer.status is Status.FAILED for answer in answers):
+            self._learn(answers)
+        held, giver = _agreed(answers, [rank for rank in range(self._world_size) if rank not in joined])
+        self._hand_over(model, held, giver, joined)
+        if not is_last:
+            model.hold(held)
+
+    def _hand_over(self, model: ModelInJoin, held: Held, giver: int, joined: Sequence[int]) -> None:
+        """Bring gradients that were changed to the ranks that have run out. Collective."""
+        if held is not Held.CHANGED:
             return
-        self._hooks[place].main_hook()
-        if place in self._steps:
-            self._closed(place)
+        values = not model.takes_buckets
+        if giver == self._rank:
+            give_gradients(self._control, joined, model.params, values=values)
+        elif self._rank in joined:
+            take_gradients(self._control, giver, model.params, values=values)
 
     # ------------------------------------------------------------------ failing
 
@@ -433,28 +536,60 @@ class Join:
             raise RuntimeError(f"rank {first[0]} has failed inside the Join block: {first[1]}") from error
 
     def _finish_iteration(self, error: Exception) -> None:
-        """Do what the others wait for in this iteration, so that they come to where they can be told."""
-        if not self._called:
+        """Make the calls with the others that they make before they can be told, as far as that is known."""
+        if self._joined or self._is_known_to_all():
+            # Where somebody has run out, all calls are announced.
             return
-        reduces = True
-        model = self._models.get(self._called[-1])
-        if model is not None:
-            reduces = model.reduces
-            if model.phase is Phase.FORWARD and reduces:
-                model.shadow_backward(self._running)
-        if self._joined or not reduces:
-            # The others announce whatever they call.
-            return
-        for place, hook in enumerate(self._hooks):
-            if place in self._called:
-                continue
-            if place in self._models:
-                self._models[place].shadow(Announcement(Status.RUNNING, place, True, True), self._running)
-            elif place in self._steps:
-                if not self._steps[place].steps_in_backward:
-                    self._steps[place].report(error)
-            else:
-                hook.main_hook()
+        for made in self._expected():
+            hook = self._steps.get(made.joinable)
+            if made.kind is Kind.BACKWARD:
+                if made.reduces:
+                    self._models[made.joinable].shadow_backward(self._running)
+                    self._models[made.joinable].end_backward()
+            elif made.kind is not Kind.CALL or hook is None or not self._has_announcers:
+                return
+            elif made.call is not None:
+                # Raises.
+                hook.report(error, made.call)
+
+    def _is_known_to_all(self) -> bool:
+        """Whether the error has left a call in which all ranks have raised it."""
+        last = self._order.last
+        hook = self._steps.get(last.joinable) if last is not None and last.kind is Kind.CALL else None
+        return hook is not None and hook.calling is not None
+
+    def _expected(self) -> Sequence[Made]:
+        """The calls that the others make next, as this rank did the last time, or as any loop does the first time."""
+        open_models = {place: model for place, model in self._models.items() if model.phase is Phase.FORWARD}
+        found = self._order.expected()
+        if found:
+            return found
+        called = self._order.made_by_joinables()
+        if not called or any(place not in called for place in self._models):
+            return []
+        backwards = [Made(Kind.BACKWARD, place, reduces=model.reduces) for place, model in open_models.items()]
+        steps = [
+            Made(Kind.CALL, place, Call.STEP)
+            for place, hook in self._steps.items()
+            if place not in called and not hook.steps_in_backward and all(m.reduces for m in self._models_of[place])
+        ]
+        return [*backwards, *steps]
+
+
+_IN_WORDS = {
+    Kind.CALL: "call",
+    Kind.FORWARD: "call",
+    Kind.BACKWARD: "compute gradients of",
+    Kind.END: "step during the backward of",
+}
+
+
+def _agreed(answers: Sequence[Announcement], among: Sequence[int] | None = None) -> tuple[Held, int]:
+    """What has become of the gradients on ranks that have data, or some others, and the first rank that says so."""
+    if among is None:
+        among = [rank for rank, answer in enumerate(answers) if answer.status is Status.RUNNING]
+    held, rank = max((answers[rank].held, -rank) for rank in among)
+    return held, -rank
 
 
 def _is_lost(error: Exception) -> bool:

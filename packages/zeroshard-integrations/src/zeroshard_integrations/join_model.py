@@ -1,7 +1,7 @@
 """A model in DistributedDataParallel inside a Join block: following its iterations, and shadowing those of the others.
 
 The backward of a rank without data is DDP's own: buckets of zeros, reduced as the others reduce theirs. Here they hold
-what the rank had accumulated, if that has not been stepped, and what has been reduced in them becomes ``.grad``.
+what the rank has in ``.grad``, if the others have it in theirs, and what has been reduced in them becomes ``.grad``.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
+from zeroshard import OptimizerJoinHook
 from zeroshard_core import is_dense
 
-from zeroshard_integrations.announcements import Announcement, Status
+from zeroshard_integrations.announcements import Announcement, Held, Kind, Status
+from zeroshard_integrations.held_gradients import HeldGradients
 
 
 class Phase(Enum):
@@ -36,40 +38,49 @@ class ModelInJoin:
 
     Args:
         ddp: the model.
+        owners: of the sharded optimizers of its parameters that are in the block.
+        takes_buckets: whether a communication hook keeps the gradients, and adds what was accumulated itself.
         divide_by_running: average gradients over the ranks that still have data, where DDP reduces them itself.
         answered: waits for the ranks' announcements, and returns how many still have data.
+        begins: called at the beginning of every backward, with the model. Before the first gradient, if :meth:`watch`
+            was called; else it may be earlier.
 
     Attributes:
+        params: those whose gradients DDP reduces.
         phase: where this rank is.
-        reduces: whether the last forward's backward reduces gradients.
-        is_open: whether ``.grad`` holds what has not been stepped.
-        is_stepped: whether the block hears of steps; else a reduction is taken for the end of a step.
-        behind: called when all of a backward has been shadowed.
-        takes_buckets: whether a communication hook keeps the gradients, and adds what was accumulated itself.
-        has_unstepped: tells whether ``.grad`` holds what has not been stepped, when the block is entered.
+        reduces: whether the backward that is due, or was the last, reduces gradients.
+        held: follows the gradients.
+        awaits_step: whether gradients have been reduced that no step has used.
+        has_windows: whether several backwards that reduce have come before a step.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, *, divide_by_running: bool, answered: Callable[[], int]) -> None:
-        self.ddp, self._divide_by_running, self._answered = ddp, divide_by_running, answered
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        owners: Sequence[OptimizerJoinHook],
+        *,
+        takes_buckets: bool,
+        divide_by_running: bool,
+        answered: Callable[[], int],
+        begins: Callable[[ModelInJoin], None],
+    ) -> None:
+        self.ddp, self.owners, self.takes_buckets = ddp, owners, takes_buckets
+        self._divide_by_running, self._answered, self._begins = divide_by_running, answered, begins
+        self.params: Sequence[torch.Tensor] = ddp._build_params_for_reducer()[0]
         self.phase = Phase.IDLE
-        self.reduces = self.is_open = self.is_stepped = False
-        self.takes_buckets = False
-        self.behind: Sequence[Callable[[], None]] = ()
-        self.has_unstepped: Callable[[], bool] = bool
+        self.reduces = self.awaits_step = self.has_windows = False
+        self.held = HeldGradients(self.params)
         # Also those of DDP in C++, which it does not keep in a list.
         self._has_hook = bool(ddp._comm_hooks or ddp._get_ddp_logging_data().get("comm_hook"))
-        self._handle: RemovableHandle | None = None
+        # Of the module inside: who calls `forward` itself passes over hooks of DDP.
+        self._handle: RemovableHandle | None = ddp.module.register_forward_hook(self._after_forward)
         self._on_params: list[RemovableHandle] = []
-        self._has_shadowed = self._has_reduced = self._has_local = self._has_run = False
+        self._is_called = self._is_prepared = self._has_begun = self._has_run = self._has_reduced = False
+        self._has_local = not takes_buckets and any(hook.has_unstepped() for hook in owners)
         self._reduced: dict[torch.Tensor, torch.Tensor] = {}
         """What had been reduced of gradients to which backwards under ``no_sync()`` have added since."""
 
     # ------------------------------------------------------------------ a rank that still has data
-
-    def enter(self) -> None:
-        """Follow the model's forwards from now on."""
-        self._handle = self.ddp.register_forward_hook(self._after_forward)
-        self.is_open = self._has_local = self.is_stepped and not self.takes_buckets and self.has_unstepped()
 
     def leave(self) -> None:
         """Leave the model as it was; safe to call repeatedly."""
@@ -80,15 +91,16 @@ class ModelInJoin:
         for handle in self._on_params:
             handle.remove()
         self._on_params = []
-        if self._has_shadowed and not self.is_open:
-            # The others have stepped with these gradients, and may have set theirs to zero.
-            for param in self.ddp.parameters():
-                param.grad = None
         self._reduced = {}
         if self._divide_by_running:
             # True: divide by the number of ranks, whatever the last iteration's number was.
             self.ddp.reducer._set_forward_pass_work_handle(_known(self.ddp.process_group.size()), True)
         self.ddp.__dict__["_divide_by_initial_world_size"] = True
+
+    @property
+    def steps_in_backward(self) -> bool:
+        """Whether a communication hook steps the optimizer of its parameters."""
+        return any(hook.steps_in_backward for hook in self.owners)
 
     def synchronizes_buffers(self) -> bool:
         """Whether DDP sends module buffers around, for which it must know who still has data."""
@@ -106,15 +118,21 @@ class ModelInJoin:
             joinable: the model's place in the block.
         """
         with_grad = torch.is_grad_enabled()
-        self.reduces = with_grad and self.ddp.require_backward_grad_sync
-        self.phase = Phase.FORWARD if with_grad else Phase.IDLE
-        if with_grad and not self.reduces and self._has_reduced and not self._reduced and self._adds_local_only:
-            self._reduced = {param: param.grad.clone() for param in self.ddp.parameters() if param.grad is not None}
-        return Announcement(Status.RUNNING, joinable, self.reduces, with_grad)
+        reduces = with_grad and self.ddp.require_backward_grad_sync
+        self._is_called = True
+        if with_grad:
+            self.phase = Phase.FORWARD
+            # What a forward has prepared stays so until a backward has reduced.
+            self.reduces = self._is_prepared = reduces or self._is_prepared
+        return Announcement(Status.RUNNING, Kind.FORWARD, joinable, reduces, with_grad)
 
     def _after_forward(self, module: nn.Module, inputs: object, output: object) -> None:  # noqa: ARG002 - torch's signature
+        if not self._is_called:
+            # Somebody has called the module inside.
+            return
+        self._is_called = False
         running = self._answered()
-        if self.phase is not Phase.FORWARD:
+        if not torch.is_grad_enabled():
             return
         if self._divide_by_running:
             self.ddp.reducer._set_forward_pass_work_handle(_known(running), False)
@@ -122,28 +140,70 @@ class ModelInJoin:
         watched = [tensor for tensor in found if tensor.grad_fn is not None]
         for tensor in watched:
             tensor.register_hook(self._backward_begins)
-        if not found and output is not None and not self._on_params:
-            # An object that is not known: its backward is noticed where it ends.
-            trained = [param for param in self.ddp.parameters() if param.requires_grad]
-            self._on_params = [param.register_hook(self._backward_begins) for param in trained]
+        if not found and output is not None:
+            # An object that is not known: its backward is noticed at its first gradient.
+            self.watch()
         if not watched and not self._on_params:
             self.phase = Phase.IDLE
+
+    def watch(self) -> None:
+        """Notice the first gradient of every backward from now on."""
+        if not self._on_params:
+            trained = [param for param in self.params if param.requires_grad]
+            self._on_params = [param.register_hook(self._first_gradient) for param in trained]
 
     def _backward_begins(self, gradient: torch.Tensor) -> None:  # noqa: ARG002 - torch's signature
         if self.phase is Phase.FORWARD:
             self.phase = Phase.BACKWARD
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
+            if not self._on_params:
+                self._has_begun = True
+                self._begins(self)
+
+    def _first_gradient(self, gradient: torch.Tensor) -> None:
+        if self._has_begun:
+            return
+        self._backward_begins(gradient)
+        if self.phase is Phase.BACKWARD:
+            self._has_begun = True
+            self._begins(self)
 
     def _backward_ends(self) -> None:
-        self.phase = Phase.IDLE
-        self._has_run = True
-        self.is_open = self.is_stepped or not self.reduces
+        engine = torch.autograd.Variable._execution_engine
+        self.phase, self._has_begun, self._has_run = Phase.IDLE, False, True
+        if self.reduces:
+            self._is_prepared, self.awaits_step = False, True
         self._accumulated(local=not self.reduces)
+        # Behind DDP, which writes gradients in callbacks of this one's kind, and hooks, which follow them.
+        engine.queue_callback(lambda: engine.queue_callback(self.held.record))
 
-    def close(self) -> None:
-        """Take what is in ``.grad`` for stepped."""
-        self.is_open = self._has_reduced = self._has_local = False
-        self._reduced = {}
+    def add_to(self, held: Held) -> None:
+        """Take note of the gradients to which a backward is about to add.
+
+        Args:
+            held: what has become of them.
+        """
+        if held is Held.DROPPED:
+            self._has_reduced = self._has_local = False
+            self._reduced = {}
+        elif self.awaits_step and self.reduces:
+            self.has_windows = True
+        if not self.reduces and self._has_reduced and not self._reduced and self._adds_local_only:
+            self._reduced = {param: param.grad.clone() for param in self.params if param.grad is not None}
+        for hook in self.owners:
+            hook.begin_backward(adds=held is not Held.DROPPED)
+
+    def refuse_changed(self, held: Held) -> None:
+        """Raise if what ranks without data hold, or held, cannot be told from what they are to hold.
+
+        Raises:
+            RuntimeError: saying so.
+        """
+        if held is Held.CHANGED and self._has_local and not self.takes_buckets:
+            raise RuntimeError(
+                "gradients were changed, or some of them set to zero, between backwards under no_sync(), and a rank "
+                "has run out of data, whose own part of them nobody knows: change them behind the backward that reduces"
+            )
 
     @property
     def _adds_local_only(self) -> bool:
@@ -158,7 +218,7 @@ class ModelInJoin:
         if local:
             self._has_local = True
             return
-        self._has_local, self._has_reduced = False, self.is_open
+        self._has_local, self._has_reduced = False, True
         self._reduced = {}
 
     # ------------------------------------------------------------------ a rank that has run out
@@ -193,12 +253,22 @@ class ModelInJoin:
             return False
         return True
 
-    def shadow(self, announcement: Announcement, running: int) -> None:
-        """Do what DDP does in a forward and a backward, without data. Collective.
+    def hold(self, held: Held) -> None:
+        """Do with this rank's gradients what the others have done with theirs, where no values are needed.
+
+        Args:
+            held: what has become of theirs.
+        """
+        if held is Held.DROPPED:
+            for param in self.params:
+                param.grad = None
+        self.add_to(held)
+
+    def shadow_forward(self, announcement: Announcement) -> None:
+        """Do what DDP does in a forward, without data. Collective.
 
         Args:
             announcement: of a rank that still has data.
-            running: how many do.
         """
         ddp = self.ddp
         if announcement.with_grad:
@@ -207,8 +277,6 @@ class ModelInJoin:
         if self.synchronizes_buffers():
             ddp._check_global_requires_backward_grad_sync(is_joined_rank=True)
         ddp.require_forward_param_sync = announcement.reduces
-        if announcement.reduces:
-            self.shadow_backward(running)
 
     def shadow_backward(self, running: int) -> None:
         """Take part in the reduction of gradients, without a backward. Collective.
@@ -218,30 +286,31 @@ class ModelInJoin:
         """
         ddp, reducer = self.ddp, self.ddp.reducer
         self.phase = Phase.IDLE
-        self._has_shadowed = True
         own = not self.takes_buckets
         # Now, before a communication hook takes them.
-        used = [self.is_open and param.grad is not None for param in ddp._build_params_for_reducer()[0]]
+        used = [param.grad is not None for param in self.params]
         # With a communication hook, it is the hook that divides.
         share = 1 if self._has_hook else running if self._divide_by_running else ddp.process_group.size()
         buckets = reducer._get_zeros_like_grad_buckets()
-        if own and self.is_open and (self._has_local or not self._adds_local_only):
+        if own and (self._has_local or not self._adds_local_only):
             for bucket in buckets:
                 _fill(bucket, share, self._reduced)
         works = [reducer._run_comm_hook(bucket) for bucket in buckets]
         for bucket, work in zip(buckets, works, strict=True):
             reduced = work.wait()
-            if own and self.is_stepped:
+            if own:
                 _keep(bucket, reduced if isinstance(reduced, torch.Tensor) else reduced[0])
-        self.is_open = self.is_stepped
         self._accumulated(local=False)
         if ddp.find_unused_parameters:
             # What is there is what all ranks have used in the last backward of this one.
             reducer._get_local_used_map().copy_(torch.tensor(used, device="cpu"))
             dist.all_reduce(reducer._get_local_used_map(), group=ddp.process_group)
         reducer._push_all_rebuilt_params()
-        for call in self.behind:
-            call()
+
+    def end_backward(self) -> None:
+        """Do what communication hooks do at the end of a backward that was shadowed. Collective."""
+        for hook in self.owners:
+            hook.finish_backward()
 
 
 def _known(number: int) -> Any:  # noqa: ANN401 - torch's Work, of a type without a stub

@@ -22,6 +22,9 @@ class Call(IntEnum):
     BACKWARD = 3
     REFUSED = 4
     """It has run out of data, and cannot do what the others do; it has an error to report."""
+    CONSOLIDATE = 5
+    OTHER = 6
+    """What ranks without data cannot take part in."""
 
 
 @dataclass(frozen=True)

@@ -117,11 +117,7 @@ def give(
     for peer in joined:
         shards = [shard for shard in plan.of_rank(peer) if gradients and shard.tensor not in missing]
         found = {shard: params[shard.tensor].grad for shard in shards}
-        sparse = {
-            str(shard.tensor): [grad._nnz(), grad.sparse_dim(), list(grad._values().shape[1:]), grad.is_coalesced()]
-            for shard, grad in found.items()
-            if grad is not None and grad.layout is torch.sparse_coo
-        }
+        sparse = _sparse({shard.tensor: grad for shard, grad in found.items() if grad is not None})
         sender.text(peer, json.dumps({**text, "sparse": sparse}).encode())
         for shard, grad in found.items():
             assert grad is not None
@@ -150,24 +146,81 @@ def take(
     for shard in plan.of_rank(control.ranks.rank):
         if not gradients or shard.tensor in absent:
             continue
-        param = params[shard.tensor]
-        sparse = text["sparse"].get(str(shard.tensor))
-        if sparse is not None:
-            nnz, sparse_dim, inner, coalesced = sparse
-            indices = receiver.values(sparse_dim * nnz, torch.int64).view(sparse_dim, nnz)
-            count = nnz * int(torch.Size(inner).numel())
-            values = receiver.values(count, param.dtype).view(nnz, *inner)
-            made = torch.sparse_coo_tensor(indices, values, param.shape, is_coalesced=coalesced, check_invariants=False)
-            found[shard.tensor] = made.to(param.device)
-            continue
-        values = receiver.values(shard.numel, param.dtype)
-        if shard.numel == param.numel():
-            found[shard.tensor] = torch.empty_like(param, requires_grad=False).copy_(values.view(param.shape))
-        else:
-            found[shard.tensor] = values.to(param.device)
+        found[shard.tensor] = receiver.gradient(shard, params[shard.tensor], text["sparse"].get(str(shard.tensor)))
     groups = [{key: _read(value) for key, value in group.items()} for group in text["groups"]]
     arguments = {name: _read(value) for name, value in text["arguments"].items()}
     return Handover(groups, absent, text["settings"], arguments, found)
+
+
+def give_gradients(control: Control, joined: Sequence[int], params: Sequence[torch.Tensor], *, values: bool) -> None:
+    """Send the joined ranks what is in ``.grad``, whole.
+
+    Args:
+        control: the channel.
+        joined: the ranks.
+        params: the parameters, in the same order on all ranks.
+        values: whether to send values, or only which gradients are not None and not zero.
+
+    Raises:
+        PeerLostError: if a rank is gone.
+    """
+    sender = _Sender(control)
+    grads = [param.grad for param in params]
+    absent = [index for index, grad in enumerate(grads) if grad is None or not is_nonzero([grad])]
+    held = {index: grad for index, grad in enumerate(grads) if grad is not None and values}
+    text = json.dumps({"absent": absent, "sparse": _sparse(held) if values else {}}).encode()
+    for peer in joined:
+        sender.text(peer, text)
+        for index, grad in held.items():
+            if index in absent:
+                continue
+            for part in _parts(_whole(index, params[index]), params[index], grad):
+                sender.values(peer, part)
+    sender.finish()
+
+
+def take_gradients(control: Control, giver: int, params: Sequence[torch.Tensor], *, values: bool) -> None:
+    """Receive what :func:`give_gradients` sends, and put it into ``.grad``: None for what is absent.
+
+    Raises:
+        PeerLostError: if the rank that gives is gone.
+    """
+    receiver = _Receiver(control, giver)
+    text = json.loads(receiver.text())
+    absent = frozenset(text["absent"])
+    for index, param in enumerate(params):
+        if index in absent:
+            param.grad = None
+        elif values:
+            param.grad = receiver.gradient(_whole(index, param), param, text["sparse"].get(str(index)))
+
+
+def is_nonzero(grads: Sequence[torch.Tensor]) -> bool:
+    """Whether any element of any of these gradients is other than zero, or may be.
+
+    Args:
+        grads: dense or sparse, of any shapes; those that stand for gradients of owners too.
+    """
+    for grad in grads:
+        if isinstance(grad, ReducedGradient):
+            found = not grad.is_zero()
+        else:
+            found = bool(((grad._values() if grad.layout is torch.sparse_coo else grad) != 0).any())
+        if found:
+            return True
+    return False
+
+
+def _whole(index: int, param: torch.Tensor) -> Shard:
+    return Shard(tensor=index, rank=0, start=0, stop=param.numel())
+
+
+def _sparse(grads: Mapping[int, torch.Tensor]) -> dict[str, list[Any]]:
+    return {
+        str(index): [grad._nnz(), grad.sparse_dim(), list(grad._values().shape[1:]), grad.is_coalesced()]
+        for index, grad in grads.items()
+        if grad.layout is torch.sparse_coo
+    }
 
 
 def _parts(shard: Shard, param: torch.Tensor, grad: torch.Tensor) -> list[torch.Tensor]:
@@ -267,6 +320,20 @@ class _Receiver:
         if count:
             self._receive(values.view(torch.uint8), TAG_VALUES)
         return values
+
+    def gradient(self, shard: Shard, param: torch.Tensor, sparse: Sequence[Any] | None) -> torch.Tensor:
+        """A piece 1-D in storage order, a whole tensor in its shape."""
+        if sparse is not None:
+            nnz, sparse_dim, inner, coalesced = sparse
+            indices = self.values(sparse_dim * nnz, torch.int64).view(sparse_dim, nnz)
+            count = nnz * int(torch.Size(inner).numel())
+            values = self.values(count, param.dtype).view(nnz, *inner)
+            made = torch.sparse_coo_tensor(indices, values, param.shape, is_coalesced=coalesced, check_invariants=False)
+            return made.to(param.device)
+        values = self.values(shard.numel, param.dtype)
+        if shard.numel == param.numel():
+            return torch.empty_like(param, requires_grad=False).copy_(values.view(param.shape))
+        return values.to(param.device)
 
     def _receive(self, target: torch.Tensor, tag: int) -> None:
         self._wire.receive(self._giver, target, tag, _OPERATION).wait(_OPERATION)

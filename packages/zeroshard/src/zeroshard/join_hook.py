@@ -18,13 +18,20 @@ class OptimizerJoinHook(JoinHook):
         uneven: of the optimizer.
         groups: returns its public param groups.
         leave: takes the optimizer out of the context.
+        consolidate: brings the optimizer's state to a rank.
 
     Attributes:
         steps: how many steps this rank has shadowed.
     """
 
-    def __init__(self, uneven: UnevenInputs, groups: Callable[[], list[ParamGroup]], leave: Callable[[], None]) -> None:
-        self._uneven, self._groups, self._leave = uneven, groups, leave
+    def __init__(
+        self,
+        uneven: UnevenInputs,
+        groups: Callable[[], list[ParamGroup]],
+        leave: Callable[[], None],
+        consolidate: Callable[[int], None],
+    ) -> None:
+        self._uneven, self._groups, self._leave, self._consolidate = uneven, groups, leave, consolidate
         self._told = False
         self.steps = 0
         super().__init__()
@@ -33,6 +40,21 @@ class OptimizerJoinHook(JoinHook):
     def steps_in_backward(self) -> bool:
         """Whether a communication hook steps the optimizer, so that its own step communicates nothing."""
         return self._uneven.steps_in_backward
+
+    @property
+    def calling(self) -> Call | None:
+        """What a call of the optimizer on this rank does that has begun and not come to its end."""
+        return self._uneven.calling
+
+    def refuse_untold(self) -> None:
+        """Raise if ranks without data cannot be told this rank's hyperparameters.
+
+        Raises:
+            TypeError: naming one.
+        """
+        error = self._uneven.untold(self._groups())
+        if error is not None:
+            raise error
 
     def has_unstepped(self) -> bool:
         """Whether this rank has gradients that have not been stepped, of backwards before the context."""
@@ -64,18 +86,26 @@ class OptimizerJoinHook(JoinHook):
             self._uneven.forget_what_others_used()
             return
         if self._told:
-            self.steps += self._uneven.shadow(self._groups()) is Call.STEP
+            self.steps += self._uneven.shadow(self._groups(), self._consolidate) is Call.STEP
         else:
-            self.steps += self._uneven.shadow_iteration(self._groups())
+            self.steps += self._uneven.shadow_iteration(self._groups(), self._consolidate)
             self._uneven.forget_what_others_used()
+
+    def begin_backward(self, *, adds: bool) -> None:
+        """Take note that a backward begins, before its first gradient, whether this rank makes or shadows it.
+
+        Args:
+            adds: whether there are gradients to which it adds.
+        """
+        self._uneven.begin_backward(adds=adds)
 
     def finish_backward(self) -> None:
         """Finish a backward whose buckets this rank has shadowed; a no-op if there was none. Collective."""
         self._uneven.finish_backward()
 
-    def report(self, error: Exception) -> None:
-        """Tell ranks that are in, or before, their step that this rank has failed; see :class:`UnevenInputs`."""
-        self._uneven.report(error, self._groups())
+    def report(self, error: Exception, call: Call) -> None:
+        """Tell ranks that are in, or before, a call that this rank has failed; see :class:`UnevenInputs`."""
+        self._uneven.report(error, call, self._groups())
 
     def post_hook(self, is_last_joiner: bool) -> None:  # noqa: ARG002 - torch's signature
         """Leave the context."""

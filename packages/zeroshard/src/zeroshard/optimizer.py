@@ -220,6 +220,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         failure, self._hook_failure = self._hook_failure, None
         pipeline = self._engine.pipeline
         if pipeline is not None and pipeline.stepping is not Stepping.IN_STEP:
+            # Nothing is sent from here, so an error is this rank's own.
             Join.notify_join_context(self)
             return self._step_after_backward(pipeline, closure, kwargs, failure)
         loss: Any = None
@@ -232,13 +233,25 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             result = self._engine.step(self.param_groups, closure, kwargs, failure, lambda: self._attend_step(kwargs))
         finally:
             del failure
+        self._uneven.calling = None
         self._uneven.stepped()
         self._holds_state = True
         return result if loss is None else loss
 
-    def _attend_step(self, arguments: Mapping[str, Any]) -> None:
+    def _begin_call(self, call: Call) -> None:
+        """Tell a Join context that this rank is about to communicate; ``calling`` is set to None behind the call."""
+        self._uneven.calling = call
         Join.notify_join_context(self)
+
+    def _attend_step(self, arguments: Mapping[str, Any]) -> None:
+        self._begin_call(Call.STEP)
         self._uneven.attend(Call.STEP, self.param_groups, arguments=arguments)
+
+    def _refuse_joined(self, operation: str) -> None:
+        """Raise on every rank if one of a Join context has run out of data. Collective inside a context."""
+        self._begin_call(Call.OTHER)
+        refusal = RuntimeError(f"{operation} needs all ranks, and one has run out of data: call it outside of Join")
+        self._uneven.attend(Call.OTHER, self.param_groups, impossible=refusal)
 
     def _step_after_backward(
         self, pipeline: Pipeline, closure: Closure | None, arguments: Mapping[str, Any], failure: Exception | None
@@ -290,9 +303,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 "this optimizer is stepped during backward by its communication hook, so there is nothing left to "
                 "clip; use reduce_to_owner_hook, and clip between backward() and step()"
             )
-        Join.notify_join_context(self)
+        self._begin_call(Call.CLIP)
         self._uneven.attend(Call.CLIP, self.param_groups, (max_norm, norm_type, error_if_nonfinite))
-        return clip_over_ranks(
+        norm = clip_over_ranks(
             self._engine.control,
             pipeline.gradients,
             max_norm,
@@ -300,6 +313,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self._engine.params[0].dtype,
             error_if_nonfinite=error_if_nonfinite,
         )
+        self._uneven.calling = None
+        return norm
 
     @property
     def takes_buckets(self) -> bool:
@@ -370,8 +385,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if not self.initialized:
             super().add_param_group(param_group)
             return
+        self._refuse_joined("add_param_group()")
         register = super().add_param_group
         self._engine.grow(self.param_groups, lambda: register(read_group(param_group)))
+        self._uneven.calling = None
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -389,12 +406,24 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             PeerLostError: if a rank is gone.
             Exception: if the param groups are not those of the local optimizer, or a hyperparameter cannot be copied.
         """
-        failure: Exception | None = None
         target = -1
         if not isinstance(to, bool):
             # NumPy's integers are ranks too.
             with suppress(Exception):
                 target = operator.index(to)
+        self._begin_call(Call.CONSOLIDATE)
+        self._uneven.attend(Call.CONSOLIDATE, self.param_groups, (target,))
+        self._consolidate(target, to)
+        self._uneven.calling = None
+
+    def _consolidate(self, target: int, to: object) -> None:
+        """As :meth:`consolidate_state_dict`, also of a rank that has run out of data.
+
+        Args:
+            target: the rank, -1 if it is none.
+            to: what was asked for.
+        """
+        failure: Exception | None = None
         operation = f"consolidate_state_dict(to={target})"
         if not 0 <= target < self.world_size:
             failure = ValueError(
@@ -456,6 +485,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 models differ.
             Exception: whatever else a rank meets. In every case the optimizer is as before, on every rank.
         """
+        self._refuse_joined("load_state_dict()")
         state_dict = dict(state_dict) if isinstance(state_dict, Mapping) else state_dict
         failure: Exception | None = None
         mine: dict[Any, Any] = {}
@@ -502,6 +532,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         loaded = frozenset(key for key, entries in by_index.items() if isinstance(key, int) and entries)
         # Frozen tensors that now have state stay with the rank that holds it when they are unfrozen.
         self._engine.settle(loaded, self.param_groups)
+        self._uneven.calling = None
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -531,7 +562,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._uneven.begin(divide_by_running=not kwargs.get("divide_by_initial_world_size", True))
         self._uneven.partners = [item for item in partners if isinstance(item, DistributedDataParallel)]
         self._uneven.forget_what_others_used()
-        return OptimizerJoinHook(self._uneven, lambda: self.param_groups, self._leave_join)
+        return OptimizerJoinHook(
+            self._uneven, lambda: self.param_groups, self._leave_join, lambda to: self._consolidate(to, to)
+        )
 
     def _leave_join(self) -> None:
         self._join_config = _JoinConfig.construct_disabled_join_config()

@@ -88,6 +88,8 @@ class Pipeline:
         self._routes: dict[int, Route] = {}
         self._order: list[int] = []
         self._carried: dict[int, torch.Tensor] = {}
+        self._delivered: set[int] = set()
+        """Of the carried ones, those whose later values are on their way: the window they belong to was not given up."""
         self._rebuilt: dict[int, int] = {}
         self._backwards = 0
         self.in_backward = False
@@ -391,9 +393,10 @@ class Pipeline:
             for place, tensor in enumerate(route.tensors):
                 carried = self._carried.pop(tensor, None)
                 gradient = route.owned_gradient(place)
-                if carried is not None and gradient is not None:
+                if carried is not None and gradient is not None and tensor in self._delivered:
                     self._carrier.keep(carried)
                     gradient.add_(carried)
+            self._delivered.difference_update(route.tensors)
 
     def _check(self, notes: Sequence[Note]) -> None:
         # On a fake group there is but one.
@@ -708,6 +711,10 @@ class Pipeline:
         if gradient is not None:
             self._carried[tensor] = gradient.clone()
 
+    def deliver(self, tensor: int) -> None:
+        """Take note that values to which something was carried go into a bucket; see the same class."""
+        self._delivered.add(tensor)
+
     def zero(self, tensor: int) -> None:
         """Set a reduced gradient to zero; see :class:`~zeroshard.reduced_gradient.Keeper`."""
         route, place = self._place[tensor]
@@ -716,6 +723,11 @@ class Pipeline:
         gradient = route.owned_gradient(place)
         if gradient is not None:
             gradient.zero_()
+
+    def is_zeroed(self, tensor: int) -> bool:
+        """Whether a reduced gradient was set to zero; see :class:`~zeroshard.reduced_gradient.Keeper`."""
+        place = self._place.get(tensor)
+        return place is not None and tensor in place[0].zeroed
 
     def replaced(self, tensor: int, place: torch.Tensor) -> None:
         """Carry a gradient over into a bucket; see :class:`~zeroshard.reduced_gradient.Keeper`.
@@ -730,12 +742,40 @@ class Pipeline:
         # The place may be where it lies.
         gradient = gradient.clone() if gradient is not None else None
         place.zero_()
-        if gradient is not None:
-            piece = self._local.pieces[tensor]
-            own = storage_view(place)[piece.shard.start : piece.shard.stop] if piece.is_cut else place
-            own.copy_(gradient).mul_(self._ranks.world_size)
+        if gradient is not None and self.divides_by_running() and torch._C._current_graph_task_id() != -1:
+            # Not of this backward, and not to be scaled with what is.
+            self._carried[tensor] = gradient
+            self.deliver(tensor)
+        elif gradient is not None:
+            self._own(tensor, place).copy_(gradient).mul_(self._ranks.world_size)
         if not route.stepped and tensor not in route.zeroed:
             self._rebuilt[tensor] = place.data_ptr()
+
+    def carry_replaced(self) -> None:
+        """Carry what :meth:`replaced` has put into buckets in a forward, at the beginning of a backward.
+
+        It must not be in the buckets where the number of ranks, by which it was multiplied, is not what the reduction
+        divides by.
+        """
+        for tensor, address in self._rebuilt.items():
+            grad = self._params[tensor].grad
+            if grad is None or type(grad) is ReducedGradient or grad.data_ptr() != address:
+                continue
+            if tensor in self._local.pieces:
+                self._carried[tensor] = self._own(tensor, grad) / self._ranks.world_size
+                self.deliver(tensor)
+            grad.zero_()
+        self._rebuilt.clear()
+
+    def give_up_carried(self) -> None:
+        """Forget what was carried: all gradients were dropped since."""
+        self._carried.clear()
+        self._delivered.clear()
+
+    def _own(self, tensor: int, whole: torch.Tensor) -> torch.Tensor:
+        """What this rank owns of a gradient."""
+        piece = self._local.pieces[tensor]
+        return storage_view(whole)[piece.shard.start : piece.shard.stop] if piece.is_cut else whole
 
     def advice(self, operation: str) -> str:
         """Say what to call instead; see :class:`~zeroshard.reduced_gradient.Keeper`."""

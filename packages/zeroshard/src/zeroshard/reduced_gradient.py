@@ -29,11 +29,17 @@ class Keeper(Protocol):
             RuntimeError: if it was stepped already.
         """
 
+    def deliver(self, tensor: int) -> None:
+        """Take note that values that were added to a gradient which is carried go into a bucket."""
+
     def zero(self, tensor: int) -> None:
         """Set the reduced gradient of a tensor to zero."""
 
     def replaced(self, tensor: int, place: torch.Tensor) -> None:
         """Write into ``place`` what is to be in a bucket in place of the reduced gradient."""
+
+    def is_zeroed(self, tensor: int) -> bool:
+        """Whether the reduced gradient of a tensor was set to zero since."""
 
     @property
     def in_backward(self) -> bool:
@@ -127,6 +133,10 @@ class ReducedGradient(torch.Tensor):
         """
         raise self._refusal("untyped_storage")
 
+    def is_zero(self) -> bool:
+        """Whether it was set to zero, and nothing was added since."""
+        return self._local is None and self._keeper.is_zeroed(self._tensor)
+
     @property
     def _keeper(self) -> Keeper:
         keeper = self._keeper_of()
@@ -197,6 +207,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
         target._local = None
         return target
     if held._local is not None:
+        held._keeper.deliver(held._tensor)
         return target.copy_(held._local, non_blocking=non_blocking)
     held._keeper.replaced(held._tensor, target)
     return target

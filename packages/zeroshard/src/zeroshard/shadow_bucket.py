@@ -30,6 +30,7 @@ def contribute(bucket: Bucket, pipeline: Pipeline) -> Bucket:
             values = None
             if not pipeline.is_spent(grad._tensor):
                 pipeline.carry(grad._tensor)
+                pipeline.deliver(grad._tensor)
                 values = grad._local
                 grad._local = None
         if values is not None:

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from zeroshard.attendance import Attendance, Call, call_roll
 from zeroshard.clipping import clip_over_ranks
 from zeroshard.engine import Engine
-from zeroshard.handover import Handover, give, take, unwritable
+from zeroshard.handover import Handover, give, is_nonzero, take, unwritable
 from zeroshard.parameters import ParamGroup
 from zeroshard.pipeline import Stepping
 from zeroshard.reduced_gradient import ReducedGradient
@@ -42,6 +42,8 @@ class UnevenInputs:
             must get the same answer at the same call. Changed by a context that knows.
         partners: the models that share a context of torch's with the optimizer, where they are known.
         has_shadowed: whether this rank has taken part in what the others do, in this context.
+        calling: what this rank's call does that has begun and not come to its end, if there is one. An error that
+            leaves it is raised by all ranks.
     """
 
     def __init__(self, engine: Engine, is_inside: Callable[[], bool]) -> None:
@@ -50,6 +52,7 @@ class UnevenInputs:
         self.partners: Sequence[DistributedDataParallel] = ()
         self._stepped: tuple[list[weakref.ref[torch.Tensor]], list[int]] = [], []
         self.has_shadowed = False
+        self.calling: Call | None = None
         self._put_off: Callable[[], None] | None = None
 
     @property
@@ -69,7 +72,7 @@ class UnevenInputs:
         Args:
             divide_by_running: whether gradients that a hook reduces are averaged over the ranks that still have data.
         """
-        self.someone_joined, self.has_shadowed = _perhaps, False
+        self.someone_joined, self.has_shadowed, self.calling = _perhaps, False, None
         self._engine.divides_by_running = divide_by_running
 
     def end(self) -> None:
@@ -92,6 +95,8 @@ class UnevenInputs:
         groups: Sequence[ParamGroup],
         settings: Sequence[float] = (),
         arguments: Mapping[str, Any] | None = None,
+        *,
+        impossible: Exception | None = None,
     ) -> None:
         """Tell ranks that have run out what is about to be done, and give them what they need. Collective.
 
@@ -102,6 +107,7 @@ class UnevenInputs:
             groups: the public param groups.
             settings: what a clipping is asked for, as numbers.
             arguments: keyword arguments of a step.
+            impossible: the error to raise if somebody has run out, where ranks without data cannot take part.
 
         Raises:
             PeerLostError: if a rank is gone.
@@ -111,7 +117,8 @@ class UnevenInputs:
         engine = self._engine
         if engine.control.alone or not self._is_inside() or not self.someone_joined():
             return
-        attendance = call_roll(engine.control, call, untold=unwritable(groups, arguments or {}))
+        untold = impossible if impossible is not None else self.untold(groups, arguments)
+        attendance = call_roll(engine.control, call, untold=untold)
         if attendance.joined and attendance.giver == engine.ranks.rank:
             give(
                 engine.control,
@@ -123,6 +130,15 @@ class UnevenInputs:
                 arguments,
                 gradients=call is Call.STEP and engine.pipeline is None,
             )
+
+    def untold(self, groups: Sequence[ParamGroup], arguments: Mapping[str, Any] | None = None) -> Exception | None:
+        """Return an error that names what ranks without data cannot be told, if there is something.
+
+        Args:
+            groups: the public param groups.
+            arguments: keyword arguments of a step.
+        """
+        return unwritable(groups, arguments or {})
 
     def stepped(self) -> None:
         """Remember which gradients have been used, to know what a rank has accumulated when it runs out."""
@@ -143,11 +159,12 @@ class UnevenInputs:
 
     # ------------------------------------------------------------------ a rank that has run out
 
-    def shadow(self, groups: list[ParamGroup]) -> Call:
+    def shadow(self, groups: list[ParamGroup], consolidate: Callable[[int], None]) -> Call:
         """Do what the others do, once. Collective.
 
         Args:
             groups: the public param groups; they take over the hyperparameters of a running rank.
+            consolidate: brings the state to a rank.
 
         Returns:
             What was done.
@@ -166,7 +183,22 @@ class UnevenInputs:
             self._clip(given)
         elif attendance.call is Call.STEP:
             self._step(given, groups)
+        elif attendance.call is Call.CONSOLIDATE:
+            consolidate(int(given.settings[0]))
         return attendance.call
+
+    def begin_backward(self, *, adds: bool) -> None:
+        """Take note that a backward begins, before its first gradient.
+
+        Args:
+            adds: whether there are gradients to which it adds.
+        """
+        pipeline = self._engine.pipeline
+        if pipeline is not None and self._engine.divides_by_running:
+            if not adds:
+                pipeline.give_up_carried()
+            # What was reduced before is not to be divided by the number of ranks that take part in this one.
+            pipeline.carry_replaced()
 
     def put_off(self, end: Callable[[], None]) -> None:
         """Leave the end of a backward that is being shadowed to :meth:`finish_backward`."""
@@ -183,10 +215,14 @@ class UnevenInputs:
         if end is not None:
             end()
 
-    def shadow_iteration(self, groups: list[ParamGroup]) -> bool:
+    def shadow_iteration(self, groups: list[ParamGroup], consolidate: Callable[[int], None]) -> bool:
         """Do what the others do until they have stepped, where nobody tells how often they call. Collective.
 
         Nothing, if they accumulate: no gradients have been reduced since their last step.
+
+        Args:
+            groups: the public param groups.
+            consolidate: see :meth:`shadow`.
 
         Returns:
             Whether there was a step.
@@ -201,7 +237,7 @@ class UnevenInputs:
         )
         if accumulates:
             return False
-        while self.shadow(groups) is Call.CLIP:
+        while self.shadow(groups, consolidate) in (Call.CLIP, Call.CONSOLIDATE):
             pass
         return True
 
@@ -218,17 +254,21 @@ class UnevenInputs:
         if attendance.running:
             self._take(attendance, groups)
 
-    def report(self, error: Exception, groups: Sequence[ParamGroup]) -> None:
-        """Step together with ranks that are about to, only to tell them of an error. Collective.
+    def report(self, error: Exception, call: Call, groups: Sequence[ParamGroup]) -> None:
+        """Come to a call that the other ranks are in, or will make, only to tell them of an error. Collective.
 
         Args:
             error: what has happened on this rank.
+            call: which.
             groups: the public param groups.
 
         Raises:
             Exception: always; the others raise it too.
         """
         try:
+            if call is not Call.STEP:
+                # All others begin with a meeting.
+                self._engine.control.meet(f"a call in {call.name.lower()}", error=error)
             with self._engine.as_shadow():
                 self._engine.step(groups, None, {}, error)
         finally:
@@ -294,7 +334,7 @@ class UnevenInputs:
         if not self.has_unstepped():
             return None
         for index, param in enumerate(engine.params):
-            if param.grad is not None and bool((_values(param.grad) != 0).any()):
+            if param.grad is not None and is_nonzero([param.grad]):
                 name = engine.layout.plan.tensors[index].name
                 return RuntimeError(
                     f"this rank ran out of data with a gradient in {name!r} that has not been stepped, in torch's "
@@ -312,7 +352,3 @@ _grad_of, _version_of, _is_there = attrgetter("grad"), attrgetter("_version"), p
 
 def _perhaps() -> bool:
     return True
-
-
-def _values(grad: torch.Tensor) -> torch.Tensor:
-    return grad._values() if grad.layout is torch.sparse_coo else grad
