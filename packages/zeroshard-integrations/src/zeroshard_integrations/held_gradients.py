@@ -25,10 +25,11 @@ class HeldGradients:
 
     Args:
         params: the parameters.
+        at_owners: whether a communication hook keeps the values, so that they are not in ``.grad``.
     """
 
-    def __init__(self, params: Sequence[torch.Tensor]) -> None:
-        self._params = params
+    def __init__(self, params: Sequence[torch.Tensor], *, at_owners: bool) -> None:
+        self._params, self._at_owners = params, at_owners
         self.record()
 
     def record(self) -> None:
@@ -37,24 +38,56 @@ class HeldGradients:
         self._places = [*map(_is_there, grads)]
         held = [*filter(_is_there, grads)]
         self._refs, self._versions = [*map(weakref.ref, held)], [*map(_version_of, held)]
+        self._before, self._gone, self._is_rebuilt = Held.KEPT, frozenset[int](), False
 
-    def are_gone(self) -> bool:
+    def expect_rebuild(self) -> None:
+        """Look at what there is before DDP may exchange the tensors in ``.grad`` for views of new buckets."""
+        now = self.now()
+        self._expected = now, self.gone() if self._at_owners and now is Held.CHANGED else frozenset[int]()
+
+    def rebuilt(self) -> None:
+        """Take note that it has."""
+        self.record()
+        (self._before, self._gone), self._is_rebuilt = self._expected, True
+
+    def are_none(self) -> bool:
         """Whether all of them are None; cheap, and says nothing of zeros."""
         return not any(map(_is_there, map(_grad_of, self._params)))
 
     def now(self) -> Held:
         """Tell what has become of them since :meth:`record`. Values are read only if something has."""
+        if self._are_untouched():
+            return self._before
+        return Held.CHANGED if is_nonzero([*filter(_is_there, map(_grad_of, self._params))]) else Held.DROPPED
+
+    def gone(self) -> frozenset[int]:
+        """Return the indices of those that are None, or zero.
+
+        Raises:
+            RuntimeError: if that cannot be told.
+        """
         grads = [*map(_grad_of, self._params)]
-        held = [*filter(_is_there, grads)]
-        if (
-            [*map(_is_there, grads)] == self._places
-            and all(map(is_, [ref() for ref in self._refs], held))
-            and [*map(_version_of, held)] == self._versions
-        ):
-            return Held.KEPT
-        return Held.CHANGED if is_nonzero(held) else Held.DROPPED
+        none = frozenset([index for index, grad in enumerate(grads) if grad is None])
+        if not (self._is_rebuilt and self._at_owners):
+            return none | {index for index, grad in enumerate(grads) if grad is not None and not is_nonzero([grad])}
+        if not self._are_untouched() and not none:
+            raise RuntimeError(
+                "gradients were written to between the forward in which DistributedDataParallel rebuilds its buckets "
+                "and its backward, and a rank has run out of data: set them to None, or before the forward"
+            )
+        # Views of new buckets: values are there at owners alone, so that zeros mean nothing.
+        return self._gone | none
 
     def are_finite(self) -> bool:
         """Whether there is neither an infinity nor a NaN among their values."""
         held = [*filter(_is_there, map(_grad_of, self._params))]
         return all(bool((grad._values() if grad.is_sparse else grad).isfinite().all()) for grad in held)
+
+    def _are_untouched(self) -> bool:
+        grads = [*map(_grad_of, self._params)]
+        held = [*filter(_is_there, grads)]
+        return (
+            [*map(_is_there, grads)] == self._places
+            and all(map(is_, [ref() for ref in self._refs], held))
+            and [*map(_version_of, held)] == self._versions
+        )

@@ -265,7 +265,7 @@ class Join:
         """The first gradient of a backward is there on this rank."""
         self._order.add(Made(Kind.BACKWARD, place, reduces=model.reduces))
         if not self._joined:
-            model.add_to(Held.DROPPED if model.held.are_gone() else Held.KEPT)
+            model.add_to(Held.DROPPED if model.held.are_none() else Held.KEPT)
             return
         if model.steps_in_backward:
             for hook in model.owners:
@@ -486,7 +486,7 @@ class Join:
             return
         values = not model.takes_buckets
         if giver == self._rank:
-            give_gradients(self._control, joined, model.params, values=values)
+            give_gradients(self._control, joined, model.params, model.held.gone(), values=values)
         elif self._rank in joined:
             take_gradients(self._control, giver, model.params, values=values)
 

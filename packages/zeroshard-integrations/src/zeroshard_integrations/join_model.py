@@ -69,13 +69,14 @@ class ModelInJoin:
         self.params: Sequence[torch.Tensor] = ddp._build_params_for_reducer()[0]
         self.phase = Phase.IDLE
         self.reduces = self.awaits_step = self.has_windows = False
-        self.held = HeldGradients(self.params)
+        self.held = HeldGradients(self.params, at_owners=takes_buckets)
         # Also those of DDP in C++, which it does not keep in a list.
         self._has_hook = bool(ddp._comm_hooks or ddp._get_ddp_logging_data().get("comm_hook"))
         # Of the module inside: who calls `forward` itself passes over hooks of DDP.
         self._handle: RemovableHandle | None = ddp.module.register_forward_hook(self._after_forward)
         self._on_params: list[RemovableHandle] = []
         self._is_called = self._is_prepared = self._has_begun = self._has_run = self._has_reduced = False
+        self._may_rebuild = self._rebuilds()
         self._has_local = not takes_buckets and any(hook.has_unstepped() for hook in owners)
         self._reduced: dict[torch.Tensor, torch.Tensor] = {}
         """What had been reduced of gradients to which backwards under ``no_sync()`` have added since."""
@@ -108,8 +109,12 @@ class ModelInJoin:
 
     def waits_in_front(self) -> bool:
         """Whether DDP waits for the other ranks before the model computes: for buffers, or to rebuild its buckets."""
-        rebuilds = not self.ddp.find_unused_parameters and not getattr(self.ddp, "_has_rebuilt_buckets", True)
-        return rebuilds or self.synchronizes_buffers()
+        return self._rebuilds() or self.synchronizes_buffers()
+
+    def _rebuilds(self) -> bool:
+        """Whether DDP will rebuild its buckets in the forward behind the first backward that reduces."""
+        may = not self.ddp.find_unused_parameters or self.ddp.static_graph
+        return may and not getattr(self.ddp, "_has_rebuilt_buckets", True)
 
     def begin(self, joinable: int) -> Announcement:
         """Begin a forward, and return what to announce.
@@ -120,6 +125,8 @@ class ModelInJoin:
         with_grad = torch.is_grad_enabled()
         reduces = with_grad and self.ddp.require_backward_grad_sync
         self._is_called = True
+        if with_grad and self._may_rebuild:
+            self.held.expect_rebuild()
         if with_grad:
             self.phase = Phase.FORWARD
             # What a forward has prepared stays so until a backward has reduced.
@@ -131,6 +138,9 @@ class ModelInJoin:
             # Somebody has called the module inside.
             return
         self._is_called = False
+        if self._may_rebuild and not (may_rebuild := self._rebuilds()):
+            self._may_rebuild = may_rebuild
+            self.held.rebuilt()
         running = self._answered()
         if not torch.is_grad_enabled():
             return

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +36,7 @@ class Handover:
     Attributes:
         groups: the hyperparameters, one dict per param group.
         absent: tensors that had no gradient.
+        zeroed: tensors whose gradients lie at their owners, and were set to zero.
         settings: further numbers, such as the arguments of a clipping.
         arguments: keyword arguments of the step.
         gradients: by tensor, of what this rank owns of it: a piece 1-D in storage order, a whole tensor in its shape.
@@ -43,6 +44,7 @@ class Handover:
 
     groups: Sequence[Mapping[str, Any]]
     absent: frozenset[int]
+    zeroed: frozenset[int]
     settings: Sequence[float]
     arguments: Mapping[str, Any] = field(default_factory=dict)
     gradients: Mapping[int, torch.Tensor] = field(default_factory=dict)
@@ -109,6 +111,7 @@ def give(
     text: dict[str, Any] = {
         "groups": [{k: _written(v) for k, v in group.items() if k not in NOT_SYNCED} for group in groups],
         "absent": absent,
+        "zeroed": [i for i, param in enumerate(params) if type(param.grad) is ReducedGradient and param.grad.is_zero()],
         "settings": [_number(setting) for setting in settings],
         "arguments": {name: _written(value) for name, value in (arguments or {}).items()},
         "sparse": {},
@@ -149,31 +152,31 @@ def take(
         found[shard.tensor] = receiver.gradient(shard, params[shard.tensor], text["sparse"].get(str(shard.tensor)))
     groups = [{key: _read(value) for key, value in group.items()} for group in text["groups"]]
     arguments = {name: _read(value) for name, value in text["arguments"].items()}
-    return Handover(groups, absent, text["settings"], arguments, found)
+    return Handover(groups, absent, frozenset(text["zeroed"]), text["settings"], arguments, found)
 
 
-def give_gradients(control: Control, joined: Sequence[int], params: Sequence[torch.Tensor], *, values: bool) -> None:
+def give_gradients(
+    control: Control, joined: Sequence[int], params: Sequence[torch.Tensor], gone: Collection[int], *, values: bool
+) -> None:
     """Send the joined ranks what is in ``.grad``, whole.
 
     Args:
         control: the channel.
         joined: the ranks.
         params: the parameters, in the same order on all ranks.
-        values: whether to send values, or only which gradients are not None and not zero.
+        gone: the indices of those whose gradients are None, or zero.
+        values: whether to send the values of the others.
 
     Raises:
         PeerLostError: if a rank is gone.
     """
     sender = _Sender(control)
     grads = [param.grad for param in params]
-    absent = [index for index, grad in enumerate(grads) if grad is None or not is_nonzero([grad])]
-    held = {index: grad for index, grad in enumerate(grads) if grad is not None and values}
-    text = json.dumps({"absent": absent, "sparse": _sparse(held) if values else {}}).encode()
+    held = {index: grad for index, grad in enumerate(grads) if grad is not None and index not in gone and values}
+    text = json.dumps({"absent": sorted(gone), "sparse": _sparse(held)}).encode()
     for peer in joined:
         sender.text(peer, text)
         for index, grad in held.items():
-            if index in absent:
-                continue
             for part in _parts(_whole(index, params[index]), params[index], grad):
                 sender.values(peer, part)
     sender.finish()

@@ -81,15 +81,14 @@ class OptimizerJoinHook(JoinHook):
             Exception: what a rank has met.
         """
         self._uneven.finish_backward()
-        if self._uneven.steps_in_backward:
-            self._uneven.has_shadowed = True
-            self._uneven.forget_what_others_used()
-            return
         if self._told:
             self.steps += self._uneven.shadow(self._groups(), self._consolidate) is Call.STEP
+            return
+        if self._uneven.steps_in_backward:
+            self._uneven.has_shadowed = True
         else:
             self.steps += self._uneven.shadow_iteration(self._groups(), self._consolidate)
-            self._uneven.forget_what_others_used()
+        self._uneven.forget_what_others_used()
 
     def begin_backward(self, *, adds: bool) -> None:
         """Take note that a backward begins, before its first gradient, whether this rank makes or shadows it.

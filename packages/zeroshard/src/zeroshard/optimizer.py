@@ -220,8 +220,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         failure, self._hook_failure = self._hook_failure, None
         pipeline = self._engine.pipeline
         if pipeline is not None and pipeline.stepping is not Stepping.IN_STEP:
-            # Nothing is sent from here, so an error is this rank's own.
-            Join.notify_join_context(self)
+            # Nothing is sent from here: a Join context need not know, and an error is this rank's own.
             return self._step_after_backward(pipeline, closure, kwargs, failure)
         loss: Any = None
         if pipeline is not None and closure is not None:

@@ -89,7 +89,7 @@ class Pipeline:
         self._order: list[int] = []
         self._carried: dict[int, torch.Tensor] = {}
         self._delivered: set[int] = set()
-        """Of the carried ones, those whose later values are on their way: the window they belong to was not given up."""
+        """Of the carried ones, those whose later values are on their way: their window was not given up."""
         self._rebuilt: dict[int, int] = {}
         self._backwards = 0
         self.in_backward = False

@@ -78,7 +78,7 @@ class UnevenInputs:
     def end(self) -> None:
         """Leave it; a no-op outside."""
         pipeline = self._engine.pipeline
-        if self.has_shadowed and pipeline is not None:
+        if self.has_shadowed and pipeline is not None and self.someone_joined is _perhaps:
             # The others have stepped with these gradients, and may have set theirs to zero.
             for param in self._engine.params:
                 if isinstance(param.grad, ReducedGradient) and pipeline.is_spent(param.grad._tensor):
@@ -284,6 +284,14 @@ class UnevenInputs:
             gradients=attendance.call is Call.STEP and engine.pipeline is None,
         )
         given.apply(groups)
+        if engine.pipeline is not None and engine.pipeline.stepping is Stepping.IN_STEP:
+            # What the others have set to zero, or None, since their backward.
+            for index in given.zeroed:
+                grad = engine.params[index].grad
+                if type(grad) is ReducedGradient:
+                    grad.zero_()
+            for index in given.absent:
+                engine.params[index].grad = None
         return given
 
     def _clip(self, given: Handover) -> None:
@@ -308,9 +316,6 @@ class UnevenInputs:
     def _step(self, given: Handover, groups: Sequence[ParamGroup]) -> None:
         engine = self._engine
         self.has_shadowed = True
-        if engine.pipeline is not None:
-            for index in given.absent:
-                engine.params[index].grad = None
         with engine.as_shadow():
             engine.step(groups, None, given.arguments, gradients=given.gradients if engine.pipeline is None else None)
         # Nobody reads parameters of a rank without data before the others' next call.
