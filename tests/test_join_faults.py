@@ -364,8 +364,7 @@ def test_hyperparameters_that_cannot_be_told(rank: int, hook: str) -> None:
             uneven.optimizer.step()
             batches += 1
     assert batches == 2
-    # In the middle of a backward it takes the timeout.
-    assert time.monotonic() - started < (SOON if hook in HOOKS[:2] else 3 * SHORT.total_seconds())
+    assert time.monotonic() - started < SOON
 
 
 @pytest.mark.ranks(2, backend="gloo")
@@ -387,3 +386,175 @@ def test_arguments_of_steps_that_cannot_be_told(rank: int, hook: str) -> None:
             uneven.optimizer.zero_grad()
             uneven.loss(uneven.ddp, inputs(number, rank)).backward()
             uneven.optimizer.step(note=object())
+
+
+@pytest.mark.ranks(3, backend="gloo")
+@pytest.mark.parametrize("at", [0, 2])
+def test_an_exception_before_clipping(rank: int, at: int) -> None:
+    for numbers in ([4, 4, 4], *([[1, 4, 4]] if at else [])):
+        uneven = short(numbers, "owner")
+        started = time.monotonic()
+        with (
+            pytest.raises((ValueError, RuntimeError), match="file 7 is damaged"),
+            Join([uneven.ddp, uneven.optimizer]),
+        ):
+            for number in range(numbers[rank]):
+                uneven.optimizer.zero_grad()
+                uneven.loss(uneven.ddp, inputs(number, rank)).backward()
+                fail(rank, "here", "here", number, at)
+                uneven.optimizer.clip_grad_norm_(0.1)
+                uneven.optimizer.step()
+        # In the first iteration nobody knows yet that the others clip.
+        assert time.monotonic() - started < (SOON if at else 3 * SHORT.total_seconds())
+
+
+@pytest.mark.ranks(3, backend="gloo")
+@pytest.mark.parametrize("hook", HOOKS[:2])
+@pytest.mark.parametrize("where", ["before the second backward", "behind the second backward", "before the step"])
+def test_an_exception_in_a_window_of_backwards_that_reduce(rank: int, hook: str, where: str) -> None:
+    for numbers in ([4, 4, 4], [1, 4, 4]):
+        uneven = short(numbers, hook)
+        started = time.monotonic()
+        with pytest.raises(ValueError, match="file 7 is damaged"), Join([uneven.ddp, uneven.optimizer]):
+            for number in range(numbers[rank]):
+                for part in range(3):
+                    loss = uneven.loss(uneven.ddp, inputs(10 * number + part, rank))
+                    if part == 1:
+                        fail(rank, where, "before the second backward", number)
+                    loss.backward()
+                    if part == 1:
+                        fail(rank, where, "behind the second backward", number)
+                fail(rank, where, "before the step", number)
+                uneven.optimizer.step()
+                uneven.optimizer.zero_grad()
+        assert time.monotonic() - started < SOON, numbers
+
+
+@pytest.mark.ranks(3, backend="gloo")
+@EVERY_HOOK
+@pytest.mark.parametrize("where", ["behind the first step", "behind the second model", "at the end"])
+def test_an_exception_between_two_models(rank: int, hook: str, where: str) -> None:
+    for numbers in ([4, 4, 4], [1, 4, 4]):
+        first = short(numbers, hook)
+        second = Uneven(numbers, hook, group=first.group)
+        started = time.monotonic()
+        with (
+            pytest.raises(ValueError, match="file 7 is damaged"),
+            Join([first.ddp, second.ddp, first.optimizer, second.optimizer]),
+        ):
+            for number in range(numbers[rank]):
+                for pair in (first, second):
+                    pair.optimizer.zero_grad()
+                    pair.loss(pair.ddp, inputs(number, rank)).backward()
+                    if pair is second:
+                        fail(rank, where, "behind the second model", number)
+                    pair.optimizer.step()
+                    fail(rank, where, "behind the first step" if pair is first else "at the end", number)
+        assert time.monotonic() - started < SOON, numbers
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.parametrize("hook", HOOKS[:2])
+def test_a_last_step_that_all_ranks_leave_out_is_no_early_leaving(rank: int, hook: str) -> None:
+    def overflown(uneven: Uneven, number: int) -> None:
+        loss = uneven.loss(uneven.ddp, inputs(number, rank))
+        (loss * (torch.inf if hook == "none" and number == 3 else 1)).backward()
+
+    for numbers in ([4, 4], [4, 6]):
+        uneven = short(numbers, hook)
+        with Join([uneven.ddp, uneven.optimizer]):
+            for number in range(numbers[rank]):
+                uneven.optimizer.zero_grad()
+                overflown(uneven, number)
+                if number != 3:
+                    uneven.optimizer.step()
+                elif hook == "owner":
+                    # Gradients lie at their owners, and nobody sees whether they are finite.
+                    uneven.optimizer.zero_grad()
+        for number in (number for number in range(max(numbers)) if number != 3):
+            uneven.plain.zero_grad()
+            for other in range(2):
+                if number < numbers[other]:
+                    (uneven.loss(uneven.plain_model, inputs(number, other)) / 2).backward()
+            uneven.plain.step()
+        assert uneven.distance() < 1e-12
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@EVERY_HOOK
+@pytest.mark.parametrize("operation", ["add_param_group", "load_state_dict"])
+def test_what_needs_all_ranks_is_refused_once_one_has_run_out(rank: int, hook: str, operation: str) -> None:
+    uneven = short([2, 4], hook)
+    state = uneven.plain.state_dict()
+    extra = nn.Linear(3, 3).double()
+    started = time.monotonic()
+    with (
+        pytest.raises(RuntimeError, match=rf"{operation}\(\) needs all ranks, and one has run out of data"),
+        Join([uneven.ddp, uneven.optimizer]),
+    ):
+        for number in range(uneven.lengths[rank]):
+            uneven.optimizer.zero_grad()
+            uneven.loss(uneven.ddp, inputs(number, rank)).backward()
+            uneven.optimizer.step()
+            if number != 2 and rank == 0:
+                continue
+            if number == 2 and operation == "add_param_group":
+                uneven.optimizer.add_param_group({"params": extra.parameters()})
+            elif number == 2:
+                uneven.optimizer.load_state_dict(state)
+    assert time.monotonic() - started < SOON
+    assert len(uneven.optimizer.param_groups) == 1
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_a_hook_that_one_rank_cannot_make(rank: int) -> None:
+    class Picky(DistributedDataParallel):
+        def join_hook(self, **kwargs: Any) -> Any:
+            if rank == 1:
+                raise OSError("no space left")
+            return super().join_hook(**kwargs)
+
+    group = dist.new_group(timeout=SHORT)
+    model = Picky(small_model().double(), process_group=group)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, process_group=group, lr=0.1)
+    started = time.monotonic()
+    with pytest.raises(OSError, match="no space left"), Join([optimizer, model][::-1]):
+        pass
+    assert time.monotonic() - started < SOON
+    assert not optimizer._join_config.enable
+    model(inputs(0, rank)).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_gradients_that_are_changed_between_backwards_that_do_not_reduce(rank: int) -> None:
+    uneven = short([1, 4], "none")
+    started = time.monotonic()
+    with (
+        pytest.raises(RuntimeError, match=r"gradients were changed, .* between backwards under no_sync\(\)"),
+        Join([uneven.ddp, uneven.optimizer]),
+    ):
+        for number in range(uneven.lengths[rank]):
+            with uneven.ddp.no_sync():
+                uneven.loss(uneven.ddp, inputs(number, rank)).backward()
+            nn.utils.clip_grad_norm_(uneven.ddp.parameters(), 0.01)
+            uneven.loss(uneven.ddp, inputs(number + 50, rank)).backward()
+            uneven.optimizer.step()
+            uneven.optimizer.zero_grad()
+    assert time.monotonic() - started < SOON
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@EVERY_HOOK
+def test_training_goes_on_in_another_block_behind_an_error(rank: int, hook: str) -> None:
+    uneven = short([4, 4], hook)
+    with pytest.raises(ValueError, match="file 7"), Join([uneven.ddp, uneven.optimizer]):
+        for number in range(4):
+            fail(rank, "here", "here", number)
+            uneven.optimizer.zero_grad()
+            uneven.loss(uneven.ddp, inputs(number, rank)).backward()
+            uneven.optimizer.step()
+    uneven.lengths = [2, 2]
+    uneven.reference()
+    uneven.lengths = [3, 5]
+    uneven.check(Join)

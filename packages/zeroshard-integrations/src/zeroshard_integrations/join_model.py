@@ -167,16 +167,23 @@ class ModelInJoin:
             self.phase = Phase.BACKWARD
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
             if not self._on_params:
-                self._has_begun = True
-                self._begins(self)
+                self._tell()
 
     def _first_gradient(self, gradient: torch.Tensor) -> None:
         if self._has_begun:
             return
         self._backward_begins(gradient)
         if self.phase is Phase.BACKWARD:
-            self._has_begun = True
+            self._tell()
+
+    def _tell(self) -> None:
+        self._has_begun = True
+        try:
             self._begins(self)
+        except BaseException:
+            # Nothing is under way.
+            self.phase, self._has_begun = Phase.IDLE, False
+            raise
 
     def _backward_ends(self) -> None:
         engine = torch.autograd.Variable._execution_engine
