@@ -31,7 +31,9 @@ from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.nn.parallel import DistributedDataParallel
 from workloads import workload
 from zeroshard import ZeroRedundancyOptimizer
+from zeroshard_integrations.held_gradients import HeldGradients
 from zeroshard_integrations.join import Join
+from zeroshard_integrations.join_block import JoinBlock
 from zeroshard_integrations.join_model import ModelInJoin
 
 AT_MOST = 1.03
@@ -43,7 +45,13 @@ CONTENDERS: dict[str, Callable[[list[Any]], AbstractContextManager[Any]]] = {
 }
 BASE = "no Join"
 CALLS: dict[str, list[tuple[type, str]]] = {
-    "ours": [(Join, "_notified"), (ModelInJoin, "_after_forward"), (ModelInJoin, "_backward_begins")],
+    "ours": [
+        (JoinBlock, "_notified"),
+        (ModelInJoin, "_after_forward"),
+        (ModelInJoin, "_backward_begins"),
+        (ModelInJoin, "_backward_ends"),
+        (HeldGradients, "record"),
+    ],
     "torch's": [
         (TorchJoin, "notify_join_context"),
         (DistributedDataParallel, "_check_global_requires_backward_grad_sync"),

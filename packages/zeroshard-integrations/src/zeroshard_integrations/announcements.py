@@ -116,3 +116,51 @@ def _read(word: int) -> Announcement:
     return Announcement(
         Status(word & 3), Kind(word >> 2 & 3), word >> 8, bool(word >> 6 & 1), bool(word >> 7 & 1), Held(word >> 4 & 3)
     )
+
+
+_IN_WORDS = {
+    Kind.CALL: "call",
+    Kind.FORWARD: "call",
+    Kind.BACKWARD: "compute gradients of",
+    Kind.END: "step during the backward of",
+}
+
+
+def difference(answers: Sequence[Announcement], one: int, other: int, names: Sequence[str]) -> str:
+    """Say in words what two ranks that still have data are about to do, and what to do about it.
+
+    Args:
+        answers: of all ranks.
+        one: the one rank.
+        other: the other, which has announced something else.
+        names: of the joinables, by place.
+    """
+    here, there = answers[one], answers[other]
+    if (here.kind, here.joinable) != (there.kind, there.joinable):
+        told = [
+            f"rank {rank} is about to {_IN_WORDS[answer.kind]} joinable {answer.joinable} ({names[answer.joinable]})"
+            for rank, answer in ((one, here), (other, there))
+        ]
+        return f"{' and '.join(told)} of the Join block: ranks that still have data must make the same calls"
+    if here.with_grad != there.with_grad:
+        yes, no = (one, other) if here.with_grad else (other, one)
+        return f"rank {yes} calls the model with gradients enabled, and rank {no} without: do the same on all ranks"
+    yes, no = (one, other) if here.reduces else (other, one)
+    return (
+        f"rank {no} is in no_sync() and rank {yes} is not: backward would wait for ever. Decide by the number of "
+        f"the batch, alike on all ranks that still have data; what a rank has accumulated when it runs out counts, "
+        f"without a synchronized backward of its own"
+    )
+
+
+def agreed(answers: Sequence[Announcement], among: Sequence[int] | None = None) -> tuple[Held, int]:
+    """Return what has become of the gradients on some ranks, and the first of them that says so.
+
+    Args:
+        answers: of all ranks.
+        among: the ranks; without, those that still have data.
+    """
+    if among is None:
+        among = [rank for rank, answer in enumerate(answers) if answer.status is Status.RUNNING]
+    held, rank = max((answers[rank].held, -rank) for rank in among)
+    return held, -rank

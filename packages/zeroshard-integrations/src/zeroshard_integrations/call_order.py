@@ -49,8 +49,9 @@ class CallOrder:
         """The last call."""
         return self._made[-1] if self._made else None
 
-    def made_by_joinables(self) -> frozenset[int]:
-        """Return the places of the joinables that were called."""
+    @property
+    def places(self) -> frozenset[int]:
+        """The places of the joinables that were called."""
         return frozenset([made.joinable for made in self._made])
 
     def expected(self) -> Sequence[Made]:

@@ -14,15 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C import _distributed_c10d
-from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 from zeroshard import OptimizerJoinHook
-from zeroshard_core import is_dense
+from zeroshard.handover import give_gradients, take_gradients
+from zeroshard_comm import Control
 
 from zeroshard_integrations.announcements import Announcement, Held, Kind, Status
 from zeroshard_integrations.held_gradients import HeldGradients
+from zeroshard_integrations.zero_buckets import fill, keep
 
 
 class Phase(Enum):
@@ -281,6 +282,23 @@ class ModelInJoin:
                 param.grad = None
         self.add_to(held)
 
+    def give(self, control: Control, joined: Sequence[int]) -> None:
+        """Send this rank's gradients to ranks that have run out.
+
+        Raises:
+            RuntimeError: if it cannot be told which of them are zero.
+            PeerLostError: if a rank is gone.
+        """
+        give_gradients(control, joined, self.params, self.held.gone(), values=not self.takes_buckets)
+
+    def take(self, control: Control, giver: int) -> None:
+        """Receive what :meth:`give` sends.
+
+        Raises:
+            PeerLostError: if the rank that gives is gone.
+        """
+        take_gradients(control, giver, self.params, values=not self.takes_buckets)
+
     def shadow_forward(self, announcement: Announcement) -> None:
         """Do what DDP does in a forward, without data. Collective.
 
@@ -311,12 +329,12 @@ class ModelInJoin:
         buckets = reducer._get_zeros_like_grad_buckets()
         if own and (self._has_local or not self._adds_local_only):
             for bucket in buckets:
-                _fill(bucket, share, self._reduced)
+                fill(bucket, share, self._reduced)
         works = [reducer._run_comm_hook(bucket) for bucket in buckets]
         for bucket, work in zip(buckets, works, strict=True):
             reduced = work.wait()
             if own:
-                _keep(bucket, reduced if isinstance(reduced, torch.Tensor) else reduced[0])
+                keep(bucket, reduced if isinstance(reduced, torch.Tensor) else reduced[0])
         self._accumulated(local=False)
         if ddp.find_unused_parameters:
             # What is there is what all ranks have used in the last backward of this one.
@@ -336,39 +354,6 @@ def _known(number: int) -> Any:  # noqa: ANN401 - torch's Work, of a type withou
     found.set_result([torch.tensor([number], device="cpu")])
     # torch's stubs leave it out.
     return vars(_distributed_c10d)["_create_work_from_future"](found)
-
-
-def _fill(bucket: GradBucket, share: int, reduced: Mapping[torch.Tensor, torch.Tensor]) -> None:
-    """Put ``.grad``, without what has been reduced of it, divided by ``share``, into a bucket of zeros."""
-    if bucket.buffer().layout is not torch.strided:
-        param = bucket.parameters()[0]
-        if param.grad is not None:
-            before = reduced.get(param)
-            bucket.set_buffer((param.grad if before is None else param.grad - before) / share)
-        return
-    for param, place in _places(bucket):
-        if param.grad is not None:
-            before = reduced.get(param)
-            torch.div(param.grad if before is None else param.grad - before, share, out=place)
-
-
-def _keep(bucket: GradBucket, reduced: torch.Tensor) -> None:
-    """Make what has been reduced this rank's gradients."""
-    if reduced.layout is not torch.strided:
-        bucket.parameters()[0].grad = reduced.clone()
-        return
-    if reduced.data_ptr() != bucket.buffer().data_ptr():
-        bucket.buffer().copy_(reduced.view(-1))
-    for param, place in _places(bucket):
-        param.grad = place
-
-
-def _places(bucket: GradBucket) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The parameters of a bucket and their gradients' places in it, laid out by the strides of their parameters."""
-    buffer = bucket.buffer()
-    for param, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
-        stride = param.stride() if is_dense(param) else view.stride()
-        yield param, buffer.as_strided(param.shape, stride, int(view.storage_offset()))
 
 
 def _tensors(output: object) -> Iterator[torch.Tensor]:
