@@ -53,6 +53,21 @@ class Branches(nn.Module):
         return hidden
 
 
+class Normed(nn.Module):
+    """With running statistics, which DDP sends around from a rank that has data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.out = nn.BatchNorm1d(40, affine=False), nn.Linear(40, 5)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        self.seen.add_(1)
+        result: torch.Tensor = self.out(self.norm(batch))
+        return result
+
+
 class Uneven:
     """A sharded training on uneven inputs, and its single-process reference.
 

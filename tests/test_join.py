@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from ddp_by_collectives import STEPPING, without_tags
 from ddp_training import register
-from join_training import HOOKS, Branches, Uneven, inputs
+from join_training import HOOKS, Uneven, inputs
 from torch import nn, optim
 from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
@@ -18,7 +18,6 @@ from training import small_model
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_integrations.ddp import register_reduce_to_owner
 from zeroshard_integrations.join import Join
-from zeroshard_testing import assert_replicas_equal
 
 CONTEXTS: dict[str, Any] = {"torchs": TorchJoin, "ours": Join}
 EVERY_CONTEXT = pytest.mark.parametrize("context", CONTEXTS)
@@ -29,31 +28,6 @@ GAPS = (0, 1, 3, 10)
 def lengths(world_size: int, gap: int, first: int = 3) -> list[int]:
     """Rank 0 has the fewest batches, the last rank the most."""
     return [first + gap * rank // max(world_size - 1, 1) for rank in range(world_size)]
-
-
-@pytest.mark.ranks(2, 3, 4, backend="gloo")
-@EVERY_CONTEXT
-@EVERY_HOOK
-@pytest.mark.parametrize("optimizer", ["Adam", "SGD"])
-def test_as_a_single_process(world_size: int, context: str, hook: str, optimizer: str) -> None:
-    for gap in GAPS:
-        Uneven(lengths(world_size, gap), hook, optimizer=optimizer).check(CONTEXTS[context])
-    # One rank without any.
-    Uneven(lengths(world_size, 3, first=0), hook, optimizer=optimizer).check(CONTEXTS[context])
-
-
-@pytest.mark.ranks(2, 3, backend="gloo")
-@EVERY_CONTEXT
-@EVERY_HOOK
-@pytest.mark.parametrize("partition", ["split", "hybrid"])
-def test_tensors_cut_and_the_mean_of_those_that_run(world_size: int, context: str, hook: str, partition: str) -> None:
-    without_any = [0, *[4] * (world_size - 1)]
-    for numbers, divide in (
-        (lengths(world_size, 3), True),
-        (lengths(world_size, 5)[::-1], False),
-        (without_any, False),
-    ):
-        Uneven(numbers, hook, partition=partition, divide_by_initial=divide).check(CONTEXTS[context])
 
 
 @pytest.mark.ranks(2, backend="gloo")
@@ -99,45 +73,6 @@ def test_on_subgroups(rank: int, context: str, hook: str) -> None:
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     numbers = [[3, 5], [4, 2]][rank % 2]
     Uneven(numbers, hook, group=groups[rank % 2]).check(CONTEXTS[context])
-
-
-@pytest.mark.ranks(2, 3, backend="gloo")
-@EVERY_CONTEXT
-@EVERY_HOOK
-def test_parameters_that_nobody_uses_are_not_stepped(world_size: int, context: str, hook: str) -> None:
-    options = {"find_unused_parameters": True}
-    for numbers, optimizer in (
-        (lengths(world_size, 6), "Adam"),
-        (lengths(world_size, 6)[::-1], "SGD"),
-        ([0, *[6] * (world_size - 1)], "SGD"),
-    ):
-        Uneven(numbers, hook, model=Branches, ddp=options, optimizer=optimizer).check(CONTEXTS[context])
-
-
-class Normed(nn.Module):
-    """With running statistics, which DDP sends around from a rank that has data."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.norm, self.out = nn.BatchNorm1d(40, affine=False), nn.Linear(40, 5)
-        self.register_buffer("seen", torch.zeros(()))
-
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        self.seen.add_(1)
-        result: torch.Tensor = self.out(self.norm(batch))
-        return result
-
-
-@pytest.mark.ranks(2, 3, backend="gloo")
-@EVERY_CONTEXT
-@EVERY_HOOK
-def test_module_buffers(world_size: int, context: str, hook: str) -> None:
-    for numbers in (lengths(world_size, 4), lengths(world_size, 4)[::-1]):
-        uneven = Uneven(numbers, hook, model=Normed)
-        uneven.check(CONTEXTS[context])
-        assert_replicas_equal(uneven.ddp.module.buffers())
-        assert uneven.ddp.module.seen == max(numbers)
 
 
 @pytest.mark.ranks(2, backend="gloo")

@@ -2,6 +2,7 @@
 
 # No `from __future__ import annotations`: DDP compares the annotations of hooks with the types themselves.
 import random
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -161,14 +162,28 @@ def possible(hook: str) -> list[Script]:
     return [*OF_ALL_HOOKS, *NOT_STEPPED_EARLY] if hook == "owner" else OF_ALL_HOOKS
 
 
-@pytest.mark.ranks(2, 3, backend="gloo")
+FORMS = [(hook, script) for hook in HOOKS for script in possible(hook)]
+EVERY_FORM = pytest.mark.parametrize(("hook", "script"), FORMS, ids=lambda each: getattr(each, "__name__", None))
+
+
+@pytest.mark.ranks(3, backend="gloo")
+@EVERY_FORM
+def test_loops_of_every_form(hook: str, script: Script) -> None:
+    divides = cycle([True, False] if FORMS.index((hook, script)) % 2 else [False, True])
+    for numbers in lengths_of(3):
+        compare(Uneven(numbers, hook, divide_by_initial=next(divides)), script, Join)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.ranks(2, 3, 4, backend="gloo", timeout=240)
 @EVERY_MEAN
-@pytest.mark.parametrize(
-    ("hook", "script"), [pytest.param(h, s, id=f"{h}-{s.__name__}") for h in HOOKS for s in possible(h)]
-)
-def test_loops_of_every_form(world_size: int, hook: str, script: Script, divide: bool) -> None:
+@EVERY_FORM
+@pytest.mark.parametrize("partition", ["whole", "split", "hybrid"])
+def test_loops_of_every_form_on_more_ranks(
+    world_size: int, hook: str, script: Script, divide: bool, partition: str
+) -> None:
     for numbers in lengths_of(world_size):
-        compare(Uneven(numbers, hook, divide_by_initial=divide), script, Join)
+        compare(Uneven(numbers, hook, divide_by_initial=divide, partition=partition), script, Join)
 
 
 def drawn(seed: int, hook: str) -> Script:
@@ -225,16 +240,29 @@ def drawn(seed: int, hook: str) -> Script:
     return script
 
 
-@pytest.mark.ranks(2, 3, backend="gloo")
-@EVERY_HOOK
-@pytest.mark.parametrize("seed", range(12))
-def test_loops_that_were_drawn(world_size: int, hook: str, seed: int) -> None:
+def check_drawn(world_size: int, hook: str, seed: int) -> None:
     dice = random.Random(seed)
     numbers = [dice.choice([0, 1, 3, 5, 8, 11]) for _ in range(world_size)]
     partition = dice.choice(["whole", "split", "hybrid"])
     views = {"gradient_as_bucket_view": dice.random() < 0.5}
     uneven = Uneven(numbers, hook, divide_by_initial=dice.random() < 0.5, partition=partition, ddp=views)
     compare(uneven, drawn(seed, hook), Join)
+
+
+@pytest.mark.ranks(3, backend="gloo")
+@EVERY_HOOK
+def test_loops_that_were_drawn(world_size: int, hook: str) -> None:
+    for seed in range(6):
+        check_drawn(world_size, hook, seed)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.ranks(2, 3, 4, backend="gloo", timeout=240)
+@EVERY_HOOK
+@pytest.mark.parametrize("first", range(0, 200, 10))
+def test_more_loops_that_were_drawn(world_size: int, hook: str, first: int) -> None:
+    for seed in range(first, first + 10):
+        check_drawn(world_size, hook, seed)
 
 
 @pytest.mark.ranks(2, 3, backend="gloo")
@@ -293,7 +321,7 @@ def test_two_optimizers_of_one_model_that_step_at_different_rates(rank: int, wor
         assert uneven.distance() < 1e-12, numbers
 
 
-@pytest.mark.ranks(2, 3, backend="gloo")
+@pytest.mark.ranks(3, backend="gloo")
 @EVERY_HOOK
 @EVERY_MEAN
 def test_an_encoder_and_a_decoder_in_two_models(rank: int, world_size: int, hook: str, divide: bool) -> None:
@@ -343,7 +371,7 @@ def test_forward_called_by_its_name(hook: str) -> None:
         Uneven(numbers, hook, loss=loss).check(Join)
 
 
-@pytest.mark.ranks(2, 3, backend="gloo")
+@pytest.mark.ranks(3, backend="gloo")
 @EVERY_HOOK
 def test_gradients_are_the_same_on_all_ranks_behind_the_block(world_size: int, hook: str) -> None:
     def zeroed(loop: Loop, number: int) -> None:
@@ -360,7 +388,7 @@ def test_gradients_are_the_same_on_all_ranks_behind_the_block(world_size: int, h
                 assert_replicas_equal([grad for grad in grads if grad is not None])
 
 
-@pytest.mark.ranks(2, 3, backend="gloo")
+@pytest.mark.ranks(3, backend="gloo")
 @EVERY_HOOK
 @pytest.mark.parametrize("to", [0, 1])
 def test_states_are_consolidated_inside_the_block(rank: int, world_size: int, hook: str, to: int) -> None:
