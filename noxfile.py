@@ -100,6 +100,13 @@ def tests(session: nox.Session) -> None:
     _pytest(session, "tests", *session.posargs)
 
 
+@nox.session
+def exhaustive(session: nox.Session) -> None:
+    """The rank tests that repeat with more values what others test, for the better part of an hour."""
+    _install_sources(session, list(PACKAGES), *TOOL_NEEDS)
+    _pytest(session, "tests", "-m", "exhaustive", *session.posargs)
+
+
 @nox.session(tags=["unit"])
 @nox.parametrize("package", list(PACKAGES))
 def unit(session: nox.Session, package: str) -> None:

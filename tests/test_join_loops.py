@@ -60,6 +60,13 @@ def given_up(loop: Loop, number: int) -> None:
         loop.zero()
 
 
+def windows_on_zeros(loop: Loop, number: int) -> None:
+    loop.backward(number, reduces=number % 2 == 1)
+    if number % 2:
+        loop.step()
+        loop.zero(to_none=False)
+
+
 def steps_made_later(loop: Loop, number: int) -> None:
     loop.backward(number)
     loop.backward(number + 50)
@@ -137,7 +144,7 @@ def decay_in_windows(loop: Loop, number: int) -> None:
     loop.step()
 
 
-OF_ALL_HOOKS: list[Script] = [usual, to_zero, two_forwards, forwards_for_nothing, given_up]
+OF_ALL_HOOKS: list[Script] = [usual, to_zero, two_forwards, forwards_for_nothing, given_up, windows_on_zeros]
 NOT_STEPPED_EARLY: list[Script] = [
     steps_left_out,
     steps_made_later,

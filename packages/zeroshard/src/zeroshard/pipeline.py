@@ -713,7 +713,8 @@ class Pipeline:
 
     def deliver(self, tensor: int) -> None:
         """Take note that values to which something was carried go into a bucket; see the same class."""
-        self._delivered.add(tensor)
+        if tensor in self._carried:
+            self._delivered.add(tensor)
 
     def zero(self, tensor: int) -> None:
         """Set a reduced gradient to zero; see :class:`~zeroshard.reduced_gradient.Keeper`."""

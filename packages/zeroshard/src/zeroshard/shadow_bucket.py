@@ -27,12 +27,10 @@ def contribute(bucket: Bucket, pipeline: Pipeline) -> Bucket:
         grad = param.grad
         values = grad
         if isinstance(grad, ReducedGradient):
-            values = None
             if not pipeline.is_spent(grad._tensor):
                 pipeline.carry(grad._tensor)
                 pipeline.deliver(grad._tensor)
-                values = grad._local
-                grad._local = None
+            values, grad._local = grad._local, None
         if values is not None:
             offset = int(place.storage_offset()) - int(bucket.buffer.storage_offset())
             whole_gradient(bucket.buffer, offset, param.shape, param.stride()).copy_(values)
