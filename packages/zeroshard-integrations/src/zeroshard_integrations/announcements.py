@@ -44,10 +44,11 @@ class Held(IntEnum):
     """What has become of a model's gradients since its last backward, or since the block was entered."""
 
     KEPT = 0
-    DROPPED = 1
-    """All of them are None, or zero."""
-    CHANGED = 2
-    """Some are None or zero, or have other values."""
+    NONE = 1
+    ZERO = 2
+    """All of them are None or zero, and some zero."""
+    CHANGED = 3
+    """Some are None or zero and others not, or have other values."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 A rank that has run out of data has the gradients of the last backward, and contributes them to the next if the others
 add to theirs. Whether they do is seen where they are, without a call that would tell: from the identity of the tensors
-in ``.grad``, and from their version counters, which every write in place increments.
+in ``.grad``, and from their version counters, which writes in place increment. Those through ``.data`` do not; of them,
+only that all are zero is seen.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class HeldGradients:
     def expect_rebuild(self) -> None:
         """Look at what there is before DDP may exchange the tensors in ``.grad`` for views of new buckets."""
         now = self.now()
-        self._expected = now, self.gone() if self._at_owners and now is Held.CHANGED else frozenset[int]()
+        self._expected = now, frozenset[int].union(*self.gone()) if self._at_owners else frozenset[int]()
 
     def rebuilt(self) -> None:
         """Take note that it has."""
@@ -55,13 +56,20 @@ class HeldGradients:
         return not any(map(_is_there, map(_grad_of, self._params)))
 
     def now(self) -> Held:
-        """Tell what has become of them since :meth:`record`. Values are read only if something has."""
-        if self._are_untouched():
+        """Tell what has become of them since :meth:`record`. Reads values until it finds one that is not zero."""
+        held = [*filter(_is_there, map(_grad_of, self._params))]
+        untouched = self._are_untouched()
+        if untouched and (not held or self._before is not Held.KEPT):
             return self._before
-        return Held.CHANGED if is_nonzero([*filter(_is_there, map(_grad_of, self._params))]) else Held.DROPPED
+        if not held:
+            return Held.NONE
+        # Also of those that seem untouched: writes through `.data` increment no version.
+        if not (untouched and self._at_owners) and not is_nonzero(held):
+            return Held.ZERO
+        return Held.KEPT if untouched else Held.CHANGED
 
-    def gone(self) -> frozenset[int]:
-        """Return the indices of those that are None, or zero.
+    def gone(self) -> tuple[frozenset[int], frozenset[int]]:
+        """Return the indices of those that are None, and of those that are zero.
 
         Raises:
             RuntimeError: if that cannot be told.
@@ -69,14 +77,15 @@ class HeldGradients:
         grads = [*map(_grad_of, self._params)]
         none = frozenset([index for index, grad in enumerate(grads) if grad is None])
         if not (self._is_rebuilt and self._at_owners):
-            return none | {index for index, grad in enumerate(grads) if grad is not None and not is_nonzero([grad])}
+            held = [(index, grad) for index, grad in enumerate(grads) if grad is not None]
+            return none, frozenset([index for index, grad in held if not is_nonzero([grad])])
         if not self._are_untouched() and not none:
             raise RuntimeError(
                 "gradients were written to between the forward in which DistributedDataParallel rebuilds its buckets "
                 "and its backward, and a rank has run out of data: set them to None, or before the forward"
             )
         # Views of new buckets: values are there at owners alone, so that zeros mean nothing.
-        return self._gone | none
+        return none, self._gone - none
 
     def are_finite(self) -> bool:
         """Whether there is neither an infinity nor a NaN among their values."""

@@ -161,7 +161,10 @@ class Join:
         try:
             if value is None:
                 self._leave(self._block)
-            elif isinstance(value, Exception) and not self._block.is_told:
+            elif not isinstance(value, Exception):
+                # The process is to end at once. The others find the note when they have lost it.
+                self._block.note.leave(value)
+            elif not self._block.is_told:
                 fail(self._block, value)
         finally:
             self._is_inside = False

@@ -146,6 +146,7 @@ class JoinBlock:
                 answered=self.answered,
                 begins=lambda model: self._backward_begins(place, model),
             )
+            model.enter(self.control)
             self.models[place] = model
             enabled = model.synchronizes_buffers
         if place in self.steps:
@@ -183,10 +184,10 @@ class JoinBlock:
             self.answered()
 
     def _backward_begins(self, place: int, model: ModelInJoin) -> None:
-        """A backward begins on this rank; if somebody has run out, its first gradient is there."""
+        """The first gradient of a backward is there on this rank."""
         self.order.add(Made(Kind.BACKWARD, place, reduces=model.reduces))
         if not self.joined:
-            model.add_to(Held.DROPPED if model.held.are_none() else Held.KEPT)
+            model.add_to(Held.NONE if model.held.are_none() else Held.KEPT)
             return
         if model.steps_in_backward:
             for hook in model.owners:
@@ -220,7 +221,7 @@ class JoinBlock:
             giver: the rank that has them.
             joined: the ranks that need them.
         """
-        if held is not Held.CHANGED:
+        if held not in (Held.ZERO, Held.CHANGED):
             return
         if giver == self.rank:
             model.give(self.control, joined)
@@ -254,9 +255,6 @@ class JoinBlock:
             self.control.meet("leaving Join")
             raise RuntimeError(f"rank {by_status[Status.FAILED][0]} has left the Join block with an error")
         self.running, self.joined = len(running), tuple(by_status[Status.JOINED])
-        if self.joined:
-            for model in self.models.values():
-                model.watch()
         if self._throws and running and self.joined:
             self.is_told = True
             raise RuntimeError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import torch.distributed as dist
@@ -9,9 +10,9 @@ from zeroshard.attendance import Call
 from zeroshard_comm import PeerLostError
 
 from zeroshard_integrations.announcements import Announcement, Held, Kind, Status
+from zeroshard_integrations.backward_watch import Phase
 from zeroshard_integrations.call_order import Made
 from zeroshard_integrations.join_block import JoinBlock
-from zeroshard_integrations.join_model import ModelInJoin, Phase
 
 
 def fail(block: JoinBlock, error: Exception) -> None:
@@ -27,7 +28,7 @@ def fail(block: JoinBlock, error: Exception) -> None:
     block.is_shadow = True
     block.note.leave(error)
     try:
-        if _is_lost(error) or any(model.phase is Phase.BACKWARD for model in block.models.values()):
+        if _is_lost(error) or any(model.watch.phase is Phase.BACKWARD for model in block.models.values()):
             # Messages may be under way that nobody waits for. The others find the note.
             _blame(block, error)
             return
@@ -43,37 +44,53 @@ def fail(block: JoinBlock, error: Exception) -> None:
 def early_leaving(block: JoinBlock) -> Exception | None:
     """Return what is wrong, if this rank has left its loop in the middle of an iteration, or cannot shadow the others.
 
+    While all ranks have data, a backward or step that the others make next is not announced: they would wait in it.
+
     Args:
         block: of this rank.
     """
     for model in block.models.values():
-        problem = model.problem() if model.phase is Phase.IDLE else None
+        problem = model.problem()
         if problem is not None:
             return problem
-        # Where somebody has run out, the others tell of their backward, and of their step.
-        if model.phase is Phase.BACKWARD or (model.phase is Phase.FORWARD and not block.joined):
-            return RuntimeError(
-                "this rank has left the Join block behind a forward whose backward() is missing, as with break "
-                "inside an iteration: leave the loop before the forward or behind the step, or compute what is "
-                "not to be trained under torch.no_grad()"
-            )
-        if not block.joined and _is_unstepped(model):
-            return RuntimeError(
-                "this rank has left the Join block behind a backward() whose step() is missing, as with break "
-                "inside an iteration: leave the loop behind the step, or set gradients to zero where a step is "
-                "left out"
-            )
+    last = block.order.last
+    if block.joined or last is None:
+        return None
+    following = block.order.expected()
+    if following:
+        missing: Made | None = following[0]
+    elif last.kind is Kind.FORWARD and last.reduces:
+        missing = Made(Kind.BACKWARD, last.joinable, reduces=True)
+    else:
+        missing = next((Made(Kind.CALL, place, Call.STEP) for place in block.steps if _awaits_step(block, place)), None)
+    if missing is None or missing.kind is Kind.FORWARD:
+        return None
+    if missing.kind is Kind.BACKWARD:
+        return RuntimeError(
+            "this rank has left the Join block behind a forward whose backward() is missing, as with break inside an "
+            "iteration: leave the loop before the forward or behind the step, or compute what is not to be trained "
+            "under torch.no_grad()"
+        )
+    if missing.joinable in block.steps and block.has_announcers and _awaits_step(block, missing.joinable):
+        return RuntimeError(
+            "this rank has left the Join block behind a backward() whose step() is missing, as with break inside an "
+            "iteration: leave the loop behind the step, or set gradients to zero where a step is left out"
+        )
     return None
 
 
-def _is_unstepped(model: ModelInJoin) -> bool:
-    """Whether a step is missing behind the last backward, which the others are going to make.
+def _awaits_step(block: JoinBlock, place: int) -> bool:
+    """Whether the others are going to step an optimizer that this rank has not stepped behind its last backward.
 
     Not in windows, which may be incomplete; not if gradients are gone, or not finite, so that steps are left out.
     """
-    if not model.awaits_step or model.has_windows or model.steps_in_backward or not model.owners:
-        return False
-    return model.held.now() is not Held.DROPPED and (model.takes_buckets or model.held.are_finite())
+    return not block.steps[place].steps_in_backward and any(
+        model.awaits_step
+        and not model.has_windows
+        and model.held.now() not in (Held.NONE, Held.ZERO)
+        and (model.takes_buckets or model.held.are_finite())
+        for model in block.models_of[place]
+    )
 
 
 def _tell(block: JoinBlock, error: Exception) -> None:
@@ -138,7 +155,7 @@ def _expected(block: JoinBlock) -> Sequence[Made]:
     backwards = [
         Made(Kind.BACKWARD, place, reduces=model.reduces)
         for place, model in block.models.items()
-        if model.phase is Phase.FORWARD
+        if model.watch.phase is Phase.FORWARD
     ]
     steps = [
         Made(Kind.CALL, place, Call.STEP)
@@ -150,6 +167,7 @@ def _expected(block: JoinBlock) -> Sequence[Made]:
 
 def _is_lost(error: Exception) -> bool:
     """Whether an error is that of a backend: another rank is gone, or has not come."""
+    # gloo raises what its sources' macros write: the file, and what has happened.
     return isinstance(error, (PeerLostError, dist.DistError)) or (
-        isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo", "NCCL", "Timed out"))
+        isinstance(error, RuntimeError) and re.match(r"\[\S*gloo/\S+:\d+\]", str(error)) is not None
     )

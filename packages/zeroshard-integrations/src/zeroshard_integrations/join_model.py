@@ -6,8 +6,7 @@ what the rank has in ``.grad``, if the others have it in theirs, and what has be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from enum import Enum
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,22 +15,15 @@ from torch import nn
 from torch._C import _distributed_c10d
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 from zeroshard import OptimizerJoinHook
+from zeroshard.fingerprint import fingerprint
 from zeroshard.handover import give_gradients, take_gradients
 from zeroshard_comm import Control
 
 from zeroshard_integrations.announcements import Announcement, Held, Kind, Status
+from zeroshard_integrations.backward_watch import BackwardWatch, Phase
 from zeroshard_integrations.held_gradients import HeldGradients
 from zeroshard_integrations.zero_buckets import fill, keep
-
-
-class Phase(Enum):
-    """Where this rank is with a model."""
-
-    IDLE = "no backward is due"
-    FORWARD = "a forward has begun, its backward has not"
-    BACKWARD = "in backward"
 
 
 class ModelInJoin:
@@ -43,12 +35,11 @@ class ModelInJoin:
         takes_buckets: whether a communication hook keeps the gradients, and adds what was accumulated itself.
         divide_by_running: average gradients over the ranks that still have data, where DDP reduces them itself.
         answered: waits for the ranks' announcements, and returns how many still have data.
-        begins: called at the beginning of every backward, with the model. Before the first gradient, if :meth:`watch`
-            was called; else it may be earlier.
+        begins: called at the beginning of every backward, with the model.
 
     Attributes:
-        params: those whose gradients DDP reduces.
-        phase: where this rank is.
+        params: those whose gradients DDP reduces, in its order.
+        watch: tells where this rank is.
         reduces: whether the backward that is due, or was the last, reduces gradients.
         held: follows the gradients.
         awaits_step: whether gradients have been reduced that no step has used.
@@ -66,19 +57,22 @@ class ModelInJoin:
         begins: Callable[[ModelInJoin], None],
     ) -> None:
         self.ddp, self.owners, self.takes_buckets = ddp, owners, takes_buckets
-        self._divide_by_running, self._answered, self._begins = divide_by_running, answered, begins
-        self.params: Sequence[torch.Tensor] = ddp._build_params_for_reducer()[0]
-        self.phase = Phase.IDLE
+        self._divide_by_running, self._answered = divide_by_running, answered
+        self.params = reduced_params(ddp)
         self.reduces = self.awaits_step = self.has_windows = False
         self.held = HeldGradients(self.params, at_owners=takes_buckets)
         # Also those of DDP in C++, which it does not keep in a list.
         self._has_hook = bool(ddp._comm_hooks or ddp._get_ddp_logging_data().get("comm_hook"))
-        # Of the module inside: who calls `forward` itself passes over hooks of DDP.
-        self._handle: RemovableHandle | None = ddp.module.register_forward_hook(self._after_forward)
-        self._on_params: list[RemovableHandle] = []
-        self._is_called = self._is_prepared = self._has_begun = self._has_run = self._has_reduced = False
+        self.watch = BackwardWatch(
+            ddp.module,
+            self.params,
+            behind_forward=self._after_forward,
+            begins=lambda: begins(self),
+            ends=self._backward_ends,
+            settled=self.held.record,
+        )
+        self._is_prepared = self._has_run = self._has_reduced = self._has_local = self._has_left = False
         self._may_rebuild = self._rebuilds()
-        self._has_local = not takes_buckets and any(hook.has_unstepped() for hook in owners)
         self._reduced: dict[torch.Tensor, torch.Tensor] = {}
         """What had been reduced of gradients to which backwards under ``no_sync()`` have added since."""
 
@@ -86,13 +80,10 @@ class ModelInJoin:
 
     def leave(self) -> None:
         """Leave the model as it was; safe to call repeatedly."""
-        if self._handle is None:
+        if self._has_left:
             return
-        self._handle.remove()
-        self._handle = None
-        for handle in self._on_params:
-            handle.remove()
-        self._on_params = []
+        self._has_left = True
+        self.watch.leave()
         self._reduced = {}
         if self._divide_by_running:
             # True: divide by the number of ranks, whatever the last iteration's number was.
@@ -103,6 +94,23 @@ class ModelInJoin:
     def steps_in_backward(self) -> bool:
         """Whether a communication hook steps the optimizer of its parameters."""
         return any(hook.steps_in_backward for hook in self.owners)
+
+    def enter(self, control: Control) -> None:
+        """Find out whether the gradients that there are have been reduced: they are the same on all ranks then.
+
+        Collective.
+
+        Raises:
+            PeerLostError: if a rank is gone.
+        """
+        if not self._adds_local_only:
+            # What was reduced, and what was not, are added alike.
+            return
+        grads = [param.grad for param in self.params]
+        prints = control.collect_words([fingerprint(grads)], "entering Join")
+        has_grads = any(grad is not None for grad in grads)
+        self._has_reduced = has_grads and all(each == prints[0] for each in prints)
+        self._has_local = has_grads and not self._has_reduced
 
     def synchronizes_buffers(self) -> bool:
         """Whether DDP sends module buffers around, for which it must know who still has data."""
@@ -125,75 +133,30 @@ class ModelInJoin:
         """
         with_grad = torch.is_grad_enabled()
         reduces = with_grad and self.ddp.require_backward_grad_sync
-        self._is_called = True
+        self.watch.expect(with_grad=with_grad)
         if with_grad and self._may_rebuild:
             self.held.expect_rebuild()
         if with_grad:
-            self.phase = Phase.FORWARD
             # What a forward has prepared stays so until a backward has reduced.
             self.reduces = self._is_prepared = reduces or self._is_prepared
         return Announcement(Status.RUNNING, Kind.FORWARD, joinable, reduces, with_grad)
 
-    def _after_forward(self, module: nn.Module, inputs: object, output: object) -> None:  # noqa: ARG002 - torch's signature
-        if not self._is_called:
-            # Somebody has called the module inside.
-            return
-        self._is_called = False
+    def _after_forward(self) -> None:
         if self._may_rebuild and not (may_rebuild := self._rebuilds()):
             self._may_rebuild = may_rebuild
             self.held.rebuilt()
         running = self._answered()
-        if not torch.is_grad_enabled():
-            return
-        if self._divide_by_running:
+        if torch.is_grad_enabled() and self._divide_by_running:
             self.ddp.reducer._set_forward_pass_work_handle(_known(running), False)
-        found = list(_tensors(output))
-        watched = [tensor for tensor in found if tensor.grad_fn is not None]
-        for tensor in watched:
-            tensor.register_hook(self._backward_begins)
-        if not found and output is not None:
-            # An object that is not known: its backward is noticed at its first gradient.
-            self.watch()
-        if not watched and not self._on_params:
-            self.phase = Phase.IDLE
 
-    def watch(self) -> None:
-        """Notice the first gradient of every backward from now on."""
-        if not self._on_params:
-            trained = [param for param in self.params if param.requires_grad]
-            self._on_params = [param.register_hook(self._first_gradient) for param in trained]
-
-    def _backward_begins(self, gradient: torch.Tensor) -> None:  # noqa: ARG002 - torch's signature
-        if self.phase is Phase.FORWARD:
-            self.phase = Phase.BACKWARD
-            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
-            if not self._on_params:
-                self._tell()
-
-    def _first_gradient(self, gradient: torch.Tensor) -> None:
-        if self._has_begun:
+    def _backward_ends(self, of_forward: bool) -> None:
+        self._has_run = True
+        if not of_forward:
+            # A second one of the same forward, which DDP does not follow, or one of the module without DDP.
             return
-        self._backward_begins(gradient)
-        if self.phase is Phase.BACKWARD:
-            self._tell()
-
-    def _tell(self) -> None:
-        self._has_begun = True
-        try:
-            self._begins(self)
-        except BaseException:
-            # Nothing is under way.
-            self.phase, self._has_begun = Phase.IDLE, False
-            raise
-
-    def _backward_ends(self) -> None:
-        engine = torch.autograd.Variable._execution_engine
-        self.phase, self._has_begun, self._has_run = Phase.IDLE, False, True
         if self.reduces:
             self._is_prepared, self.awaits_step = False, True
         self._accumulated(local=not self.reduces)
-        # Behind DDP, which writes gradients in callbacks of this one's kind, and hooks, which follow them.
-        engine.queue_callback(lambda: engine.queue_callback(self.held.record))
 
     def add_to(self, held: Held) -> None:
         """Take note of the gradients to which a backward is about to add.
@@ -201,7 +164,8 @@ class ModelInJoin:
         Args:
             held: what has become of them.
         """
-        if held is Held.DROPPED:
+        are_gone = held in (Held.NONE, Held.ZERO)
+        if are_gone:
             self._has_reduced = self._has_local = False
             self._reduced = {}
         elif self.awaits_step and self.reduces:
@@ -209,7 +173,7 @@ class ModelInJoin:
         if not self.reduces and self._has_reduced and not self._reduced and self._adds_local_only:
             self._reduced = {param: param.grad.clone() for param in self.params if param.grad is not None}
         for hook in self.owners:
-            hook.begin_backward(adds=held is not Held.DROPPED)
+            hook.begin_backward(adds=not are_gone)
 
     def refuse_changed(self, held: Held) -> None:
         """Raise if what ranks without data hold, or held, cannot be told from what they are to hold.
@@ -277,7 +241,7 @@ class ModelInJoin:
         Args:
             held: what has become of theirs.
         """
-        if held is Held.DROPPED:
+        if held is Held.NONE:
             for param in self.params:
                 param.grad = None
         self.add_to(held)
@@ -286,10 +250,10 @@ class ModelInJoin:
         """Send this rank's gradients to ranks that have run out.
 
         Raises:
-            RuntimeError: if it cannot be told which of them are zero.
+            RuntimeError: if it cannot be told which of them are None or zero.
             PeerLostError: if a rank is gone.
         """
-        give_gradients(control, joined, self.params, self.held.gone(), values=not self.takes_buckets)
+        give_gradients(control, joined, self.params, *self.held.gone(), values=not self.takes_buckets)
 
     def take(self, control: Control, giver: int) -> None:
         """Receive what :meth:`give` sends.
@@ -320,10 +284,11 @@ class ModelInJoin:
             running: how many ranks still have data.
         """
         ddp, reducer = self.ddp, self.ddp.reducer
-        self.phase = Phase.IDLE
+        self.watch.phase = Phase.IDLE
         own = not self.takes_buckets
-        # Now, before a communication hook takes them.
-        used = [param.grad is not None for param in self.params]
+        # Now, before a communication hook takes them. What was reduced is not used again, only kept.
+        used = [param.grad is not None and (self._has_local or self.takes_buckets) for param in self.params]
+        before = [param.grad for param in self.params]
         # With a communication hook, it is the hook that divides.
         share = 1 if self._has_hook else running if self._divide_by_running else ddp.process_group.size()
         buckets = reducer._get_zeros_like_grad_buckets()
@@ -340,6 +305,11 @@ class ModelInJoin:
             # What is there is what all ranks have used in the last backward of this one.
             reducer._get_local_used_map().copy_(torch.tensor(used, device="cpu"))
             dist.all_reduce(reducer._get_local_used_map(), group=ddp.process_group)
+            if own:
+                # As DDP does where all ranks have data: what nobody has used is left as it was.
+                for param, grad, users in zip(self.params, before, reducer._get_local_used_map().tolist(), strict=True):
+                    if not users:
+                        param.grad = grad
         reducer._push_all_rebuilt_params()
 
     def end_backward(self) -> None:
@@ -348,24 +318,26 @@ class ModelInJoin:
             hook.finish_backward()
 
 
+def reduced_params(ddp: DistributedDataParallel) -> Sequence[torch.Tensor]:
+    """Return the parameters whose gradients DDP reduces, in its order: those that were trained when it was built.
+
+    Args:
+        ddp: the model.
+    """
+    trained: Sequence[torch.Tensor] = ddp._build_params_for_reducer()[0]
+    # None where all must be used in every backward, so that none can have been frozen since.
+    used = ddp.reducer._get_local_used_map()
+    if used is None or len(trained) == (count := int(used.numel())):
+        return trained
+    inside = {param for bucket in ddp.reducer._get_zeros_like_grad_buckets() for param in bucket.parameters()}
+    found = [param for param in ddp.module.parameters() if param in inside]
+    assert len(found) == count
+    return found
+
+
 def _known(number: int) -> Any:  # noqa: ANN401 - torch's Work, of a type without a stub
     """Make a finished operation with this result, as DDP expects the number of ranks that still have data."""
     found: Future[list[torch.Tensor]] = Future()
     found.set_result([torch.tensor([number], device="cpu")])
     # torch's stubs leave it out.
     return vars(_distributed_c10d)["_create_work_from_future"](found)
-
-
-def _tensors(output: object) -> Iterator[torch.Tensor]:
-    """The tensors in what a model returned."""
-    if isinstance(output, torch.Tensor):
-        yield output
-    elif isinstance(output, Mapping):
-        for item in output.values():
-            yield from _tensors(item)
-    elif isinstance(output, (list, tuple)):
-        for item in output:
-            yield from _tensors(item)
-    elif hasattr(output, "__dataclass_fields__"):
-        for name in output.__dataclass_fields__:
-            yield from _tensors(getattr(output, name))

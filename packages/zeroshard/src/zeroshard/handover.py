@@ -156,7 +156,13 @@ def take(
 
 
 def give_gradients(
-    control: Control, joined: Sequence[int], params: Sequence[torch.Tensor], gone: Collection[int], *, values: bool
+    control: Control,
+    joined: Sequence[int],
+    params: Sequence[torch.Tensor],
+    none: Collection[int],
+    zero: Collection[int],
+    *,
+    values: bool,
 ) -> None:
     """Send the joined ranks what is in ``.grad``, whole.
 
@@ -164,7 +170,8 @@ def give_gradients(
         control: the channel.
         joined: the ranks.
         params: the parameters, in the same order on all ranks.
-        gone: the indices of those whose gradients are None, or zero.
+        none: the indices of those whose gradients are None.
+        zero: of those whose gradients are zero.
         values: whether to send the values of the others.
 
     Raises:
@@ -172,8 +179,8 @@ def give_gradients(
     """
     sender = _Sender(control)
     grads = [param.grad for param in params]
-    held = {index: grad for index, grad in enumerate(grads) if grad is not None and index not in gone and values}
-    text = json.dumps({"absent": sorted(gone), "sparse": _sparse(held)}).encode()
+    held = {index: grad for index, grad in enumerate(grads) if grad is not None and index not in zero and values}
+    text = json.dumps({"none": sorted(none), "zero": sorted(zero), "sparse": _sparse(held)}).encode()
     for peer in joined:
         sender.text(peer, text)
         for index, grad in held.items():
@@ -183,19 +190,55 @@ def give_gradients(
 
 
 def take_gradients(control: Control, giver: int, params: Sequence[torch.Tensor], *, values: bool) -> None:
-    """Receive what :func:`give_gradients` sends, and put it into ``.grad``: None for what is absent.
+    """Receive what :func:`give_gradients` sends, and put it into ``.grad``.
 
     Raises:
         PeerLostError: if the rank that gives is gone.
     """
     receiver = _Receiver(control, giver)
     text = json.loads(receiver.text())
-    absent = frozenset(text["absent"])
+    none, zero = frozenset(text["none"]), frozenset(text["zero"])
     for index, param in enumerate(params):
-        if index in absent:
+        if index in none:
             param.grad = None
+        elif index in zero:
+            if param.grad is not None:
+                param.grad.zero_()
+            elif values:
+                param.grad = torch.zeros_like(param, requires_grad=False)
         elif values:
             param.grad = receiver.gradient(_whole(index, param), param, text["sparse"].get(str(index)))
+
+
+def give_parameters(control: Control, peers: Sequence[int], params: Sequence[torch.Tensor]) -> None:
+    """Send the values of parameters, whole.
+
+    Args:
+        control: the channel.
+        peers: who needs them.
+        params: dense.
+
+    Raises:
+        PeerLostError: if a rank is gone.
+    """
+    sender = _Sender(control)
+    for peer in peers:
+        for index, param in enumerate(params):
+            for part in _parts(_whole(index, param), param, param):
+                sender.values(peer, part)
+    sender.finish()
+
+
+def take_parameters(control: Control, giver: int, params: Sequence[torch.Tensor]) -> None:
+    """Receive what :func:`give_parameters` sends, and write it to the parameters.
+
+    Raises:
+        PeerLostError: if the rank that gives is gone.
+    """
+    receiver = _Receiver(control, giver)
+    with torch.no_grad():
+        for index, param in enumerate(params):
+            param.copy_(receiver.gradient(_whole(index, param), param, None))
 
 
 def is_nonzero(grads: Sequence[torch.Tensor]) -> bool:

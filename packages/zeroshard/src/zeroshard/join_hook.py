@@ -56,10 +56,6 @@ class OptimizerJoinHook(JoinHook):
         if error is not None:
             raise error
 
-    def has_unstepped(self) -> bool:
-        """Whether this rank has gradients that have not been stepped, of backwards before the context."""
-        return self._uneven.has_unstepped()
-
     def leave(self) -> None:
         """Leave the context, also after an error; safe to call repeatedly."""
         self._leave()

@@ -20,7 +20,16 @@ from torch.nn.parallel import DistributedDataParallel
 from zeroshard.attendance import Attendance, Call, call_roll
 from zeroshard.clipping import clip_over_ranks
 from zeroshard.engine import Engine
-from zeroshard.handover import Handover, give, is_nonzero, take, unwritable
+from zeroshard.fingerprint import fingerprint
+from zeroshard.handover import (
+    Handover,
+    give,
+    give_parameters,
+    is_nonzero,
+    take,
+    take_parameters,
+    unwritable,
+)
 from zeroshard.parameters import ParamGroup
 from zeroshard.pipeline import Stepping
 from zeroshard.reduced_gradient import ReducedGradient
@@ -119,6 +128,7 @@ class UnevenInputs:
             return
         untold = impossible if impossible is not None else self.untold(groups, arguments)
         attendance = call_roll(engine.control, call, untold=untold)
+        self._bring_parameters(attendance)
         if attendance.joined and attendance.giver == engine.ranks.rank:
             give(
                 engine.control,
@@ -276,6 +286,7 @@ class UnevenInputs:
 
     def _take(self, attendance: Attendance, groups: list[ParamGroup]) -> Handover:
         engine = self._engine
+        self._bring_parameters(attendance)
         given = take(
             engine.control,
             attendance.giver,
@@ -293,6 +304,22 @@ class UnevenInputs:
             for index in given.absent:
                 engine.params[index].grad = None
         return given
+
+    def _bring_parameters(self, attendance: Attendance) -> None:
+        """Let ranks that have run out have the parameters of the others, if these have changed theirs since a step.
+
+        Weights are clipped, or normalized, by training loops; nothing tells of it.
+        """
+        if not attendance.joined or attendance.call not in (Call.STEP, Call.BACKWARD):
+            return
+        engine = self._engine
+        params = [param for param, active in zip(engine.params, engine.layout.active, strict=True) if active]
+        prints = [each for [each] in engine.control.collect_words([fingerprint(params)], "a step inside Join")]
+        stale = [rank for rank in attendance.joined if prints[rank] != prints[attendance.giver]]
+        if stale and engine.ranks.rank == attendance.giver:
+            give_parameters(engine.control, stale, params)
+        elif engine.ranks.rank in stale:
+            take_parameters(engine.control, attendance.giver, params)
 
     def _clip(self, given: Handover) -> None:
         engine = self._engine
