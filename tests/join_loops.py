@@ -36,6 +36,9 @@ class Loop(Protocol):
     def clip(self) -> None:
         """Clip the norm of all gradients, by the optimizer."""
 
+    def change(self, act: Callable[[nn.Module], None]) -> None:
+        """Do something with the model."""
+
 
 Script = Callable[[Loop, int], None]
 """One iteration, by its number."""
@@ -80,6 +83,9 @@ class OnRanks:
     def clip(self) -> None:
         self._optimizer.clip_grad_norm_(NORM)
 
+    def change(self, act: Callable[[nn.Module], None]) -> None:
+        act(self._ddp.module)
+
 
 class InOneProcess:
     """A loop for all ranks together."""
@@ -93,9 +99,10 @@ class InOneProcess:
         running = [rank for rank, length in enumerate(self._uneven.lengths) if self.iteration < length]
         for rank in running:
             losses = [self._uneven.loss(self._model, inputs(number + 100 * each, rank)) for each in range(forwards)]
-            grads = torch.autograd.grad(torch.stack(losses).sum(), self._params)
+            grads = self._gradients(torch.stack(losses).sum())
             self._local = [
-                grad if local is None else local + grad for local, grad in zip(self._local, grads, strict=True)
+                local if grad is None else grad if local is None else local + grad
+                for local, grad in zip(self._local, grads, strict=True)
             ]
         if reduces:
             share = len(self._uneven.lengths) if self._uneven.divide_by_initial else len(running)
@@ -105,6 +112,11 @@ class InOneProcess:
             self._local = [None] * len(self._params)
 
     iteration = 0
+
+    def _gradients(self, loss: torch.Tensor) -> list[torch.Tensor | None]:
+        trained = [param for param in self._params if param.requires_grad]
+        found = dict(zip(trained, torch.autograd.grad(loss, trained, allow_unused=True), strict=True))
+        return [found.get(param) for param in self._params]
 
     def forward(self, number: int) -> None:
         pass
@@ -127,6 +139,9 @@ class InOneProcess:
 
     def clip(self) -> None:
         nn.utils.clip_grad_norm_(self._params, NORM)
+
+    def change(self, act: Callable[[nn.Module], None]) -> None:
+        act(self._model)
 
 
 def compare(uneven: Uneven, script: Script, join: Any, *, bound: float = 1e-12) -> Any:

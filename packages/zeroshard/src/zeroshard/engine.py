@@ -79,6 +79,7 @@ class Engine:
         local: the local optimizer.
         replicas: where parameters lie, and the messages of a share.
         control: the channel of the ranks' meetings.
+        hyperparameters: what the ranks should agree upon.
 
     Raises:
         Exception: what any rank met while it read or planned, on every rank.
@@ -117,8 +118,8 @@ class Engine:
         groups, self.layout, self.local = built
         self.replicas = Replicas(ranks, traffic, as_bucket_view=policy.as_bucket_view)
         self.params = parameters_of(groups)
-        self._hyperparameters = Hyperparameters()
-        self._hyperparameters.follow(groups)
+        self.hyperparameters = Hyperparameters()
+        self.hyperparameters.follow(groups)
         self.pipeline: Pipeline | None = None
         """Moves gradients and parameters bucket by bucket, once gradients come that way; see :meth:`attach`."""
         self._begun: tuple[Layout, Exception | None] | None = None
@@ -183,7 +184,7 @@ class Engine:
         self._begun = None
         bucketwise = self.pipeline if self.pipeline is not None and self.pipeline.routed else None
         problem = observed if problem is None else problem
-        declared = _NOT_COMPARED if self.shadowing else self._hyperparameters.follow(groups)
+        declared = _NOT_COMPARED if self.shadowing else self.hyperparameters.follow(groups)
         if problem is not None or layout is not self.layout:
             # The others may be stepping already; they find this status in the share that they wait for.
             attendance()
@@ -213,7 +214,7 @@ class Engine:
         if bucketwise is not None and bucketwise.defers and failure is None:
             bucketwise.begin_share((_FINE, declared, 0, 0))
             sync_groups(self.local.optim.param_groups, groups)
-            self._hyperparameters.written(groups)
+            self.hyperparameters.written(groups)
             return result
         try:
             found = self._share(_FAILED if failure is not None else _FINE, declared, failure)
@@ -225,7 +226,7 @@ class Engine:
         finally:
             del failure
         sync_groups(self.local.optim.param_groups, groups)
-        self._hyperparameters.written(groups)
+        self.hyperparameters.written(groups)
         return result
 
     def finish_share(self) -> None:
@@ -247,7 +248,7 @@ class Engine:
             self._compare_hyperparameters(None)
 
     def _compare_hyperparameters(self, error: Exception | None) -> None:
-        mine = _with_hyperparameters(self.layout, self._hyperparameters.in_words())
+        mine = _with_hyperparameters(self.layout, self.hyperparameters.in_words())
         try:
             agree_over(self.control, "step()", mine, error=error)
         finally:

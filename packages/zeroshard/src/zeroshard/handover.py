@@ -35,6 +35,7 @@ class Handover:
 
     Attributes:
         groups: the hyperparameters, one dict per param group.
+        agreed: those of them that ranks compare, as their users have set them.
         absent: tensors that had no gradient.
         zeroed: tensors whose gradients lie at their owners, and were set to zero.
         settings: further numbers, such as the arguments of a clipping.
@@ -43,6 +44,7 @@ class Handover:
     """
 
     groups: Sequence[Mapping[str, Any]]
+    agreed: Sequence[Mapping[str, Any]]
     absent: frozenset[int]
     zeroed: frozenset[int]
     settings: Sequence[float]
@@ -84,6 +86,7 @@ def give(
     control: Control,
     joined: Sequence[int],
     groups: Sequence[ParamGroup],
+    agreed: Sequence[Mapping[str, Any]],
     params: Sequence[torch.Tensor],
     plan: Plan,
     settings: Sequence[float] = (),
@@ -97,6 +100,7 @@ def give(
         control: the channel.
         joined: the ranks.
         groups: the public param groups.
+        agreed: the hyperparameters that ranks compare.
         params: all parameters, by tensor index.
         plan: who owns what.
         settings: further numbers.
@@ -110,6 +114,7 @@ def give(
     absent = [index for index, param in enumerate(params) if param.grad is None]
     text: dict[str, Any] = {
         "groups": [{k: _written(v) for k, v in group.items() if k not in NOT_SYNCED} for group in groups],
+        "agreed": [{key: _written(value) for key, value in group.items()} for group in agreed],
         "absent": absent,
         "zeroed": [i for i, param in enumerate(params) if type(param.grad) is ReducedGradient and param.grad.is_zero()],
         "settings": [_number(setting) for setting in settings],
@@ -150,9 +155,11 @@ def take(
         if not gradients or shard.tensor in absent:
             continue
         found[shard.tensor] = receiver.gradient(shard, params[shard.tensor], text["sparse"].get(str(shard.tensor)))
-    groups = [{key: _read(value) for key, value in group.items()} for group in text["groups"]]
+    groups, agreed = (
+        [{key: _read(value) for key, value in group.items()} for group in text[name]] for name in ("groups", "agreed")
+    )
     arguments = {name: _read(value) for name, value in text["arguments"].items()}
-    return Handover(groups, absent, frozenset(text["zeroed"]), text["settings"], arguments, found)
+    return Handover(groups, agreed, absent, frozenset(text["zeroed"]), text["settings"], arguments, found)
 
 
 def give_gradients(

@@ -64,10 +64,26 @@ class Hyperparameters:
             if len(kept) != len(group):
                 self._agreed[number] = {key: kept.get(key, _LEFT_OUT) for key in group}
 
+    def agreed(self) -> list[dict[str, object]]:
+        """Return what is compared, by group: for a rank that has not seen its user change it."""
+        return [{key: value for key, value in group.items() if value is not _LEFT_OUT} for group in self._agreed]
+
+    def adopt(self, agreed: Sequence[Mapping[str, object]], groups: Sequence[Mapping[str, Any]]) -> None:
+        """Take over what another rank compares.
+
+        Args:
+            agreed: as :meth:`agreed` returns it there.
+            groups: the public param groups, with that rank's values.
+        """
+        self._agreed = [
+            {key: known.get(key, _LEFT_OUT) for key in group} for known, group in zip(agreed, groups, strict=True)
+        ]
+        self._seen = _values(groups)
+        self._digest = zlib.crc32(repr(sorted(self.in_words().items())).encode()) or 1
+
     def in_words(self) -> dict[str, str]:
         """Return what is compared, by name and group, so that a difference can be named."""
-        plain = [{key: value for key, value in group.items() if value is not _LEFT_OUT} for group in self._agreed]
-        return hyperparameters_of(plain, {})
+        return hyperparameters_of(self.agreed(), {})
 
 
 _LEFT_OUT = object()

@@ -134,6 +134,7 @@ class UnevenInputs:
                 engine.control,
                 attendance.joined,
                 groups,
+                engine.hyperparameters.agreed(),
                 engine.params,
                 engine.layout.plan,
                 settings,
@@ -295,6 +296,7 @@ class UnevenInputs:
             gradients=attendance.call is Call.STEP and engine.pipeline is None,
         )
         given.apply(groups)
+        engine.hyperparameters.adopt(given.agreed, groups)
         if engine.pipeline is not None and engine.pipeline.stepping is Stepping.IN_STEP:
             # What the others have set to zero, or None, since their backward.
             for index in given.zeroed:
