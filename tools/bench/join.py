@@ -31,7 +31,7 @@ from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.nn.parallel import DistributedDataParallel
 from workloads import workload
 from zeroshard import ZeroRedundancyOptimizer
-from zeroshard_integrations.held_gradients import HeldGradients
+from zeroshard_integrations.backward_watch import BackwardWatch
 from zeroshard_integrations.join import Join
 from zeroshard_integrations.join_block import JoinBlock
 from zeroshard_integrations.join_model import ModelInJoin
@@ -48,9 +48,10 @@ CALLS: dict[str, list[tuple[type, str]]] = {
     "ours": [
         (JoinBlock, "_notified"),
         (ModelInJoin, "_after_forward"),
-        (ModelInJoin, "_backward_begins"),
-        (ModelInJoin, "_backward_ends"),
-        (HeldGradients, "record"),
+        (BackwardWatch, "_reached"),
+        (BackwardWatch, "_first_gradient"),
+        (BackwardWatch, "_task_ends"),
+        (ModelInJoin, "_settled"),
     ],
     "torch's": [
         (TorchJoin, "notify_join_context"),

@@ -7,6 +7,7 @@ from zeroshard_comm.collective_reduction import CollectiveReduction, CollectiveU
 from zeroshard_comm.control import Control
 from zeroshard_comm.exchange import Exchange, Pending, Segment, Share, shared_bytes
 from zeroshard_comm.failures import DisagreementError, PeerLostError
+from zeroshard_comm.noticeboard import Noticeboard
 from zeroshard_comm.packing import PACK_BELOW, STATUS_WORDS, PackedShare, Shipment, Status
 from zeroshard_comm.point_to_point import GlooExchange, PointToPointExchange
 from zeroshard_comm.ranks import RankGroup
@@ -35,6 +36,7 @@ __all__ = [
     "GlooExchange",
     "Message",
     "Note",
+    "Noticeboard",
     "PackedShare",
     "PeerLostError",
     "Pending",

@@ -31,7 +31,7 @@ def own_group(ranks: RankGroup, backend: str, purpose: str) -> RankGroup:
         members = dist.get_process_group_ranks(ranks.group)
         _refuse_split(members, backend)
         group = dist.new_group(
-            members, timeout=_timeout_of(ranks.group), backend=backend, use_local_synchronization=True
+            members, timeout=timeout_of(ranks.group), backend=backend, use_local_synchronization=True
         )
         made[backend, purpose] = RankGroup.of(group)
     return made[backend, purpose]
@@ -47,8 +47,12 @@ def _refuse_split(members: list[int], backend: str) -> None:
         )
 
 
-def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """Find out after how long the operations of ``group`` are given up; None if its backends do not tell."""
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """Return after how long the operations of a group are given up; None if its backends do not tell.
+
+    Args:
+        group: any process group.
+    """
     for device in group._device_types:
         try:
             timeout = group._get_backend(device).options._timeout

@@ -1,8 +1,7 @@
 """What every rank tells every other in a Join block: whether it still has data, and which call it is about to make.
 
-One small message to and from each peer, tagged, over the control channel of the ranks: so it never meets a collective
-that DistributedDataParallel has issued on the same group, also after an error. It is posted in one place and waited for
-in another, which lets a forward lie in between.
+They never meet a collective that DistributedDataParallel has issued on the same group, also after an error. They are
+posted in one place and waited for in another, which lets a forward lie in between.
 """
 
 from __future__ import annotations
@@ -11,11 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from zeroshard_comm import Control, Words
+from zeroshard_comm import Control, Noticeboard
 
 TAG_ANNOUNCEMENT = 0x5A530060
-
-_OPERATION = "an iteration inside Join"
 
 
 class Status(IntEnum):
@@ -75,27 +72,30 @@ class Announcement:
 class Announcements:
     """Sends announcements and receives those of the peers, one at a time. It belongs to the thread that trains.
 
+    Making one is collective.
+
     Args:
         control: the channel.
+
+    Raises:
+        PeerLostError: if a rank is gone.
     """
 
     def __init__(self, control: Control) -> None:
-        self._control = control
-        self._posted: Words | None = None
+        self._board = Noticeboard(control, TAG_ANNOUNCEMENT, "an iteration inside Join")
 
     @property
     def is_posted(self) -> bool:
         """Whether an announcement has been posted whose answers were not waited for."""
-        return self._posted is not None
+        return self._board.is_posted
 
     def post(self, announcement: Announcement) -> None:
-        """Send an announcement and expect those of the peers, without waiting.
+        """Tell the others, and expect their announcements, without waiting.
 
         Raises:
             PeerLostError: if a rank is gone.
         """
-        assert self._posted is None
-        self._posted = Words(self._control, [_written(announcement)], TAG_ANNOUNCEMENT, _OPERATION)
+        self._board.post(_written(announcement))
 
     def answers(self) -> Sequence[Announcement]:
         """Wait for the announcements of all ranks, and return them in rank order.
@@ -103,9 +103,15 @@ class Announcements:
         Raises:
             PeerLostError: if a rank is gone, or announces nothing within the timeout.
         """
-        posted, self._posted = self._posted, None
-        assert posted is not None
-        return [_read(word) for [word] in posted.wait()]
+        return [_read(word) for word in self._board.read()]
+
+    def settle(self) -> None:
+        """Wait until all ranks have read what was announced last. Collective.
+
+        Raises:
+            PeerLostError: if a rank is gone.
+        """
+        self._board.settle()
 
 
 def _written(announcement: Announcement) -> int:

@@ -1,8 +1,9 @@
 """Noticing where a model's forwards and backwards are, on the thread that trains.
 
-A backward is noticed where its first gradient comes, before it is added to anything: ``torch.autograd.grad`` is none,
-which adds nothing, and what a model returns need not be known. Its end is that of the outermost task of autograd, which
-hooks of the model's output tell of: activation checkpointing runs tasks inside of it.
+A backward is noticed at the model's output, if autograd is about to add to the gradients of its parameters then:
+``torch.autograd.grad`` adds to none. Where that cannot be seen, since a model returns what nobody knows, or
+checkpointing hides parameters in tasks of autograd of their own, and where it must be known in what order models come,
+it is noticed at the first gradient, by hooks of all parameters.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from operator import attrgetter
 
 import torch
 from torch import nn
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 _requires_grad = attrgetter("requires_grad")
@@ -33,7 +35,8 @@ class BackwardWatch:
         module: the model itself, not its wrapper: hooks of a wrapper do not see calls of its ``forward``.
         params: whose gradients are watched.
         behind_forward: called behind the module's forward.
-        begins: called before the first gradient of the backward of a forward is added.
+        begins: called when the backward of a forward begins; behind :meth:`watch_params`, directly before its first
+            gradient is added.
         ends: called at the end of a backward, with whether it was that of a forward that was expected.
         settled: called behind that, when callbacks of autograd of two further generations have been called: those of
             DDP, which write gradients, and those of communication hooks, which follow them.
@@ -59,6 +62,7 @@ class BackwardWatch:
         self._on_module = module.register_forward_hook(self._after_forward)
         self._on_params: list[RemovableHandle] = []
         self._trained: list[bool] = []
+        self._watches_params = False
 
     def leave(self) -> None:
         """Stop watching; safe to call repeatedly."""
@@ -76,15 +80,18 @@ class BackwardWatch:
             self.phase = Phase.FORWARD
             # Whatever an exception has left.
             self._is_followed = self._has_begun = False
-            trained = [*map(_requires_grad, self._params)]
-            if trained != self._trained:
-                self._watch_params(trained)
+            if self._watches_params:
+                self.watch_params()
 
-    def _watch_params(self, trained: list[bool]) -> None:
-        for handle in self._on_params:
-            handle.remove()
-        self._trained = trained
-        self._on_params = [p.register_hook(self._first_gradient) for p in self._params if p.requires_grad]
+    def watch_params(self) -> None:
+        """Notice all further backwards at their first gradients."""
+        self._watches_params = True
+        trained = [*map(_requires_grad, self._params)]
+        if trained != self._trained:
+            for handle in self._on_params:
+                handle.remove()
+            self._trained = trained
+            self._on_params = [p.register_hook(self._first_gradient) for p in self._params if p.requires_grad]
 
     def _after_forward(self, module: nn.Module, inputs: object, output: object) -> None:  # noqa: ARG002 - torch's signature
         if not self._is_called:
@@ -92,20 +99,39 @@ class BackwardWatch:
             return
         self._is_called = False
         self._behind_forward()
-        if torch.is_grad_enabled():
-            for tensor in _tensors(output):
-                if tensor.grad_fn is not None:
-                    tensor.register_hook(self._reached)
+        if not torch.is_grad_enabled():
+            return
+        found = list(_tensors(output))
+        known = [tensor for tensor in found if tensor is not None and tensor.grad_fn is not None]
+        for tensor in known:
+            tensor.register_hook(self._reached)
+        if not known or None in found:
+            self.watch_params()
 
     def _reached(self, gradient: torch.Tensor) -> None:  # noqa: ARG002 - torch's signature
+        self._follow()
+        if self._watches_params or self._has_begun:
+            return
+        if any(map(torch._C._will_engine_execute_node, self._adders())):
+            self._begin()
+        else:
+            self.watch_params()
+
+    def _adders(self) -> Iterator[Node]:
+        """What adds to the gradients of parameters, in autograd's graph."""
+        return (get_gradient_edge(param).node for param in self._params if param.requires_grad)
+
+    def _follow(self) -> None:
         if not self._is_followed:
             self._is_followed = True
             torch.autograd.Variable._execution_engine.queue_callback(self._task_ends)
 
-    def _first_gradient(self, gradient: torch.Tensor) -> None:
-        if self._has_begun:
-            return
-        self._reached(gradient)
+    def _first_gradient(self, gradient: torch.Tensor) -> None:  # noqa: ARG002 - torch's signature
+        if not self._has_begun:
+            self._follow()
+            self._begin()
+
+    def _begin(self) -> None:
         self._has_begun = True
         if self.phase is Phase.FORWARD:
             self.phase = Phase.BACKWARD
@@ -127,10 +153,15 @@ class BackwardWatch:
         engine.queue_callback(lambda: engine.queue_callback(self._settled))
 
 
-def _tensors(output: object) -> Iterator[torch.Tensor]:
-    """The tensors in what a model returned."""
+_WITHOUT_TENSORS = (int, float, complex, str, bytes, type(None))
+
+
+def _tensors(output: object) -> Iterator[torch.Tensor | None]:
+    """The tensors in what a model returned, and None for each part that may have some inside."""
     if isinstance(output, torch.Tensor):
         yield output
+    elif isinstance(output, _WITHOUT_TENSORS):
+        return
     elif isinstance(output, Mapping):
         for item in output.values():
             yield from _tensors(item)
@@ -140,3 +171,5 @@ def _tensors(output: object) -> Iterator[torch.Tensor]:
     elif hasattr(output, "__dataclass_fields__"):
         for name in output.__dataclass_fields__:
             yield from _tensors(getattr(output, name))
+    else:
+        yield None

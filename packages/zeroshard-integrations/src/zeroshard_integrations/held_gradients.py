@@ -40,6 +40,11 @@ class HeldGradients:
         held = [*filter(_is_there, grads)]
         self._refs, self._versions = [*map(weakref.ref, held)], [*map(_version_of, held)]
         self._before, self._gone, self._is_rebuilt = Held.KEPT, frozenset[int](), False
+        self._is_known = True
+
+    def forget(self) -> None:
+        """As :meth:`record`, for less: gradients that are there the next time are taken for changed."""
+        self._is_known = self._is_rebuilt = False
 
     def expect_rebuild(self) -> None:
         """Look at what there is before DDP may exchange the tensors in ``.grad`` for views of new buckets."""
@@ -93,6 +98,8 @@ class HeldGradients:
         return all(bool((grad._values() if grad.is_sparse else grad).isfinite().all()) for grad in held)
 
     def _are_untouched(self) -> bool:
+        if not self._is_known:
+            return False
         grads = [*map(_grad_of, self._params)]
         held = [*filter(_is_there, grads)]
         return (

@@ -184,7 +184,7 @@ class JoinBlock:
             self.answered()
 
     def _backward_begins(self, place: int, model: ModelInJoin) -> None:
-        """The first gradient of a backward is there on this rank."""
+        """A backward begins on this rank; where somebody has run out, its first gradient is there."""
         self.order.add(Made(Kind.BACKWARD, place, reduces=model.reduces))
         if not self.joined:
             model.add_to(Held.NONE if model.held.are_none() else Held.KEPT)
@@ -255,8 +255,12 @@ class JoinBlock:
             self.control.meet("leaving Join")
             raise RuntimeError(f"rank {by_status[Status.FAILED][0]} has left the Join block with an error")
         self.running, self.joined = len(running), tuple(by_status[Status.JOINED])
+        if self.joined:
+            for model in self.models.values():
+                model.expect_shadows()
         if self._throws and running and self.joined:
             self.is_told = True
+            self.board.settle()
             raise RuntimeError(
                 f"rank {self.joined[0]} has run out of data, and throw_on_early_termination is set: an error on every "
                 f"rank. Catch it around the block to stop training here, or leave the setting out to go on"
@@ -264,6 +268,7 @@ class JoinBlock:
         for rank in running:
             if answers[rank] != answers[running[0]]:
                 self.is_told = True
+                self.board.settle()
                 names = [type(joinable).__name__ for joinable in self.joinables]
                 raise DisagreementError(difference(answers, running[0], rank, names))
 

@@ -44,6 +44,7 @@ class ModelInJoin:
         held: follows the gradients.
         awaits_step: whether gradients have been reduced that no step has used.
         has_windows: whether several backwards that reduce have come before a step.
+        knows_joined: whether a rank has run out of data, as far as is known; set by :meth:`expect_shadows`.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class ModelInJoin:
         self.ddp, self.owners, self.takes_buckets = ddp, owners, takes_buckets
         self._divide_by_running, self._answered = divide_by_running, answered
         self.params = reduced_params(ddp)
-        self.reduces = self.awaits_step = self.has_windows = False
+        self.reduces = self.awaits_step = self.has_windows = self.knows_joined = False
         self.held = HeldGradients(self.params, at_owners=takes_buckets)
         # Also those of DDP in C++, which it does not keep in a list.
         self._has_hook = bool(ddp._comm_hooks or ddp._get_ddp_logging_data().get("comm_hook"))
@@ -69,7 +70,7 @@ class ModelInJoin:
             behind_forward=self._after_forward,
             begins=lambda: begins(self),
             ends=self._backward_ends,
-            settled=self.held.record,
+            settled=self._settled,
         )
         self._is_prepared = self._has_run = self._has_reduced = self._has_local = self._has_left = False
         self._may_rebuild = self._rebuilds()
@@ -111,6 +112,11 @@ class ModelInJoin:
         has_grads = any(grad is not None for grad in grads)
         self._has_reduced = has_grads and all(each == prints[0] for each in prints)
         self._has_local = has_grads and not self._has_reduced
+
+    def expect_shadows(self) -> None:
+        """Take note that a rank has run out of data: from now on backwards begin with their first gradients."""
+        self.knows_joined = True
+        self.watch.watch_params()
 
     def synchronizes_buffers(self) -> bool:
         """Whether DDP sends module buffers around, for which it must know who still has data."""
@@ -157,6 +163,13 @@ class ModelInJoin:
         if self.reduces:
             self._is_prepared, self.awaits_step = False, True
         self._accumulated(local=not self.reduces)
+
+    def _settled(self) -> None:
+        if self.knows_joined or not self.reduces:
+            self.held.record()
+        else:
+            # Most loops set gradients to None, which needs no memory of what they were.
+            self.held.forget()
 
     def add_to(self, held: Held) -> None:
         """Take note of the gradients to which a backward is about to add.
