@@ -200,6 +200,7 @@ def test_no_sync_on_one_rank_only(rank: int, hook: str) -> None:
 def test_throw_on_early_termination(rank: int, hook: str) -> None:
     uneven = short([2, 4], hook)
     batches = 0
+    started = time.monotonic()
     with (
         pytest.raises(RuntimeError, match="rank 0 has run out of data"),
         Join([uneven.ddp, uneven.optimizer], throw_on_early_termination=True),
@@ -210,6 +211,7 @@ def test_throw_on_early_termination(rank: int, hook: str) -> None:
             uneven.optimizer.step()
             batches += 1
     assert batches == 2
+    assert time.monotonic() - started < SOON
     assert_replicas_equal(uneven.ddp.parameters())
     # The optimizer can be used on.
     uneven.lengths = [2, 2]
@@ -558,3 +560,67 @@ def test_training_goes_on_in_another_block_behind_an_error(rank: int, hook: str)
     uneven.reference()
     uneven.lengths = [3, 5]
     uneven.check(Join)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_errors_that_are_caught_inside_the_block(rank: int) -> None:
+    uneven = short([2, 4], "none")
+    started = time.monotonic()
+    with (
+        pytest.raises(RuntimeError, match=r"has ended with an error on every rank|rank 0 has run out of data"),
+        Join([uneven.ddp, uneven.optimizer], throw_on_early_termination=True),
+    ):
+        for number in range(uneven.lengths[rank]):
+            uneven.optimizer.zero_grad()
+            try:
+                uneven.loss(uneven.ddp, inputs(number, rank)).backward()
+                uneven.optimizer.step()
+            except RuntimeError:
+                break
+    assert time.monotonic() - started < SOON
+    uneven.optimizer.zero_grad()
+    uneven.lengths = [2, 2]
+    uneven.reference()
+    uneven.lengths = [3, 1]
+    uneven.check(Join)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_gradients_set_to_zero_between_the_forward_that_rebuilds_buckets_and_its_backward(rank: int) -> None:
+    for without in ([0, 4], [1, 4]):
+        uneven = short(without, "owner")
+        started = time.monotonic()
+        with (
+            pytest.raises(RuntimeError, match="set them to None, or before the forward"),
+            Join([uneven.ddp, uneven.optimizer]),
+        ):
+            for number in range(without[rank]):
+                loss = uneven.loss(uneven.ddp, inputs(number, rank))
+                uneven.optimizer.zero_grad(set_to_none=False)
+                loss.backward()
+                uneven.optimizer.step()
+        assert time.monotonic() - started < SOON
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_what_a_hook_raises_when_all_have_left(rank: int) -> None:
+    class Late(DistributedDataParallel):
+        def join_hook(self, **kwargs: Any) -> Any:
+            hook = super().join_hook(**kwargs)
+            synchronize = hook.post_hook
+
+            def refuse(is_last_joiner: bool) -> None:
+                synchronize(is_last_joiner)
+                raise OSError("no space left")
+
+            if rank == 1:
+                hook.post_hook = refuse
+            return hook
+
+    group = dist.new_group(timeout=SHORT)
+    model = Late(small_model().double(), process_group=group)
+    started = time.monotonic()
+    with pytest.raises(OSError, match="no space left") if rank == 1 else nullcontext(), Join([model]):
+        pass
+    assert time.monotonic() - started < SOON
+    assert not model._join_config.enable

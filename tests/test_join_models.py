@@ -42,10 +42,20 @@ def with_gradient_penalty(model: nn.Module, batch: torch.Tensor) -> torch.Tensor
     return result
 
 
+def with_weight_penalty(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """With the norm of the gradient of the weights in it."""
+    output = model(batch)
+    slopes = torch.autograd.grad(output.sum(), list(model.parameters()), create_graph=True)
+    result: torch.Tensor = output.square().mean() + sum(slope.square().mean() for slope in slopes)
+    return result
+
+
 @pytest.mark.ranks(3, backend="gloo")
 @EVERY_HOOK
-@pytest.mark.parametrize("loss", [adversarial, with_gradient_penalty])
-def test_gradients_of_batches(hook: str, loss: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
+@pytest.mark.parametrize("loss", [adversarial, with_gradient_penalty, with_weight_penalty])
+def test_gradients_of_other_things(hook: str, loss: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
+    if loss is with_weight_penalty and hook in HOOKS[2:]:
+        pytest.skip("a hook that steps during backward changes weights that this backward still needs")
     for numbers in lengths_of(3):
         compare(Uneven(numbers, hook, model=Smooth, loss=loss), usual, Join)
 
@@ -337,3 +347,27 @@ def test_a_forward_behind_the_step_at_the_end_of_each_iteration(rank: int) -> No
             loop.forward(number + 50)
 
         compare(uneven, script, Join)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.parametrize("options", [{}, {"static_graph": True}], ids=str)
+@EVERY_HOOK
+def test_a_rank_that_has_few_batches_in_each_of_several_blocks(hook: str, options: dict[str, bool]) -> None:
+    uneven = Uneven([1, 4], hook, ddp=options)
+    for numbers in ([1, 4], [0, 3], [3, 1], [0, 2]):
+        uneven.lengths = numbers
+        compare(uneven, usual, Join)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@EVERY_HOOK
+def test_a_window_that_is_set_to_zero_in_place_while_ranks_have_data(hook: str) -> None:
+    def script(loop: Loop, number: int) -> None:
+        loop.backward(number)
+        loop.step()
+        loop.zero(to_none=False)
+        loop.backward(number + 50, reduces=False)
+        loop.zero(to_none=number % 2 == 0)
+
+    for numbers in lengths_of(2):
+        compare(Uneven(numbers, hook), script, Join)

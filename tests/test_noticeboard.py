@@ -30,6 +30,7 @@ def board(by: str, monkeypatch: pytest.MonkeyPatch, seconds: float = 20) -> Noti
 @BY
 def test_words_come_in_order(rank: int, world_size: int, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = board(by, monkeypatch)
+    assert made.by_memory is (by == "memory" and world_size > 1)
     for number in range(300):
         if (number + rank) % 50 == 0:
             time.sleep(0.002)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from zeroshard_comm.control import Control, lost
 from zeroshard_comm.cross_memory import read_into
 from zeroshard_comm.own_groups import timeout_of
-from zeroshard_comm.wire import connect, wire_of
+from zeroshard_comm.wire import connect, unread, wire_of
 from zeroshard_comm.words import Words
 
 _WORD_BITS = 32
@@ -26,7 +26,8 @@ _LONGEST_NAP = 1e-3
 
 _Places = ctypes.c_uint64 * 2
 _written: weakref.WeakKeyDictionary[dist.ProcessGroup, list[object]] = weakref.WeakKeyDictionary()
-"""Where this process writes, by group; for as long as the group lives, since peers may look at any time."""
+"""Where this process writes, by group; for as long as the group lives, since peers may look at any time; if a board was
+settled, for as long as the board does."""
 
 
 class Noticeboard:
@@ -51,9 +52,12 @@ class Noticeboard:
         self._posted: Words | None = None
         self._places: ctypes.Array[ctypes.c_uint64] | None = None
         self._number = 0
-        connect(control)
         channel = control.channel
-        if channel is None or not wire_of(channel).all_read:
+        if channel is None:
+            return
+        # The group that carries messages, which may be one of our own beside that of the ranks.
+        connect(Control(channel))
+        if not wire_of(channel).all_read:
             return
         self._places = _Places()
         _written.setdefault(channel.group, []).append(self._places)
@@ -63,6 +67,11 @@ class Noticeboard:
         timeout = timeout_of(channel.group)
         self._seconds = timeout.total_seconds() if timeout is not None else float("inf")
         self._seen = torch.zeros(1, dtype=torch.int64, device="cpu")
+
+    @property
+    def by_memory(self) -> bool:
+        """Whether words are read where the others write them, and are no messages."""
+        return self._places is not None
 
     @property
     def is_posted(self) -> bool:
@@ -115,6 +124,9 @@ class Noticeboard:
         """
         if self._places is not None:
             self._control.collect_words([self._number], self._operation)
+            assert self._control.channel is not None
+            kept = _written[self._control.channel.group]
+            kept[:] = [places for places in kept if places is not self._places]
 
     def _look(self, peer: int, deadline: float) -> int:
         assert self._control.channel is not None
@@ -124,8 +136,7 @@ class Noticeboard:
             try:
                 read_into(self._seen, self._processes[peer], address)
             except OSError as failure:
-                rank = self._control.channel.rank
-                raise lost(RuntimeError(str(failure)), peer, rank, self._operation) from failure
+                raise unread(failure, peer, self._control.channel.rank, self._operation) from failure
             found = int(self._seen)
             if found >> _WORD_BITS == self._number:
                 # Twice the same: a copy in several pieces would have met the writer only once.

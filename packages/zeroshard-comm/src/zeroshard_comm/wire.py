@@ -243,17 +243,29 @@ class _Read(Message):
             )
         try:
             read_into(self._buffer, self._process, address)
-        except ProcessLookupError as failure:
-            raise lost(RuntimeError(str(failure)), self._peer, rank, operation) from failure
         except OSError as failure:
-            raise PeerLostError(
-                f"rank {rank} could not read what rank {self._peer} has offered during {operation} ({failure}). "
-                f"Set {SWITCH}=0 in the environment of all ranks, and they will send instead"
-            ) from failure
+            raise unread(failure, self._peer, rank, operation) from failure
         answer = torch.tensor([number], dtype=torch.int64, device="cpu")
         # Before the peer is told, it may not have gone on; if it cannot be told, what was read may not be right.
         work = _send(self._ranks, self._peer, answer, self._tag + _ANSWER, operation)
         wait_for(work, self._peer, rank, operation)
+
+
+def unread(failure: OSError, peer: int, rank: int, operation: str) -> PeerLostError:
+    """Make the error for memory of a peer that could not be read.
+
+    Args:
+        failure: of the read.
+        peer: whose memory.
+        rank: this rank.
+        operation: what the ranks are doing.
+    """
+    if isinstance(failure, ProcessLookupError):
+        return lost(RuntimeError(str(failure)), peer, rank, operation)
+    return PeerLostError(
+        f"rank {rank} could not read what rank {peer} has offered during {operation} ({failure}). Set {SWITCH}=0 in "
+        f"the environment of all ranks, and they will send instead"
+    )
 
 
 def _send(ranks: RankGroup, peer: int, buffer: torch.Tensor, tag: int, operation: str) -> dist.Work | None:

@@ -35,8 +35,8 @@ class BackwardWatch:
         module: the model itself, not its wrapper: hooks of a wrapper do not see calls of its ``forward``.
         params: whose gradients are watched.
         behind_forward: called behind the module's forward.
-        begins: called when the backward of a forward begins; behind :meth:`watch_params`, directly before its first
-            gradient is added.
+        begins: called when a backward of a forward that was expected begins; behind :meth:`watch_params`, directly
+            before its first gradient is added.
         ends: called at the end of a backward, with whether it was that of a forward that was expected.
         settled: called behind that, when callbacks of autograd of two further generations have been called: those of
             DDP, which write gradients, and those of communication hooks, which follow them.
@@ -112,7 +112,7 @@ class BackwardWatch:
         self._follow()
         if self._watches_params or self._has_begun:
             return
-        if any(map(torch._C._will_engine_execute_node, self._adders())):
+        if any(map(_is_due, self._adders())):
             self._begin()
         else:
             self.watch_params()
@@ -151,6 +151,15 @@ class BackwardWatch:
         self._ends(of_forward)
         engine = torch.autograd.Variable._execution_engine
         engine.queue_callback(lambda: engine.queue_callback(self._settled))
+
+
+def _is_due(adder: Node) -> bool:
+    """Whether autograd is about to add to a gradient, as far as it tells."""
+    try:
+        return torch._C._will_engine_execute_node(adder)
+    except RuntimeError:
+        # Not of a parameter to which `torch.autograd.grad` differentiates.
+        return False
 
 
 _WITHOUT_TENSORS = (int, float, complex, str, bytes, type(None))

@@ -31,6 +31,7 @@ class HeldGradients:
 
     def __init__(self, params: Sequence[torch.Tensor], *, at_owners: bool) -> None:
         self._params, self._at_owners = params, at_owners
+        self._expected: tuple[Held, frozenset[int]] = Held.KEPT, frozenset()
         self.record()
 
     def record(self) -> None:
@@ -61,7 +62,10 @@ class HeldGradients:
         return not any(map(_is_there, map(_grad_of, self._params)))
 
     def now(self) -> Held:
-        """Tell what has become of them since :meth:`record`. Reads values until it finds one that is not zero."""
+        """Tell what has become of them since :meth:`record`; behind :meth:`forget`, what is there counts as changed.
+
+        Reads values until it finds one that is not zero.
+        """
         held = [*filter(_is_there, map(_grad_of, self._params))]
         untouched = self._are_untouched()
         if untouched and (not held or self._before is not Held.KEPT):

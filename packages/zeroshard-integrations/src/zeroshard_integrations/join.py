@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
-from zeroshard_integrations.join_block import JoinBlock
+from zeroshard_integrations.join_block import ENDED, JoinBlock
 from zeroshard_integrations.join_checks import common_group
 from zeroshard_integrations.join_config import BlockConfig
 from zeroshard_integrations.join_failure import early_leaving, fail
@@ -29,12 +29,12 @@ class Join:
 
     ``with Join([ddp, optimizer]) as join:`` around the training loop. Every joinable tells the block before it
     communicates (:meth:`notify_join_context`), and a rank that has left the loop calls the hook of that joinable, until
-    all ranks have left. Backwards are followed where their first gradient comes. So what is shadowed is what the others
+    all ranks have left. Backwards are followed as well. So what is shadowed is what the others
     do: backwards under ``ddp.no_sync()``, several before a step, steps that are left out, forwards without a backward,
     and gradients that are never set to zero, or changed, all end where one process would have.
 
     Entering is collective: all ranks enter a block with the same joinables and settings, in the same order. While all
-    ranks have data, the forward of a model costs one small message to each peer and back, which is waited for when the
+    ranks have data, the forward of a model costs one word from each rank to each other, which is waited for when the
     forward has been computed; a joinable that is neither a model nor a sharded optimizer waits in front.
 
     Args:
@@ -171,6 +171,8 @@ class Join:
             self._block.reset()
 
     def _leave(self, block: JoinBlock) -> None:
+        if block.is_told:
+            raise RuntimeError(ENDED)
         try:
             early = early_leaving(block)
             if early is not None:
@@ -178,6 +180,8 @@ class Join:
             block.answered()
             self._shadow = Shadow(block)
             is_last_joiner = self._shadow.follow()
+            # The others listen no longer; what a hook raises is its own matter.
+            block.is_told = True
             for hook in block.hooks:
                 hook.post_hook(is_last_joiner)
         except Exception as error:

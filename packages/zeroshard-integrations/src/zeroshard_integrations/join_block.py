@@ -30,6 +30,8 @@ from zeroshard_integrations.join_checks import params_of, refuse_nested, refuse_
 from zeroshard_integrations.join_config import BlockConfig
 from zeroshard_integrations.join_model import ModelInJoin
 
+ENDED = "this Join block has ended with an error on every rank: leave it, and do not catch errors inside of it"
+
 
 class JoinBlock:
     """The state of a block. It belongs to the thread that trains, and to the modules that implement Join.
@@ -77,12 +79,16 @@ class JoinBlock:
         self.order = CallOrder()
         self.is_shadow = self.is_told = self._end_is_due = False
         self.control = Control(ranks)
-        self._meet()
-        self.steps = {place: hook for place, hook in enumerate(self.hooks) if isinstance(hook, OptimizerJoinHook)}
-        self.board = Announcements(self.control)
-        self.note = FailureNote(ranks.group, ranks.rank)
-        for place, joinable in enumerate(joinables):
-            self._take_in(place, joinable)
+        self.steps: dict[int, OptimizerJoinHook] = {}
+        try:
+            self._meet()
+            self.board = Announcements(self.control)
+            self.note = FailureNote(ranks.group, ranks.rank)
+            for model in self.models.values():
+                model.enter(self.control)
+        except BaseException:
+            self.reset()
+            raise
         self.models_of = {
             place: [
                 model for model in self.models.values() if not set(params_of(joinables[place])).isdisjoint(model.params)
@@ -111,25 +117,24 @@ class JoinBlock:
         settings = {"throw_on_early_termination": self._throws, **self._arguments}
         told_settings = ", ".join([f"{name}={_told(value)}" for name, value in sorted(settings.items())])
         entered = f"Join([{told}], {told_settings})"
-        try:
-            self.control.meet(
-                "entering Join",
-                zlib.crc32(entered.encode()),
-                error=self._make_hooks(),
-                detail=lambda: entered,
-                explain=lambda here, there, rank, other: f"rank {rank} has entered {here}, and rank {other} {there}",
-            )
-        except BaseException:
-            for hook in self.hooks:
-                if isinstance(hook, OptimizerJoinHook):
-                    hook.leave()
-            raise
+        self.control.meet(
+            "entering Join",
+            zlib.crc32(entered.encode()),
+            error=self._prepare(),
+            detail=lambda: entered,
+            explain=lambda here, there, rank, other: f"rank {rank} has entered {here}, and rank {other} {there}",
+        )
 
-    def _make_hooks(self) -> Exception | None:
-        """Ask the joinables for their hooks; return what one of them raised."""
+    def _prepare(self) -> Exception | None:
+        """Ask the joinables for their hooks, and take them in; return what went wrong."""
         try:
-            for joinable in self.joinables:
-                self.hooks.append(joinable.join_hook(**self._arguments))
+            for place, joinable in enumerate(self.joinables):
+                hook = joinable.join_hook(**self._arguments)
+                self.hooks.append(hook)
+                if isinstance(hook, OptimizerJoinHook):
+                    self.steps[place] = hook
+            for place, joinable in enumerate(self.joinables):
+                self._take_in(place, joinable)
         except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
             return error
         return None
@@ -146,7 +151,6 @@ class JoinBlock:
                 answered=self.answered,
                 begins=lambda model: self._backward_begins(place, model),
             )
-            model.enter(self.control)
             self.models[place] = model
             enabled = model.synchronizes_buffers
         if place in self.steps:
@@ -161,12 +165,13 @@ class JoinBlock:
         """A joinable is about to communicate on this rank."""
         if self.is_shadow:
             return
-        if self.is_told:
-            raise RuntimeError("this Join block has ended with an error on every rank: leave it")
+        self._refuse_ended()
         self.answered()
         refuse_without_model(self.joinables, self.joinables[place])
         model, hook = self.models.get(place), self.steps.get(place)
         if model is not None:
+            # Whatever a backward has left that an exception has ended.
+            self._end_is_due = False
             announcement = model.begin(place)
             self.order.add(Made(Kind.FORWARD, place, reduces=announcement.reduces))
         else:
@@ -183,8 +188,13 @@ class JoinBlock:
         if model is None or self._throws or self.joined or model.waits_in_front():
             self.answered()
 
+    def _refuse_ended(self) -> None:
+        if self.is_told:
+            raise RuntimeError(ENDED)
+
     def _backward_begins(self, place: int, model: ModelInJoin) -> None:
         """A backward begins on this rank; where somebody has run out, its first gradient is there."""
+        self._refuse_ended()
         self.order.add(Made(Kind.BACKWARD, place, reduces=model.reduces))
         if not self.joined:
             model.add_to(Held.NONE if model.held.are_none() else Held.KEPT)
@@ -193,7 +203,7 @@ class JoinBlock:
             for hook in model.owners:
                 hook.refuse_untold()
         mine = model.held.now()
-        model.refuse_changed(mine)
+        model.refuse_untold(mine)
         self.answered()
         self.board.post(Announcement(Status.RUNNING, Kind.BACKWARD, place, model.reduces, held=mine))
         answers = self.board.answers()

@@ -35,7 +35,7 @@ class ModelInJoin:
         takes_buckets: whether a communication hook keeps the gradients, and adds what was accumulated itself.
         divide_by_running: average gradients over the ranks that still have data, where DDP reduces them itself.
         answered: waits for the ranks' announcements, and returns how many still have data.
-        begins: called at the beginning of every backward, with the model.
+        begins: called at the beginning of every backward of a forward, with the model.
 
     Attributes:
         params: those whose gradients DDP reduces, in its order.
@@ -115,8 +115,9 @@ class ModelInJoin:
 
     def expect_shadows(self) -> None:
         """Take note that a rank has run out of data: from now on backwards begin with their first gradients."""
-        self.knows_joined = True
-        self.watch.watch_params()
+        if not self.knows_joined:
+            self.knows_joined = True
+            self.watch.watch_params()
 
     def synchronizes_buffers(self) -> bool:
         """Whether DDP sends module buffers around, for which it must know who still has data."""
@@ -188,12 +189,17 @@ class ModelInJoin:
         for hook in self.owners:
             hook.begin_backward(adds=not are_gone)
 
-    def refuse_changed(self, held: Held) -> None:
-        """Raise if what ranks without data hold, or held, cannot be told from what they are to hold.
+    def refuse_untold(self, held: Held) -> None:
+        """Raise if ranks without data cannot be told what they are to hold. Before anything is announced.
+
+        Args:
+            held: what has become of the gradients.
 
         Raises:
             RuntimeError: saying so.
         """
+        if held in (Held.ZERO, Held.CHANGED):
+            self.held.gone()
         if held is Held.CHANGED and self._has_local and not self.takes_buckets:
             raise RuntimeError(
                 "gradients were changed, or some of them set to zero, between backwards under no_sync(), and a rank "
@@ -283,8 +289,8 @@ class ModelInJoin:
             announcement: of a rank that still has data.
         """
         ddp = self.ddp
-        if announcement.with_grad:
-            ddp.reducer._rebuild_buckets()
+        if announcement.with_grad and ddp.reducer._rebuild_buckets():
+            ddp.__dict__["_has_rebuilt_buckets"] = True
         ddp._check_and_sync_module_buffers()
         if self.synchronizes_buffers():
             ddp._check_global_requires_backward_grad_sync(is_joined_rank=True)

@@ -90,7 +90,9 @@ class Shadow:
         """
         block = self._block
         is_last = block.rank not in joined
-        block.board.post(Announcement(Status.JOINED, held=model.held.now() if is_last else Held.KEPT))
+        mine = model.held.now() if is_last else Held.KEPT
+        model.refuse_untold(mine)
+        block.board.post(Announcement(Status.JOINED, held=mine))
         answers = block.board.answers()
         if any(answer.status is Status.FAILED for answer in answers):
             block.learn(answers)

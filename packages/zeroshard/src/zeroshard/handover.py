@@ -190,8 +190,9 @@ def give_gradients(
     text = json.dumps({"none": sorted(none), "zero": sorted(zero), "sparse": _sparse(held)}).encode()
     for peer in joined:
         sender.text(peer, text)
-        for index, grad in held.items():
-            for part in _parts(_whole(index, params[index]), params[index], grad):
+    for index, grad in held.items():
+        for part in _parts(_whole(index, params[index]), params[index], grad):
+            for peer in joined:
                 sender.values(peer, part)
     sender.finish()
 
@@ -229,9 +230,9 @@ def give_parameters(control: Control, peers: Sequence[int], params: Sequence[tor
         PeerLostError: if a rank is gone.
     """
     sender = _Sender(control)
-    for peer in peers:
-        for index, param in enumerate(params):
-            for part in _parts(_whole(index, param), param, param):
+    for index, param in enumerate(params):
+        for part in _parts(_whole(index, param), param, param):
+            for peer in peers:
                 sender.values(peer, part)
     sender.finish()
 

@@ -721,6 +721,7 @@ class Pipeline:
         route, place = self._place[tensor]
         route.zeroed.add(tensor)
         self._carried.pop(tensor, None)
+        self._delivered.discard(tensor)
         gradient = route.owned_gradient(place)
         if gradient is not None:
             gradient.zero_()

@@ -9,6 +9,7 @@ zero gradients, or what they had accumulated when they ran out.
 from __future__ import annotations
 
 import weakref
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter, is_not
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from zeroshard_core import is_dense
 
 from zeroshard.attendance import Attendance, Call, call_roll
 from zeroshard.clipping import clip_over_ranks
@@ -315,9 +317,13 @@ class UnevenInputs:
         if not attendance.joined or attendance.call not in (Call.STEP, Call.BACKWARD):
             return
         engine = self._engine
-        params = [param for param, active in zip(engine.params, engine.layout.active, strict=True) if active]
-        prints = [each for [each] in engine.control.collect_words([fingerprint(params)], "a step inside Join")]
-        stale = [rank for rank in attendance.joined if prints[rank] != prints[attendance.giver]]
+        active = zip(engine.params, engine.layout.active, strict=True)
+        params = [param for param, is_active in active if is_active and is_dense(param)]
+        # One of another dtype or shape has been converted, which the step itself tells of.
+        forms = zlib.crc32(repr([(param.dtype, param.shape) for param in params]).encode())
+        told = engine.control.collect_words([forms, fingerprint(params)], "a step inside Join")
+        form, print_ = told[attendance.giver]
+        stale = [rank for rank in attendance.joined if told[rank][0] == form and told[rank][1] != print_]
         if stale and engine.ranks.rank == attendance.giver:
             give_parameters(engine.control, stale, params)
         elif engine.ranks.rank in stale:
