@@ -13,7 +13,7 @@ import ctypes
 import os
 import sys
 import zlib
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -86,3 +86,36 @@ def read_into(buffer: torch.Tensor, process: int, address: int) -> None:
             number = ctypes.get_errno()
             raise OSError(number, f"reading memory of process {process}: {os.strerror(number)}")
         start, address, left = start + done, address + done, left - done
+
+
+class Peephole:
+    """Eight bytes in the memory of another process, to be looked at again and again.
+
+    Args:
+        process: its number, in this process's namespace.
+        address: of the bytes there, a multiple of 8.
+
+    Raises:
+        OSError: if this system cannot read across processes.
+    """
+
+    def __init__(self, process: int, address: int) -> None:
+        library = _libc()
+        if library is None:
+            raise OSError(_CANNOT)
+        self._process = process
+        self._found = ctypes.c_uint64()
+        self._here, self._there = _IOVec(ctypes.addressof(self._found), 8), _IOVec(address, 8)
+        arguments = ctypes.byref(self._here), 1, ctypes.byref(self._there), 1, 0
+        self._read = partial(library.process_vm_readv, process, *arguments)
+
+    def look(self) -> int:
+        """Return what is there, as an unsigned number.
+
+        Raises:
+            OSError: if that process is gone, has no such memory, or may not be read.
+        """
+        if self._read() != ctypes.sizeof(self._found):
+            number = ctypes.get_errno()
+            raise OSError(number, f"reading memory of process {self._process}: {os.strerror(number)}")
+        return self._found.value

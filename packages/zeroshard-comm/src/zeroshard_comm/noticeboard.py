@@ -10,11 +10,10 @@ import ctypes
 import time
 import weakref
 
-import torch
 import torch.distributed as dist
 
 from zeroshard_comm.control import Control, lost
-from zeroshard_comm.cross_memory import read_into
+from zeroshard_comm.cross_memory import Peephole
 from zeroshard_comm.own_groups import timeout_of
 from zeroshard_comm.wire import connect, unread, wire_of
 from zeroshard_comm.words import Words
@@ -62,11 +61,13 @@ class Noticeboard:
         self._places = _Places()
         _written.setdefault(channel.group, []).append(self._places)
         told = control.collect_words([ctypes.addressof(self._places)], operation)
-        self._addresses = [address for [address] in told]
-        self._processes = dict(wire_of(channel).processes)
+        processes, size = wire_of(channel).processes, ctypes.sizeof(ctypes.c_uint64)
+        self._peepholes = {
+            peer: [Peephole(processes[peer], told[peer][0] + place * size) for place in range(2)]
+            for peer in channel.peers
+        }
         timeout = timeout_of(channel.group)
         self._seconds = timeout.total_seconds() if timeout is not None else float("inf")
-        self._seen = torch.zeros(1, dtype=torch.int64, device="cpu")
 
     @property
     def by_memory(self) -> bool:
@@ -130,14 +131,13 @@ class Noticeboard:
 
     def _look(self, peer: int, deadline: float) -> int:
         assert self._control.channel is not None
-        address = self._addresses[peer] + self._number % 2 * ctypes.sizeof(ctypes.c_uint64)
+        look = self._peepholes[peer][self._number % 2].look
         before, looks, nap = 0, 0, 5e-5
         while True:
             try:
-                read_into(self._seen, self._processes[peer], address)
+                found = look()
             except OSError as failure:
                 raise unread(failure, peer, self._control.channel.rank, self._operation) from failure
-            found = int(self._seen)
             if found >> _WORD_BITS == self._number:
                 # Twice the same: a copy in several pieces would have met the writer only once.
                 if found == before:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import cache
 
 from zeroshard_comm import Control, Noticeboard
 
@@ -114,11 +115,14 @@ class Announcements:
         self._board.settle()
 
 
+# The few that there are come again and again.
+@cache
 def _written(announcement: Announcement) -> int:
     flags = announcement.status | announcement.kind << 2 | announcement.held << 4
     return flags | announcement.reduces << 6 | announcement.with_grad << 7 | announcement.joinable << 8
 
 
+@cache
 def _read(word: int) -> Announcement:
     return Announcement(
         Status(word & 3), Kind(word >> 2 & 3), word >> 8, bool(word >> 6 & 1), bool(word >> 7 & 1), Held(word >> 4 & 3)

@@ -63,6 +63,7 @@ class BackwardWatch:
         self._on_params: list[RemovableHandle] = []
         self._trained: list[bool] = []
         self._watches_params = False
+        self._nodes: list[Node | None] = [None] * len(params)
 
     def leave(self) -> None:
         """Stop watching; safe to call repeatedly."""
@@ -119,7 +120,10 @@ class BackwardWatch:
 
     def _adders(self) -> Iterator[Node]:
         """What adds to the gradients of parameters, in autograd's graph."""
-        return (get_gradient_edge(param).node for param in self._params if param.requires_grad)
+        for place, param in enumerate(self._params):
+            if param.requires_grad:
+                node = self._nodes[place] = self._nodes[place] or get_gradient_edge(param).node
+                yield node
 
     def _follow(self) -> None:
         if not self._is_followed:
