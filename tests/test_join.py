@@ -1,6 +1,7 @@
 """Uneven inputs end where a single process would have ended, with our context manager and with torch's."""
 
 # No `from __future__ import annotations`: DDP compares the annotations of hooks with the types themselves.
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -69,10 +70,18 @@ def test_schedules(context: str, hook: str) -> None:
 @pytest.mark.ranks(4, backend="gloo")
 @EVERY_CONTEXT
 @EVERY_HOOK
-def test_on_subgroups(rank: int, context: str, hook: str) -> None:
+@pytest.mark.parametrize(
+    ("partition", "divide"),
+    [
+        pytest.param(partition, divide, marks=[pytest.mark.exhaustive] if number else [])
+        for number, (partition, divide) in enumerate(product(["whole", "split", "hybrid"], [True, False]))
+    ],
+)
+def test_on_subgroups(rank: int, context: str, hook: str, partition: str, divide: bool) -> None:
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     numbers = [[3, 5], [4, 2]][rank % 2]
-    Uneven(numbers, hook, group=groups[rank % 2]).check(CONTEXTS[context])
+    uneven = Uneven(numbers, hook, group=groups[rank % 2], partition=partition, divide_by_initial=divide)
+    uneven.check(CONTEXTS[context])
 
 
 @pytest.mark.ranks(2, backend="gloo")

@@ -137,9 +137,21 @@ def test_ddp_and_zero(rank: int, module: str, zero: str) -> None:
         with pytest.raises(ValueError, match=r"use zeroshard\.ZeroRedundancyOptimizer"):
             run(WITH_ZERO.format(module=module, zero=zero))
         return
+    torch.manual_seed(0)
     names = run(WITH_ZERO.format(module=module, zero=zero))
     assert names["num_inputs"] == 5 + rank
     assert_replicas_equal(names["model"].parameters())
+    if zero != "zeroshard":
+        return
+    # Every batch adds 1 to each gradient, and nothing sets them to zero.
+    torch.manual_seed(0)
+    plain = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.Adam(plain.parameters(), lr=0.01)
+    for number in range(6):
+        for param in plain.parameters():
+            param.grad = torch.full_like(param, number + 1)
+        optimizer.step()
+    torch.testing.assert_close(list(names["model"].module.parameters()), list(plain.parameters()))
 
 
 @pytest.mark.ranks(2, 3, backend="gloo")

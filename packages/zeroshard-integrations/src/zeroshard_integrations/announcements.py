@@ -115,13 +115,12 @@ class Announcements:
         self._board.settle()
 
 
-# The few that there are come again and again.
-@cache
 def _written(announcement: Announcement) -> int:
     flags = announcement.status | announcement.kind << 2 | announcement.held << 4
     return flags | announcement.reduces << 6 | announcement.with_grad << 7 | announcement.joinable << 8
 
 
+# The few that there are come again and again.
 @cache
 def _read(word: int) -> Announcement:
     return Announcement(
