@@ -371,3 +371,43 @@ def test_a_window_that_is_set_to_zero_in_place_while_ranks_have_data(hook: str) 
 
     for numbers in lengths_of(2):
         compare(Uneven(numbers, hook), script, Join)
+
+
+class TwoLosses(nn.Module):
+    """Returns an output, and keeps a loss that is made of another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.out, self.other = nn.Linear(40, 5), nn.Linear(40, 5)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        self.loss = self.other(batch).square().mean() + self.out(batch).square().mean()
+        result: torch.Tensor = self.out(batch)
+        return result
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.parametrize("divide", [True, False])
+def test_a_loss_that_does_not_go_through_the_output(divide: bool) -> None:
+    for numbers in ([3, 6], [6, 2], [2, 2]):
+        uneven = Uneven(numbers, "none", model=TwoLosses, loss=kept, divide_by_initial=divide)
+        compare(uneven, usual, Join)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_outputs_of_the_block_are_used_behind_it(rank: int) -> None:
+    uneven = Uneven([3, 3], "none", model=lambda: nn.Linear(40, 5))
+    batch = inputs(9, rank)
+    with Join([uneven.ddp, uneven.optimizer]):
+        for number in range(3):
+            uneven.optimizer.zero_grad()
+            uneven.loss(uneven.ddp, inputs(number, rank)).backward()
+            uneven.optimizer.step()
+        with uneven.ddp.no_sync():
+            output = uneven.ddp(batch)
+    uneven.optimizer.zero_grad()
+    # It needs none of the weights, which DDP has brought from one of the last ranks.
+    output.sum().backward()
+    assert torch.equal(uneven.ddp.module.bias.grad, torch.full((5,), 8.0, dtype=torch.float64))
+    assert all(not param._backward_hooks for param in uneven.ddp.parameters())

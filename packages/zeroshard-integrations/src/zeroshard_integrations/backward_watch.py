@@ -58,7 +58,7 @@ class BackwardWatch:
         self._params, self._behind_forward = params, behind_forward
         self._begins, self._ends, self._settled = begins, ends, settled
         self.phase = Phase.IDLE
-        self._is_called = self._is_followed = self._has_begun = False
+        self._is_called = self._is_followed = self._has_begun = self._has_left = False
         self._on_module = module.register_forward_hook(self._after_forward)
         self._on_params: list[RemovableHandle] = []
         self._trained: list[bool] = []
@@ -66,7 +66,8 @@ class BackwardWatch:
         self._nodes: list[Node | None] = [None] * len(params)
 
     def leave(self) -> None:
-        """Stop watching; safe to call repeatedly."""
+        """Stop watching; safe to call repeatedly. Hooks of outputs stay, and do nothing."""
+        self._has_left = True
         for handle in (self._on_module, *self._on_params):
             handle.remove()
 
@@ -78,6 +79,9 @@ class BackwardWatch:
         """
         self._is_called = True
         if with_grad:
+            if self.phase is Phase.FORWARD:
+                # The last one had no backward that was noticed: perhaps it was of something that is not returned.
+                self.watch_params()
             self.phase = Phase.FORWARD
             # Whatever an exception has left.
             self._is_followed = self._has_begun = False
@@ -110,6 +114,8 @@ class BackwardWatch:
             self.watch_params()
 
     def _reached(self, gradient: torch.Tensor) -> None:  # noqa: ARG002 - torch's signature
+        if self._has_left:
+            return
         self._follow()
         if self._watches_params or self._has_begun:
             return
@@ -148,7 +154,7 @@ class BackwardWatch:
 
     def _task_ends(self) -> None:
         self._is_followed = False
-        if not self._has_begun:
+        if not self._has_begun or self._has_left:
             return
         of_forward = self.phase is Phase.BACKWARD
         self.phase, self._has_begun = Phase.IDLE, False

@@ -171,21 +171,23 @@ class Join:
             self._block.reset()
 
     def _leave(self, block: JoinBlock) -> None:
-        if block.is_told:
-            raise RuntimeError(ENDED)
         try:
+            if block.is_told:
+                raise RuntimeError(ENDED)
             early = early_leaving(block)
             if early is not None:
                 raise early
             block.answered()
             self._shadow = Shadow(block)
             is_last_joiner = self._shadow.follow()
-            # The others listen no longer; what a hook raises is its own matter.
-            block.is_told = True
+            # What a hook raises from here on is its own matter.
+            block.is_over = True
             for hook in block.hooks:
                 hook.post_hook(is_last_joiner)
         except Exception as error:
-            if not block.is_told:
+            if block.is_over:
+                block.note.leave(error)
+            elif not block.is_told:
                 fail(block, error)
             raise
         finally:

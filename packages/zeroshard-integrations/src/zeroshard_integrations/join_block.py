@@ -57,6 +57,7 @@ class JoinBlock:
         joined: the others, ascending.
         is_shadow: whether this rank takes part in what others do, so that its joinables' calls are not its own.
         is_told: whether all ranks have an error to raise, and know it.
+        is_over: whether all ranks have left their loops, and listen no longer.
 
     Raises:
         DisagreementError: if ranks enter with other joinables or settings; on every rank, as what follows.
@@ -77,7 +78,7 @@ class JoinBlock:
         self.rank, self.running = ranks.rank, ranks.world_size
         self.joined: tuple[int, ...] = ()
         self.order = CallOrder()
-        self.is_shadow = self.is_told = self._end_is_due = False
+        self.is_shadow = self.is_told = self.is_over = self._end_is_due = False
         self.control = Control(ranks)
         self.steps: dict[int, OptimizerJoinHook] = {}
         try:
@@ -163,7 +164,7 @@ class JoinBlock:
 
     def _notified(self, place: int) -> None:
         """A joinable is about to communicate on this rank."""
-        if self.is_shadow:
+        if self.is_shadow or self.is_over:
             return
         self._refuse_ended()
         self.answered()
@@ -194,6 +195,8 @@ class JoinBlock:
 
     def _backward_begins(self, place: int, model: ModelInJoin) -> None:
         """A backward begins on this rank; where somebody has run out, its first gradient is there."""
+        if self.is_over:
+            return
         self._refuse_ended()
         self.order.add(Made(Kind.BACKWARD, place, reduces=model.reduces))
         if not self.joined:
