@@ -259,7 +259,8 @@ def check_drawn(world_size: int, hook: str, seed: int) -> None:
 @pytest.mark.ranks(3, backend="gloo")
 @EVERY_HOOK
 def test_loops_that_were_drawn(world_size: int, hook: str) -> None:
-    for seed in range(6):
+    # The last has found a window given up in place while all ranks had data.
+    for seed in (*range(6), 181):
         check_drawn(world_size, hook, seed)
 
 

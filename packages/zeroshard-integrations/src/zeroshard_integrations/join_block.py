@@ -200,7 +200,7 @@ class JoinBlock:
         self._refuse_ended()
         self.order.add(Made(Kind.BACKWARD, place, reduces=model.reduces))
         if not self.joined:
-            model.add_to(Held.NONE if model.held.are_none() else Held.KEPT)
+            model.add_to(model.seen())
             return
         if model.steps_in_backward:
             for hook in model.owners:

@@ -172,6 +172,13 @@ class ModelInJoin:
             # Most loops set gradients to None, which needs no memory of what they were.
             self.held.forget()
 
+    def seen(self) -> Held:
+        """Tell what has become of the gradients as far as it must be known while all ranks have data, for little."""
+        if self.held.are_none():
+            return Held.NONE
+        # What was reduced of them is only remembered until they are dropped, also in place.
+        return self.held.now() if self._reduced else Held.KEPT
+
     def add_to(self, held: Held) -> None:
         """Take note of the gradients to which a backward is about to add.
 
