@@ -624,3 +624,28 @@ def test_what_a_hook_raises_when_all_have_left(rank: int) -> None:
         pass
     assert time.monotonic() - started < SOON
     assert not model._join_config.enable
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_gradients_that_were_changed_before_a_rank_runs_out_in_its_window(rank: int) -> None:
+    uneven = short([2, 4], "none")
+    started = time.monotonic()
+    with (
+        pytest.raises(RuntimeError, match=r"gradients were changed, .* between backwards under no_sync\(\)"),
+        Join([uneven.ddp, uneven.optimizer], divide_by_initial_world_size=False),
+    ):
+        for number in range(uneven.lengths[rank]):
+            uneven.loss(uneven.ddp, inputs(number, rank)).backward()
+            with uneven.ddp.no_sync():
+                uneven.loss(uneven.ddp, inputs(number + 20, rank)).backward()
+            for param in uneven.ddp.parameters():
+                assert param.grad is not None
+                param.grad.mul_(0.5)
+            with uneven.ddp.no_sync():
+                uneven.loss(uneven.ddp, inputs(number + 50, rank)).backward()
+            if number == 1:
+                continue
+            uneven.loss(uneven.ddp, inputs(number + 70, rank)).backward()
+            uneven.optimizer.step()
+            uneven.optimizer.zero_grad()
+    assert time.monotonic() - started < SOON

@@ -25,6 +25,11 @@ from zeroshard_integrations.backward_watch import BackwardWatch, Phase
 from zeroshard_integrations.held_gradients import HeldGradients
 from zeroshard_integrations.zero_buckets import fill, keep
 
+_MIXED = (
+    "gradients were changed, or some of them set to zero, between backwards under no_sync(), and a rank has run out of "
+    "data, whose own part of them nobody knows: change them behind the backward that reduces"
+)
+
 
 class ModelInJoin:
     """One model of a block, on one rank; only the block uses it.
@@ -72,7 +77,8 @@ class ModelInJoin:
             ends=self._backward_ends,
             settled=self._settled,
         )
-        self._is_prepared = self._has_run = self._has_reduced = self._has_local = self._has_left = False
+        self._is_prepared = self._has_run = self._has_left = False
+        self._has_reduced = self._has_local = self._is_mixed = False
         self._may_rebuild = self._rebuilds()
         self._reduced: dict[torch.Tensor, torch.Tensor] = {}
         """What had been reduced of gradients to which backwards under ``no_sync()`` have added since."""
@@ -187,10 +193,12 @@ class ModelInJoin:
         """
         are_gone = held in (Held.NONE, Held.ZERO)
         if are_gone:
-            self._has_reduced = self._has_local = False
+            self._has_reduced = self._has_local = self._is_mixed = False
             self._reduced = {}
         elif self.awaits_step and self.reduces:
             self.has_windows = True
+        # What was reduced of these gradients is no longer what was remembered of it.
+        self._is_mixed = self._is_mixed or (held is Held.CHANGED and bool(self._reduced))
         if not self.reduces and self._has_reduced and not self._reduced and self._adds_local_only:
             self._reduced = {param: param.grad.clone() for param in self.params if param.grad is not None}
         for hook in self.owners:
@@ -208,10 +216,7 @@ class ModelInJoin:
         if held in (Held.ZERO, Held.CHANGED):
             self.held.gone()
         if held is Held.CHANGED and self._has_local and not self.takes_buckets:
-            raise RuntimeError(
-                "gradients were changed, or some of them set to zero, between backwards under no_sync(), and a rank "
-                "has run out of data, whose own part of them nobody knows: change them behind the backward that reduces"
-            )
+            raise RuntimeError(_MIXED)
 
     @property
     def _adds_local_only(self) -> bool:
@@ -226,13 +231,18 @@ class ModelInJoin:
         if local:
             self._has_local = True
             return
-        self._has_local, self._has_reduced = False, True
+        self._has_local, self._has_reduced, self._is_mixed = False, True, False
         self._reduced = {}
 
     # ------------------------------------------------------------------ a rank that has run out
 
     def problem(self) -> Exception | None:
-        """Return why this rank cannot shadow the others, if it cannot: DDP has not seen enough of the model yet."""
+        """Return why this rank cannot shadow the others, if it cannot.
+
+        DDP has not seen enough of the model yet, or it is not known what this rank has accumulated.
+        """
+        if self._is_mixed or (self._reduced and self.held.now() is Held.CHANGED):
+            return RuntimeError(_MIXED)
         has_rebuilt = bool(getattr(self.ddp, "_has_rebuilt_buckets", True))
         if self.ddp.static_graph and not has_rebuilt and not self._has_run:
             return ValueError(
