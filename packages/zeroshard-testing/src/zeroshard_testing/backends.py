@@ -7,8 +7,8 @@ from typing import Any
 
 from zeroshard_testing.spec import RanksSpec
 
-NEEDS_PROBE = ("nccl", "gloo-cuda")
-"""Backends that depend on the machine; the others come with torch."""
+NEED_NO_PROBE = ("gloo", "fake")
+"""Backends that come with torch; the others depend on the machine."""
 
 _NCCL_THAT_SHARES = (2, 30)
 
@@ -29,8 +29,12 @@ def why_unavailable(spec: RanksSpec, machine: Mapping[str, Any]) -> str | None:
         >>> print(why_unavailable(RanksSpec(2, "nccl"), machine))
         backend nccl needs a CUDA device for each of 2 ranks, and there is 1 (NCCL shares one from 2.30, this is 2.29.3)
     """
-    if spec.backend not in NEEDS_PROBE:
+    if spec.backend in NEED_NO_PROBE:
         return None
+    if spec.backend not in ("nccl", "gloo-cuda"):
+        # Of a name that torch does not know, a plugin may tell it on the ranks; if none does, the test fails.
+        known, there = spec.backend in machine["backends"], spec.backend in machine["available"]
+        return f"torch {machine['torch']} was built without {spec.backend}" if known and not there else None
     devices = machine["devices"]
     if not devices:
         return f"backend {spec.backend} needs CUDA, which torch {machine['torch']} does not find here"

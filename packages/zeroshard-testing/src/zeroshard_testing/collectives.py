@@ -1,73 +1,59 @@
-"""What collectives this process issues from Python, as they are issued: for comparison between ranks, and on record.
+"""The collectives of each process group: what Python issues, as it is issued, and at the end of a test what C++ did too.
 
 The methods of process groups that issue collectives are wrapped, in worker processes only. What C++ issues, such as the
-reductions of DistributedDataParallel, does not pass here; the flight recorder knows of it.
+reductions of DistributedDataParallel and functional collectives, does not pass here: torch's sequence numbers tell that
+there was something, and its flight recorder what.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
+from zeroshard_testing._torch_private import GROUP_METHODS, Recorded, reduce_op_name, sequence_number
 from zeroshard_testing.faults import Faults, reach
 from zeroshard_testing.journal import JournalWriter
-from zeroshard_testing.rank_state import Operation, group_key, next_digest
-from zeroshard_testing.waits import Waits
-
-_ALIKE = {"allreduce": "all_reduce", "broadcast": "broadcast", "reduce": "reduce"}
-"""Methods whose tensors must be alike on all ranks, with the names by which users know them."""
+from zeroshard_testing.rank_state import Operation, group_key
+from zeroshard_testing.wait_recorder import WaitRecorder, described
 
 _ROOTED = ("broadcast", "reduce", "gather", "scatter")
-_ROOTS_KEPT = 256
+_KEPT = 512
 
-_NAMES = {
-    "allreduce_coalesced": "all_reduce_coalesced",
-    "allgather": "all_gather",
-    "_allgather_base": "all_gather_into_tensor",
-    "all_gather_single": "all_gather_into_tensor",
-    "allgather_coalesced": "all_gather_coalesced",
-    "allgather_into_tensor_coalesced": "all_gather_into_tensor_coalesced",
-    "all_gather_single_coalesced": "all_gather_into_tensor_coalesced",
-    "gather": "gather",
-    "scatter": "scatter",
-    "reduce_scatter": "reduce_scatter",
-    "_reduce_scatter_base": "reduce_scatter_tensor",
-    "reduce_scatter_single": "reduce_scatter_tensor",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter_tensor_coalesced",
-    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
-    "alltoall": "all_to_all",
-    "alltoall_base": "all_to_all_single",
-    "all_to_all_single": "all_to_all_single",
-    "barrier": "barrier",
-}
+
+@dataclass
+class _Record:
+    """What Python has issued in one group.
+
+    Attributes:
+        key: The group's key.
+        latest: The latest collectives by number.
+        numbers: How many of the group's sequence numbers they took; some collectives take two.
+        checksum: Of all of them, in order.
+    """
+
+    key: str
+    latest: dict[int, Operation] = field(default_factory=dict)
+    numbers: int = 0
+    checksum: int = 0
 
 
 class Collectives:
-    """A running digest of the collectives of each process group. `watch_collectives` makes the one of a worker.
+    """The collectives of this process. `record_collectives` makes the one of a worker.
 
     Args:
-        journal: Where each collective is put on record.
-        waits: Knows how many messages a group has issued besides.
+        journal: Where each collective is put on record for the time after this process.
+        waits: Knows how many messages a group has issued besides, and is told which collective a work stands for.
     """
 
-    def __init__(self, journal: JournalWriter, waits: Waits) -> None:
+    def __init__(self, journal: JournalWriter, waits: WaitRecorder) -> None:
         self._journal = journal
         self._waits = waits
-        self._keys: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
-        self._roots: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, int]] = weakref.WeakKeyDictionary()
-        self._digests: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-
-    def digest(self, group: dist.ProcessGroup) -> int:
-        """Return a number that is the same on ranks which have issued alike in a group; see `comparable`."""
-        return self._digests.get(group, 0)
-
-    def root(self, group: dist.ProcessGroup, number: int) -> int:
-        """Return the root of one of a group's latest collectives, -1 where it has none or it is not known."""
-        return self._roots.get(group, {}).get(number, -1)
+        self._records: weakref.WeakKeyDictionary[dist.ProcessGroup, _Record] = weakref.WeakKeyDictionary()
 
     def issued(self, group: dist.ProcessGroup) -> int:
         """Return how many collectives were issued in a group, from C++ too.
@@ -75,48 +61,77 @@ class Collectives:
         Raises:
             RuntimeError: If the backend does not count.
         """
-        number: int = group._get_sequence_number_for_group()  # type: ignore[attr-defined]  # missing in torch's stubs
         # The group numbers collectives and messages alike.
-        return number - self._waits.issued(group)
+        return sequence_number(group) - self._waits.messages_in(group)
 
-    def take_back(self, group: dist.ProcessGroup, number: int, digest: int) -> None:
-        """Strike a collective off the record that was refused, and so was not issued.
+    def checksum(self, group: dist.ProcessGroup) -> int | None:
+        """Return a number that is the same on ranks which have issued alike; None if C++ has issued something."""
+        record = self._records.get(group)
+        if record is None:
+            return 0 if self.issued(group) == 0 else None
+        return record.checksum if record.numbers == self.issued(group) else None
+
+    def operations(self, group: dist.ProcessGroup, recorded: Sequence[Recorded]) -> dict[int, Operation]:
+        """Return the latest collectives of a group by number: as Python issued them, or as C++ did.
 
         Args:
             group: The process group.
-            number: What `issue` returned.
-            digest: The group's digest before.
+            recorded: What the flight recorder shows.
         """
-        if number and self.issued(group) < number:
-            self._digests[group] = digest
-            self._journal.take_back()
+        record = self._records.get(group)
+        from_python = {} if record is None else record.latest
+        found = dict(from_python)
+        for one in recorded:
+            if one.group == group.group_name:
+                known = from_python.get(one.number)
+                found[one.number] = (
+                    Operation(one.name, one.tensors, one.pending, from_python=False)
+                    if known is None
+                    else Operation(known.name, known.tensors, one.pending, known.root, known.reduce_op)
+                )
+        return found
 
-    def issue(self, group: dist.ProcessGroup, operation: Operation) -> int:
-        """Put a collective on record that is about to be issued, and return its number, 0 if that is not known."""
-        key = self._keys.get(group)
+    def issue(self, group: dist.ProcessGroup, operation: Operation, call: Callable[[], Any]) -> Any:  # noqa: ANN401 - what torch returns
+        """Issue a collective, on record while and after it is issued."""
+        __tracebackhide__ = True
         try:
-            if key is None:
-                key = self._keys[group] = group_key(group.group_name, dist.get_process_group_ranks(group))
             number = self.issued(group) + 1
-        except (RuntimeError, KeyError, ValueError):
+            record = self._records.get(group)
+            if record is None:
+                key = group_key(group.group_name, dist.get_process_group_ranks(group))
+                record = self._records[group] = _Record(key)
+        except (RuntimeError, KeyError, ValueError, AttributeError):
             # A group that torch does not know by rank, or whose backend does not count.
-            return 0
-        if operation.root >= 0:
-            roots = self._roots.setdefault(group, {})
-            roots[number] = operation.root
-            roots.pop(number - _ROOTS_KEPT, None)
-        # Without the number: messages that another thread issues meanwhile make it uncertain, and the order counts.
-        text = f"{operation.name} {operation.amounts} {operation.root}"
-        self._digests[group] = next_digest(self._digests.get(group, 0), text)
-        self._journal.write(key, number, operation)
-        return number
+            return call()
+        record.latest[number] = operation
+        record.latest.pop(number - _KEPT, None)
+        self._journal.write(record.key, number, operation)
+        try:
+            work = call()
+        except BaseException:
+            if self.issued(group) < number:
+                # It was refused, and so was not issued.
+                record.latest.pop(number, None)
+                self._journal.take_back()
+            else:
+                self._waits.of_group(group).failed_collectives.add(number)
+                self._count(group, record, number, operation)
+            raise
+        self._count(group, record, number, operation)
+        self._waits.note_collective(group, number, work)
+        return work
+
+    def _count(self, group: dist.ProcessGroup, record: _Record, number: int, operation: Operation) -> None:
+        record.numbers += self.issued(group) - number + 1
+        text = f"{operation.name} {operation.amounts} {operation.root} {operation.reduce_op}"
+        record.checksum = zlib.crc32(text.encode(), record.checksum)
 
 
-def watch_collectives(journal: JournalWriter, waits: Waits, faults: Faults) -> Collectives:
+def record_collectives(journal: JournalWriter, waits: WaitRecorder, faults: Faults) -> Collectives:
     """Wrap torch's collective methods; call once in a process.
 
     Args:
-        journal: Where each collective is put on record.
+        journal: Where each collective is put on record for the time after this process.
         waits: Knows how many messages a group has issued besides.
         faults: Asked before each collective.
 
@@ -124,35 +139,28 @@ def watch_collectives(journal: JournalWriter, waits: Waits, faults: Faults) -> C
         The record that the wrappers keep.
     """
     collectives = Collectives(journal, waits)
-    for name, title in {**_ALIKE, **_NAMES}.items():
+    for name, (title, place) in GROUP_METHODS.items():
         method = getattr(dist.ProcessGroup, name, None)
         if method is not None:
-            setattr(dist.ProcessGroup, name, _recording(collectives, faults, method, title, name in _ALIKE))
+            setattr(dist.ProcessGroup, name, _recording(collectives, faults, method, title, place))
     return collectives
 
 
 def _recording(
-    collectives: Collectives, faults: Faults, method: Callable[..., Any], title: str, alike: bool
+    collectives: Collectives, faults: Faults, method: Callable[..., Any], title: str, place: int
 ) -> Callable[..., Any]:
     def issue(self: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the wrapped method
         __tracebackhide__ = True
         if faults.armed and (instead := reach(faults, title)) is not None:
             return instead
-        tensors = next(iter((*args, *kwargs.values())), None) if alike else None
-        root = max((getattr(value, "rootRank", -1) for value in (*args, *kwargs.values())), default=-1)
-        before = collectives.digest(self)
-        number = collectives.issue(self, Operation(title, _described(tensors), root=root if title in _ROOTED else -1))
-        try:
-            return method(self, *args, **kwargs)
-        except BaseException:
-            collectives.take_back(self, number, before)
-            raise
+        values = [*args, *kwargs.values()]
+        tensors = described(values[place]) if 0 <= place < len(values) else ""
+        root, reduce_op = -1, ""
+        for value in values:
+            root = max(root, getattr(value, "rootRank", -1))
+            reduce_op = reduce_op or reduce_op_name(value)
+        operation = Operation(title, tensors, root=root if title in _ROOTED else -1, reduce_op=reduce_op)
+        return collectives.issue(self, operation, lambda: method(self, *args, **kwargs))
 
     issue.__doc__ = method.__doc__
     return issue
-
-
-def _described(tensors: object) -> str:
-    if isinstance(tensors, torch.Tensor):
-        return f"{str(tensors.dtype).removeprefix('torch.')}{list(tensors.shape)}"
-    return ", ".join(map(_described, tensors)) if isinstance(tensors, (list, tuple)) else ""

@@ -7,10 +7,11 @@ or what another has issued, there is no proof.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from zeroshard_testing.rank_state import Awaited, GroupState, Operation, RankState, comparable
+from zeroshard_testing.issued import differ, name_of
+from zeroshard_testing.rank_state import Awaited, Operation, RankState
 
 
 @dataclass(frozen=True)
@@ -43,67 +44,6 @@ def find_deadlock(states: Mapping[int, RankState]) -> Deadlock | None:
     return Deadlock(reasons)
 
 
-def find_mismatch(states: Mapping[int, RankState]) -> str | None:
-    """Return, in words, the first collective that ranks of a group have issued differently, None if there is none.
-
-    Args:
-        states: What each rank has issued.
-    """
-    for key, members in _groups(states):
-        for number in sorted({number for rank in members for number in states[rank].groups[key].operations}):
-            issued = {
-                rank: operation
-                for rank in members
-                if (operation := states[rank].groups[key].operations.get(number)) is not None
-            }
-            first = min(issued)
-            for rank, operation in sorted(issued.items()):
-                if _differ(operation, issued[first]):
-                    label = states[rank].groups[key].label
-                    return (
-                        f"rank {first} is in {issued[first]}, rank {rank} in {operation}, as collective #{number} of "
-                        f"{label}"
-                    )
-    return None
-
-
-def find_unmatched(states: Mapping[int, RankState]) -> dict[int, str]:
-    """Return, in words and by rank, where ranks that have all finished issued fewer or other collectives than a member.
-
-    Args:
-        states: What each rank has issued.
-    """
-    found: dict[int, str] = {}
-    if any(state.disturbed for state in states.values()):
-        return found
-    for key, members in _groups(states):
-        most = max(members, key=lambda rank: (states[rank].groups[key].issued, -rank))
-        group = states[most].groups[key]
-        if len(members) < len(group.members) or not all(states[rank].groups[key].lasting for rank in members):
-            continue
-        for rank in members:
-            there = states[rank].groups[key]
-            if there.issued < group.issued:
-                found[rank] = f"returned without {_name(group, there.issued + 1)}, which rank {most} has issued"
-            elif there.digest != group.digest and comparable(there.digest, group.digest):
-                what = find_mismatch(states) or f"the ranks have issued different collectives in {group.label}"
-                found[rank] = f"passed, but {what}"
-    return found
-
-
-def _groups(states: Mapping[int, RankState]) -> Iterator[tuple[str, list[int]]]:
-    keys = dict.fromkeys(key for _, state in sorted(states.items()) for key in state.groups)
-    for key in keys:
-        yield key, [rank for rank, state in sorted(states.items()) if key in state.groups]
-
-
-def _differ(one: Operation, other: Operation) -> bool:
-    if one.name != other.name or (one.root != other.root and min(one.root, other.root) >= 0):
-        return True
-    # Of other collectives the ranks' own tensors may differ, or the recorder shows the root's only.
-    return one.name in ("all_reduce", "broadcast") and one.amounts != other.amounts
-
-
 def _never_comes(awaited: Awaited, rank: int, states: Mapping[int, RankState]) -> str | None:
     """Say why what a rank waits for never comes if nobody issues anything more; None if it may come."""
     if awaited.kind == "collective":
@@ -133,13 +73,13 @@ def _collectives_never_complete(rank: int, states: Mapping[int, RankState]) -> s
 
 def _lacks(key: str, number: int, operation: Operation, rank: int, states: Mapping[int, RankState]) -> str | None:
     here = states[rank].groups[key]
-    what = _name(here, number)
+    what = name_of(here, number)
     for member in here.members:
         there = states[member].groups.get(key) if member in states else None
         if member == rank or there is None:
             continue
         other = there.operations.get(number)
-        if other is not None and _differ(operation, other):
+        if other is not None and differ(operation, other):
             return f"stuck in {what}: rank {member} is in {other} there"
         if there.issued < number:
             return f"stuck in {what}: rank {member} never joins, it {_fate(member, states)}"
@@ -155,8 +95,11 @@ def _message_never_comes(awaited: Awaited, rank: int, states: Mapping[int, RankS
         if there is None:
             return None
         # A receive from anyone may take the message as well.
-        issued += there.messages.get(f"{answer} {rank} {awaited.tag}", 0)
-        issued += there.messages.get(f"{answer} -1 {awaited.tag}", 0)
+        issued += sum(
+            there.messages[key].count
+            for key in (f"{answer} {rank} {awaited.tag}", f"{answer} -1 {awaited.tag}")
+            if key in there.messages
+        )
     here = states[rank].groups.get(awaited.group)
     if here is None or issued > awaited.number:
         return None
@@ -167,17 +110,6 @@ def _message_never_comes(awaited: Awaited, rank: int, states: Mapping[int, RankS
         source = "anyone" if awaited.peer < 0 else f"rank {awaited.peer}"
         what = f"stuck waiting for message {awaited.number + 1} from {source}{tag} in {here.label}"
     return f"{what}: {_fates(senders, states)}"
-
-
-def _name(group: GroupState, number: int) -> str:
-    operation = group.operations.get(number)
-    if operation is None:
-        return f"collective #{number} of {group.label}"
-    return f"{operation.name} (collective #{number} of {group.label}{_tensors(operation)})"
-
-
-def _tensors(operation: Operation) -> str:
-    return f", {operation.tensors}" if operation.tensors else ""
 
 
 def _fate(rank: int, states: Mapping[int, RankState]) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from zeroshard_testing.wire import Channel
+from zeroshard_testing.ipc import Channel
 
 _PLACE = re.compile(r"(\w+)(?:#(\d+|\*))?")
 _OPERATIONS = frozenset(
@@ -129,7 +129,9 @@ class Faults:
         Raises:
             ValueError: If the place names no operation.
         """
-        self._add("drop", rank, at, _completed_work)
+        from zeroshard_testing._torch_private import completed_work
+
+        self._add("drop", rank, at, completed_work)
 
     def raise_(self, rank: int, at: str, error: BaseException) -> None:
         """Raise an exception in place of an operation.
@@ -228,9 +230,3 @@ def reach(faults: Faults, operation: str) -> object | None:
 def _raise(error: BaseException) -> None:
     __tracebackhide__ = True
     raise error
-
-
-def _completed_work() -> object:
-    from torch._C._distributed_c10d import FakeWork
-
-    return FakeWork()

@@ -10,12 +10,11 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from typing import IO
 
+from zeroshard_testing.ipc import Channel, ClosedError, Message
 from zeroshard_testing.journal import SIZE as JOURNAL_SIZE
 from zeroshard_testing.launcher import SEND_TIMEOUT, Child, Launcher, LaunchError, readable_channels, text_of
-from zeroshard_testing.wire import Channel, ClosedError, Message
 
 _BOOTSTRAP = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
@@ -28,14 +27,14 @@ class ForkLauncher(Launcher):
     """Starts the forkserver, which boots in the background, and hands requests to it.
 
     Args:
-        pytest_args: Command line of the pytest that is configured in the forkserver.
+        description: Of the pytest of each worker; see `zeroshard_testing.rank_pytest`.
         environment: Environment of the forkserver.
         inherit_output: Whether workers write to the controller's own standard output and error, uncaptured.
     """
 
     channel: Channel
 
-    def __init__(self, pytest_args: Sequence[str], environment: dict[str, str], *, inherit_output: bool) -> None:
+    def __init__(self, description: Message, environment: dict[str, str], *, inherit_output: bool) -> None:
         self._inherit_output = inherit_output
         self._children: dict[int, Child] = {}
         self._started = 0
@@ -46,7 +45,7 @@ class ForkLauncher(Launcher):
         self.channel = Channel(ours)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _BOOTSTRAP, str(theirs.fileno()), json.dumps(sys.path), json.dumps(pytest_args)],
+                [sys.executable, "-c", _BOOTSTRAP, str(theirs.fileno()), json.dumps(sys.path), json.dumps(description)],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,

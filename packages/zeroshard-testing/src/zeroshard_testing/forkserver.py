@@ -17,20 +17,20 @@ import sys
 
 import pytest
 
-from zeroshard_testing.child import run_child
-from zeroshard_testing.idle_pytest import with_idle_pytest
-from zeroshard_testing.wire import Channel, ClosedError, Message
+from zeroshard_testing.ipc import Channel, ClosedError, Message
+from zeroshard_testing.rank_pytest import run_idle_pytest
+from zeroshard_testing.worker_main import run_child
 
 
-def main(descriptor: int, pytest_args: list[str]) -> None:
+def main(descriptor: int, description: Message) -> None:
     """Serve fork requests until the controller closes its end.
 
     Args:
         descriptor: File descriptor of the connected Unix socket to the controller.
-        pytest_args: Command line for the pytest that is configured here.
+        description: Of the pytest that is configured here; see `zeroshard_testing.rank_pytest`.
     """
     channel = Channel(socket.socket(fileno=descriptor))
-    with_idle_pytest(pytest_args, lambda session: _Server(channel, session).serve())
+    run_idle_pytest(description, lambda session: _Server(channel, session).serve())
 
 
 class _Server:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import IO
 
-from zeroshard_testing.wire import Channel, ClosedError, Message
+from zeroshard_testing.ipc import Channel, ClosedError, Message
 
 BOOT_TIMEOUT = 120.0
 """Seconds until a process that is not ready is an error; the first one loads torch, perhaps from a cold disk."""
@@ -78,7 +78,7 @@ class Launcher(ABC):
         """Start a process; it comes up in the background.
 
         Args:
-            request: What `zeroshard_testing.child.run_child` is to do.
+            request: What `zeroshard_testing.worker_main.run_child` is to do.
 
         Raises:
             LaunchError: If it cannot be started.

@@ -12,6 +12,7 @@ FAILED = "failed"
 SKIPPED = "skipped"
 XFAILED = "xfailed"
 DIED = "died"
+XPASSED = "xpassed"
 STOPPED = "stopped"
 TIMED_OUT = "timed out"
 FAULTED = "faulted"
@@ -40,16 +41,19 @@ class Outcome:
     """How a test ended on one rank, as that rank reported it or as the controller found it.
 
     Attributes:
-        kind: ``"passed"``, ``"failed"``, ``"skipped"`` or ``"xfailed"`` by the rank's own report; ``"died"``,
-            ``"stopped"`` (by the controller, after another rank had failed), ``"deadlocked"`` or ``"timed out"``
-            without one; ``"faulted"`` if the test's own fault has ended or stopped it.
+        kind: ``"passed"``, ``"failed"``, ``"skipped"``, ``"xfailed"`` or ``"xpassed"`` (where a failure was expected,
+            but not strictly) by the rank's own report; ``"died"``, ``"stopped"`` (by the controller, after another rank
+            had failed), ``"deadlocked"`` or ``"timed out"`` without one; ``"faulted"`` if the test's own fault has
+            ended or stopped it.
         summary: One line: the exception, the reason of a skip, how the process ended.
         detail: The traceback as pytest renders it, or the Python stacks of a rank that was stopped.
         moment: Seconds on the machine's monotonic clock, to tell what came first.
         path: File where it was raised, empty if unknown.
         line: Line in that file, 1-based; 0 if unknown.
-        error: The exception's class and its bases, by module and name; empty if there was none.
         warnings: What the test warned of: category, text, file and line of each.
+        sections: What pytest shows beside a report, such as the log: title and text of each.
+        properties: What ``record_property`` was given: name and value of each, both as text.
+        found_by_controller: Whether the rank itself had reported something else.
     """
 
     kind: str
@@ -58,20 +62,24 @@ class Outcome:
     moment: float = 0.0
     path: str = ""
     line: int = 0
-    error: tuple[str, ...] = ()
     warnings: tuple[tuple[str, str, str, int], ...] = ()
+    sections: tuple[tuple[str, str], ...] = ()
+    properties: tuple[tuple[str, str], ...] = ()
+    found_by_controller: bool = False
 
     @property
     def predicate(self) -> str:
         """What to say of the ranks that ended so, as in ``"was killed by SIGKILL"``."""
-        if self.kind == FAILED and not self.summary.startswith(("called ", "returned ", "left ", "passed, but ")):
+        if self.kind == FAILED and not self.summary.startswith(
+            ("called ", "returned without", "left ", "passed, but ", "passed although")
+        ):
             return f"failed: {self.summary}"
         return self.summary
 
     @property
     def is_clean(self) -> bool:
-        """Whether the rank came to an end of its own that is no failure in itself."""
-        return self.kind in (PASSED, SKIPPED, XFAILED, FAULTED)
+        """Whether the rank came to an end of its own after which other ranks may go on for as long as they like."""
+        return self.kind in (PASSED, SKIPPED, XPASSED, FAULTED)
 
     def to_message(self) -> dict[str, Any]:
         """Return the outcome as a JSON object."""
@@ -81,14 +89,15 @@ class Outcome:
     def from_message(cls, message: Mapping[str, Any]) -> Outcome:
         """Read what `to_message` made, ignoring other keys."""
         values = {field.name: message[field.name] for field in fields(cls)}
-        warnings = tuple(tuple(warning) for warning in values["warnings"])
-        return cls(**{**values, "error": tuple(values["error"]), "warnings": warnings})
+        for name in ("warnings", "sections", "properties"):
+            values[name] = tuple(tuple(one) for one in values[name])
+        return cls(**values)
 
 
-def names_of(kind: type) -> tuple[str, ...]:
-    """Return a class and its bases, nearest first, by module and name.
+def printable(text: str) -> str:
+    """Return a text that any file or terminal takes, with lone surrogates escaped.
 
-    >>> names_of(KeyError)[:2]
-    ('builtins.KeyError', 'builtins.LookupError')
+    >>> printable("\ud800")
+    '\\\\ud800'
     """
-    return tuple(f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__)
+    return text.encode("utf-8", "backslashreplace").decode()

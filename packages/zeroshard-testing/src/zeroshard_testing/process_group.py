@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # torch exports them unseen
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch exports them unseen
 
+from zeroshard_testing._torch_private import fake_store, process_groups
 from zeroshard_testing.stacks import OWN_THREADS
 
 # Gloo needs about 20 ms to close the connections of a group, most of it asleep.
@@ -44,7 +45,7 @@ class GroupKeeper:
 
         Args:
             key: Name of the group, the same on all of its ranks and on no other group's.
-            backend: ``"gloo"``, ``"gloo-cuda"``, ``"nccl"`` or ``"fake"``.
+            backend: As the marker names it.
             rank: This process's rank.
             world_size: Number of ranks.
             timeout: Seconds that the test may take; the group's own timeout is longer.
@@ -54,13 +55,7 @@ class GroupKeeper:
         self.retire()
         if backend in ("nccl", "gloo-cuda"):
             torch.cuda.set_device(rank % torch.cuda.device_count())
-        store: Store
-        if backend == "fake":
-            from torch.testing._internal.distributed.fake_pg import FakeStore
-
-            store = FakeStore()
-        else:
-            store = PrefixStore(key, self._store)
+        store = fake_store() if backend == "fake" else PrefixStore(key, self._store)
         with _torch_warnings_ignored():
             dist.init_process_group(
                 "gloo" if backend == "gloo-cuda" else backend,
@@ -76,7 +71,8 @@ class GroupKeeper:
         self._current = None
         if not dist.is_initialized():
             return
-        groups = _all_groups()
+        # Those that the test made as well.
+        groups = process_groups()
         with _torch_warnings_ignored():
             dist.destroy_process_group()
         if not self._reapers or (len(self._reapers) < _REAPERS and not self._retired.empty()):
@@ -97,13 +93,6 @@ def _torch_warnings_ignored() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-
-
-def _all_groups() -> list[Any]:
-    world = getattr(dist.distributed_c10d, "_world", None)
-    # Subgroups that the test made; without torch's private map they merely close on the critical path.
-    known = list(getattr(world, "pg_map", ()))
-    return [*known, dist.group.WORLD]
 
 
 def worker_environment() -> dict[str, str]:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 _TENSOR = re.compile(r"(\w+)\[([^\]]*)\]")
-_CHECKSUM_BITS = 32
 
 
 @dataclass(frozen=True)
@@ -22,12 +20,16 @@ class Operation:
         tensors: Its input, such as ``"float32[4, 3]"``, or its output where it takes none; empty without tensors.
         pending: Whether it is still to complete on this rank.
         root: The root's rank in the group, -1 where there is none or it is not known.
+        reduce_op: Such as ``"SUM"``, empty where there is none or it is not known.
+        from_python: Whether Python issued it, so that its public name is known, and whether waiting for it failed.
     """
 
     name: str
     tensors: str = ""
     pending: bool = False
     root: int = -1
+    reduce_op: str = ""
+    from_python: bool = True
 
     @property
     def amounts(self) -> list[tuple[str, int]]:
@@ -43,7 +45,26 @@ class Operation:
 
     def __str__(self) -> str:
         tensors = f" of {self.tensors}" if self.tensors else ""
-        return f"{self.name}{tensors}{f' with root {self.root}' if self.root >= 0 else ''}"
+        reduce_op = f" by {self.reduce_op}" if self.reduce_op not in ("", "SUM") else ""
+        return f"{self.name}{tensors}{reduce_op}{f' with root {self.root}' if self.root >= 0 else ''}"
+
+
+@dataclass(frozen=True)
+class Messages:
+    """The messages between a rank and one peer, of one kind and tag.
+
+    Attributes:
+        count: How many were issued.
+        latest: The latest of them, such as ``"float32[4]"``.
+    """
+
+    count: int = 0
+    latest: tuple[str, ...] = ()
+
+    def text(self, number: int) -> str | None:
+        """Return what message ``number`` (from 0) carries, None if that is not known any more."""
+        place = number - (self.count - len(self.latest))
+        return self.latest[place] if 0 <= place < len(self.latest) else None
 
 
 @dataclass(frozen=True)
@@ -55,19 +76,21 @@ class GroupState:
         members: Its ranks, as numbered in the default group.
         issued: Number of collectives issued there.
         operations: The latest of them by sequence number, which starts at 1.
-        messages: Number of point-to-point messages issued, by ``"send 3 0"``: kind, peer in the default group (-1 for
-            any), tag.
-        digest: The same number on ranks that have issued the same collectives.
-        lasting: Whether its timeout is longer than the test's, so that nothing in it can have given up.
+        messages: Point-to-point messages by ``"send 3 0"``: kind, peer in the default group (-1 for any), tag.
+        checksum: The same number on ranks that have issued the same collectives; None if it is not known.
+        failed: Number of the first collective that may have ended with an exception here, 0 for none: from there on
+            ranks may rightly have issued different ones.
+        messages_failed: Whether waiting for a message has ended with an exception.
     """
 
     label: str
     members: tuple[int, ...]
     issued: int
     operations: Mapping[int, Operation] = field(default_factory=dict)
-    messages: Mapping[str, int] = field(default_factory=dict)
-    digest: int = 0
-    lasting: bool = True
+    messages: Mapping[str, Messages] = field(default_factory=dict)
+    checksum: int | None = None
+    failed: int = 0
+    messages_failed: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,8 +123,6 @@ class RankState:
         fingerprint: Equal at two moments only if no thread has moved in between.
         groups: What it did in each process group, by a key that all members share.
         stacks: The Python stacks of its threads, if they were asked for.
-        disturbed: Whether a wait of this test has ended with an exception, after which ranks may rightly have issued
-            different numbers of collectives.
     """
 
     finished: bool = False
@@ -109,7 +130,6 @@ class RankState:
     fingerprint: str = ""
     groups: Mapping[str, GroupState] = field(default_factory=dict)
     stacks: str = ""
-    disturbed: bool = False
 
     def to_message(self) -> dict[str, Any]:
         """Return the state as a JSON object."""
@@ -126,7 +146,8 @@ class RankState:
 
 def _group(values: Mapping[str, Any]) -> GroupState:
     operations = {int(number): Operation(**one) for number, one in values["operations"].items()}
-    return GroupState(**{**values, "members": tuple(values["members"]), "operations": operations})
+    messages = {key: Messages(one["count"], tuple(one["latest"])) for key, one in values["messages"].items()}
+    return GroupState(**{**values, "members": tuple(values["members"]), "operations": operations, "messages": messages})
 
 
 def group_key(name: str, members: Iterable[int]) -> str:
@@ -149,18 +170,3 @@ def group_label(key: str, world_size: int) -> str:
     if key.startswith("0:") and len(members) == world_size:
         return "the default group"
     return f"the group of ranks {', '.join(map(str, members))}"
-
-
-def next_digest(digest: int, text: str) -> int:
-    """Return the digest of collectives issued from Python, with one more: how many, and a checksum of their texts."""
-    count, checksum = digest >> _CHECKSUM_BITS, digest & ((1 << _CHECKSUM_BITS) - 1)
-    return (count + 1) << _CHECKSUM_BITS | zlib.crc32(text.encode(), checksum)
-
-
-def comparable(digest: int, other: int) -> bool:
-    """Tell whether two ranks' digests say anything about each other: if Python has issued as many on both.
-
-    What one rank issues from C++, another may rightly issue from Python: DistributedDataParallel does so in its join
-    hook.
-    """
-    return digest >> _CHECKSUM_BITS == other >> _CHECKSUM_BITS

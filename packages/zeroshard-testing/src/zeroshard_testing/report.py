@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from zeroshard_testing.ipc import Message
 from zeroshard_testing.verdict import Verdict
 
 
@@ -57,6 +58,16 @@ def failure_report(failure: RanksFailure) -> FailureReport:
     """Return what a report's ``longrepr`` is to be."""
     verdict = failure.verdict
     return FailureReport(verdict.text, _Crash(verdict.path, verdict.line, verdict.summary))
+
+
+def report_to_message(report: FailureReport) -> Message:
+    """Return a failure's report as a JSON object."""
+    return {"text": report.text, "crash": [report.reprcrash.path, report.reprcrash.lineno, report.reprcrash.message]}
+
+
+def report_from_message(message: Message) -> FailureReport:
+    """Read what `report_to_message` made."""
+    return FailureReport(message["text"], _Crash(*message["crash"]))
 
 
 def _markup(line: str) -> dict[str, bool]:

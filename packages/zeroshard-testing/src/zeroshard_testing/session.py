@@ -2,48 +2,49 @@
 
 from __future__ import annotations
 
-import io
 import os
-import pickle
-import re
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from zeroshard_testing.coverage_on_ranks import coverage_request
 from zeroshard_testing.launcher import Launcher, LaunchError
 from zeroshard_testing.log_files import write_log_files
-from zeroshard_testing.patching import PATCHED_ELSEWHERE, RankPickler, patches_elsewhere
 from zeroshard_testing.pool import Job, Pool, Result
+from zeroshard_testing.rank_pytest import description_of
 from zeroshard_testing.report import RanksFailure
-from zeroshard_testing.spec import RanksSpec
-from zeroshard_testing.verdict import judge
+from zeroshard_testing.spec import RanksSpec, parse_checks
+from zeroshard_testing.verdict import Verdict, judge
 
 
 class RanksSession:
-    """Runs the rank tests of one pytest session. Boots on first use.
+    """Runs what is to run on ranks in one process: the tests of a pytest session, or calls. Boots on first use.
 
     Args:
-        config: pytest's configuration.
+        config: pytest's configuration, None outside pytest.
+        temporary: Returns a folder for temporary files.
     """
 
-    def __init__(self, config: pytest.Config) -> None:
+    def __init__(self, config: pytest.Config | None, temporary: Callable[[], Path]) -> None:
         self._config = config
+        self._temporary = temporary
         self._pool: Pool | None = None
         self._machine: Mapping[str, Any] | None = None
         self._late_deaths: list[str] = []
         self._item: pytest.Item | None = None
-        self._classes: dict[type, dict[str, object]] = {}
-        self._conftests: dict[Path, list[list[str]]] = {}
+        self._next_item: pytest.Item | None = None
+        self.checks_off = parse_checks(config.getini("ranks_checks")) if config is not None else ()
+        """Checks that are off in the whole run, as the ini file says."""
 
     def boot(self) -> Pool:
         """Return the pool, whose forkserver boots in the background from the first call on."""
         if self._pool is None:
-            self._pool = Pool(_launcher(self._config))
+            self._pool = Pool(_launcher(self._config), self._temporary() / "ranks", coverage_request(self._config))
         return self._pool
 
     def machine(self) -> Mapping[str, Any]:
@@ -52,95 +53,74 @@ class RanksSession:
             self._machine = self.boot().probe()
         return self._machine
 
-    def remember(self, cls: type) -> None:
-        """Note what a test class holds before any of its tests is set up."""
-        self._classes.setdefault(cls, dict(vars(cls)))
-
-    def _set_since(self, cls: type) -> dict[str, object]:
-        """Return what ``setup_class`` and class fixtures have set on a class."""
-        before, missing = self._classes.get(cls, {}), object()
-        return {
-            name: value
-            for name, value in vars(cls).items()
-            if before.get(name, missing) is not value and not name.startswith("__")
-        }
-
-    def begin(self, item: pytest.Item) -> None:
-        """Say which test the calls that follow belong to."""
-        self._item = item
+    def begin(self, item: pytest.Item, next_item: pytest.Item | None) -> None:
+        """Say which test the calls that follow belong to, and which one comes next."""
+        self._item, self._next_item = item, next_item
 
     def run(self, item: pytest.Function, spec: RanksSpec) -> None:
         """Run a test on its ranks, and raise what pytest is to make of it.
 
         Args:
-            item: The test, with its fixtures set up.
+            item: The test.
             spec: The ranks that it asks for.
 
         Raises:
             RanksFailure: If it has not passed on every rank, nor been skipped on all.
         """
-        arguments = {name: item.funcargs[name] for name in item._fixtureinfo.argnames}
-        for value in item.funcargs.values():
-            if isinstance(value, pytest.MonkeyPatch) and patches_elsewhere(value):
-                pytest.fail(f"{item.nodeid}: {PATCHED_ELSEWHERE}", pytrace=False)
-        attributes = {} if item.cls is None else {**self._set_since(item.cls), **vars(item.instance)}
-        message = {
-            "module": [item.module.__name__, str(item.path)],
-            "classes": [] if item.cls is None else item.cls.__qualname__.split("."),
-            "function": item.originalname,
-        }
-        self._carry_out(item, item.nodeid, spec, message, _pickled(item.nodeid, arguments, attributes))
-
-    def call(
-        self, title: str, module: tuple[str, str], function: str, spec: RanksSpec, arguments: Mapping[str, object]
-    ) -> None:
-        """Run a function on ranks within the current test, and raise what pytest is to make of it.
-
-        Args:
-            title: What to call it in reports.
-            module: Name and file of the function's module.
-            function: Its name there.
-            spec: The ranks.
-            arguments: What to call it with, by name.
-
-        Raises:
-            RanksFailure: If it has not passed on every rank, nor been skipped on all.
-        """
-        assert self._item is not None
-        message = {"module": list(module), "classes": [], "function": function}
-        self._carry_out(self._item, title, spec, message, _pickled(title, arguments, {}))
-
-    def _carry_out(
-        self, item: pytest.Item, title: str, spec: RanksSpec, message: Mapping[str, object], payload: bytes
-    ) -> None:
-        if item.path not in self._conftests:
-            self._conftests[item.path] = _conftests(item)
-        job = Job(spec, {**_surroundings(item, self._conftests[item.path]), **message}, payload)
-        try:
-            result = self.boot().run(job)
-        except LaunchError as error:
-            self.close()
-            pytest.fail(str(error), pytrace=False)
-        _keep_output(item, result)
-        _repeat_warnings(result)
+        keep = [] if spec.isolation == "process" else _ids(self._next_item)
+        message = {"nodeid": own_nodeid(item), "path": str(item.path), "keep": keep}
+        result = self._carry_out(item.nodeid, spec, message)
+        self._repeat(item, result)
         verdict = judge(result.outcomes)
         if verdict.kind == "skipped":
             pytest.skip(verdict.summary)
         if verdict.kind == "xfailed":
             pytest.xfail(verdict.summary)
-        if verdict.kind != "passed":
-            folder = write_log_files(self._log_folder(), title, result.outcomes, result.stdout, result.stderr)
-            raise RanksFailure(replace(verdict, text=f"{verdict.text}\n\nA log file for each rank: {folder}"))
+        if verdict.kind not in ("passed", "xpassed"):
+            raise self._failure(item.nodeid, spec, verdict, result)
 
-    def _log_folder(self) -> Path:
-        chosen = self._config.getoption("--ranks-logs")
-        if chosen is not None:
-            return Path(chosen)
-        factory: pytest.TempPathFactory = self._config._tmp_path_factory  # type: ignore[attr-defined]  # as tmp_path does
-        return factory.getbasetemp() / "ranks-logs"
+    def call(self, title: str, spec: RanksSpec, payload: bytes) -> Mapping[int, bytes]:
+        """Run a function on ranks, within a test or outside pytest, and return what it returned there.
+
+        Args:
+            title: What to call it in reports.
+            spec: The ranks.
+            payload: Function and arguments; see `zeroshard_testing.call_item`.
+
+        Returns:
+            What `torch.load` reads, by rank.
+
+        Raises:
+            RanksFailure: If it has not come to its end on every rank.
+        """
+        item = self._item
+        path = "" if item is None else str(item.path)
+        result = self._carry_out(title, spec, {"nodeid": title, "path": path, "keep": []}, payload)
+        if item is not None:
+            self._repeat(item, result)
+        verdict = judge(result.outcomes)
+        if verdict.kind != "passed":
+            raise self._failure(title, spec, verdict, result)
+        return result.returned
+
+    def tear_down(self) -> None:
+        """Tear down the fixtures on ranks that the next test does not need.
+
+        Raises:
+            Failed: If that fails.
+        """
+        errors = [] if self._pool is None else self._pool.tear_down(_ids(self._next_item))
+        if errors:
+            pytest.fail("\n\n".join(errors), pytrace=False)
+
+    def finish(self) -> None:
+        """Tear down everything on ranks and let them end; what went wrong is a late death."""
+        if self._pool is not None:
+            self._late_deaths += self._pool.tear_down(())
+            self._pool.finish()
 
     def late_deaths(self) -> list[str]:
-        """Return what is known of workers that died after their test had its verdict, in words."""
+        """Return what went wrong on workers after their test had its verdict, in words."""
         if self._pool is not None:
             self._late_deaths += self._pool.take_late_deaths()
         return self._late_deaths
@@ -151,102 +131,67 @@ class RanksSession:
             self._pool.close()
             self._pool = None
 
+    def _carry_out(self, title: str, spec: RanksSpec, message: Mapping[str, object], payload: bytes = b"") -> Result:
+        spec = replace(spec, checks_off=tuple(sorted({*spec.checks_off, *self.checks_off})))
+        surroundings = {"sys_path": sys.path, "cwd": os.getcwd()}  # noqa: PTH109 - a string, and per test
+        try:
+            return self.boot().run(Job(spec, {**surroundings, **message}, payload))
+        except LaunchError as error:
+            self.close()
+            if self._config is None:
+                raise
+            pytest.fail(f"{title}: {error}", pytrace=False)
 
-def _launcher(config: pytest.Config) -> Launcher:
-    inherit_output = config.getoption("capture", default="fd") == "no"
-    arguments, environment = _pytest_args(config), _worker_environment()
-    if config.getoption("--ranks-launch") == "spawn":
+    def _failure(self, title: str, spec: RanksSpec, verdict: Verdict, result: Result) -> RanksFailure:
+        chosen = None if self._config is None else self._config.getoption("--ranks-logs")
+        folder = self._temporary() / "ranks-logs" if chosen is None else Path(chosen)
+        folder = write_log_files(folder, title, result.outcomes, result.stdout, result.stderr)
+        off = sorted({*spec.checks_off, *self.checks_off})
+        note = f"\n\nChecks that were off: {', '.join(off)}" if off else ""
+        return RanksFailure(replace(verdict, text=f"{verdict.text}{note}\n\nA log file for each rank: {folder}"))
+
+    def _repeat(self, item: pytest.Item, result: Result) -> None:
+        """Let pytest show here what the ranks wrote, logged, recorded and warned of."""
+        for stream, texts in (("stdout", result.stdout), ("stderr", result.stderr)):
+            for rank, text in texts.items():
+                item.add_report_section("call", f"{stream} rank {rank}", text)
+        for rank, outcome in result.outcomes.items():
+            for title, text in outcome.sections:
+                item.add_report_section("call", f"{title.removeprefix('Captured ')}, rank {rank}", text)
+        item.user_properties += dict.fromkeys(
+            (name, value) for outcome in result.outcomes.values() for name, value in outcome.properties
+        )
+        _repeat_warnings(result)
+
+
+def own_nodeid(item: pytest.Item) -> str:
+    """Return a test's id as pytest makes it; pytest-xdist appends to it the group of a test."""
+    assert item.parent is not None
+    return f"{item.parent.nodeid}::{item.name}"
+
+
+def _ids(item: pytest.Item | None) -> Sequence[str]:
+    """Return the ids of the nodes that a test needs."""
+    return [] if item is None else [node.nodeid for node in item.listchain()[:-1]]
+
+
+def _launcher(config: pytest.Config | None) -> Launcher:
+    inherit_output = config is None or config.getoption("capture", default="fd") == "no"
+    description, environment = description_of(config), _worker_environment()
+    if (config is not None and config.getoption("--ranks-launch") == "spawn") or not hasattr(os, "fork"):
         from zeroshard_testing.spawn_launcher import SpawnLauncher
 
-        return SpawnLauncher(arguments, environment, inherit_output=inherit_output)
+        return SpawnLauncher(description, environment, inherit_output=inherit_output)
     from zeroshard_testing.fork_launcher import ForkLauncher
 
-    return ForkLauncher(arguments, environment, inherit_output=inherit_output)
+    return ForkLauncher(description, environment, inherit_output=inherit_output)
 
 
 def _worker_environment() -> dict[str, str]:
     environment = dict(os.environ)
     # One thread a rank: the ranks share the machine. Read once, when torch is loaded.
     environment.setdefault("OMP_NUM_THREADS", "1")
-    # The pytest in the workers is there for its assertions; plugins and options act in the controller.
-    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    for name in ("PYTEST_ADDOPTS", "PYTEST_PLUGINS"):
-        environment.pop(name, None)
     return environment
-
-
-def running_session() -> RanksSession | None:
-    """Return what runs rank tests in this process, None outside pytest and on ranks."""
-    return _running[-1] if _running else None
-
-
-def set_running_session(session: RanksSession | None) -> None:
-    """Say what runs rank tests in this process; None when the innermost pytest of this process ends."""
-    if session is None:
-        _running.pop()
-    else:
-        _running.append(session)
-
-
-_running: list[RanksSession] = []
-
-
-def _surroundings(item: pytest.Item, conftests: list[list[str]]) -> dict[str, object]:
-    """Return the part of a request that is the same for all that one test runs on ranks."""
-    return {
-        "name": item.name,
-        "nodeid": f"{item.nodeid} (call)",
-        "conftests": conftests,
-        "sys_path": sys.path,
-        "cwd": os.getcwd(),  # noqa: PTH109 - a string, and per test
-        "filterwarnings": [mark.args for mark in item.iter_markers("filterwarnings")],
-        "tb_style": _traceback_style(item.config),
-        "showlocals": bool(item.config.getoption("showlocals", default=False)),
-    }
-
-
-def _conftests(item: pytest.Item) -> list[list[str]]:
-    """Return name and file of the conftest modules that hold for the test, outermost first."""
-    loaded = {}
-    for plugin in item.config.pluginmanager.get_plugins():
-        file = getattr(plugin, "__file__", None)
-        if file is not None and Path(file).name == "conftest.py":
-            loaded[Path(file).parent] = [plugin.__name__, file]
-    return [loaded[folder] for folder in reversed(item.path.parents) if folder in loaded]
-
-
-def _pickled(title: str, arguments: Mapping[str, object], attributes: Mapping[str, object]) -> bytes:
-    try:
-        return _dumped((arguments, attributes))
-    except Exception as failure:  # noqa: BLE001 - any object may refuse in its own way
-        error = failure
-    culprit = "its arguments cannot be sent to the ranks together"
-    for kind, values in (("fixture or parameter", arguments), ("attribute", attributes)):
-        for name, value in values.items():
-            if (own_error := _pickling_error(value)) is not None:
-                error = own_error
-                culprit = f"{kind} {name!r}, a {type(value).__name__}, cannot be sent to the ranks"
-    pytest.fail(f"{title}: {culprit}: {error}. Make it in the test itself.", pytrace=False)
-
-
-def _dumped(value: object) -> bytes:
-    written = io.BytesIO()
-    RankPickler(written, pickle.HIGHEST_PROTOCOL).dump(value)
-    return written.getvalue()
-
-
-def _pickling_error(value: object) -> Exception | None:
-    try:
-        _dumped(value)
-    except Exception as error:  # noqa: BLE001 - any object may refuse in its own way
-        return error
-    return None
-
-
-def _keep_output(item: pytest.Item, result: Result) -> None:
-    for stream, texts in (("stdout", result.stdout), ("stderr", result.stderr)):
-        for rank, text in texts.items():
-            item.add_report_section("call", f"{stream} rank {rank}", text)
 
 
 def _repeat_warnings(result: Result) -> None:
@@ -264,37 +209,17 @@ def _repeat_warnings(result: Result) -> None:
                 warnings.warn_explicit(f"{category}: {text}", UserWarning, filename, line)
 
 
-def _traceback_style(config: pytest.Config) -> str:
-    style: str = config.getoption("tbstyle", default="auto")
-    return {"auto": "long", "line": "short", "no": "short"}.get(style, style)
+_running: list[RanksSession] = []
 
 
-def _pytest_args(config: pytest.Config) -> list[str]:
-    """Return the command line for the pytest in the workers: this one's assertions, and none of its plugins."""
-    files = " ".join(config.getini("python_files"))
-    filters = "\n".join(config.getini("filterwarnings"))
-    # An unknown marker is a warning when the test module is imported, and filters may make that an error.
-    markers = "\n".join(re.split(r"[:(\n]", line)[0].strip() for line in config.getini("markers"))
-    warnings = [text for given in config.getoption("pythonwarnings") or [] for text in ("-W", given)]
-    verbosity = config.getoption("verbose")
-    disabled = ["cacheprovider", "faulthandler", "logging"]
-    return [
-        "-c",
-        os.devnull,
-        "--rootdir",
-        str(config.rootpath),
-        "--noconftest",
-        "--color=no",
-        "--capture=no",
-        f"--assert={config.getoption('assertmode')}",
-        f"--import-mode={config.getoption('importmode')}",
-        "-o",
-        f"python_files={files}",
-        "-o",
-        f"filterwarnings={filters}",
-        "-o",
-        f"markers={markers}",
-        *warnings,
-        *([f"-{'v' * verbosity}"] if verbosity > 0 else []),
-        *(text for name in disabled for text in ("-p", f"no:{name}")),
-    ]
+def running_session() -> RanksSession | None:
+    """Return what runs rank tests in this process, None outside pytest and on ranks."""
+    return _running[-1] if _running else None
+
+
+def set_running_session(session: RanksSession | None) -> None:
+    """Say what runs rank tests in this process; None when the innermost pytest of this process ends."""
+    if session is None:
+        _running.pop()
+    else:
+        _running.append(session)

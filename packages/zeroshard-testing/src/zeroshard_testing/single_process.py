@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
@@ -11,11 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from zeroshard_testing.importing import import_test_module
-from zeroshard_testing.rank_values import RankValue
-from zeroshard_testing.session import RanksSession, running_session
-from zeroshard_testing.spec import RanksSpec
+from zeroshard_testing.run_on_ranks import run_on_ranks
 
 TrainFunction = Callable[[int, int], "Mapping[str, torch.Tensor] | Iterable[torch.Tensor] | torch.nn.Module"]
 
@@ -36,8 +33,8 @@ def assert_matches_single_process(
     function gives each rank its part of every batch.
 
     Args:
-        train_fn: A function of its module that takes ``rank`` and ``world_size`` and returns a module, a mapping of
-            names to tensors, or tensors.
+        train_fn: Takes ``rank`` and ``world_size`` and returns a module, a mapping of names to tensors, or tensors. It
+            travels as `run_on_ranks` sends a function.
         ranks: Number of ranks, or several numbers, tried one after the other.
         backend: As for ``@pytest.mark.ranks``.
         rtol: Relative tolerance; with both tolerances 0 every bit must be equal.
@@ -46,8 +43,8 @@ def assert_matches_single_process(
 
     Raises:
         RanksFailure: If a run fails, or if a tensor differs on a rank: the report names both, and where they differ.
-        RuntimeError: If it is called on a rank, or outside a pytest run with this plugin.
-        TypeError: If the function cannot be found from its module.
+        RuntimeError: If it is called on a rank.
+        TypeError: If the function cannot be sent.
 
     Example:
         >>> def train(rank, world_size):
@@ -56,47 +53,16 @@ def assert_matches_single_process(
         ...     assert_matches_single_process(train, ranks=(2, 4))
     """
     __tracebackhide__ = True
-    session = running_session()
-    if session is None:
-        raise RuntimeError(
-            "assert_matches_single_process starts ranks of its own: call it in an ordinary test, not in one marked "
-            "with ranks, and under pytest with the zeroshard-testing plugin"
-        )
-    if "<locals>" in train_fn.__qualname__ or "<lambda>" in train_fn.__qualname__:
-        raise TypeError(f"{train_fn.__qualname__} must be a function of its module, for ranks to find it")
-    source = train_fn.__module__, train_fn.__code__.co_filename, train_fn.__qualname__
     with tempfile.TemporaryDirectory(prefix="ranks-reference-") as folder:
-        arguments = {"source": source, "folder": folder, "rtol": rtol, "atol": atol}
-        _run(session, "save_reference", RanksSpec(1, backend, timeout=timeout), arguments)
+        path = str(Path(folder, "reference.pt"))
+        options: dict[str, Any] = {
+            "backend": backend,
+            "timeout": timeout,
+            "title": getattr(train_fn, "__qualname__", None),
+        }
+        run_on_ranks(_save_reference, 1, train_fn, path, **options)
         for count in [ranks] if isinstance(ranks, int) else ranks:
-            _run(session, "compare_with_reference", RanksSpec(count, backend, timeout=timeout), arguments)
-
-
-def save_reference(rank: int, world_size: int, source: tuple[str, str, str], folder: str, **_: float) -> None:
-    """Train in this process and keep the result; runs on the only rank."""
-    __tracebackhide__ = True
-    header, data = [], bytearray()
-    for name, tensor in _trained(rank, world_size, source):
-        header.append([name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)])
-        data += bytes(tensor.contiguous().clone().untyped_storage())
-    Path(folder, "header.json").write_text(json.dumps(header))
-    Path(folder, "data.bin").write_bytes(data)
-
-
-def compare_with_reference(
-    rank: int, world_size: int, source: tuple[str, str, str], folder: str, rtol: float, atol: float
-) -> None:
-    """Train on this rank and compare with what was kept; runs on every rank."""
-    expected = _reference(Path(folder))
-    found = _trained(rank, world_size, source)
-    names, expected_names = [name for name, _ in found], [name for name, _ in expected]
-    if names != expected_names:
-        pytest.fail(f"the function returned tensors {names}, in a single process {expected_names}", pytrace=False)
-    for (name, here), (_, there) in zip(found, expected, strict=True):
-        text = difference(here, there, rtol, atol)
-        if text is not None:
-            text = f"tensor {name!r} on rank {rank} of {world_size} is not that of a single process: {text}"
-            pytest.fail(text, pytrace=False)
+            run_on_ranks(_compare, count, train_fn, path, rtol, atol, **options)
 
 
 def difference(here: torch.Tensor, there: torch.Tensor, rtol: float, atol: float) -> str | None:
@@ -127,35 +93,36 @@ def difference(here: torch.Tensor, there: torch.Tensor, rtol: float, atol: float
     return f"largest difference {apart[place].item():g} at {index}: {values[0]!r} instead of {values[1]!r}"
 
 
-def _run(session: RanksSession, function: str, spec: RanksSpec, arguments: Mapping[str, object]) -> None:
-    values = {**arguments, "rank": RankValue("rank"), "world_size": spec.world_size}
-    title = f"{arguments['source'][2]} on {'one process' if spec.world_size == 1 else f'{spec.world_size} ranks'}"  # type: ignore[index]
-    session.call(title, (__name__, __file__), function, spec, values)
-
-
-def _trained(rank: int, world_size: int, source: tuple[str, str, str]) -> list[tuple[str, torch.Tensor]]:
+def _save_reference(train_fn: TrainFunction, path: str) -> None:
+    """Train in this process and keep the result; runs on the only rank."""
     __tracebackhide__ = True
-    module, path, name = source
-    function: Any = import_test_module(module, path)
-    for part in name.split("."):
-        function = getattr(function, part)
-    result = function(rank, world_size)
+    torch.save(_trained(train_fn), path)
+
+
+def _compare(train_fn: TrainFunction, path: str, rtol: float, atol: float) -> None:
+    """Train on this rank and compare with what was kept; runs on every rank."""
+    __tracebackhide__ = True
+    expected: dict[str, torch.Tensor] = torch.load(path, weights_only=True)
+    found = _trained(train_fn)
+    if list(found) != list(expected):
+        text = f"the function returned tensors {list(found)}, in a single process {list(expected)}"
+        pytest.fail(text, pytrace=False)
+    for name, here in found.items():
+        text = difference(here, expected[name], rtol, atol) or ""
+        if text:
+            place = f"tensor {name!r} on rank {dist.get_rank()} of {dist.get_world_size()}"
+            pytest.fail(f"{place} is not that of a single process: {text}", pytrace=False)
+
+
+def _trained(train_fn: TrainFunction) -> dict[str, torch.Tensor]:
+    __tracebackhide__ = True
+    result: Any = train_fn(dist.get_rank(), dist.get_world_size())
     if isinstance(result, torch.nn.Module):
         result = result.state_dict()
     named = result.items() if isinstance(result, Mapping) else enumerate(result)
-    found = [(str(key), tensor) for key, tensor in named]
-    for key, tensor in found:
+    found = {str(key): tensor for key, tensor in named}
+    for key, tensor in found.items():
         if not isinstance(tensor, torch.Tensor):
+            name = getattr(train_fn, "__qualname__", "the function")
             raise TypeError(f"{name} returned a {type(tensor).__name__} for {key!r}; it is to return tensors")
-    return [(key, tensor.detach().cpu()) for key, tensor in found]
-
-
-def _reference(folder: Path) -> list[tuple[str, torch.Tensor]]:
-    data, position, tensors = bytearray((folder / "data.bin").read_bytes()), 0, []
-    for name, dtype, shape in json.loads((folder / "header.json").read_text()):
-        kind: torch.dtype = getattr(torch, dtype)
-        size = math.prod(shape) * kind.itemsize
-        flat = torch.frombuffer(data, dtype=torch.uint8, count=size, offset=position) if size else torch.empty(0)
-        tensors.append((name, flat.clone().view(kind).view(shape) if size else torch.empty(shape, dtype=kind)))
-        position += size
-    return tensors
+    return {key: tensor.detach().cpu().clone() for key, tensor in found.items()}

@@ -10,16 +10,16 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
+from zeroshard_testing.ipc import Channel, Message
 from zeroshard_testing.journal import SIZE as JOURNAL_SIZE
 from zeroshard_testing.launcher import SEND_TIMEOUT, Child, Launcher
-from zeroshard_testing.wire import Channel, Message
 
 _BOOTSTRAP = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from zeroshard_testing.spawned import main; main(json.loads(sys.argv[2]), json.loads(sys.argv[3]), *sys.argv[4:])"
+    "from zeroshard_testing.worker_main import main; "
+    "main(json.loads(sys.argv[2]), json.loads(sys.argv[3]), *sys.argv[4:])"
 )
 _FILES = ("stdout", "stderr", "stacks", "journal")
 _WINDOWS = sys.platform == "win32"
@@ -29,13 +29,13 @@ class SpawnLauncher(Launcher):
     """Starts every worker with a fresh interpreter.
 
     Args:
-        pytest_args: Command line of the pytest that is configured in each worker.
+        description: Of the pytest of each worker; see `zeroshard_testing.rank_pytest`.
         environment: Environment of the workers until their first test.
         inherit_output: Whether workers write to the controller's own standard output and error, uncaptured.
     """
 
-    def __init__(self, pytest_args: Sequence[str], environment: dict[str, str], *, inherit_output: bool) -> None:
-        self._pytest_args = list(pytest_args)
+    def __init__(self, description: Message, environment: dict[str, str], *, inherit_output: bool) -> None:
+        self._description = description
         self._environment = environment
         self._inherit_output = inherit_output
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True)
@@ -49,7 +49,7 @@ class SpawnLauncher(Launcher):
         paths = [Path(self._folder.name, f"{self._started}-{name}") for name in _FILES]
         stdout, stderr, stacks, journal = (path.open("ab+", buffering=0) for path in paths)
         journal.truncate(JOURNAL_SIZE)
-        arguments = [json.dumps(sys.path), json.dumps(self._pytest_args), json.dumps(request), *map(str, paths[2:])]
+        arguments = [json.dumps(sys.path), json.dumps(self._description), json.dumps(request), *map(str, paths[2:])]
         with theirs:
             process = subprocess.Popen(
                 [sys.executable, "-c", _BOOTSTRAP, *arguments],

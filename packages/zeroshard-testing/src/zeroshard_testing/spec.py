@@ -7,9 +7,20 @@ from dataclasses import dataclass
 from typing import Any
 
 BACKENDS: Mapping[str, str] = {"gloo": "gloo-cpu", "gloo-cuda": "gloo-cuda", "nccl": "nccl", "fake": "fake"}
-"""Backends a marker can name, and the names by which ``--ranks-backend`` and ``--ranks-require`` know them."""
+"""Backends that the command line knows by another name than the marker, or that stand for more than torch's name.
+
+Any other name is handed to `torch.distributed.init_process_group` as it is.
+"""
 
 ISOLATIONS = ("group", "process", "none")
+
+CHECKS: Mapping[str, str] = {
+    "deadlock": "ranks that wait for one another for ever fail at once, by proof",
+    "collectives": "ranks of a group issue the same collectives: as many, of one kind, dtype, size, root, operation",
+    "messages": "what is sent is received, with its tag, dtype and size, and what is awaited is sent",
+    "faults": "every fault that a test asks for strikes",
+}
+"""What is checked beyond what each rank says of itself; each can be turned off by name."""
 
 _DEFAULT_TIMEOUT = 60.0
 
@@ -29,6 +40,8 @@ class RanksSpec:
             per module.
         timeout: Seconds until the verdict is a timeout.
         fake_rank: The rank that the one process stands for; 0 unless the backend is ``"fake"``.
+        init: Whether the default process group is initialised.
+        checks_off: Names of `CHECKS` that are off, in alphabetical order.
     """
 
     world_size: int
@@ -36,12 +49,14 @@ class RanksSpec:
     isolation: str = "group"
     timeout: float = _DEFAULT_TIMEOUT
     fake_rank: int = 0
+    init: bool = True
+    checks_off: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.world_size, bool) or not isinstance(self.world_size, int) or self.world_size < 1:
             raise SpecError(f"a number of ranks is a positive int, not {self.world_size!r}")
-        if self.backend not in BACKENDS:
-            raise SpecError(f"unknown backend {self.backend!r}; choose from {', '.join(BACKENDS)}")
+        if not isinstance(self.backend, str) or not self.backend:
+            raise SpecError(f"backend is a name such as {', '.join(BACKENDS)}, not {self.backend!r}")
         if self.isolation not in ISOLATIONS:
             raise SpecError(f"unknown isolation {self.isolation!r}; choose from {', '.join(ISOLATIONS)}")
         if isinstance(self.timeout, bool) or not isinstance(self.timeout, (int, float)) or not self.timeout > 0:
@@ -59,7 +74,7 @@ class RanksSpec:
     @property
     def backend_name(self) -> str:
         """The backend as the command line names it, such as ``"gloo-cpu"``."""
-        return BACKENDS[self.backend]
+        return BACKENDS.get(self.backend, self.backend)
 
     @property
     def test_id(self) -> str:
@@ -77,7 +92,8 @@ def parse_marker(args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[RanksSp
 
     Args:
         args: World sizes.
-        kwargs: ``backend`` (a name or a list of them), ``isolation``, ``timeout`` in seconds, ``fake_rank``.
+        kwargs: ``backend`` (a name or a list of them), ``isolation``, ``timeout`` in seconds, ``fake_rank``, ``init``
+            and ``checks``, see `parse_checks`.
 
     Returns:
         One spec for each backend and world size.
@@ -93,11 +109,38 @@ def parse_marker(args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[RanksSp
     if not sizes:
         raise SpecError("name at least one world size, as in @pytest.mark.ranks(2)")
     options = dict(kwargs)
-    unknown = set(options) - {"backend", "isolation", "timeout", "fake_rank"}
+    unknown = set(options) - {"backend", "isolation", "timeout", "fake_rank", "init", "checks"}
     if unknown:
-        raise SpecError(f"unknown argument {sorted(unknown)[0]!r}; there are backend, isolation, timeout and fake_rank")
+        raise SpecError(
+            f"unknown argument {sorted(unknown)[0]!r}; there are backend, isolation, timeout, fake_rank, init, checks"
+        )
+    options["checks_off"] = parse_checks(options.pop("checks", ""))
     backends = options.pop("backend", "gloo")
     names = [backends] if isinstance(backends, str) else list(backends)
     if not names:
         raise SpecError("backend is an empty list")
     return [RanksSpec(size, name, **options) for name in names for size in sizes]
+
+
+def parse_checks(text: str | Iterable[str]) -> tuple[str, ...]:
+    """Read which checks are turned off.
+
+    Args:
+        text: Such as ``"no:messages no:deadlock"``, or a list of such words.
+
+    Returns:
+        Names of `CHECKS`, in alphabetical order.
+
+    Raises:
+        SpecError: If a word is no ``no:`` and the name of a check.
+
+    Example:
+        >>> parse_checks("no:messages no:deadlock")
+        ('deadlock', 'messages')
+    """
+    words = text.replace(",", " ").split() if isinstance(text, str) else list(text)
+    for word in words:
+        if word.removeprefix("no:") not in CHECKS or not word.startswith("no:"):
+            names = ", ".join(f"no:{name}" for name in CHECKS)
+            raise SpecError(f"checks: {word!r} turns nothing off; there are {names}")
+    return tuple(sorted({word.removeprefix("no:") for word in words}))

@@ -11,12 +11,14 @@ from types import FrameType
 OWN_THREADS = "ranks-harness-"
 """How the names of this package's own threads begin."""
 
-_OWN_FRAME = re.compile(r'^\s+File ".*[/\\]zeroshard_testing[/\\](worker|execution)\.py"', re.MULTILINE)
-_OWN_THREAD = re.compile(
-    r"[/\\]zeroshard_testing[/\\](process_group\.py\", line \d+ in _reap|inbox\.py\", line \d+ in _)"
+_BELOW_THE_TEST = re.compile(
+    r"[/\\]zeroshard_testing[/\\](worker|execution|rank_plugin|call_item)\.py|[/\\]_pytest[/\\]|[/\\]pluggy[/\\]"
 )
-_BELOW_THE_TEST = re.compile(r"[/\\]zeroshard_testing[/\\](worker|execution)\.py$")
-_ABOVE_THE_WAIT = re.compile(r"[/\\]zeroshard_testing[/\\]waits\.py$")
+_OWN_FRAME = re.compile(rf'^\s+File ".*({_BELOW_THE_TEST.pattern})', re.MULTILINE)
+_OWN_THREAD = re.compile(
+    r"[/\\]zeroshard_testing[/\\](process_group\.py\", line \d+ in _reap|reader\.py\", line \d+ in _)"
+)
+_ABOVE_THE_WAIT = re.compile(r"[/\\]zeroshard_testing[/\\](wait_recorder|collectives)\.py$")
 
 
 def python_stacks(frames: Mapping[int, FrameType]) -> str:

@@ -10,6 +10,7 @@ from zeroshard_testing import outcome as kinds
 from zeroshard_testing.outcome import Outcome, is_echo
 
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
+_RANK_ARGUMENT = re.compile(r"\brank = \d+")
 
 
 @dataclass(frozen=True)
@@ -17,12 +18,13 @@ class Verdict:
     """How a test ended.
 
     Attributes:
-        kind: ``"passed"``, ``"skipped"``, ``"xfailed"`` or ``"failed"``.
+        kind: ``"passed"``, ``"skipped"``, ``"xfailed"``, ``"xpassed"`` or ``"failed"``.
         summary: One line: the root cause with its ranks, or the reason of the skip.
         text: The whole report of a failure, root cause first.
         path: File of the root cause, empty if unknown.
         line: Line in that file, 1-based; 0 if unknown.
-        error: The root cause's class and its bases, by module and name; empty if it is no exception.
+        decided_by_ranks: Whether the root cause is a rank's own report, in which pytest has already made of an
+            ``xfail`` what it is to be.
     """
 
     kind: str
@@ -30,14 +32,15 @@ class Verdict:
     text: str = ""
     path: str = ""
     line: int = 0
-    error: tuple[str, ...] = ()
+    decided_by_ranks: bool = False
 
 
 def judge(outcomes: Mapping[int, Outcome]) -> Verdict:
     """Decide how a test ended.
 
-    A test passes only if every rank reports that it did, and is skipped only if all ranks skip; everything else is a
-    failure.
+    A test passes only if every rank reports that it did, and is skipped only if all ranks skip. It fails as expected if
+    every rank does, or is stuck or cut off as a consequence; one that passes where failing is optional does not matter.
+    Everything else is a failure.
 
     Args:
         outcomes: How it ended on each rank, for all of its ranks.
@@ -51,12 +54,16 @@ def judge(outcomes: Mapping[int, Outcome]) -> Verdict:
         'rank 1 was killed by SIGKILL'
     """
     found = {outcome.kind for outcome in outcomes.values() if outcome.kind != kinds.FAULTED} or {kinds.PASSED}
-    if len(found) == 1 and found <= {kinds.PASSED, kinds.SKIPPED, kinds.XFAILED}:
-        return Verdict(found.pop(), "; ".join(sorted({outcome.summary for outcome in outcomes.values()})))
+    if kinds.XFAILED in found:
+        found = {kind for rank, kind in _kinds(outcomes) if kind != kinds.XPASSED and not _follows(outcomes[rank])}
+    if len(found) == 1 and found <= {kinds.PASSED, kinds.SKIPPED, kinds.XFAILED, kinds.XPASSED}:
+        kind = found.pop()
+        texts = {outcome.summary for outcome in outcomes.values() if outcome.kind == kind}
+        return Verdict(kind, "; ".join(sorted(texts)))
     groups = _grouped({rank: _as_failure(outcome, outcomes) for rank, outcome in outcomes.items()})
     cause = groups[0]
     parts = [_section(group) for group in groups]
-    passed = [rank for rank, outcome in outcomes.items() if outcome.kind == kinds.PASSED]
+    passed = [rank for rank, outcome in outcomes.items() if outcome.kind in (kinds.PASSED, kinds.XPASSED)]
     if passed:
         parts.append(f"{_name(passed)} passed")
     faulted = [rank for rank, outcome in outcomes.items() if outcome.kind == kinds.FAULTED]
@@ -68,7 +75,7 @@ def judge(outcomes: Mapping[int, Outcome]) -> Verdict:
         "\n\n".join(parts),
         cause.outcome.path,
         cause.outcome.line,
-        cause.outcome.error,
+        cause.outcome.kind in (kinds.FAILED, kinds.SKIPPED, kinds.XFAILED) and not cause.outcome.found_by_controller,
     )
 
 
@@ -84,6 +91,17 @@ class _Group:
         return _name(self.ranks)
 
 
+def _kinds(outcomes: Mapping[int, Outcome]) -> list[tuple[int, str]]:
+    return [(rank, outcome.kind) for rank, outcome in outcomes.items() if outcome.kind != kinds.FAULTED]
+
+
+def _follows(outcome: Outcome) -> bool:
+    """Whether a rank ended so because another one had failed."""
+    return outcome.kind in (kinds.STOPPED, kinds.DEADLOCKED) or (
+        outcome.kind == kinds.FAILED and is_echo(outcome.summary)
+    )
+
+
 def _as_failure(outcome: Outcome, outcomes: Mapping[int, Outcome]) -> Outcome:
     if outcome.kind not in (kinds.SKIPPED, kinds.XFAILED):
         return outcome
@@ -96,8 +114,8 @@ def _as_failure(outcome: Outcome, outcomes: Mapping[int, Outcome]) -> Outcome:
 def _grouped(outcomes: Mapping[int, Outcome]) -> list[_Group]:
     alike: dict[tuple[str, str, str], list[int]] = {}
     for rank, outcome in sorted(outcomes.items()):
-        if outcome.kind not in (kinds.PASSED, kinds.FAULTED):
-            texts = (_ADDRESS.sub("0x", text) for text in (outcome.summary, outcome.detail))
+        if outcome.kind not in (kinds.PASSED, kinds.XPASSED, kinds.FAULTED):
+            texts = (_RANK_ARGUMENT.sub("rank", _ADDRESS.sub("0x", text)) for text in (outcome.summary, outcome.detail))
             alike.setdefault((outcome.kind, *texts), []).append(rank)  # type: ignore[arg-type]
     groups = [
         _Group(tuple(ranks), min((outcomes[rank] for rank in ranks), key=lambda outcome: outcome.moment))

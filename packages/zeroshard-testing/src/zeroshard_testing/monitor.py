@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from zeroshard_testing import outcome as kinds
+from zeroshard_testing.ipc import ClosedError, Message
 from zeroshard_testing.launcher import Child, Launcher, readable_channels, text_of
 from zeroshard_testing.outcome import Outcome
 from zeroshard_testing.rank_state import RankState
-from zeroshard_testing.rounds import Rounds
+from zeroshard_testing.snapshots import Snapshots
 from zeroshard_testing.stacks import readable_stacks
-from zeroshard_testing.wire import ClosedError, Message
 
 # After the first failure the others have this long, in seconds, to come to an outcome of their own.
 _GRACE = 0.5
@@ -26,7 +26,7 @@ _STATUS_TIMEOUT = 2.0
 _NEWS_INTERVAL = 0.02
 
 
-class Watch:
+class Monitor:
     """The life of one test, from when it is sent to the last outcome.
 
     Args:
@@ -34,9 +34,17 @@ class Watch:
         workers: The test's workers, by slot.
         run: Number of the run; reports of other runs are ignored.
         timeout: Seconds that the test may take, imports not counted.
+        checks_off: Names of checks that are off.
     """
 
-    def __init__(self, launcher: Launcher, workers: Sequence[Child], run: int, timeout: float) -> None:
+    def __init__(
+        self, launcher: Launcher, workers: Sequence[Child], run: int, timeout: float, checks_off: frozenset[str]
+    ) -> None:
+        self.returned: dict[int, bytes] = {}
+        """What a call has returned, by slot."""
+        self.held: set[str] = set()
+        """Ids of the nodes whose fixtures are set up on some rank after the test."""
+        self._checks_off = checks_off
         self._launcher = launcher
         self._workers = workers
         self._run = run
@@ -47,7 +55,7 @@ class Watch:
         self._importing: set[int] = set()
         self._deadline = time.monotonic() + timeout
         self._grace_ends: float | None = None
-        self._rounds = Rounds(workers, run)
+        self._snapshots = Snapshots(workers, run)
 
     def outcomes(self) -> Mapping[int, Outcome]:
         """Wait until every rank has reported, died, or been given up; the caller replaces workers afterwards.
@@ -68,8 +76,8 @@ class Watch:
                 if now >= self._end():
                     self._give_up()
                     break
-                self._rounds.ask_when_due(now)
-                patience = min(self._end(), self._rounds.due) - time.monotonic()
+                self._snapshots.ask_when_due(now)
+                patience = min(self._end(), self._snapshots.due) - time.monotonic()
                 if self._must_ask():
                     patience = min(patience, _NEWS_INTERVAL)
                 for key, _ in selector.select(max(patience, 0)):
@@ -107,18 +115,18 @@ class Watch:
     def _read(self, slot: int) -> bool:
         """Take what a worker has sent; False when its channel has ended."""
         try:
-            for message, _ in self._workers[slot].channel.receive_ready():
+            for message, payload in self._workers[slot].channel.receive_ready():
                 if message.get("run") == self._run:
-                    self._take(slot, message)
+                    self._take(slot, message, payload)
         except ClosedError:
             self._ended[slot] = time.monotonic()
-            self._rounds.leave(slot)
+            self._snapshots.leave(slot)
             return False
         return True
 
-    def _take(self, slot: int, message: Message) -> None:
+    def _take(self, slot: int, message: Message, payload: bytes) -> None:
         if message["op"] == "state":
-            self._rounds.take(slot, message)
+            self._snapshots.take(slot, message)
         elif message["op"] == "fault":
             self._faulted[slot] = message["kind"]
         elif message["op"] == "importing":
@@ -130,8 +138,11 @@ class Watch:
                 self._deadline = time.monotonic() + self._timeout
         else:
             self._importing.discard(slot)
+            self.held.update(message["held"])
+            if payload:
+                self.returned[slot] = payload
             self._settle(slot, Outcome.from_message(message))
-            self._rounds.finish(slot, RankState.from_message(message["state"]))
+            self._snapshots.finish(slot, RankState.from_message(message["state"]))
 
     def _settle(self, slot: int, outcome: Outcome) -> None:
         self._outcomes[slot] = outcome
@@ -149,7 +160,7 @@ class Watch:
                 # hold the other end open, so the channel's end is not waited for.
                 self._drain(slot)
             self._ended.pop(slot, None)
-            self._rounds.leave(slot)
+            self._snapshots.leave(slot)
             self._die(slot, describe_exit(child.status))
 
     def _drain(self, slot: int) -> None:
@@ -180,12 +191,12 @@ class Watch:
 
     def _notice_deadlock(self) -> None:
         """Settle the ranks that are still out if it is proven that they wait for ever."""
-        deadlock = self._rounds.deadlock()
-        if deadlock is None or self._ended:
+        deadlock = self._snapshots.deadlock()
+        if deadlock is None or self._ended or "deadlock" in self._checks_off:
             return
-        mismatch = self._rounds.mismatch()
+        mismatch = self._snapshots.mismatch()
         now = time.monotonic()
-        seen = self._rounds.details([slot for slot in deadlock.reasons if slot not in self._outcomes])
+        seen = self._snapshots.details([slot for slot in deadlock.reasons if slot not in self._outcomes])
         for slot, reason in deadlock.reasons.items():
             if slot not in self._outcomes:
                 summary = f"stuck: {mismatch}" if mismatch else reason
@@ -193,18 +204,18 @@ class Watch:
                 self._outcomes[slot] = Outcome(kinds.DEADLOCKED, summary, detail, now)
 
     def _notice_unmatched(self) -> None:
-        """Turn a pass into a failure where a rank has left a collective to the others."""
-        if any(outcome.kind != kinds.PASSED for outcome in self._outcomes.values()):
+        """Turn a pass into a failure where a rank has left a collective or a message to the others."""
+        if any(outcome.kind not in (kinds.PASSED, kinds.XPASSED) for outcome in self._outcomes.values()):
             return
-        for slot, text in self._rounds.unmatched().items():
-            self._outcomes[slot] = Outcome(kinds.FAILED, text, moment=time.monotonic())
+        for slot, text in self._snapshots.unmatched(self._checks_off).items():
+            self._outcomes[slot] = Outcome(kinds.FAILED, text, moment=time.monotonic(), found_by_controller=True)
 
     def _explain_aborts(self) -> None:
         """Say of ranks that a signal has ended, and of nobody else, in which collective they met another one."""
         for slot, outcome in list(self._outcomes.items()):
             status = self._workers[slot].status
             if outcome.kind == kinds.DIED and status == -signal.SIGABRT:
-                mismatch = self._rounds.mismatch()
+                mismatch = self._snapshots.mismatch()
                 if mismatch is not None:
                     self._outcomes[slot] = replace(outcome, summary=f"{describe_exit(status)}: {mismatch}")
 
@@ -215,7 +226,7 @@ class Watch:
             self._die(slot, "closed its control channel; its process did not end")
         timed_out = all(outcome.is_clean for outcome in self._outcomes.values())
         out = [slot for slot in range(len(self._workers)) if slot not in self._outcomes]
-        seen = self._rounds.details(out)
+        seen = self._snapshots.details(out)
         now = time.monotonic()
         for slot in out:
             if slot in self._importing:

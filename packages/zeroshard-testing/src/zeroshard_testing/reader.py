@@ -6,13 +6,13 @@ import queue
 import threading
 from collections.abc import Callable
 
+from zeroshard_testing.ipc import Channel, ClosedError, Message
 from zeroshard_testing.stacks import OWN_THREADS
-from zeroshard_testing.wire import Channel, ClosedError, Message
 
 Answer = Callable[[Message], Message]
 
 
-class Inbox:
+class Reader:
     """Reads the control channel in a thread of its own, so that a rank can be asked what it does while it does it.
 
     Args:
@@ -24,7 +24,7 @@ class Inbox:
         self._channel = channel
         self._answer = answer
         self._messages: queue.SimpleQueue[tuple[Message, bytes] | ClosedError] = queue.SimpleQueue()
-        threading.Thread(target=self._read, name=f"{OWN_THREADS}inbox", daemon=True).start()
+        threading.Thread(target=self._read, name=f"{OWN_THREADS}reader", daemon=True).start()
 
     def take(self) -> tuple[Message, bytes]:
         """Wait for the next message that is no question, with its payload.

@@ -1,4 +1,4 @@
-"""Asks all ranks of a test what they are doing, again and again, and concludes from two rounds that agree.
+"""Asks all ranks of a test what they are doing, in rounds, and concludes from two rounds that agree.
 
 A round by itself is no snapshot: ranks answer one after the other. But a rank that answers alike in two rounds has not
 moved in between, and between the first round's last answer and the second round's first question all of them were in
@@ -10,15 +10,21 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 
-from zeroshard_testing.deadlock import Deadlock, find_deadlock, find_mismatch, find_unmatched
+from zeroshard_testing.deadlock import Deadlock, find_deadlock
+from zeroshard_testing.ipc import ClosedError, Message
+from zeroshard_testing.issued import (
+    collectives_to_compare,
+    find_left_out,
+    find_mismatch,
+    find_unmatched_messages,
+)
 from zeroshard_testing.journal import read_journal
 from zeroshard_testing.launcher import Child, readable_channels, size_of, text_of
 from zeroshard_testing.rank_state import RankState
 from zeroshard_testing.stacks import readable_stacks
-from zeroshard_testing.wire import ClosedError, Message
 
 # Seconds between rounds, and until the first one after news.
 _INTERVAL = 0.1
@@ -29,8 +35,8 @@ _STACKS_TIMEOUT = 1.0
 _STACK_SIGNAL = getattr(signal, "SIGUSR1", None)
 
 
-class Rounds:
-    """The rounds of one test.
+class Snapshots:
+    """The rounds of questions of one test.
 
     Args:
         workers: The test's workers, by slot.
@@ -86,12 +92,21 @@ class Rounds:
         }
         return find_mismatch(self._answers) or find_mismatch(written)
 
-    def unmatched(self) -> Mapping[int, str]:
-        """Return, by slot, which ranks have ended without a collective that others issued, in words."""
-        if len(self._finished) < len(self._workers) or not find_unmatched(self._finished):
+    def unmatched(self, checks_off: Collection[str]) -> Mapping[int, str]:
+        """Return, by slot, what ranks that have all passed issued otherwise than the others, in words.
+
+        Args:
+            checks_off: Names of checks that are off.
+        """
+        if len(self._finished) < len(self._workers):
             return {}
-        self._collect(range(len(self._workers)), details=True)
-        return find_unmatched({**self._finished, **self._answers})
+        found: Mapping[int, str] = {}
+        if "collectives" not in checks_off and collectives_to_compare(self._finished):
+            self._collect(range(len(self._workers)), details=True)
+            found = find_left_out({**self._finished, **self._answers})
+        if not found and "messages" not in checks_off:
+            found = find_unmatched_messages(self._finished)
+        return found
 
     def details(self, slots: Sequence[int]) -> Mapping[int, str]:
         """Return Python stacks and last collective of ranks that still run, by slot."""

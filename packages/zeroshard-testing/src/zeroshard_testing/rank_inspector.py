@@ -1,22 +1,21 @@
-"""Observes this process from a thread of its own: what its other threads wait for, and what was issued. Workers only.
+"""Tells what this rank is doing, from a thread of its own: what its other threads wait for, and what was issued.
 
-A thread counts as waiting for other ranks only if that is certain: it is inside a wait that `zeroshard_testing.waits`
-has on record and that will not give up before the test's time is up, or inside native code of torch that is known to
-wait there, with every thread of the process asleep in the kernel. A thread that merely seems idle may go on by itself.
+Runs in workers only. A thread counts as waiting for other ranks only if that is certain: it is inside a wait that
+`zeroshard_testing.wait_recorder` has on record and that will not give up before the test's time is up, or inside native
+code of torch that is known to wait there, with every thread of the process asleep in the kernel. A thread that merely
+seems idle may go on by itself.
 """
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
 import threading
-import time
-from collections.abc import Callable, Mapping
 from concurrent.futures import thread as _pool_threads
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from time import monotonic
+from time import monotonic, time
 from types import FrameType
 from typing import Any
 
@@ -26,35 +25,18 @@ import torch.distributed as dist
 # torch exports these unseen by type checkers.
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from zeroshard_testing import _torch_private as private
 from zeroshard_testing.collectives import Collectives
 from zeroshard_testing.journal import JournalWriter
-from zeroshard_testing.rank_state import Awaited, GroupState, Operation, RankState, group_key, group_label
+from zeroshard_testing.rank_state import Awaited, GroupState, Messages, RankState, group_key, group_label
 from zeroshard_testing.stacks import OWN_THREADS, python_stacks
-from zeroshard_testing.waits import ANY_SOURCE, Wait, Waits, group_timeout
+from zeroshard_testing.wait_recorder import ANY_SOURCE, Wait, WaitRecorder
 
-_TORCH = str(Path(torch.__file__).parent)
-_NATIVE_WAITS = tuple(
-    str(Path(_TORCH, *parts))
-    for parts in (("distributed", ""), ("nn", "parallel", "distributed.py"), ("autograd", "graph.py"), ("_ops.py",))
-)
-_NEVER_WAITS = tuple(str(Path(_TORCH, "distributed", name)) for name in ("elastic", "rpc", "launcher"))
-# Bound now: a test may put something else in its place.
+# Bound now, as the clock is above: a test may put something else in their place.
 _ranks_of = dist.get_process_group_ranks
-_DTYPES = {
-    "Float": "float32",
-    "Double": "float64",
-    "Half": "float16",
-    "BFloat16": "bfloat16",
-    "Long": "int64",
-    "Int": "int32",
-    "Short": "int16",
-    "Char": "int8",
-    "Byte": "uint8",
-    "Bool": "bool",
-}
 
 
-class Observer:
+class RankInspector:
     """Tells what the rank is doing. One per worker; the main thread begins and ends tests, any thread may look.
 
     Args:
@@ -63,7 +45,7 @@ class Observer:
         journal: Told which test it is written for.
     """
 
-    def __init__(self, waits: Waits, collectives: Collectives, journal: JournalWriter) -> None:
+    def __init__(self, waits: WaitRecorder, collectives: Collectives, journal: JournalWriter) -> None:
         self._waits = waits
         self._collectives = collectives
         self._journal = journal
@@ -72,6 +54,7 @@ class Observer:
         self._destroyed: dict[str, GroupState] = {}
         self._deadline = 0.0
         self._testing = False
+        self._ended_by_the_clock = 0.0
         self._run = -1
 
     def begin(self, run: int, timeout: float) -> None:
@@ -82,17 +65,17 @@ class Observer:
             timeout: Seconds that it may take.
         """
         self._run = self._journal.run = run
-        # The recorder's clock; a test may put another in its place.
-        self._began_by_the_clock = time.time()
+        # The recorder's clock.
+        self._began_by_the_clock = time()
         self._began = monotonic()
         self._deadline = self._began + timeout
         self._destroyed = {}
         self._testing = True
-        self._waits.failures = 0
 
     def end(self) -> None:
         """Say that the test has ended."""
         self._testing = False
+        self._ended_by_the_clock = time()
 
     def look(self, run: int, *, details: bool) -> RankState:
         """Return what the rank is doing now.
@@ -106,9 +89,8 @@ class Observer:
         found = self._waiting()
         if not self._testing:
             # A thread that the test has left behind may still issue something.
-            recorded = self._recorded() if details else None
             finished = found is not None and not found[0]
-            return RankState(finished, groups=self.groups(recorded), disturbed=self._waits.failures > 0)
+            return RankState(finished, groups=self.groups(self._recorded() if details else None))
         if (found is None or not found[0]) and not details:
             return RankState()
         recorded = self._recorded()
@@ -119,30 +101,16 @@ class Observer:
             awaited, fingerprint = found
         return RankState(False, awaited, fingerprint, self.groups(recorded), stacks)
 
-    def groups(self, recorded: list[dict[str, Any]] | None = None) -> dict[str, GroupState]:
-        """Return what was issued in each process group, without operations unless they are given."""
+    def groups(self, recorded: list[private.Recorded] | None = None) -> dict[str, GroupState]:
+        """Return what was issued in each process group, without operations unless the recorder's entries are given."""
         states = {}
-        for group in list(getattr(getattr(dist.distributed_c10d, "_world", None), "pg_map", ())):
+        for group in private.process_groups():
             try:
-                members = tuple(_ranks_of(group))
-                issued = self._collectives.issued(group)
-            except (RuntimeError, KeyError, ValueError):
+                state = self._of_group(group, recorded)
+            except (RuntimeError, KeyError, ValueError, AttributeError):
                 # A group that is just being made or destroyed, or whose backend does not count.
                 continue
-            operations = {}
-            for entry in recorded or ():
-                if entry["process_group"][0] == group.group_name and not entry["is_p2p"]:
-                    number = int(entry["collective_seq_id"])
-                    operations[number] = _operation(entry, self._collectives.root(group, number))
-            counts = {
-                f"{kind} {peer if peer == ANY_SOURCE else members[peer]} {tag}": count
-                for (kind, peer, tag), count in self._waits.messages(group).items()
-            }
-            key = group_key(group.group_name, members)
-            label = group_label(key, dist.get_world_size())
-            digest = self._collectives.digest(group)
-            lasting = self._began + group_timeout(group) > monotonic()
-            states[key] = GroupState(label, members, issued, operations, counts, digest, lasting)
+            states[group_key(group.group_name, state.members)] = state
         return {**self._destroyed, **states}
 
     def keep_destroyed_groups(self) -> None:
@@ -150,30 +118,63 @@ class Observer:
         destroy = dist.destroy_process_group
 
         def destroy_process_group(*args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - as the wrapped function
-            self._destroyed = self.groups()
+            self._destroyed = self.groups(self._recorded()) if self._testing else {}
             destroy(*args, **kwargs)
 
         destroy_process_group.__doc__ = destroy.__doc__
         dist.destroy_process_group = dist.distributed_c10d.destroy_process_group = destroy_process_group
 
-    def _recorded(self) -> list[dict[str, Any]]:
-        """Return the flight recorder's entries of this test."""
-        if not dist.is_available():
-            return []
-        try:
-            dump: Callable[[bool, bool], bytes] = torch._C._distributed_c10d._dump_fr_trace_json  # type: ignore[attr-defined]  # missing in torch's stubs
-            entries = json.loads(dump(True, False)).get("entries", [])
-        except (RuntimeError, ValueError, AttributeError):
-            return []
-        return [entry for entry in entries if entry["time_created_ns"] >= self._began_by_the_clock * 1e9]
+    def _of_group(self, group: dist.ProcessGroup, recorded: list[private.Recorded] | None) -> GroupState:
+        members = tuple(_ranks_of(group))
+        record = self._waits.of_group(group)
+        messages = {
+            f"{kind} {peer if peer == ANY_SOURCE else members[peer]} {tag}": Messages(one.count, tuple(one.latest))
+            for (kind, peer, tag), one in record.messages.items()
+        }
+        label = group_label(group_key(group.group_name, members), dist.get_world_size())
+        state = GroupState(
+            label,
+            members,
+            self._collectives.issued(group),
+            messages=messages,
+            checksum=self._collectives.checksum(group),
+            failed=min(record.failed_collectives, default=0),
+            messages_failed=record.failed_messages,
+        )
+        if recorded is None:
+            return state
+        operations = self._collectives.operations(group, recorded)
+        return replace(state, operations=operations, failed=_first(state.failed, self._given_up(group, recorded)))
 
-    def _gives_up(self, recorded: list[dict[str, Any]]) -> bool:
+    def _given_up(self, group: dist.ProcessGroup, recorded: list[private.Recorded]) -> int:
+        """Return the first collective that C++ issued and whose timeout has passed: nobody can tell how it ended."""
+        operations = self._collectives.operations(group, recorded)
+        late = time() if self._testing else self._ended_by_the_clock
+        return min(
+            (
+                one.number
+                for one in recorded
+                if one.group == group.group_name
+                and not operations[one.number].from_python
+                and one.created + one.timeout < late
+            ),
+            default=0,
+        )
+
+    def _recorded(self) -> list[private.Recorded]:
+        """Return the flight recorder's entries of this test."""
+        try:
+            return private.recorded(self._began_by_the_clock)
+        except (RuntimeError, ValueError, AttributeError, KeyError, TypeError):
+            # The probe has said so in the header of the run.
+            return []
+
+    def _gives_up(self, recorded: list[private.Recorded]) -> bool:
         """Whether a pending collective will end by its own timeout within the test's time."""
         return any(
-            entry["time_created_ns"] / 1e9 - self._began_by_the_clock + entry["timeout_ms"] / 1e3
-            < self._deadline - self._began
-            for entry in recorded
-            if _is_pending(entry)
+            one.created - self._began_by_the_clock + one.timeout < self._deadline - self._began
+            for one in recorded
+            if one.pending
         )
 
     def _waiting(self) -> tuple[tuple[Awaited, ...], str] | None:
@@ -214,7 +215,7 @@ class Observer:
         return tuple(awaited), "; ".join(marks)
 
     def _gives_up_natively(self, frame: FrameType | None) -> bool:
-        while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+        while frame is not None and frame.f_code.co_filename.startswith(str(Path(torch.__file__).parent)):
             timeout = frame.f_locals.get("timeout")
             if isinstance(timeout, timedelta) and self._began + timeout.total_seconds() < self._deadline:
                 return True
@@ -227,32 +228,26 @@ class Observer:
         if wait.kind == "other":
             return None
         if wait.kind == "store":
-            return None if _is_there(wait) else Awaited("store")
-        message = wait.message
-        if message is None:
+            # A process that this rank has started may set the key.
+            return None if _has_children() or _is_there(wait) else Awaited("store")
+        issued = wait.issued
+        if wait.kind == "collective" or issued is None:
             return Awaited("collective")
-        group = message.group()
+        group = issued.group()
         if group is None:
             return None
         members = tuple(_ranks_of(group))
-        peer = message.peer if message.peer == ANY_SOURCE else members[message.peer]
-        return Awaited(message.kind, group_key(group.group_name, members), peer, message.tag, message.number)
+        peer = issued.peer if issued.peer == ANY_SOURCE else members[issued.peer]
+        return Awaited(issued.kind, group_key(group.group_name, members), peer, issued.tag, issued.number)
 
 
-def _operation(entry: Mapping[str, Any], root: int) -> Operation:
-    side = "input" if entry["input_sizes"] else "output"
-    dtypes, sizes = entry[f"{side}_dtypes"], entry[f"{side}_sizes"]
-    tensors = ", ".join(f"{_DTYPES.get(dtype, dtype)}{size}" for dtype, size in zip(dtypes, sizes, strict=False))
-    return Operation(entry["profiling_name"].rpartition(":")[2], tensors, _is_pending(entry), root)
-
-
-def _is_pending(entry: Mapping[str, Any]) -> bool:
-    return not entry["retired"] and entry["state"] != "completed"
+def _first(one: int, other: int) -> int:
+    return min((number for number in (one, other) if number), default=0)
 
 
 def _waits_natively(frame: FrameType) -> bool:
     path = frame.f_code.co_filename
-    return path.startswith(_NATIVE_WAITS) and not path.startswith(_NEVER_WAITS)
+    return path.startswith(private.WAITING_CODE) and not path.startswith(private.NEVER_WAITING_CODE)
 
 
 def _is_there(wait: Wait) -> bool:
@@ -263,6 +258,15 @@ def _is_there(wait: Wait) -> bool:
     except (RuntimeError, AttributeError, TypeError):
         return True
     return found
+
+
+def _has_children() -> bool:
+    """Whether this process has started another one that still runs, or may have: only Linux tells."""
+    try:
+        tasks = list(Path("/proc/self/task").iterdir())
+        return any((task / "children").read_text().strip() for task in tasks)
+    except OSError:
+        return True
 
 
 def _meets_over_tcp(frame: FrameType) -> bool:
@@ -280,7 +284,7 @@ def _has_signal_handlers() -> bool:
 
 
 def _makes_a_group(frame: FrameType) -> bool:
-    return frame.f_code.co_name == "_new_process_group_helper"
+    return frame.f_code.co_name == private.GROUP_CONSTRUCTOR
 
 
 def _is_idle(frame: FrameType) -> bool:

@@ -1,4 +1,4 @@
-"""What a forked process becomes: a rank, the host of the store, or a probe of the machine's accelerators."""
+"""What a process of the pool becomes: a rank, the host of the store, or a probe of the machine's accelerators."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import sys
 from typing import TYPE_CHECKING
 
 from zeroshard_testing import worker
-from zeroshard_testing.wire import Channel, ClosedError, Message
+from zeroshard_testing.ipc import Channel, ClosedError, Message
+from zeroshard_testing.rank_pytest import run_idle_pytest
 
 if TYPE_CHECKING:
     import pytest
@@ -56,7 +57,9 @@ def _host_store(channel: Channel) -> None:
     listener = socket.create_server(("127.0.0.1", 0), backlog=128)
     port = listener.getsockname()[1]
     store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-    channel.send({"op": "ready", "port": port})
+    from zeroshard_testing._torch_private import probe
+
+    channel.send({"op": "ready", "port": port, "checks_off": probe()})
     try:
         channel.receive()
     finally:
@@ -75,6 +78,30 @@ def _probe_accelerators(channel: Channel) -> None:
             "torch": torch.__version__,
             "gloo": dist.is_available() and dist.is_gloo_available(),
             "nccl": dist.is_available() and dist.is_nccl_available(),
+            "backends": list(dist.Backend.backend_list) if dist.is_available() else [],
+            "available": [name for name in dist.Backend.backend_list if dist.is_backend_available(name)]
+            if dist.is_available()
+            else [],
             "nccl_version": list(torch.cuda.nccl.version()) if available and dist.is_nccl_available() else [],
         }
     )
+
+
+def main(description: Message, request: Message, stacks: str, journal: str) -> None:
+    """Become a child of a launcher that does not fork. Does not return.
+
+    Args:
+        description: Of the pytest that is configured here; see `zeroshard_testing.rank_pytest`.
+        request: What to become; see `run_child`.
+        stacks: Path of the file for Python stacks.
+        journal: Path of the file for the latest collectives.
+    """
+    shared = sys.stdin.readline().strip()
+    if sys.platform == "win32":
+        control = socket.fromshare(bytes.fromhex(shared))
+    else:
+        control = socket.socket(fileno=int(shared))
+    descriptor = os.open(stacks, os.O_WRONLY | os.O_APPEND)
+    kept = os.open(journal, os.O_RDWR)
+    run_idle_pytest(description, lambda session: run_child(Channel(control), request, descriptor, kept, session))
+    os._exit(0)

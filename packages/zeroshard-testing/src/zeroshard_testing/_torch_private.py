@@ -1,0 +1,221 @@
+"""Every private name of torch that this package uses, each with its reason, and the probe that says which of them work.
+
+Tested with torch 2.11 to 2.13. A name that a later torch renames turns off the checks that need it, by name and with the
+reason, in the header of the run; it never turns a check off in silence, and never fails a test that is right.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch exports it unseen
+
+GROUP_METHODS: Mapping[str, tuple[str, int]] = {
+    "allreduce": ("all_reduce", 0),
+    "broadcast": ("broadcast", 0),
+    "reduce": ("reduce", 0),
+    "allreduce_coalesced": ("all_reduce_coalesced", 0),
+    "allgather": ("all_gather", 1),
+    "_allgather_base": ("all_gather_into_tensor", 1),
+    "all_gather_single": ("all_gather_into_tensor", 1),
+    "allgather_coalesced": ("all_gather_coalesced", 1),
+    "allgather_into_tensor_coalesced": ("all_gather_into_tensor_coalesced", 1),
+    "all_gather_single_coalesced": ("all_gather_into_tensor_coalesced", 1),
+    "gather": ("gather", 1),
+    "scatter": ("scatter", 0),
+    "reduce_scatter": ("reduce_scatter", 0),
+    "_reduce_scatter_base": ("reduce_scatter_tensor", 0),
+    "reduce_scatter_single": ("reduce_scatter_tensor", 0),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter_tensor_coalesced", 0),
+    "reduce_scatter_single_coalesced": ("reduce_scatter_tensor_coalesced", 0),
+    "alltoall": ("all_to_all", 0),
+    "alltoall_base": ("all_to_all_single", 0),
+    "all_to_all_single": ("all_to_all_single", 0),
+    "barrier": ("barrier", -1),
+}
+"""Methods of `ProcessGroup` that `torch.distributed` calls to issue a collective: the public name, and which argument
+holds this rank's own tensors (-1 for none). The public functions cannot be wrapped: modules import them by name."""
+
+_TORCH = str(Path(torch.__file__).parent)
+WAITING_CODE = tuple(
+    str(Path(_TORCH, *parts))
+    for parts in (("distributed", ""), ("nn", "parallel", "distributed.py"), ("autograd", "graph.py"), ("_ops.py",))
+)
+"""Where the Python frame of a thread stands that waits for other ranks inside C++."""
+
+NEVER_WAITING_CODE = tuple(str(Path(_TORCH, "distributed", name)) for name in ("elastic", "rpc", "launcher"))
+GROUP_CONSTRUCTOR = "_new_process_group_helper"
+"""The function in which ranks meet to make a process group; its local variable ``store`` is where they meet."""
+
+_DTYPES = {
+    "Float": "float32",
+    "Double": "float64",
+    "Half": "float16",
+    "BFloat16": "bfloat16",
+    "Long": "int64",
+    "Int": "int32",
+    "Short": "int16",
+    "Char": "int8",
+    "Byte": "uint8",
+    "Bool": "bool",
+    "ComplexFloat": "complex64",
+    "ComplexDouble": "complex128",
+}
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A collective in torch's flight recorder, which also sees what C++ issues.
+
+    Attributes:
+        group: Name of its process group.
+        number: Its number there, from 1.
+        name: Such as ``"all_reduce"``; what gloo runs inside, so an all_gather for an all_gather_into_tensor.
+        tensors: Such as ``"float32[4, 3]"``.
+        pending: Whether it is still to complete on this rank.
+        created: When it was issued, in seconds since the epoch.
+        timeout: Seconds after which it gives up.
+    """
+
+    group: str
+    number: int
+    name: str
+    tensors: str
+    pending: bool
+    created: float
+    timeout: float
+
+
+def process_groups() -> list[dist.ProcessGroup]:
+    """Return the process groups of this process. There is no public list of them."""
+    return list(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else []
+
+
+def default_store() -> Any:  # noqa: ANN401 - torch's stubs do not know it
+    """Return the store of the default group, for groups that a test makes anew. There is no public accessor."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def sequence_number(group: dist.ProcessGroup) -> int:
+    """Return how many operations were issued in a group, from C++ too. The public API counts nothing.
+
+    Raises:
+        RuntimeError: If the backend does not count.
+    """
+    number: int = group._get_sequence_number_for_group()  # type: ignore[attr-defined]  # missing in torch's stubs
+    return number
+
+
+def timeout_of(group: dist.ProcessGroup) -> float:
+    """Return after how many seconds an operation of a group gives up, infinity where the backend does not tell."""
+    try:
+        seconds: float = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    except (RuntimeError, AttributeError):
+        return float("inf")
+    return seconds
+
+
+def recorded(since: float = 0.0) -> list[Recorded]:
+    """Return the collectives in the flight recorder, which has no public reader.
+
+    Args:
+        since: Leave out what was issued before, in seconds since the epoch.
+
+    Raises:
+        AttributeError, KeyError, TypeError: If torch has changed the recorder; `probe` finds that out beforehand.
+    """
+    # Pickled by this process a moment ago: nothing comes from a file or a peer.
+    dump = torch._C._distributed_c10d._dump_fr_trace(True, False, False)  # type: ignore[attr-defined]
+    entries = pickle.loads(dump)["entries"]  # noqa: S301 - see above
+    return [_recorded(entry) for entry in entries if not entry["is_p2p"] and entry["time_created_ns"] >= since * 1e9]
+
+
+def _recorded(entry: Mapping[str, Any]) -> Recorded:
+    side = "input" if entry["input_sizes"] else "output"
+    pairs = zip(entry[f"{side}_dtypes"], entry[f"{side}_sizes"], strict=False)
+    return Recorded(
+        entry["process_group"][0],
+        int(entry["collective_seq_id"]),
+        entry["profiling_name"].rpartition(":")[2],
+        ", ".join(f"{_DTYPES.get(dtype, dtype)}{sizes}" for dtype, sizes in pairs),
+        not entry["retired"] and entry["state"] != "completed",
+        entry["time_created_ns"] / 1e9,
+        entry["timeout_ms"] / 1e3,
+    )
+
+
+def reduce_op_name(options: object) -> str:
+    """Return such as ``"SUM"`` of a collective's options, empty where there is none; the operation has no public name."""
+    return str(getattr(getattr(getattr(options, "reduceOp", None), "op", None), "name", ""))
+
+
+def completed_work() -> object:
+    """Return a work that has completed, for an operation that a fault drops."""
+    from torch._C._distributed_c10d import FakeWork
+
+    return FakeWork()
+
+
+def fake_store() -> Any:  # noqa: ANN401 - torch's testing modules have no stubs
+    """Return the store that the fake backend wants."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
+
+
+def probe() -> dict[str, str]:
+    """Try each thing that a check rests on in a process group of one, which must not exist yet.
+
+    Returns:
+        For each check that cannot work with this torch, why.
+    """
+    if not dist.is_available() or not dist.is_gloo_available():
+        return dict.fromkeys(("deadlock", "collectives", "messages"), "torch has no gloo to try them with")
+    missing: dict[str, str] = {}
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        missing |= _without("collectives", _probe_sequence, "deadlock")
+        missing |= _without("deadlock", _probe_recorder)
+        missing |= _without("messages", _probe_methods, "deadlock", "collectives")
+    finally:
+        dist.destroy_process_group()
+    return missing
+
+
+def _without(check: str, try_it: Any, *others: str) -> dict[str, str]:  # noqa: ANN401 - a function without arguments
+    try:
+        try_it()
+    except Exception as error:  # noqa: BLE001 - whatever torch may have become
+        return dict.fromkeys((check, *others), f"{type(error).__name__}: {error}")
+    return {}
+
+
+def _probe_sequence() -> None:
+    before = sequence_number(dist.group.WORLD)  # type: ignore[arg-type]  # initialised
+    dist.all_reduce(torch.ones(1))
+    if sequence_number(dist.group.WORLD) != before + 1:  # type: ignore[arg-type]  # initialised
+        raise LookupError("torch does not count collectives any more")
+
+
+def _probe_recorder() -> None:
+    dist.all_reduce(torch.ones(3))
+    group = process_groups()[-1]
+    latest = recorded()[-1]
+    if (latest.group, latest.name, latest.tensors) != (group.group_name, "all_reduce", "float32[3]"):
+        raise LookupError(f"torch's flight recorder shows {latest} for an all_reduce of float32[3]")
+
+
+def _probe_methods() -> None:
+    absent = [name for name in ("send", "recv", "recv_anysource", "allreduce", "barrier") if name not in _own_methods()]
+    if absent:
+        raise LookupError(f"torch's ProcessGroup has no method {absent[0]!r} any more")
+
+
+def _own_methods() -> list[str]:
+    return dir(dist.ProcessGroup)

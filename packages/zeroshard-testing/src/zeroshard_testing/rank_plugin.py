@@ -1,0 +1,184 @@
+"""What a worker's pytest has beyond pytest: the fixtures of a rank test, and reports instead of a terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zeroshard_testing import outcome as kinds
+from zeroshard_testing.faults import Faults
+from zeroshard_testing.marker import SPEC_FIXTURE, parametrize
+from zeroshard_testing.outcome import is_echo
+from zeroshard_testing.spec import RanksSpec
+
+
+@dataclass
+class RankValues:
+    """What the fixtures of the current test give; the worker's main thread sets it before each test."""
+
+    rank: int = 0
+    device: Any = None
+    process_group: Any = None
+    faults: Faults | None = None
+    tmp_path: Path = Path()
+
+
+@dataclass
+class Collected:
+    """What came of collecting a file."""
+
+    items: list[pytest.Item] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Reports:
+    """What came of one test.
+
+    Attributes:
+        all: The reports of its phases, and of subtests.
+        summary: Of the first failure, in one line.
+        warnings: Category, text, file and line of each.
+    """
+
+    all: list[pytest.TestReport] = field(default_factory=list)
+    summary: str = ""
+    warnings: list[tuple[str, str, str, int]] = field(default_factory=list)
+
+
+class RankPlugin:
+    """Registered in every worker, under `name`."""
+
+    name = "zeroshard-rank"
+
+    def __init__(self) -> None:
+        self.values = RankValues()
+        self._collected: Collected | None = None
+        self._reports = Reports()
+
+    def run(self, item: pytest.Item, nextitem: Any) -> Reports:  # noqa: ANN401 - an item, or what has its listchain()
+        """Run setup, call and teardown of a test inside all wrappers of pytest's protocol, and return the reports."""
+        self._reports = Reports()
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=nextitem)
+        return self._reports
+
+    @contextlib.contextmanager
+    def collecting(self) -> Iterator[Collected]:
+        """Keep what is collected meanwhile."""
+        self._collected = Collected()
+        try:
+            yield self._collected
+        finally:
+            self._collected = None
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Keep what could not be collected."""
+        if report.failed and self._collected is not None:
+            self._collected.failures.append(report.longreprtext)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Keep all items; conftest files may mark them, but the controller has selected already."""
+        if self._collected is not None:
+            self._collected.items = list(items)
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Make the tests that the controller has made."""
+        parametrize(metafunc)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: Any) -> bool:  # noqa: ANN401 - see run
+        """Run a test, and keep its reports."""
+        # Not exported by pytest; pytest-rerunfailures and others call it in the same way.
+        from _pytest.runner import runtestprotocol
+
+        self._reports.all += runtestprotocol(item, log=False, nextitem=nextitem)
+        return True
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Keep the reports of subtests, which do not come with those of the test."""
+        self._reports.all.append(report)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Say in one line what failed; leave out the source around what is only a consequence."""
+        if call.excinfo is None:
+            return (yield)
+        summary = _summary(call.excinfo)
+        style = item.config.option.tbstyle
+        if is_echo(summary):
+            # It explains nothing, and pytest would parse all of torch.distributed to show it.
+            item.config.option.tbstyle = "native"
+        try:
+            report = yield
+        finally:
+            item.config.option.tbstyle = style
+        if report.failed and not self._reports.summary:
+            self._reports.summary = summary
+        return report
+
+    def pytest_warning_recorded(self, warning_message: warnings.WarningMessage, when: str) -> None:
+        """Keep a warning for the controller, which has those of collection itself."""
+        if when == "runtest":
+            category = f"{warning_message.category.__module__}.{warning_message.category.__qualname__}"
+            text = kinds.printable(str(warning_message.message))
+            self._reports.warnings.append((category, text, warning_message.filename, warning_message.lineno))
+
+    @pytest.fixture(name=SPEC_FIXTURE)
+    def _ranks_spec(self, request: pytest.FixtureRequest) -> RanksSpec:
+        return request.param  # type: ignore[no-any-return]
+
+    @pytest.fixture
+    def world_size(self, _ranks_spec: RanksSpec) -> int:
+        """Number of ranks."""
+        return _ranks_spec.world_size
+
+    @pytest.fixture
+    def rank(self) -> int:
+        """This process's rank in the default process group."""
+        return self.values.rank
+
+    @pytest.fixture
+    def process_group(self) -> Any:  # noqa: ANN401 - torch is loaded by then, but not when this module is checked
+        """The default process group, initialised for this test; None with ``init=False``."""
+        return self.values.process_group
+
+    @pytest.fixture
+    def device(self) -> Any:  # noqa: ANN401 - as above
+        """The `torch.device` that the backend communicates on: the CPU, or this rank's CUDA device."""
+        return self.values.device
+
+    @pytest.fixture
+    def faults(self) -> Faults | None:
+        """The faults that this test asks for."""
+        return self.values.faults
+
+    @pytest.fixture
+    def tmp_path(self) -> Path:
+        """A temporary folder, the same one on all ranks of the test."""
+        # Made by whichever rank comes first.
+        self.values.tmp_path.mkdir(parents=True, exist_ok=True)
+        return self.values.tmp_path
+
+    @pytest.fixture
+    def ranks_tmp_path(self, tmp_path: Path) -> Path:
+        """The same as ``tmp_path``, by a name that says so."""
+        return tmp_path
+
+
+def _summary(info: pytest.ExceptionInfo[BaseException]) -> str:
+    error = info.value
+    if isinstance(error, SystemExit):
+        return f"called sys.exit({error.code!r})"
+    if type(error).__name__ == "FixtureLookupError":
+        return f"fixture {getattr(error, 'argname', '')!r} not found"
+    lines = kinds.printable(info.exconly(tryshort=True)).splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,109 @@
+"""Calls a function on ranks from an ordinary test, a script or another test runner."""
+
+from __future__ import annotations
+
+import atexit
+import io
+import pickle
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from zeroshard_testing.session import RanksSession, running_session
+from zeroshard_testing.spec import RanksSpec, parse_checks
+
+_scripts: list[RanksSession] = []
+_is_rank = False
+
+
+def run_on_ranks(
+    function: Callable[..., Any],
+    ranks: int,
+    *args: object,
+    backend: str = "gloo",
+    timeout: float = 60.0,
+    init: bool = True,
+    checks: str = "",
+    title: str | None = None,
+    **kwargs: object,
+) -> list[Any]:
+    """Call ``function(*args, **kwargs)`` on every rank of a process group, and return what it returned.
+
+    Under pytest it belongs into a test that is not marked with ``ranks``; several calls in one test may ask for
+    different numbers of ranks. Elsewhere workers are started at the first call and end with the process.
+
+    Args:
+        function: What to call, with `torch.distributed` initialised. It travels by cloudpickle if that is installed,
+            otherwise by pickle, which takes functions of modules alone.
+        ranks: Number of ranks.
+        *args: Arguments, sent in the same way.
+        backend: As for ``@pytest.mark.ranks``, and so are ``timeout`` in seconds, ``init`` and ``checks``.
+        timeout: Seconds.
+        init: Whether the default process group is initialised.
+        checks: Which checks are off.
+        title: What to call it in reports, the function's name by default.
+        **kwargs: Named arguments.
+
+    Returns:
+        What was returned, by rank: tensors, numbers, strings, None, and lists, tuples and dicts of them.
+
+    Raises:
+        RanksFailure: If it has raised, ended, or left a collective out on some rank; the text tells the cause first.
+        RuntimeError: If it is called on a rank.
+        TypeError: If function or arguments cannot be sent.
+
+    Example:
+        >>> def total():
+        ...     x = torch.ones(1)
+        ...     dist.all_reduce(x)
+        ...     return x.item()
+        >>> run_on_ranks(total, 4)  # doctest: +SKIP
+        [4.0, 4.0, 4.0, 4.0]
+    """
+    __tracebackhide__ = True
+    if _is_rank:
+        raise RuntimeError("run_on_ranks starts ranks of its own: call it in an ordinary test, not on a rank")
+    import torch
+
+    spec = RanksSpec(ranks, backend, timeout=timeout, init=init, checks_off=parse_checks(checks))
+    name: str = title or getattr(function, "__qualname__", repr(function))
+    title = f"{name} on {'one rank' if ranks == 1 else f'{ranks} ranks'}"
+    returned = _session().call(title, spec, _pickled((function, args, kwargs), name))
+    # Tensors and plain values alone, whatever the bytes say.
+    return [torch.load(io.BytesIO(returned[rank]), weights_only=True) for rank in sorted(returned)]
+
+
+def refuse_on_this_process() -> None:
+    """Say that this process is a rank, which starts no ranks of its own."""
+    global _is_rank
+    _is_rank = True
+
+
+def _session() -> RanksSession:
+    session = running_session()
+    if session is not None:
+        return session
+    if not _scripts:
+        folder = tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True)
+        _scripts.append(RanksSession(None, lambda: Path(folder.name)))
+        atexit.register(folder.cleanup)
+        atexit.register(_scripts[0].close)
+    return _scripts[0]
+
+
+def _pickled(value: object, name: str) -> bytes:
+    advice = "install cloudpickle, or use a function of a module and arguments that pickle takes"
+    try:
+        import cloudpickle as pickler  # type: ignore[import-untyped]  # it has no types
+    except ImportError:
+        pickler = pickle
+    else:
+        advice = "make it in the function itself"
+    try:
+        data: bytes = pickler.dumps(value)
+    except Exception as error:
+        raise TypeError(
+            f"run_on_ranks: {name} and its arguments cannot be sent to the ranks ({error}): {advice}"
+        ) from error
+    return data
