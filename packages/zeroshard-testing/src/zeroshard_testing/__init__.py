@@ -10,12 +10,12 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from zeroshard_testing.calls import run_on_ranks
     from zeroshard_testing.faults import Faults
-    from zeroshard_testing.raises_on import raises_on
+    from zeroshard_testing.raising import raises_on
     from zeroshard_testing.rank_fixtures import rank_fixture
     from zeroshard_testing.replicas import assert_replicas_equal
     from zeroshard_testing.report import RanksFailure
-    from zeroshard_testing.run_on_ranks import run_on_ranks
     from zeroshard_testing.single_process import assert_matches_single_process
 
 __all__ = [
@@ -35,8 +35,8 @@ _MODULES = {
     "RanksFailure": "report",
     "assert_matches_single_process": "single_process",
     "assert_replicas_equal": "replicas",
-    "raises_on": "raises_on",
-    "run_on_ranks": "run_on_ranks",
+    "raises_on": "raising",
+    "run_on_ranks": "calls",
     "rank_fixture": "rank_fixtures",
 }
 

@@ -1,7 +1,7 @@
-"""Every private name of torch that this package uses, each with its reason, and the probe that says which of them work.
+"""The private names of torch that this package uses, each with its reason, and the probe that says which of them work.
 
-Tested with torch 2.11 to 2.13. A name that a later torch renames turns off the checks that need it, by name and with the
-reason, in the header of the run; it never turns a check off in silence, and never fails a test that is right.
+Tested with torch 2.11 to 2.13. A name that a later torch renames turns off the checks that need it, by name and with
+the reason, in the header of the run; it turns none off in silence, and fails no test that is right.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def _recorded(entry: Mapping[str, Any]) -> Recorded:
 
 
 def reduce_op_name(options: object) -> str:
-    """Return such as ``"SUM"`` of a collective's options, empty where there is none; the operation has no public name."""
+    """Return such as ``"SUM"`` of a collective's options, empty without one; there is no public name of it."""
     return str(getattr(getattr(getattr(options, "reduceOp", None), "op", None), "name", ""))
 
 

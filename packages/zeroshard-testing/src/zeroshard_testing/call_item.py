@@ -54,7 +54,7 @@ def _dumped(value: object) -> bytes:
         torch.load(io.BytesIO(data), weights_only=True)
     except pickle.UnpicklingError:
         raise TypeError(
-            f"run_on_ranks: a {type(value).__name__} cannot be returned: return tensors, numbers, strings, None, and lists, "
-            f"tuples or dicts of them"
+            f"run_on_ranks: a {type(value).__name__} cannot be returned: return tensors, numbers, strings, None, and "
+            f"lists, tuples or dicts of them"
         ) from None
     return data

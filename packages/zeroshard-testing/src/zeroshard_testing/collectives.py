@@ -1,4 +1,4 @@
-"""The collectives of each process group: what Python issues, as it is issued, and at the end of a test what C++ did too.
+"""The collectives of each process group: what Python issues, as it is issued, and what C++ did, when that is asked for.
 
 The methods of process groups that issue collectives are wrapped, in worker processes only. What C++ issues, such as the
 reductions of DistributedDataParallel and functional collectives, does not pass here: torch's sequence numbers tell that

@@ -15,8 +15,9 @@ from zeroshard_testing.call_item import call_item
 from zeroshard_testing.faults import Faults, begin_faults, unreached_faults
 from zeroshard_testing.ipc import Channel, Message
 from zeroshard_testing.outcome import Outcome, printable
-from zeroshard_testing.rank_plugin import RankPlugin, RankValues, Reports
+from zeroshard_testing.rank_plugin import RankPlugin, Reports
 from zeroshard_testing.rank_pytest import CollectionFailure, Collector
+from zeroshard_testing.rank_values import RankValues, set_rank_values
 
 if TYPE_CHECKING:
     from zeroshard_testing.process_group import GroupKeeper
@@ -109,14 +110,14 @@ def _prepared(rank: Rank, message: Message, payload: bytes) -> pytest.Item:
             message["group"], message["backend"], message["rank"], message["world_size"], message["timeout"]
         )
     begin_faults(rank.faults, message["run"], message["rank"])
-    rank.plugin.values = _rank_values(rank, message)
+    set_rank_values(_rank_values(rank, message))
     if payload:
         return call_item(rank.session, message["nodeid"], payload)
     return rank.collector.item(path, message["nodeid"])
 
 
 class _NextItem:
-    """Stands for the test that comes next, which may run elsewhere: all that pytest asks of it is its chain of nodes."""
+    """Stands for the next test, which may run elsewhere: all that pytest asks of it is its chain of nodes."""
 
     def __init__(self, nodes: list[Any]) -> None:
         self._nodes = nodes
@@ -161,7 +162,8 @@ def _outcome(reports: Reports) -> Outcome:
     crash = getattr(decisive.longrepr, "reprcrash", None)
     summary = reports.summary
     if isinstance(decisive.longrepr, str) and decisive.longrepr.startswith("[XPASS(strict)]"):
-        summary = f"passed although a failure was expected: {decisive.longrepr.removeprefix('[XPASS(strict)] ')}"
+        reason = decisive.longrepr.removeprefix("[XPASS(strict)]").strip()
+        summary = "passed although a failure was expected" + (f": {reason}" if reason else "")
     return Outcome(
         kinds.FAILED,
         printable(summary or decisive.longreprtext.partition("\n")[0]),
@@ -196,4 +198,5 @@ def _rank_values(rank: Rank, message: Message) -> RankValues:
     if message["backend"] in ("nccl", "gloo-cuda"):
         device = torch.device("cuda", message["rank"] % torch.cuda.device_count())
     group = dist.group.WORLD if message["init"] else None
-    return RankValues(message["rank"], device, group, rank.faults, Path(message["tmp_path"]))
+    tmp_path = Path(message["tmp_path"])
+    return RankValues(message["rank"], message["world_size"], device, group, rank.faults, tmp_path)

@@ -155,14 +155,12 @@ def _unmatched_in(groups: Mapping[int, GroupState]) -> Iterator[tuple[int, str]]
                         f"awaits {_count(-surplus)} from rank {sender} with tag {tag}, which were never sent",
                     )
                 elif surplus > spare:
-                    yield (
-                        sender,
-                        f"has sent {_count(surplus - spare)} to rank {receiver} with tag {tag}, which were never received",
-                    )
+                    text = f"has sent {_count(surplus - spare)} to rank {receiver} with tag {tag}"
+                    yield sender, f"{text}, which were never received"
                 elif not group.messages.get(f"recv -1 {tag}"):
-                    text = _other_tensors(sender, sent, receiver, received)
-                    if text is not None:
-                        yield receiver, text
+                    difference = _other_tensors(sender, sent, receiver, received)
+                    if difference is not None:
+                        yield receiver, difference
                 spare -= min(max(surplus, 0), spare)
             if spare:
                 yield receiver, f"awaits {_count(spare)} from any rank with tag {tag}, which were never sent"
@@ -176,8 +174,5 @@ def _other_tensors(sender: int, sent: Messages, receiver: int, received: Message
     for number in range(received.count):
         one, other = sent.text(number), received.text(number)
         if one is not None and other is not None and Operation("", one).amounts != Operation("", other).amounts:
-            return (
-                f"rank {sender} sends {one} and rank {receiver} receives it as {other}, as message {number + 1} between "
-                f"them"
-            )
+            return f"rank {sender} sends {one}, and rank {receiver} receives it as {other}, message {number + 1},"
     return None

@@ -97,7 +97,7 @@ class Outcome:
 def printable(text: str) -> str:
     """Return a text that any file or terminal takes, with lone surrogates escaped.
 
-    >>> printable("\ud800")
-    '\\\\ud800'
+    >>> printable(chr(0xD800)) == chr(92) + "ud800"
+    True
     """
     return text.encode("utf-8", "backslashreplace").decode()

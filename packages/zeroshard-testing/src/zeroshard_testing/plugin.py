@@ -13,19 +13,13 @@ from zeroshard_testing.backends import NEED_NO_PROBE, why_unavailable
 from zeroshard_testing.launcher import LaunchError
 from zeroshard_testing.marker import RANK_FIXTURES, parametrize, spec_of
 from zeroshard_testing.rank_fixtures import is_rank_fixture
-from zeroshard_testing.report import (
-    FailureReport,
-    RanksFailure,
-    failure_report,
-    report_from_message,
-    report_to_message,
-)
+from zeroshard_testing.report import RanksFailure, failure_report
 from zeroshard_testing.session import RanksSession, set_running_session
 from zeroshard_testing.spec import BACKENDS, CHECKS, SpecError
 
 _MARKER_HELP = (
-    'ranks(*world_sizes, backend="gloo", isolation="group", timeout=60, fake_rank=0, init=True, checks=""): run the test '
-    "on every rank of a process group, once for each world size."
+    'ranks(*world_sizes, backend="gloo", isolation="group", timeout=60, fake_rank=0, init=True, checks=""): run the '
+    "test on every rank of a process group, once for each world size."
 )
 _WORKER_OUTPUT = "zeroshard_testing"
 _session_key = pytest.StashKey[RanksSession]()
@@ -172,7 +166,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_makereport(
-    item: pytest.Item, call: pytest.CallInfo[None]
+    call: pytest.CallInfo[None],
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Show the ranks' failures in place of the controller's own traceback."""
     report = yield
@@ -184,25 +178,6 @@ def pytest_runtest_makereport(
             del report.wasxfail
         if report.outcome == "failed":
             report.longrepr = failure_report(failure)
-    return report
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_report_to_serializable(report: object) -> Generator[None, Any, Any]:
-    """Send a failure of ranks from a worker of pytest-xdist with its cause."""
-    data = yield
-    if data is not None and isinstance(getattr(report, "longrepr", None), FailureReport):
-        data["zeroshard_testing"] = report_to_message(report.longrepr)  # type: ignore[attr-defined]  # just seen
-    return data
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_report_from_serializable(data: dict[str, Any]) -> Generator[None, Any, Any]:
-    """Read what `pytest_report_to_serializable` wrote."""
-    message = data.pop("zeroshard_testing", None)
-    report = yield
-    if report is not None and message is not None:
-        report.longrepr = report_from_message(message)
     return report
 
 

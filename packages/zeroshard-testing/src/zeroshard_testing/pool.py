@@ -53,9 +53,12 @@ class Result:
     returned: Mapping[int, bytes]
 
 
+_Key = tuple[int, str, int]
+
+
 @dataclass
 class Crew:
-    """The workers that run the tests of one number of ranks: all of them have run the same tests before.
+    """The workers for one number of ranks and backend: each of them has run the same tests before, as the same rank.
 
     Attributes:
         workers: By slot.
@@ -71,7 +74,7 @@ class Crew:
 
 
 class Pool:
-    """Workers that outlive tests: a crew for each number of ranks asked for.
+    """Workers that outlive tests: a crew for each number of ranks and backend asked for.
 
     Only the controller's main thread may call it.
 
@@ -86,7 +89,7 @@ class Pool:
         self._temporary = temporary
         self._coverage = coverage
         self._store: Child | None = None
-        self._crews: dict[int, Crew] = {}
+        self._crews: dict[_Key, Crew] = {}
         self._late_deaths: list[str] = []
         self._runs = 0
         self._started = 0
@@ -150,9 +153,9 @@ class Pool:
         finally:
             # Also after Ctrl-C: a worker in the midst of a test is of no use to the next one.
             if not clean or spec.isolation == "process":
-                self._discard(spec.processes)
+                self._discard(_key(spec))
         if not clean or spec.isolation == "process":
-            self._crew(spec.processes)
+            self._crew(spec)
         elif spec.isolation == "group":
             for worker in workers:
                 with suppress(ClosedError):
@@ -191,8 +194,8 @@ class Pool:
                     break
                 time.sleep(0.005)
             self._note_late_deaths(crew, besides=answered)
-        for processes in list(self._crews):
-            self._discard(processes)
+        for key in list(self._crews):
+            self._discard(key)
 
     def take_late_deaths(self) -> list[str]:
         """Return, in words, which workers have died after their last test had its verdict; each is told once."""
@@ -211,15 +214,15 @@ class Pool:
             # Whoever is connected to a store that is gone cannot make another group.
             self._launcher.kill(self._store)
             self._store = None
-            for processes in list(self._crews):
-                self._discard(processes)
-        crew = self._crews.get(spec.processes)
+            for key in list(self._crews):
+                self._discard(key)
+        crew = self._crews.get(_key(spec))
         if crew is not None:
             is_stale = any(child.status is not None for child in crew.workers)
             self._note_late_deaths(crew)
             if is_stale or (spec.isolation == "process" and crew.last_test):
-                self._discard(spec.processes)
-        crew = self._crew(spec.processes)
+                self._discard(_key(spec))
+        crew = self._crew(spec)
         self._launcher.await_ready(crew.workers)
         return crew
 
@@ -265,20 +268,18 @@ class Pool:
         assert self._store.ready is not None
         return self._store.ready
 
-    def _crew(self, processes: int) -> Crew:
+    def _crew(self, spec: RanksSpec) -> Crew:
         port = self._store_ready()["port"]
-        crew = self._crews.get(processes)
-        if crew is None:
-            crew = self._crews[processes] = Crew([])
-        while len(crew.workers) < processes:
+        crew = self._crews.setdefault(_key(spec), Crew([]))
+        while len(crew.workers) < spec.processes:
             self._started += 1
             folder = str(self._temporary / f"worker-{self._started}")
             request = {"kind": "rank", "port": port, "temporary": folder, "coverage": self._coverage}
             crew.workers.append(self._launcher.start(request))
         return crew
 
-    def _discard(self, processes: int) -> None:
-        for child in self._crews.pop(processes).workers:
+    def _discard(self, key: _Key) -> None:
+        for child in self._crews.pop(key).workers:
             self._launcher.kill(child)
 
     def _send(self, job: Job, crew: Crew) -> None:
@@ -311,6 +312,10 @@ class Pool:
             # A worker that has died in the meantime is noticed by whoever watches it.
             with suppress(ClosedError):
                 child.channel.send(message, job.payload)
+
+
+def _key(spec: RanksSpec) -> _Key:
+    return spec.world_size, spec.backend, spec.fake_rank
 
 
 def _free_port() -> int:

@@ -63,7 +63,7 @@ class ProcessState:
             sys.path[:] = message["sys_path"]
 
     def restore_defaults(self) -> None:
-        """Put back what a module that was just imported may have changed, too: seeds, and defaults of Python and torch."""
+        """Put back what imports may have changed, too: seeds, and defaults of Python and torch."""
         self._interpreter.restore()
         _restore_torch()
         _restore_random_state()

@@ -1,4 +1,4 @@
-"""What a worker's pytest has beyond pytest: the fixtures of a rank test, and reports instead of a terminal."""
+"""What a worker's pytest does beyond pytest: it runs what it is told to, and keeps reports instead of showing them."""
 
 from __future__ import annotations
 
@@ -6,27 +6,13 @@ import contextlib
 import warnings
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from zeroshard_testing import outcome as kinds
-from zeroshard_testing.faults import Faults
-from zeroshard_testing.marker import SPEC_FIXTURE, parametrize
+from zeroshard_testing.marker import parametrize
 from zeroshard_testing.outcome import is_echo
-from zeroshard_testing.spec import RanksSpec
-
-
-@dataclass
-class RankValues:
-    """What the fixtures of the current test give; the worker's main thread sets it before each test."""
-
-    rank: int = 0
-    device: Any = None
-    process_group: Any = None
-    faults: Faults | None = None
-    tmp_path: Path = Path()
 
 
 @dataclass
@@ -58,7 +44,6 @@ class RankPlugin:
     name = "zeroshard-rank"
 
     def __init__(self) -> None:
-        self.values = RankValues()
         self._collected: Collected | None = None
         self._reports = Reports()
 
@@ -131,47 +116,6 @@ class RankPlugin:
             category = f"{warning_message.category.__module__}.{warning_message.category.__qualname__}"
             text = kinds.printable(str(warning_message.message))
             self._reports.warnings.append((category, text, warning_message.filename, warning_message.lineno))
-
-    @pytest.fixture(name=SPEC_FIXTURE)
-    def _ranks_spec(self, request: pytest.FixtureRequest) -> RanksSpec:
-        return request.param  # type: ignore[no-any-return]
-
-    @pytest.fixture
-    def world_size(self, _ranks_spec: RanksSpec) -> int:
-        """Number of ranks."""
-        return _ranks_spec.world_size
-
-    @pytest.fixture
-    def rank(self) -> int:
-        """This process's rank in the default process group."""
-        return self.values.rank
-
-    @pytest.fixture
-    def process_group(self) -> Any:  # noqa: ANN401 - torch is loaded by then, but not when this module is checked
-        """The default process group, initialised for this test; None with ``init=False``."""
-        return self.values.process_group
-
-    @pytest.fixture
-    def device(self) -> Any:  # noqa: ANN401 - as above
-        """The `torch.device` that the backend communicates on: the CPU, or this rank's CUDA device."""
-        return self.values.device
-
-    @pytest.fixture
-    def faults(self) -> Faults | None:
-        """The faults that this test asks for."""
-        return self.values.faults
-
-    @pytest.fixture
-    def tmp_path(self) -> Path:
-        """A temporary folder, the same one on all ranks of the test."""
-        # Made by whichever rank comes first.
-        self.values.tmp_path.mkdir(parents=True, exist_ok=True)
-        return self.values.tmp_path
-
-    @pytest.fixture
-    def ranks_tmp_path(self, tmp_path: Path) -> Path:
-        """The same as ``tmp_path``, by a name that says so."""
-        return tmp_path
 
 
 def _summary(info: pytest.ExceptionInfo[BaseException]) -> str:

@@ -1,4 +1,4 @@
-"""The pytest of a worker: configured as the controller's, without the plugins that belong to a run rather than to a test.
+"""The pytest of a worker: configured as the controller's, without plugins that belong to a run rather than to a test.
 
 A rank collects a test's file and runs its setup, call and teardown by itself, so that every habit of pytest holds on
 ranks. What makes a run of tests (reports, distribution, reruns, coverage, timeouts) stays with the controller.
@@ -7,6 +7,7 @@ ranks. What makes a run of tests (reports, distribution, reruns, coverage, timeo
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,11 @@ def description_of(config: pytest.Config | None) -> Message:
         config: The controller's configuration, None outside pytest.
     """
     if config is None:
-        return {"options": _OPTIONS, "arguments": ["-c", os.devnull, "--noconftest", "-p", "no:cacheprovider"]}
+        return {
+            "options": _OPTIONS,
+            "arguments": ["-c", os.devnull, "--noconftest", "-p", "no:cacheprovider"],
+            "markers": [],
+        }
     options = {name: value for name, value in vars(config.option).items() if _is_plain(value)}
     overrides = [*(config.getoption("override_ini") or []), "log_file="]
     arguments = [
@@ -88,7 +93,9 @@ def description_of(config: pytest.Config | None) -> Message:
         *(text for name in config.getoption("plugins") or [] for text in ("-p", name)),
     ]
     style = {"line": "short", "no": "short"}.get(options.get("tbstyle", "auto"), options.get("tbstyle", "auto"))
-    return {"options": {**options, **_OPTIONS, "tbstyle": style}, "arguments": arguments}
+    # Those of plugins that ranks do without, too.
+    markers = config.getini("markers")
+    return {"options": {**options, **_OPTIONS, "tbstyle": style}, "arguments": arguments, "markers": markers}
 
 
 def run_idle_pytest(description: Mapping[str, Any], body: Callable[[pytest.Session], None]) -> None:
@@ -101,6 +108,7 @@ def run_idle_pytest(description: Mapping[str, Any], body: Callable[[pytest.Sessi
     # Before pytest is configured: a filter that makes an error of warnings is for tests, not for torch's own modules.
     import torch
 
+    from zeroshard_testing import rank_values
     from zeroshard_testing.rank_plugin import RankPlugin
 
     torch.set_num_threads(1)
@@ -111,6 +119,9 @@ def run_idle_pytest(description: Mapping[str, Any], body: Callable[[pytest.Sessi
             config.pluginmanager.unregister(name=name)
     config.pluginmanager.register(_TakeOver(body))
     config.pluginmanager.register(RankPlugin(), RankPlugin.name)
+    config.pluginmanager.register(rank_values)
+    for line in description["markers"]:
+        config.addinivalue_line("markers", line)
     config.hook.pytest_cmdline_main(config=config)
 
 
@@ -125,8 +136,8 @@ class Collector:
     def __init__(self, session: pytest.Session, temporary: Path) -> None:
         self._session = session
         self._items: dict[str, dict[str, pytest.Item]] = {}
-        # Private to pytest: the worker was configured without conftest files, which are loaded when a file is collected,
-        # after the fork; and a base folder that is given by an option would be emptied by each worker.
+        # Private to pytest: the worker was configured without conftest files, which are loaded when a file is
+        # collected, after the fork; and a base folder that is given by an option would be emptied by each worker.
         session.config.pluginmanager._noconftest = False
         session.config._tmp_path_factory._given_basetemp = temporary  # type: ignore[attr-defined]
 
@@ -160,7 +171,9 @@ class Collector:
             return
         plugins = self._session.config.pluginmanager.get_plugins()
         rank_plugin: Any = self._session.config.pluginmanager.get_plugin("zeroshard-rank")
-        with rank_plugin.collecting() as collected:
+        with rank_plugin.collecting() as collected, warnings.catch_warnings():
+            # Those of collection the controller has shown.
+            warnings.simplefilter("ignore")
             self._session.perform_collect([path])
         if collected.failures:
             raise CollectionFailure("\n".join(collected.failures))

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zeroshard_testing.run_on_ranks import run_on_ranks
+from zeroshard_testing.calls import run_on_ranks
 
 TrainFunction = Callable[[int, int], "Mapping[str, torch.Tensor] | Iterable[torch.Tensor] | torch.nn.Module"]
 

@@ -12,16 +12,17 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from zeroshard_testing.calls import refuse_on_this_process
 from zeroshard_testing.coverage_on_ranks import Coverage
 from zeroshard_testing.execution import Rank, outcome_of_test
 from zeroshard_testing.faults import Faults
 from zeroshard_testing.ipc import Channel, Message
 from zeroshard_testing.outcome import printable
-from zeroshard_testing.rank_plugin import RankPlugin, RankValues
+from zeroshard_testing.rank_plugin import RankPlugin
 from zeroshard_testing.rank_pytest import Collector
 from zeroshard_testing.rank_state import RankState
+from zeroshard_testing.rank_values import RankValues, set_rank_values
 from zeroshard_testing.reader import Reader
-from zeroshard_testing.run_on_ranks import refuse_on_this_process
 
 if TYPE_CHECKING:
     from zeroshard_testing.rank_inspector import RankInspector
@@ -88,7 +89,7 @@ def serve(channel: Channel, request: Message, stacks: int, journal: int, session
                 # This process will be replaced.
                 coverage.save()
             # A reference left here would close the group's connections on the next test's time.
-            plugin.values = RankValues()
+            set_rank_values(RankValues())
             ended = _look(inspector, message["run"], details=False)
             report = {**outcome.to_message(), "state": ended.to_message(), "held": rank.held()}
             channel.send({"op": "outcome", "run": message["run"], **report}, result)

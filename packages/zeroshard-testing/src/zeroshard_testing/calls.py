@@ -67,7 +67,7 @@ def run_on_ranks(
     import torch
 
     spec = RanksSpec(ranks, backend, timeout=timeout, init=init, checks_off=parse_checks(checks))
-    name: str = title or getattr(function, "__qualname__", repr(function))
+    name = title or str(getattr(function, "__qualname__", function))
     title = f"{name} on {'one rank' if ranks == 1 else f'{ranks} ranks'}"
     returned = _session().call(title, spec, _pickled((function, args, kwargs), name))
     # Tensors and plain values alone, whatever the bytes say.

@@ -1,0 +1,82 @@
+"""The fixtures of a rank test, as each rank's pytest has them. Registered in workers only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zeroshard_testing.faults import Faults
+from zeroshard_testing.marker import SPEC_FIXTURE
+from zeroshard_testing.spec import RanksSpec
+
+
+@dataclass
+class RankValues:
+    """What the fixtures of the current test give; the worker's main thread sets it before each test."""
+
+    rank: int = 0
+    world_size: int = 0
+    device: Any = None
+    process_group: Any = None
+    faults: Faults | None = None
+    tmp_path: Path = Path()
+
+
+_current = RankValues()
+
+
+def set_rank_values(values: RankValues) -> None:
+    """Say what the fixtures give from now on."""
+    vars(_current).update(vars(values))
+
+
+@pytest.fixture(name=SPEC_FIXTURE)
+def _ranks_spec(request: pytest.FixtureRequest) -> RanksSpec:
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="session")
+def world_size() -> int:
+    """Number of ranks. A worker never changes it, nor its rank or device."""
+    return _current.world_size
+
+
+@pytest.fixture(scope="session")
+def rank() -> int:
+    """This process's rank in the default process group."""
+    return _current.rank
+
+
+@pytest.fixture(scope="session")
+def device() -> Any:  # noqa: ANN401 - torch is not imported here
+    """The `torch.device` that the backend communicates on: the CPU, or this rank's CUDA device."""
+    return _current.device
+
+
+@pytest.fixture
+def process_group() -> Any:  # noqa: ANN401 - as above
+    """The default process group, initialised for this test; None with ``init=False``."""
+    return _current.process_group
+
+
+@pytest.fixture
+def faults() -> Faults | None:
+    """The faults that this test asks for."""
+    return _current.faults
+
+
+@pytest.fixture
+def tmp_path() -> Path:
+    """A temporary folder, the same one on all ranks of the test."""
+    # Made by the rank that comes first.
+    _current.tmp_path.mkdir(parents=True, exist_ok=True)
+    return _current.tmp_path
+
+
+@pytest.fixture
+def ranks_tmp_path(tmp_path: Path) -> Path:
+    """The same as ``tmp_path``, by a name that says so."""
+    return tmp_path
