@@ -207,7 +207,8 @@ def _probe_recorder() -> None:
     dist.all_reduce(torch.ones(3))
     group = process_groups()[-1]
     latest = recorded()[-1]
-    if (latest.group, latest.name, latest.tensors) != (group.group_name, "all_reduce", "float32[3]"):
+    # Under the debug level DETAIL a group has no name there.
+    if latest.group not in (group.group_name, "") or (latest.name, latest.tensors) != ("all_reduce", "float32[3]"):
         raise LookupError(f"torch's flight recorder shows {latest} for an all_reduce of float32[3]")
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -103,7 +103,8 @@ class Collectives:
         except (RuntimeError, KeyError, ValueError, AttributeError):
             # A group that torch does not know by rank, or whose backend does not count.
             return call()
-        record.latest[number] = operation
+        # Pending while it is issued: torch's debug level DETAIL lets ranks wait for one another there.
+        record.latest[number] = replace(operation, pending=True)
         record.latest.pop(number - _KEPT, None)
         self._journal.write(record.key, number, operation)
         try:
@@ -122,6 +123,7 @@ class Collectives:
         return work
 
     def _count(self, group: dist.ProcessGroup, record: _Record, number: int, operation: Operation) -> None:
+        record.latest[number] = operation
         record.numbers += self.issued(group) - number + 1
         text = f"{operation.name} {operation.amounts} {operation.root} {operation.reduce_op}"
         record.checksum = zlib.crc32(text.encode(), record.checksum)

@@ -47,7 +47,6 @@ class Coverage:
             config_file=request["config_file"],
             source=request["source"],
             branch=request["branch"] or None,
-            check_preimported=True,
         )
         self._coverage.start()
 

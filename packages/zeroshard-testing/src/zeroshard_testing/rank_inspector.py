@@ -34,6 +34,7 @@ from zeroshard_testing.wait_recorder import ANY_SOURCE, Wait, WaitRecorder
 
 # Bound now, as the clock is above: a test may put something else in their place.
 _ranks_of = dist.get_process_group_ranks
+_OWN_CODE = str(Path(__file__).parent)
 
 
 class RankInspector:
@@ -246,6 +247,9 @@ def _first(one: int, other: int) -> int:
 
 
 def _waits_natively(frame: FrameType) -> bool:
+    if frame.f_code.co_filename.startswith(_OWN_CODE):
+        # The wrapper of what torch was called for.
+        return frame.f_back is not None and _waits_natively(frame.f_back)
     path = frame.f_code.co_filename
     return path.startswith(private.WAITING_CODE) and not path.startswith(private.NEVER_WAITING_CODE)
 

@@ -1,0 +1,212 @@
+"""Beside other plugins: pytest-xdist, pytest-cov, pytest-timeout; and what the run says of its own checks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from conftest import Suite
+
+RunSuite = Callable[..., "Suite"]
+
+DIES_AFTER_THE_LAST = """
+    import os, threading
+    import pytest
+
+    @pytest.mark.ranks(2)
+    def test_leaves_a_thread_that_exits(rank):
+        if rank == 1:
+            threading.Thread(target=lambda: os._exit(7), daemon=True).start()
+            threading.Event().wait(0.0)
+"""
+LEFT_OUT = """
+    import pytest
+    import torch
+    import torch.distributed as dist
+
+    @pytest.mark.ranks(2)
+    def test_right(rank):
+        dist.all_reduce(torch.ones(2))
+
+    @pytest.mark.ranks(2)
+    def test_left_out(rank):
+        dist.barrier()
+        if rank == 0:
+            dist.broadcast(torch.ones(4), 0, async_op=True)
+
+    @pytest.mark.ranks(2, checks="no:collectives")
+    def test_left_out_unchecked(rank):
+        test_left_out(rank)
+
+    @pytest.mark.ranks(2, checks="no:messages")
+    def test_fails_with_a_check_off(rank):
+        raise ValueError("for its report")
+"""
+# Loaded with -p, and so in the process that workers are forked from: stands for a torch that has changed.
+WITHOUT_FIELDS = """
+    import torch
+    dump = torch._C._distributed_c10d._dump_fr_trace
+
+    def renamed(*args):
+        return dump(*args).replace(b"collective_seq_id", b"collective_seq_no")
+
+    torch._C._distributed_c10d._dump_fr_trace = renamed
+"""
+WITHOUT_NUMBERS = """
+    import torch.distributed as dist
+    del dist.ProcessGroup._get_sequence_number_for_group
+"""
+
+
+@pytest.mark.parametrize("options", [(), ("-n", "2")], ids=["alone", "xdist"])
+def test_a_worker_that_dies_after_the_last_test_fails_the_run(suite: RunSuite, options: tuple[str, ...]) -> None:
+    if options:
+        pytest.importorskip("xdist", reason="pytest-xdist is not installed")
+    done = suite(*options, test_last=DIES_AFTER_THE_LAST)
+    assert done.status == pytest.ExitCode.TESTS_FAILED, done.text
+    assert "exited with status 7" in done.text
+
+
+def test_the_summary_line_keeps_the_cause_under_xdist(suite: RunSuite) -> None:
+    pytest.importorskip("xdist", reason="pytest-xdist is not installed")
+    done = suite("-n", "1", "-rf", test_left_out=LEFT_OUT)
+    line = next(line for line in done.text.splitlines() if line.startswith("FAILED") and "test_left_out[" in line)
+    assert " - rank 1 returned" in line
+
+
+def test_the_run_says_which_checks_are_on(suite: RunSuite) -> None:
+    done = suite(test_left_out=LEFT_OUT)
+    assert "ranks: checks on: deadlock, collectives, messages, faults" in done.text
+    assert {name: case.kind for name, case in done.cases.items()} == {
+        "test_right[2-gloo]": "passed",
+        "test_left_out[2-gloo]": "failure",
+        "test_left_out_unchecked[2-gloo]": "passed",
+        "test_fails_with_a_check_off[2-gloo]": "failure",
+    }
+    assert "Checks that were off: messages" in done.cases["test_fails_with_a_check_off[2-gloo]"].text
+
+
+def test_a_check_is_turned_off_in_the_ini_file(suite: RunSuite) -> None:
+    done = suite("-o", "ranks_checks=no:collectives", test_left_out=LEFT_OUT)
+    assert "ranks: check off: collectives (by the ini file)" in done.text
+    assert done.cases["test_left_out[2-gloo]"].kind == "passed"
+
+
+def test_an_unknown_check_is_refused(suite: RunSuite) -> None:
+    done = suite("-o", "ranks_checks=no:deadlocks", test_left_out=LEFT_OUT)
+    assert done.status == pytest.ExitCode.USAGE_ERROR
+    assert "'no:deadlocks' turns nothing off" in done.text
+
+
+def test_a_flight_recorder_with_other_fields_turns_off_what_needs_it_and_nothing_else(suite: RunSuite) -> None:
+    done = suite("-p", "other_torch", test_left_out=LEFT_OUT, other_torch=WITHOUT_FIELDS)
+    assert "ranks: check off: deadlock (KeyError: 'collective_seq_id')" in done.text
+    assert done.cases["test_right[2-gloo]"].kind == "passed", done.text
+    assert done.cases["test_left_out[2-gloo]"].kind == "failure"
+
+
+def test_without_sequence_numbers_no_right_test_fails(suite: RunSuite) -> None:
+    done = suite("-p", "other_torch", test_left_out=LEFT_OUT, other_torch=WITHOUT_NUMBERS)
+    assert "ranks: check off: collectives (AttributeError" in done.text
+    assert done.cases["test_right[2-gloo]"].kind == "passed", done.text
+    assert done.cases["test_left_out[2-gloo]"].kind == "passed"
+
+
+def test_lines_that_run_on_ranks_are_covered(suite: RunSuite, tmp_path: Path) -> None:
+    pytest.importorskip("pytest_cov", reason="pytest-cov is not installed")
+    code = """
+        def on_ranks(rank):
+            if rank == 0:
+                return "first"
+            return "other"
+
+        def never():
+            return 1
+    """
+    tests = """
+        import pytest
+        from code_to_cover import on_ranks
+
+        @pytest.mark.ranks(2)
+        def test_it(rank):
+            assert on_ranks(rank)
+    """
+    done = suite("--cov=code_to_cover", "--cov-report=term-missing", test_it=tests, code_to_cover=code)
+    line = next(line for line in done.text.splitlines() if line.startswith("code_to_cover"))
+    assert line.split()[-1] == "7", line
+    assert not list(tmp_path.glob(".coverage.*")), "the workers' files have been combined"
+
+
+def test_a_timeout_of_pytest_timeout_during_boot_leaves_a_pool_that_works(suite: RunSuite) -> None:
+    pytest.importorskip("pytest_timeout", reason="pytest-timeout is not installed")
+    body = """
+        import pytest
+
+        @pytest.mark.ranks(2)
+        @pytest.mark.timeout(0.05, method="signal")
+        def test_times_out(rank):
+            pass
+
+        @pytest.mark.ranks(2)
+        def test_afterwards(rank):
+            pass
+    """
+    # The header would boot the pool before the first test.
+    done = suite("-p", "no:terminal", test_it=body) if sys.platform == "linux" else suite(test_it=body)
+    kinds = {name: case.kind for name, case in done.cases.items()}
+    assert kinds["test_afterwards[2-gloo]"] == "passed", done.text
+
+
+def test_deadlocks_are_proven_under_torch_s_own_debug_level(suite: RunSuite, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+    body = """
+        import pytest
+        import torch
+        import torch.distributed as dist
+
+        @pytest.mark.ranks(2, timeout=20)
+        def test_returned_early(rank):
+            dist.all_reduce(torch.ones(3))
+            if rank == 0:
+                dist.all_reduce(torch.ones(4))
+
+        @pytest.mark.ranks(2)
+        def test_right(rank):
+            dist.all_reduce(torch.ones(3))
+            dist.barrier()
+    """
+    done = suite(test_detail=body)
+    assert done.cases["test_right[2-gloo]"].kind == "passed", done.text
+    assert "rank 0 stuck in all_reduce" in done.cases["test_returned_early[2-gloo]"].text
+
+
+def test_run_on_ranks_works_in_a_script(tmp_path: Path) -> None:
+    pytest.importorskip("cloudpickle", reason="functions of scripts travel by cloudpickle")
+    import subprocess
+
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch, torch.distributed as dist\n"
+        "from zeroshard_testing import RanksFailure, run_on_ranks\n"
+        "def total(x):\n"
+        "    dist.all_reduce(x)\n"
+        "    return x, dist.get_rank()\n"
+        "def fails():\n"
+        "    assert dist.get_rank() == 0\n"
+        "found = run_on_ranks(total, 2, torch.ones(2))\n"
+        "assert [rank for _, rank in found] == [0, 1] and found[1][0].tolist() == [2, 2], found\n"
+        "assert run_on_ranks(lambda: dist.get_world_size(), 3) == [3, 3, 3]\n"
+        "try:\n"
+        "    run_on_ranks(fails, 2)\n"
+        "except RanksFailure as failure:\n"
+        "    assert 'rank 1 failed: AssertionError' in str(failure), failure\n"
+        "else:\n"
+        "    raise SystemExit('no failure')\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
