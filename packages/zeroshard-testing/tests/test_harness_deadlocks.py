@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from zeroshard_testing.deadlock import find_deadlock, find_mismatch, find_unmatched
-from zeroshard_testing.rank_state import Awaited, GroupState, Operation, RankState, next_digest
+from zeroshard_testing.deadlock import find_deadlock
+from zeroshard_testing.issued import find_mismatch
+from zeroshard_testing.rank_state import Awaited, GroupState, Messages, Operation, RankState
 
 KEY = "0:0,1"
 
@@ -11,14 +12,14 @@ KEY = "0:0,1"
 def state(*operations: str, kind: str = "collective", done: int = 0, finished: bool = False, **messages: int):
     """Return a rank that has issued operations in the default group, the first ``done`` of them completed."""
     issued = {number: Operation(name, "float32[4]", number > done) for number, name in enumerate(operations, 1)}
-    counts = {name.replace("_", " "): count for name, count in messages.items()}
+    counts = {name.replace("_", " "): Messages(count) for name, count in messages.items()}
     group = GroupState("the default group", (0, 1), len(operations), issued, counts)
     awaited = () if finished else (Awaited(kind),)
     return RankState(finished, awaited, "mark", {KEY: group})
 
 
 def receiving(peer: int, number: int = 0, tag: int = 0, **messages: int):
-    counts = {name.replace("_", " "): count for name, count in messages.items()}
+    counts = {name.replace("_", " "): Messages(count) for name, count in messages.items()}
     group = GroupState("the default group", (0, 1), 0, {}, counts)
     return RankState(False, (Awaited("recv", KEY, peer, tag, number),), "mark", {KEY: group})
 
@@ -87,43 +88,3 @@ def test_the_messages_that_came_before_are_counted():
 def test_two_ranks_that_meet_over_a_store_may_find_each_other():
     assert find_deadlock({0: state(kind="group"), 1: state(kind="store")}) is None
     assert find_deadlock({0: state(kind="group"), 1: state(finished=True)}) is not None
-
-
-def test_shapes_of_equal_size_are_no_mismatch():
-    one, other = Operation("broadcast", "float32[2, 3]"), Operation("broadcast", "float32[6]")
-    states = {
-        rank: RankState(True, groups={KEY: GroupState("the default group", (0, 1), 1, {1: operation})})
-        for rank, operation in enumerate((one, other))
-    }
-    assert find_mismatch(states) is None
-
-
-def test_a_rank_that_issued_less_than_another_is_named():
-    states = {0: state("all_reduce", done=1, finished=True), 1: state(finished=True)}
-    assert find_unmatched(states) == {
-        1: "returned without all_reduce (collective #1 of the default group, float32[4]), which rank 0 has issued"
-    }
-
-
-def test_counts_prove_nothing_after_a_failed_wait():
-    states = {0: state("all_reduce", done=1, finished=True), 1: RankState(True, disturbed=True)}
-    assert find_unmatched(states) == {}
-
-
-def test_what_python_and_cpp_have_issued_is_not_compared():
-    # Given two ranks that issued as many collectives, of which Python issued one more on rank 0,
-    def states(*texts_by_rank):
-        found = {}
-        for rank, texts in enumerate(texts_by_rank):
-            digest = 0
-            for text in texts:
-                digest = next_digest(digest, text)
-            found[rank] = RankState(True, groups={KEY: GroupState("the default group", (0, 1), 2, digest=digest)})
-        return found
-
-    # Then their sequences say nothing about each other;
-    assert find_unmatched(states(["all_reduce", "broadcast"], ["broadcast"])) == {}
-    # but as many of Python's that differ do.
-    assert find_unmatched(states(["all_reduce", "broadcast"], ["broadcast", "all_reduce"])) == {
-        1: "passed, but the ranks have issued different collectives in the default group"
-    }

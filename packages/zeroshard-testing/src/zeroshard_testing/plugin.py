@@ -75,6 +75,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Select by backend, find out which backends are missing, and keep rank fixtures from tests that are not marked."""
     chosen = config.getoption("--ranks-backend")
+    known = {*BACKENDS.values(), *(spec.backend_name for item in items if (spec := spec_of(item)) is not None)}
+    for name in _required(config):
+        if name not in known and not config.option.collectonly:
+            raise pytest.UsageError(f"--ranks-require: no test asks for a backend {name!r}; there are {sorted(known)}")
     if chosen is not None:
         kept = [item for item in items if (spec := spec_of(item)) is not None and spec.backend_name == chosen]
         config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
