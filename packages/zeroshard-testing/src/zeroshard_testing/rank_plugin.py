@@ -6,6 +6,7 @@ import contextlib
 import warnings
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from zeroshard_testing.outcome import is_echo
 class Collected:
     """What came of collecting a file."""
 
+    path: Path
     items: list[pytest.Item] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
 
@@ -54,13 +56,20 @@ class RankPlugin:
         return self._reports
 
     @contextlib.contextmanager
-    def collecting(self) -> Iterator[Collected]:
-        """Keep what is collected meanwhile."""
-        self._collected = Collected()
+    def collecting(self, path: str) -> Iterator[Collected]:
+        """Keep what is collected meanwhile, of one file."""
+        self._collected = Collected(Path(path))
         try:
             yield self._collected
         finally:
             self._collected = None
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
+        """Look at nothing beside the way to the file; folders may hold thousands."""
+        if self._collected is None or collection_path == self._collected.path:
+            return None
+        return None if collection_path in self._collected.path.parents else True
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Keep what could not be collected."""

@@ -6,7 +6,9 @@ ranks. What makes a run of tests (reports, distribution, reruns, coverage, timeo
 
 from __future__ import annotations
 
+import importlib
 import os
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -108,9 +110,13 @@ def run_idle_pytest(description: Mapping[str, Any], body: Callable[[pytest.Sessi
     # Before pytest is configured: a filter that makes an error of warnings is for tests, not for torch's own modules.
     import torch
 
-    from zeroshard_testing import rank_values
+    # Here, so that workers need not import it after the fork.
+    from zeroshard_testing import process_group, process_state, rank_inspector, rank_values  # noqa: F401
     from zeroshard_testing.rank_plugin import RankPlugin
 
+    if "numpy" in sys.modules:
+        # torch has loaded the rest of it; every worker seeds it.
+        importlib.import_module("numpy.random")
     torch.set_num_threads(1)
     # As pytest-xdist does in its workers.
     config = pytest.Config.fromdictargs(dict(description["options"]), list(description["arguments"]))
@@ -171,7 +177,7 @@ class Collector:
             return
         plugins = self._session.config.pluginmanager.get_plugins()
         rank_plugin: Any = self._session.config.pluginmanager.get_plugin("zeroshard-rank")
-        with rank_plugin.collecting() as collected, warnings.catch_warnings():
+        with rank_plugin.collecting(path) as collected, warnings.catch_warnings():
             # Those of collection the controller has shown.
             warnings.simplefilter("ignore")
             self._session.perform_collect([path])
