@@ -36,6 +36,8 @@ PACKAGES: dict[str, list[str]] = {
 }
 BACKENDS = {"gloo-cpu": ["ci", "nightly"], "gloo-cuda": ["gpu"], "nccl": ["gpu"], "fake": ["ci", "nightly"]}
 TEST_NEEDS = ["pytest", "hypothesis"]
+# What the tests of the harness use where it is there; only the sessions that run all tests install it.
+PLUGIN_NEEDS = ["pytest-xdist", "pytest-cov", "pytest-timeout", "cloudpickle", "numpy"]
 TOOL_NEEDS = ["rich", "typer", "matplotlib"]
 
 # What a package installed alone must be able to do; the wheels session runs it.
@@ -91,7 +93,7 @@ def typecheck(session: nox.Session) -> None:
 @nox.session(tags=["ci"])
 def tests(session: nox.Session) -> None:
     """All that must pass without a GPU: tests and doctests of the packages and the tools, then rank tests."""
-    _install_sources(session, list(PACKAGES), *TOOL_NEEDS)
+    _install_sources(session, list(PACKAGES), *TOOL_NEEDS, *PLUGIN_NEEDS)
     session.log("1 of 2: tests and doctests of the packages and the tools")
     # Programs import what lies beside them, and a name there may be one in tests/ too.
     path = "pythonpath=tools tools/bench tools/quickstart"
@@ -103,8 +105,8 @@ def tests(session: nox.Session) -> None:
 @nox.session
 def exhaustive(session: nox.Session) -> None:
     """The rank tests that repeat with more values what others test, for the better part of an hour."""
-    _install_sources(session, list(PACKAGES), *TOOL_NEEDS)
-    _pytest(session, "tests", "-m", "exhaustive", *session.posargs)
+    _install_sources(session, list(PACKAGES), *TOOL_NEEDS, *PLUGIN_NEEDS)
+    _pytest(session, "tests", "packages", "-m", "exhaustive", *session.posargs)
 
 
 @nox.session(tags=["unit"])

@@ -1,4 +1,4 @@
-"""Multi-rank tests for pytest: fast, and never a pass that was not one.
+"""Multi-rank tests for pytest: each rank runs the test under a pytest of its own, and what they issue is compared.
 
 Mark a test with ``@pytest.mark.ranks(2, 4)`` and it runs on every rank of a warm pool of worker processes, with
 `torch.distributed` initialised. Importing this package does not import torch.

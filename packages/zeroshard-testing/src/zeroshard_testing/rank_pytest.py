@@ -25,7 +25,6 @@ NOT_ON_RANKS = (
     "junitxml",
     "pastebin",
     "lfplugin",
-    "xdist",
     "xdist.looponfail",
     "pytest_cov",
     "timeout",
@@ -63,6 +62,9 @@ _OPTIONS = {
     "xmlpath": None,
     "strict_config": False,
     "capture": "no",
+    "dist": "no",
+    "numprocesses": None,
+    "tx": [],
     "tbstyle": "auto",
     "plugins": [],
 }
@@ -80,6 +82,7 @@ def description_of(config: pytest.Config | None) -> Message:
             "options": _OPTIONS,
             "arguments": ["-c", os.devnull, "--noconftest", "-p", "no:cacheprovider"],
             "markers": [],
+            "worker": {},
         }
     options = {name: value for name, value in vars(config.option).items() if _is_plain(value)}
     overrides = [*(config.getoption("override_ini") or []), "log_file="]
@@ -97,7 +100,10 @@ def description_of(config: pytest.Config | None) -> Message:
     style = {"line": "short", "no": "short"}.get(options.get("tbstyle", "auto"), options.get("tbstyle", "auto"))
     # Those of plugins that ranks do without, too.
     markers = config.getini("markers")
-    return {"options": {**options, **_OPTIONS, "tbstyle": style}, "arguments": arguments, "markers": markers}
+    # What pytest-xdist tells a worker: its ranks have its name.
+    worker = {name: value for name, value in getattr(config, "workerinput", {}).items() if _is_plain(value)}
+    options |= {**_OPTIONS, "tbstyle": style}
+    return {"options": options, "arguments": arguments, "markers": markers, "worker": worker}
 
 
 def run_idle_pytest(description: Mapping[str, Any], body: Callable[[pytest.Session], None]) -> None:
@@ -126,6 +132,8 @@ def run_idle_pytest(description: Mapping[str, Any], body: Callable[[pytest.Sessi
     config.pluginmanager.register(_TakeOver(body))
     config.pluginmanager.register(RankPlugin(), RankPlugin.name)
     config.pluginmanager.register(rank_values)
+    if description["worker"]:
+        config.workerinput = description["worker"]  # type: ignore[attr-defined]  # as pytest-xdist does
     for line in description["markers"]:
         config.addinivalue_line("markers", line)
     config.hook.pytest_cmdline_main(config=config)

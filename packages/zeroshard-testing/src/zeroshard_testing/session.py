@@ -44,7 +44,9 @@ class RanksSession:
     def boot(self) -> Pool:
         """Return the pool, whose forkserver boots in the background from the first call on."""
         if self._pool is None:
-            self._pool = Pool(_launcher(self._config), self._temporary() / "ranks", coverage_request(self._config))
+            folder = self._temporary() / "ranks"
+            folder.mkdir(exist_ok=True)
+            self._pool = Pool(_launcher(self._config), folder, coverage_request(self._config))
         return self._pool
 
     def machine(self) -> Mapping[str, Any]:
@@ -94,7 +96,8 @@ class RanksSession:
             RanksFailure: If it has not come to its end on every rank.
         """
         item = self._item
-        path = "" if item is None else str(item.path)
+        # So that the function is found in its module, imported as pytest has done it here.
+        path = str(item.path) if isinstance(item, pytest.Function) else ""
         result = self._carry_out(title, spec, {"nodeid": title, "path": path, "keep": []}, payload)
         if item is not None:
             self._repeat(item, result)
