@@ -43,44 +43,23 @@ GROUP_METHODS: Mapping[str, tuple[str, int]] = {
 holds this rank's own tensors (-1 for none). The public functions cannot be wrapped: modules import them by name."""
 
 _TORCH = str(Path(torch.__file__).parent)
-WAITING_CODE = tuple(
-    str(Path(_TORCH, *parts))
-    for parts in (("distributed", ""), ("nn", "parallel", "distributed.py"), ("autograd", "graph.py"), ("_ops.py",))
-)
+_WAITING = ("distributed", "nn/parallel/distributed.py", "autograd/graph.py", "_ops.py")
+WAITING_CODE = tuple(str(Path(_TORCH, name)) for name in _WAITING)
 """Where the Python frame of a thread stands that waits for other ranks inside C++."""
 
 NEVER_WAITING_CODE = tuple(str(Path(_TORCH, "distributed", name)) for name in ("elastic", "rpc", "launcher"))
 GROUP_CONSTRUCTOR = "_new_process_group_helper"
 """The function in which ranks meet to make a process group; its local variable ``store`` is where they meet."""
 
-_DTYPES = {
-    "Float": "float32",
-    "Double": "float64",
-    "Half": "float16",
-    "BFloat16": "bfloat16",
-    "Long": "int64",
-    "Int": "int32",
-    "Short": "int16",
-    "Char": "int8",
-    "Byte": "uint8",
-    "Bool": "bool",
-    "ComplexFloat": "complex64",
-    "ComplexDouble": "complex128",
-}
+_DTYPES = {"Char": "int8", "Byte": "uint8", "ComplexFloat": "complex64", "ComplexDouble": "complex128"}
 
 
 @dataclass(frozen=True)
 class Recorded:
     """A collective in torch's flight recorder, which also sees what C++ issues.
 
-    Attributes:
-        group: Name of its process group.
-        number: Its number there, from 1.
-        name: Such as ``"all_reduce"``; what gloo runs inside, so an all_gather for an all_gather_into_tensor.
-        tensors: Such as ``"float32[4, 3]"``.
-        pending: Whether it is still to complete on this rank.
-        created: When it was issued, in seconds since the epoch.
-        timeout: Seconds after which it gives up.
+    It has the name of what gloo runs inside, so ``"all_gather"`` for an all_gather_into_tensor, and its number in its
+    group, from 1. ``created`` is in seconds since the epoch; it gives up ``timeout`` seconds later.
     """
 
     group: str
@@ -97,38 +76,23 @@ def process_groups() -> list[dist.ProcessGroup]:
     return list(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else []
 
 
-def default_store() -> Any:  # noqa: ANN401 - torch's stubs do not know it
-    """Return the store of the default group, for groups that a test makes anew. There is no public accessor."""
-    return dist.distributed_c10d._get_default_store()
-
-
 def sequence_number(group: dist.ProcessGroup) -> int:
-    """Return how many operations were issued in a group, from C++ too. The public API counts nothing.
-
-    Raises:
-        RuntimeError: If the backend does not count.
-    """
-    number: int = group._get_sequence_number_for_group()  # type: ignore[attr-defined]  # missing in torch's stubs
-    return number
+    """Return how many operations were issued in a group, from C++ too; RuntimeError if the backend does not count."""
+    return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]  # missing in torch's stubs
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:
     """Return after how many seconds an operation of a group gives up, infinity where the backend does not tell."""
     try:
-        seconds: float = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        return float(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
     except (RuntimeError, AttributeError):
         return float("inf")
-    return seconds
 
 
 def recorded(since: float = 0.0) -> list[Recorded]:
-    """Return the collectives in the flight recorder, which has no public reader.
+    """Return the collectives in the flight recorder, which has no public reader, issued since a time after the epoch.
 
-    Args:
-        since: Leave out what was issued before, in seconds since the epoch.
-
-    Raises:
-        AttributeError, KeyError, TypeError: If torch has changed the recorder; `probe` finds that out beforehand.
+    Any error tells that torch has changed the recorder; `probe` finds that out beforehand.
     """
     # Pickled by this process a moment ago: nothing comes from a file or a peer.
     dump = torch._C._distributed_c10d._dump_fr_trace(True, False, False)  # type: ignore[attr-defined]
@@ -143,11 +107,16 @@ def _recorded(entry: Mapping[str, Any]) -> Recorded:
         entry["process_group"][0],
         int(entry["collective_seq_id"]),
         entry["profiling_name"].rpartition(":")[2],
-        ", ".join(f"{_DTYPES.get(dtype, dtype)}{sizes}" for dtype, sizes in pairs),
+        ", ".join(f"{_dtype_name(dtype)}{sizes}" for dtype, sizes in pairs),
         not entry["retired"] and entry["state"] != "completed",
         entry["time_created_ns"] / 1e9,
         entry["timeout_ms"] / 1e3,
     )
+
+
+def _dtype_name(name: str) -> str:
+    """Return the public name of a dtype, given that of C++, such as ``"Double"``: most have it as an alias."""
+    return _DTYPES.get(name) or str(getattr(torch, name.lower(), name)).removeprefix("torch.")
 
 
 def reduce_op_name(options: object) -> str:
@@ -170,36 +139,29 @@ def fake_store() -> Any:  # noqa: ANN401 - torch's testing modules have no stubs
 
 
 def probe() -> dict[str, str]:
-    """Try each thing that a check rests on in a process group of one, which must not exist yet.
-
-    Returns:
-        For each check that cannot work with this torch, why.
-    """
-    if not dist.is_available() or not dist.is_gloo_available():
+    """Return the checks that cannot work with this torch, and why, as tried in a process group of one, made here."""
+    if not dist.is_gloo_available():
         return dict.fromkeys(("deadlock", "collectives", "messages"), "torch has no gloo to try them with")
     missing: dict[str, str] = {}
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    try:
-        missing |= _without("collectives", _probe_sequence, "deadlock")
-        missing |= _without("deadlock", _probe_recorder)
-        missing |= _without("messages", _probe_methods, "deadlock", "collectives")
-    finally:
-        dist.destroy_process_group()
+    for try_it, checks in (
+        (_probe_sequence, ("collectives", "deadlock")),
+        (_probe_recorder, ("deadlock",)),
+        (_probe_methods, ("messages", "deadlock", "collectives")),
+    ):
+        try:
+            try_it()
+        except Exception as error:  # noqa: BLE001 - whatever torch may have become
+            missing |= dict.fromkeys(checks, f"{type(error).__name__}: {error}")
+    dist.destroy_process_group()
     return missing
 
 
-def _without(check: str, try_it: Any, *others: str) -> dict[str, str]:  # noqa: ANN401 - a function without arguments
-    try:
-        try_it()
-    except Exception as error:  # noqa: BLE001 - whatever torch may have become
-        return dict.fromkeys((check, *others), f"{type(error).__name__}: {error}")
-    return {}
-
-
 def _probe_sequence() -> None:
-    before = sequence_number(dist.group.WORLD)  # type: ignore[arg-type]  # initialised
+    group = process_groups()[0]
+    before = sequence_number(group)
     dist.all_reduce(torch.ones(1))
-    if sequence_number(dist.group.WORLD) != before + 1:  # type: ignore[arg-type]  # initialised
+    if sequence_number(group) != before + 1:
         raise LookupError("torch does not count collectives any more")
 
 
@@ -213,10 +175,6 @@ def _probe_recorder() -> None:
 
 
 def _probe_methods() -> None:
-    absent = [name for name in ("send", "recv", "recv_anysource", "allreduce", "barrier") if name not in _own_methods()]
-    if absent:
-        raise LookupError(f"torch's ProcessGroup has no method {absent[0]!r} any more")
-
-
-def _own_methods() -> list[str]:
-    return dir(dist.ProcessGroup)
+    for name in ("send", "recv", "recv_anysource", "allreduce", "barrier"):
+        if not hasattr(dist.ProcessGroup, name):
+            raise LookupError(f"torch's ProcessGroup has no method {name!r} any more")

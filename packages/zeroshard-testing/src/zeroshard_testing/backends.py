@@ -13,39 +13,49 @@ NEED_NO_PROBE = ("gloo", "fake")
 _NCCL_THAT_SHARES = (2, 30)
 
 
-def why_unavailable(spec: RanksSpec, machine: Mapping[str, Any]) -> str | None:
-    """Say why a test cannot run here.
+def machine() -> dict[str, Any]:
+    """Find out which backends torch has, and how many CUDA devices there are. Touches CUDA."""
+    import torch
+    import torch.distributed as dist
 
-    Args:
-        spec: What the test asks for.
-        machine: What `zeroshard_testing.pool.Pool.probe` found.
+    has_cuda, has_distributed = torch.cuda.is_available(), dist.is_available()
+    has_nccl = has_distributed and dist.is_nccl_available()
+    backends = list(dist.Backend.backend_list) if has_distributed else []
+    return {
+        "devices": torch.cuda.device_count() if has_cuda else 0,
+        "torch": torch.__version__,
+        "gloo": has_distributed and dist.is_gloo_available(),
+        "nccl": has_nccl,
+        "backends": backends,
+        "available": [name for name in backends if dist.is_backend_available(name)],
+        "nccl_version": list(torch.cuda.nccl.version()) if has_cuda and has_nccl else [],
+    }
 
-    Returns:
-        The reason, or None if the test can run.
 
-    Example:
-        >>> from zeroshard_testing.spec import RanksSpec
-        >>> machine = {"devices": 1, "nccl": True, "nccl_version": [2, 29, 3], "torch": "2.13.0"}
-        >>> print(why_unavailable(RanksSpec(2, "nccl"), machine))
-        backend nccl needs a CUDA device for each of 2 ranks, and there is 1 (NCCL shares one from 2.30, this is 2.29.3)
+def why_unavailable(spec: RanksSpec, found: Mapping[str, Any]) -> str | None:
+    """Say why a test cannot run on a machine that `machine` describes, None if it can.
+
+    >>> found = {"devices": 1, "nccl": True, "nccl_version": [2, 29, 3], "torch": "2.13.0"}
+    >>> print(why_unavailable(RanksSpec(2, "nccl"), found))
+    backend nccl needs a CUDA device for each of 2 ranks, and there is 1 (NCCL shares one from 2.30, this is 2.29.3)
     """
     if spec.backend in NEED_NO_PROBE:
         return None
     if spec.backend not in ("nccl", "gloo-cuda"):
         # Of a name that torch does not know, a plugin may tell it on the ranks; if none does, the test fails.
-        known, there = spec.backend in machine["backends"], spec.backend in machine["available"]
-        return f"torch {machine['torch']} was built without {spec.backend}" if known and not there else None
-    devices = machine["devices"]
+        known, there = spec.backend in found["backends"], spec.backend in found["available"]
+        return f"torch {found['torch']} was built without {spec.backend}" if known and not there else None
+    devices = found["devices"]
     if not devices:
-        return f"backend {spec.backend} needs CUDA, which torch {machine['torch']} does not find here"
+        return f"backend {spec.backend} needs CUDA, which torch {found['torch']} does not find here"
     library = "nccl" if spec.backend == "nccl" else "gloo"
-    if not machine[library]:
-        return f"torch {machine['torch']} was built without {library}"
-    version = machine["nccl_version"]
+    if not found[library]:
+        return f"torch {found['torch']} was built without {library}"
+    version = found["nccl_version"]
     if spec.backend == "nccl" and devices < spec.world_size and tuple(version) < _NCCL_THAT_SHARES:
-        found = "there is 1" if devices == 1 else f"there are {devices}"
+        there_are = "there is 1" if devices == 1 else f"there are {devices}"
         return (
-            f"backend nccl needs a CUDA device for each of {spec.world_size} ranks, and {found} (NCCL shares one from "
-            f"{'.'.join(map(str, _NCCL_THAT_SHARES))}, this is {'.'.join(map(str, version))})"
+            f"backend nccl needs a CUDA device for each of {spec.world_size} ranks, and {there_are} (NCCL shares one "
+            f"from {'.'.join(map(str, _NCCL_THAT_SHARES))}, this is {'.'.join(map(str, version))})"
         )
     return None

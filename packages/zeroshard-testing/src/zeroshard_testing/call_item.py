@@ -5,48 +5,34 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import pytest
+import torch
 
 
 class CallItem(pytest.Item):
-    """Calls a function where a test would run.
+    """Calls a function where a test would run; the result is as `torch.load` with ``weights_only=True`` reads it."""
 
-    Attributes:
-        result: What it returned, as `torch.load` with ``weights_only=True`` reads it.
-    """
-
-    def __init__(self, *, call: Callable[[], object], **kwargs: Any) -> None:  # noqa: ANN401 - as pytest's own
-        super().__init__(**kwargs)
-        self.result = b""
-        self._call = call
+    call: Callable[[], object]
+    result = b""
 
     def runtest(self) -> None:
         """Make the call."""
         __tracebackhide__ = True
-        self.result = _dumped(self._call())
+        self.result = _dumped(self.call())
 
 
 def call_item(session: pytest.Session, title: str, payload: bytes) -> CallItem:
-    """Return the item that makes a call.
-
-    Args:
-        session: The worker's session.
-        title: What to call it in reports.
-        payload: The function, its arguments and its named arguments, pickled.
-    """
+    """Return the item that makes a call: of a function with arguments and named arguments, pickled as payload."""
     # Sent by the controller that started this process, over a socket that no other process has.
     function, args, kwargs = pickle.loads(payload)  # noqa: S301 - see above
-    item: CallItem = CallItem.from_parent(
-        session, name=function.__name__, nodeid=title, call=lambda: function(*args, **kwargs)
-    )
+    item: CallItem = CallItem.from_parent(session, name=function.__name__, nodeid=title)
+    item.call = partial(function, *args, **kwargs)
     return item
 
 
 def _dumped(value: object) -> bytes:
-    import torch
-
     written = io.BytesIO()
     torch.save(value, written)
     data = written.getvalue()

@@ -10,10 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from zeroshard_testing.session import RanksSession, running_session
+from zeroshard_testing.session import RanksSession, running_sessions
 from zeroshard_testing.spec import RanksSpec, parse_checks
 
-_scripts: list[RanksSession] = []
 _is_rank = False
 
 
@@ -81,29 +80,26 @@ def refuse_on_this_process() -> None:
 
 
 def _session() -> RanksSession:
-    session = running_session()
-    if session is not None:
-        return session
-    if not _scripts:
+    if not running_sessions:
         folder = tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True)
-        _scripts.append(RanksSession(None, lambda: Path(folder.name)))
+        session = RanksSession(None, lambda: Path(folder.name))
+        running_sessions.append(session)
         atexit.register(folder.cleanup)
-        atexit.register(_scripts[0].close)
-    return _scripts[0]
+        atexit.register(session.close)
+    return running_sessions[-1]
 
 
 def _pickled(value: object, name: str) -> bytes:
-    advice = "install cloudpickle, or use a function of a module and arguments that pickle takes"
     try:
         import cloudpickle as pickler  # type: ignore[import-untyped]  # it has no types
+
+        advice = "make it in the function itself"
     except ImportError:
         pickler = pickle
-    else:
-        advice = "make it in the function itself"
+        advice = "install cloudpickle, or use a function of a module and arguments that pickle takes"
     try:
-        data: bytes = pickler.dumps(value)
+        return bytes(pickler.dumps(value))
     except Exception as error:
         raise TypeError(
             f"run_on_ranks: {name} and its arguments cannot be sent to the ranks ({error}): {advice}"
         ) from error
-    return data

@@ -14,7 +14,7 @@ from zeroshard_testing.ipc import Message
 
 
 def coverage_request(config: pytest.Config | None) -> Message | None:
-    """Return what workers need to measure as pytest-cov does, None where it does not."""
+    """Return the arguments with which `coverage.Coverage` measures as pytest-cov does, None where it does not."""
     plugin: Any = None if config is None else config.pluginmanager.get_plugin("_cov")
     controller = getattr(plugin, "cov_controller", None)
     if controller is None or controller.cov is None:
@@ -24,16 +24,13 @@ def coverage_request(config: pytest.Config | None) -> Message | None:
         "data_file": cov.config.data_file,
         "config_file": getattr(plugin.options, "cov_config", ".coveragerc"),
         "source": controller.cov_source,
-        "branch": bool(cov.get_option("run:branch")),
+        "branch": bool(cov.get_option("run:branch")) or None,
+        "data_suffix": True,
     }
 
 
 class Coverage:
-    """The measurement of one worker, from when it is made.
-
-    Args:
-        request: What `coverage_request` returned.
-    """
+    """The measurement of one worker, from when it is made with what `coverage_request` returned."""
 
     def __init__(self, request: Message | None) -> None:
         self._coverage: Any = None
@@ -41,13 +38,7 @@ class Coverage:
             return
         import coverage
 
-        self._coverage = coverage.Coverage(
-            data_file=request["data_file"],
-            data_suffix=True,
-            config_file=request["config_file"],
-            source=request["source"],
-            branch=request["branch"] or None,
-        )
+        self._coverage = coverage.Coverage(**request)
         self._coverage.start()
 
     def save(self) -> None:

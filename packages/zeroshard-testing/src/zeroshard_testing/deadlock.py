@@ -16,28 +16,20 @@ from zeroshard_testing.rank_state import Awaited, Operation, RankState
 
 @dataclass(frozen=True)
 class Deadlock:
-    """A proof that ranks wait for ever.
-
-    Attributes:
-        reasons: Why each stuck rank can never go on, in words, by rank.
-    """
+    """A proof that ranks wait for ever: why each of them can never go on, in words, by rank."""
 
     reasons: Mapping[int, str]
 
 
 def find_deadlock(states: Mapping[int, RankState]) -> Deadlock | None:
-    """Prove that no rank which still runs can ever go on, or return None.
-
-    Args:
-        states: What each rank was doing, at a moment when all that wait did so at once.
-    """
-    running = {rank for rank, state in states.items() if not state.finished}
-    if not running or not all(states[rank].awaited for rank in running):
+    """Prove from the states of one moment that no rank which still runs can ever go on, or return None."""
+    running = {rank: state.awaited for rank, state in states.items() if not state.finished}
+    if not running or not all(running.values()):
         return None
     reasons: dict[int, str] = {}
-    for rank in running:
-        found = [_never_comes(awaited, rank, states) for awaited in states[rank].awaited]
-        for text in found:
+    for rank, waits in running.items():
+        for awaited in waits:
+            text = _never_comes(awaited, rank, states)
             if text is None:
                 return None
             reasons.setdefault(rank, text)
@@ -60,15 +52,13 @@ def _never_comes(awaited: Awaited, rank: int, states: Mapping[int, RankState]) -
 
 def _collectives_never_complete(rank: int, states: Mapping[int, RankState]) -> str | None:
     """Whether every pending collective of a rank lacks a member, or meets another collective there."""
-    reasons = []
-    for key, group in states[rank].groups.items():
-        for number, operation in sorted(group.operations.items()):
-            if operation.pending:
-                reason = _lacks(key, number, operation, rank, states)
-                if reason is None:
-                    return None
-                reasons.append(reason)
-    return reasons[0] if reasons else None
+    reasons = [
+        _lacks(key, number, operation, rank, states)
+        for key, group in states[rank].groups.items()
+        for number, operation in sorted(group.operations.items())
+        if operation.pending
+    ]
+    return reasons[0] if reasons and None not in reasons else None
 
 
 def _lacks(key: str, number: int, operation: Operation, rank: int, states: Mapping[int, RankState]) -> str | None:
@@ -95,11 +85,8 @@ def _message_never_comes(awaited: Awaited, rank: int, states: Mapping[int, RankS
         if there is None:
             return None
         # A receive from anyone may take the message as well.
-        issued += sum(
-            there.messages[key].count
-            for key in (f"{answer} {rank} {awaited.tag}", f"{answer} -1 {awaited.tag}")
-            if key in there.messages
-        )
+        keys = (f"{answer} {rank} {awaited.tag}", f"{answer} -1 {awaited.tag}")
+        issued += sum(there.messages[key].count for key in keys if key in there.messages)
     here = states[rank].groups.get(awaited.group)
     if here is None or issued > awaited.number:
         return None

@@ -18,17 +18,13 @@ import sys
 import pytest
 
 from zeroshard_testing.ipc import Channel, ClosedError, Message
+from zeroshard_testing.launcher import kill_group
 from zeroshard_testing.rank_pytest import run_idle_pytest
 from zeroshard_testing.worker_main import run_child
 
 
 def main(descriptor: int, description: Message) -> None:
-    """Serve fork requests until the controller closes its end.
-
-    Args:
-        descriptor: File descriptor of the connected Unix socket to the controller.
-        description: Of the pytest that is configured here; see `zeroshard_testing.rank_pytest`.
-    """
+    """Serve fork requests until the controller closes its end of the Unix socket that ``descriptor`` stands for."""
     channel = Channel(socket.socket(fileno=descriptor))
     run_idle_pytest(description, lambda session: _Server(channel, session).serve())
 
@@ -47,13 +43,12 @@ class _Server:
         # Pages of what is loaded stay shared with the workers as long as the collector does not write to them.
         gc.freeze()
         wakeup, self._wakeup = socket.socketpair()
-        wakeup.setblocking(False)
         self._wakeup.setblocking(False)
         sources: list[Channel | socket.socket] = [self._channel, wakeup]
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
         try:
-            self._channel.send({"op": "up"})
+            self._channel.send({})
             while True:
                 readable, _, _ = select.select(sources, [], [])
                 if wakeup in readable:
@@ -70,11 +65,10 @@ class _Server:
 
     def _handle(self, message: Message) -> None:
         if message["op"] == "kill":
-            for pid, identity in self._children.items():
-                if identity == message["id"]:
-                    _kill_group(pid)
+            if message["id"] in self._children:
+                kill_group(self._children[message["id"]])
             return
-        descriptors = self._channel.take_descriptors(message["descriptors"])
+        descriptors = self._channel.take_descriptors(5)
         pid = os.fork()
         if pid == 0:
             self._become_child(message, descriptors)
@@ -82,8 +76,8 @@ class _Server:
             os.close(descriptor)
         with contextlib.suppress(OSError):
             os.setpgid(pid, pid)
-        self._children[pid] = message["id"]
-        self._channel.send({"op": "forked", "id": message["id"], "pid": pid})
+        self._children[message["id"]] = pid
+        self._channel.send({"id": message["id"], "pid": pid, "status": None})
 
     def _become_child(self, message: Message, descriptors: list[int]) -> None:
         status = 1
@@ -105,29 +99,18 @@ class _Server:
             os._exit(status)
 
     def _reap(self) -> None:
-        while self._children:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
-            # What a test started and left behind ends with the rank that started it.
-            _kill_group(pid)
-            identity = self._children.pop(pid, None)
-            if identity is not None:
-                self._channel.send({"op": "exited", "id": identity, "status": os.waitstatus_to_exitcode(status)})
+        for identity, child in list(self._children.items()):
+            pid, status = os.waitpid(child, os.WNOHANG)
+            if pid:
+                # What a test started and left behind ends with the rank that started it.
+                kill_group(pid)
+                del self._children[identity]
+                self._channel.send({"id": identity, "pid": pid, "status": os.waitstatus_to_exitcode(status)})
 
     def _kill_all(self) -> None:
-        for pid in self._children:
-            _kill_group(pid)
-        for pid in self._children:
+        for pid in self._children.values():
+            kill_group(pid)
+        for pid in self._children.values():
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0)
-        for pid in self._children:
-            _kill_group(pid)
-
-
-def _kill_group(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
+            kill_group(pid)

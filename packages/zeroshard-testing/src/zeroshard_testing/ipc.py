@@ -24,9 +24,7 @@ class Channel:
 
     A frame is two 32-bit big-endian lengths in bytes, a JSON object of the first length and an opaque payload of the
     second. Only JSON is ever interpreted here; who pickles a payload, and who may unpickle it, is the caller's affair.
-
-    Args:
-        sock: A connected stream socket, owned by the channel from now on.
+    The channel owns its socket. All methods raise ClosedError if the other end is gone.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -40,48 +38,24 @@ class Channel:
         return self._sock.fileno()
 
     def send(self, message: Message, payload: bytes = b"", descriptors: Sequence[int] = ()) -> None:
-        """Send one message; any thread may.
-
-        Args:
-            message: A JSON object.
-            payload: Bytes that travel behind it.
-            descriptors: Open file descriptors to hand over; the receiver gets duplicates.
-
-        Raises:
-            ClosedError: If the other end is gone.
-        """
+        """Send one message; any thread may. The receiver gets duplicates of the descriptors."""
         body = json.dumps(message).encode()
         frame = _FRAME.pack(len(body), len(payload)) + body + payload
         try:
             with self._sending:
-                if descriptors:
-                    sent = socket.send_fds(self._sock, [frame], descriptors)
-                    frame = frame[sent:]
-                if frame:
-                    self._sock.sendall(frame)
+                sent = socket.send_fds(self._sock, [frame], descriptors) if descriptors else 0
+                self._sock.sendall(frame[sent:])
         except OSError as error:
             raise ClosedError(str(error)) from error
 
     def receive(self) -> tuple[Message, bytes]:
-        """Block until one whole message is there.
-
-        Returns:
-            The message and its payload.
-
-        Raises:
-            ClosedError: If the other end closes first.
-        """
-        while True:
-            for message in self._parsed():
-                return message
+        """Block until one whole message is there, and return it with its payload."""
+        while (message := next(self._parsed(), None)) is None:
             self._fill()
+        return message
 
     def receive_ready(self) -> Iterator[tuple[Message, bytes]]:
-        """Read once, when a selector says that there is something, and yield every message that is complete.
-
-        Raises:
-            ClosedError: If the other end has closed.
-        """
+        """Read once, when a selector says that there is something, and yield every message that is complete."""
         yield from self._parsed()
         self._fill()
         yield from self._parsed()
@@ -113,10 +87,11 @@ class Channel:
     def _parsed(self) -> Iterator[tuple[Message, bytes]]:
         while len(self._buffer) >= _FRAME.size:
             body_size, payload_size = _FRAME.unpack_from(self._buffer)
-            end = _FRAME.size + body_size + payload_size
+            middle = _FRAME.size + body_size
+            end = middle + payload_size
             if len(self._buffer) < end:
                 return
-            body = bytes(self._buffer[_FRAME.size : _FRAME.size + body_size])
-            payload = bytes(self._buffer[_FRAME.size + body_size : end])
+            body = self._buffer[_FRAME.size : middle]
+            payload = bytes(self._buffer[middle:end])
             del self._buffer[:end]
             yield json.loads(body), payload

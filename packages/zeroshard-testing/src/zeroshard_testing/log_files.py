@@ -9,23 +9,10 @@ from pathlib import Path
 from zeroshard_testing.outcome import Outcome
 
 
-def write_log_files(
-    folder: Path, test: str, outcomes: Mapping[int, Outcome], stdout: Mapping[int, str], stderr: Mapping[int, str]
-) -> Path:
-    """Write ``rank0.log`` and so on into a folder of the test's own, over those of an earlier run.
+def write_log_files(folder: Path, test: str, outcomes: Mapping[int, Outcome]) -> Path:
+    """Write ``rank0.log`` and so on, in place of those of an earlier run, and return the folder that they are in.
 
-    Args:
-        folder: Where the tests' folders are; made if it does not exist.
-        test: The test's id.
-        outcomes: How it ended on each rank.
-        stdout: What ranks wrote to standard output.
-        stderr: Likewise for standard error.
-
-    Returns:
-        The test's folder.
-
-    Raises:
-        OSError: If a file cannot be written.
+    It is below ``folder`` and named for the test, whose id is ``test``.
     """
     own = folder / (re.sub(r"[^\w.\[\]-]+", "_", test)[-150:] or "test")
     own.mkdir(parents=True, exist_ok=True)
@@ -35,7 +22,7 @@ def write_log_files(
         parts = [
             f"{test}, rank {rank}: {outcome.predicate or outcome.kind}",
             outcome.detail,
-            *(f"{name}:\n{texts[rank]}" for name, texts in (("stdout", stdout), ("stderr", stderr)) if rank in texts),
+            *(f"{title}:\n{text}" for title, text in outcome.sections),
         ]
         (own / f"rank{rank}.log").write_text("\n\n".join(part for part in parts if part) + "\n", encoding="utf-8")
     return own

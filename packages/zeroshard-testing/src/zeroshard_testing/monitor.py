@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import selectors
+import math
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from zeroshard_testing import outcome as kinds
@@ -21,20 +21,14 @@ _GRACE = 0.5
 # After a death less: whatever the others have to say, it is not the cause.
 _GRACE_AFTER_DEATH = 0.04
 _IMPORT_TIMEOUT = 300.0
-# How long the forkserver may take to tell the status of a worker whose channel has ended, in seconds.
+# How long the status of a worker whose channel has ended may take to be known, in seconds.
 _STATUS_TIMEOUT = 2.0
-_NEWS_INTERVAL = 0.02
 
 
 class Monitor:
-    """The life of one test, from when it is sent to the last outcome.
+    """The life of one test, from when it is sent to ``workers``, by slot, to the last outcome.
 
-    Args:
-        launcher: Tells how processes ended.
-        workers: The test's workers, by slot.
-        run: Number of the run; reports of other runs are ignored.
-        timeout: Seconds that the test may take, imports not counted.
-        checks_off: Names of checks that are off.
+    Reports of other runs than ``run`` are ignored. The time that imports take does not count towards ``timeout``.
     """
 
     def __init__(
@@ -51,74 +45,56 @@ class Monitor:
         self._timeout = timeout
         self._outcomes: dict[int, Outcome] = {}
         self._faulted: dict[int, str] = {}
+        self._open = {child.channel: slot for slot, child in enumerate(workers)}
         self._ended: dict[int, float] = {}
         self._importing: set[int] = set()
         self._deadline = time.monotonic() + timeout
-        self._grace_ends: float | None = None
+        self._grace_ends = math.inf
         self._snapshots = Snapshots(workers, run)
 
-    def outcomes(self) -> Mapping[int, Outcome]:
-        """Wait until every rank has reported, died, or been given up; the caller replaces workers afterwards.
+    def outcomes(self) -> list[Outcome]:
+        """Wait until every rank has reported, died, or been given up, and return an outcome for every slot.
 
-        Returns:
-            An outcome for every slot.
-
-        Raises:
-            LaunchError: If no process can be started any more.
+        The caller replaces workers afterwards. Raises LaunchError if no process can be started any more.
         """
-        with selectors.DefaultSelector() as selector:
-            if self._launcher.channel is not None:
-                selector.register(self._launcher.channel, selectors.EVENT_READ, None)
-            for slot, child in enumerate(self._workers):
-                selector.register(child.channel, selectors.EVENT_READ, slot)
-            while not self._is_over():
-                now = time.monotonic()
-                if now >= self._end():
-                    self._give_up()
-                    break
-                self._snapshots.ask_when_due(now)
-                patience = min(self._end(), self._snapshots.due) - time.monotonic()
-                if self._must_ask():
-                    patience = min(patience, _NEWS_INTERVAL)
-                for key, _ in selector.select(max(patience, 0)):
-                    if key.data is None:
-                        self._launcher.take_news()
-                    elif not self._read(key.data):
-                        selector.unregister(key.fileobj)
-                if self._must_ask():
-                    self._launcher.take_news()
-                self._notice_deaths()
-                self._notice_stops()
-                self._notice_deadlock()
+        # A rank whose channel has ended is accounted for when its status is known.
+        while self._ended or self._out():
+            now = time.monotonic()
+            if now >= self._end():
+                self._give_up()
+                break
+            self._snapshots.ask_when_due(now)
+            patience = min(self._end(), self._snapshots.due) - time.monotonic()
+            for channel in readable_channels([*self._launcher.news, *self._open], max(patience, 0)):
+                if channel in self._open:
+                    self._read(self._open[channel])
+            self._launcher.take_news()
+            self._notice_deaths()
+            self._notice_stops()
+            self._notice_deadlock()
         self._notice_unmatched()
         self._explain_aborts()
-        return dict(sorted(self._outcomes.items()))
+        return [outcome for _, outcome in sorted(self._outcomes.items())]
 
-    def _is_over(self) -> bool:
-        # A rank whose channel has ended is accounted for when its status is known.
-        return len(self._outcomes) == len(self._workers) and not self._ended
+    def _out(self) -> list[int]:
+        """Return the ranks without an outcome."""
+        return [slot for slot in range(len(self._workers)) if slot not in self._outcomes]
 
     def _end(self) -> float:
         """The moment at which the ranks that are still out are given up, or the loop must look again."""
-        deadline = self._deadline
-        if self._grace_ends is not None:
-            deadline = min(deadline, self._grace_ends)
-        if self._ended:
-            # The status of a dead rank is worth a wait of its own.
-            deadline = max(deadline, max(self._ended.values()) + _STATUS_TIMEOUT)
-        return deadline
-
-    def _must_ask(self) -> bool:
-        """Whether a status is awaited of which no news will come unasked."""
-        return bool(self._ended) and self._launcher.channel is None
+        # The status of a dead rank is worth a wait of its own.
+        statuses = max(self._ended.values(), default=-math.inf) + _STATUS_TIMEOUT
+        return max(min(self._deadline, self._grace_ends), statuses)
 
     def _read(self, slot: int) -> bool:
         """Take what a worker has sent; False when its channel has ended."""
+        channel = self._workers[slot].channel
         try:
-            for message, payload in self._workers[slot].channel.receive_ready():
+            for message, payload in channel.receive_ready():
                 if message.get("run") == self._run:
                     self._take(slot, message, payload)
         except ClosedError:
+            del self._open[channel]
             self._ended[slot] = time.monotonic()
             self._snapshots.leave(slot)
             return False
@@ -148,8 +124,7 @@ class Monitor:
         self._outcomes[slot] = outcome
         if not outcome.is_clean:
             grace = _GRACE_AFTER_DEATH if outcome.kind == kinds.DIED else _GRACE
-            ends = time.monotonic() + grace
-            self._grace_ends = ends if self._grace_ends is None else min(self._grace_ends, ends)
+            self._grace_ends = min(self._grace_ends, time.monotonic() + grace)
 
     def _notice_deaths(self) -> None:
         for slot, child in enumerate(self._workers):
@@ -158,57 +133,53 @@ class Monitor:
             if slot not in self._outcomes and slot not in self._ended:
                 # What it sent before it ended is still in the channel. A process that the test has left behind may
                 # hold the other end open, so the channel's end is not waited for.
-                self._drain(slot)
+                while readable_channels([child.channel], 0) and self._read(slot):
+                    pass
             self._ended.pop(slot, None)
             self._snapshots.leave(slot)
             self._die(slot, describe_exit(child.status))
-
-    def _drain(self, slot: int) -> None:
-        channel = self._workers[slot].channel
-        while readable_channels([channel], 0) and self._read(slot):
-            pass
 
     def _die(self, slot: int, summary: str) -> None:
         known = self._outcomes.get(slot)
         if known is not None and (not known.is_clean or known.kind == kinds.FAULTED):
             return
         if slot in self._faulted:
-            self._outcomes[slot] = Outcome(kinds.FAULTED, summary, moment=time.monotonic())
+            self._outcomes[slot] = Outcome(kinds.FAULTED, summary)
             return
         if known is not None:
             summary += f" after it had reported {known.kind!r}, while other ranks were still running"
         else:
             summary += " before it reported an outcome"
         detail = readable_stacks(text_of(self._workers[slot].stacks))
-        self._settle(slot, Outcome(kinds.DIED, summary, detail, time.monotonic()))
+        self._settle(slot, Outcome(kinds.DIED, summary, detail))
 
     def _notice_stops(self) -> None:
         """Settle the ranks that the test has stopped for good, when all others have an outcome."""
-        out = {slot for slot in range(len(self._workers)) if slot not in self._outcomes}
-        if out and not self._ended and all(self._faulted.get(slot) == "stop" for slot in out):
+        out = self._out()
+        if not self._ended and all(self._faulted.get(slot) == "stop" for slot in out):
             for slot in out:
-                self._outcomes[slot] = Outcome(kinds.FAULTED, "was stopped by its own fault", moment=time.monotonic())
+                self._outcomes[slot] = Outcome(kinds.FAULTED, "was stopped by its own fault")
 
     def _notice_deadlock(self) -> None:
         """Settle the ranks that are still out if it is proven that they wait for ever."""
-        deadlock = self._snapshots.deadlock()
+        deadlock = self._snapshots.deadlock
         if deadlock is None or self._ended or "deadlock" in self._checks_off:
             return
         mismatch = self._snapshots.mismatch()
-        now = time.monotonic()
-        seen = self._snapshots.details([slot for slot in deadlock.reasons if slot not in self._outcomes])
-        for slot, reason in deadlock.reasons.items():
-            if slot not in self._outcomes:
-                summary = f"stuck: {mismatch}" if mismatch else reason
-                detail = "\n".join(part for part in (f"This rank is {reason}.", seen.get(slot, "")) if part)
-                self._outcomes[slot] = Outcome(kinds.DEADLOCKED, summary, detail, now)
+        stuck = [slot for slot in self._out() if slot in deadlock.reasons]
+        seen = self._snapshots.details(stuck)
+        for slot in stuck:
+            reason = deadlock.reasons[slot]
+            summary = f"stuck: {mismatch}" if mismatch else reason
+            detail = "\n".join(part for part in (f"This rank is {reason}.", seen.get(slot, "")) if part)
+            self._outcomes[slot] = Outcome(kinds.DEADLOCKED, summary, detail)
 
     def _notice_unmatched(self) -> None:
         """Turn a pass into a failure where a rank has left a collective or a message to the others."""
         if any(outcome.kind not in (kinds.PASSED, kinds.XPASSED) for outcome in self._outcomes.values()):
             return
         for slot, text in self._snapshots.unmatched(self._checks_off).items():
-            self._outcomes[slot] = Outcome(kinds.FAILED, text, moment=time.monotonic(), found_by_controller=True)
+            self._outcomes[slot] = Outcome(kinds.FAILED, text, found_by_controller=True)
 
     def _explain_aborts(self) -> None:
         """Say of ranks that a signal has ended, and of nobody else, in which collective they met another one."""
@@ -225,9 +196,8 @@ class Monitor:
             self._ended.pop(slot)
             self._die(slot, "closed its control channel; its process did not end")
         timed_out = all(outcome.is_clean for outcome in self._outcomes.values())
-        out = [slot for slot in range(len(self._workers)) if slot not in self._outcomes]
+        out = self._out()
         seen = self._snapshots.details(out)
-        now = time.monotonic()
         for slot in out:
             if slot in self._importing:
                 summary = "was still importing the test's module"
@@ -236,24 +206,16 @@ class Monitor:
             else:
                 summary = "was stopped: still running when another rank had failed"
             kind = kinds.TIMED_OUT if timed_out else kinds.STOPPED
-            self._outcomes[slot] = Outcome(kind, summary, seen.get(slot, ""), now)
+            self._outcomes[slot] = Outcome(kind, summary, seen.get(slot, ""))
 
 
 def describe_exit(status: int) -> str:
-    """Say how a process ended.
+    """Say how a process ended, by its exit status, which is negative for a signal.
 
-    Args:
-        status: Exit status, negative for a signal.
-
-    Example:
-        >>> describe_exit(-9)
-        'was killed by SIGKILL'
-        >>> describe_exit(0)
-        'exited with status 0'
+    >>> describe_exit(-9)
+    'was killed by SIGKILL'
     """
     if status >= 0:
         return f"exited with status {status}"
-    try:
-        return f"was killed by {signal.Signals(-status).name}"
-    except ValueError:
-        return f"was killed by signal {-status}"
+    names = {number.value: number.name for number in signal.Signals}
+    return f"was killed by {names.get(-status, f'signal {-status}')}"

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+# By a rank's own report; it has xpassed where a failure was expected, but not strictly.
 PASSED = "passed"
 FAILED = "failed"
 SKIPPED = "skipped"
 XFAILED = "xfailed"
-DIED = "died"
 XPASSED = "xpassed"
+# Without one; it was stopped by the controller, after another rank had failed.
+DIED = "died"
 STOPPED = "stopped"
-TIMED_OUT = "timed out"
-FAULTED = "faulted"
 DEADLOCKED = "deadlocked"
-
+TIMED_OUT = "timed out"
+# The test's own fault has ended or stopped it.
+FAULTED = "faulted"
 
 _ECHOES = re.compile(
     r"connection (was )?(reset|closed|refused|aborted)|broken pipe|socket closed|peer closed"
@@ -27,12 +30,7 @@ _ECHOES = re.compile(
 
 
 def is_echo(text: str) -> bool:
-    """Whether an exception's text is what a rank says when its peer has gone: a consequence, told after causes.
-
-    Example:
-        >>> is_echo("RuntimeError: Connection reset by peer")
-        True
-    """
+    """Whether an exception's text is what a rank says when its peer has gone: a consequence, told after causes."""
     return _ECHOES.search(text) is not None
 
 
@@ -40,26 +38,18 @@ def is_echo(text: str) -> bool:
 class Outcome:
     """How a test ended on one rank, as that rank reported it or as the controller found it.
 
-    Attributes:
-        kind: ``"passed"``, ``"failed"``, ``"skipped"``, ``"xfailed"`` or ``"xpassed"`` (where a failure was expected,
-            but not strictly) by the rank's own report; ``"died"``, ``"stopped"`` (by the controller, after another rank
-            had failed), ``"deadlocked"`` or ``"timed out"`` without one; ``"faulted"`` if the test's own fault has
-            ended or stopped it.
-        summary: One line: the exception, the reason of a skip, how the process ended.
-        detail: The traceback as pytest renders it, or the Python stacks of a rank that was stopped.
-        moment: Seconds on the machine's monotonic clock, to tell what came first.
-        path: File where it was raised, empty if unknown.
-        line: Line in that file, 1-based; 0 if unknown.
-        warnings: What the test warned of: category, text, file and line of each.
-        sections: What pytest shows beside a report, such as the log: title and text of each.
-        properties: What ``record_property`` was given: name and value of each, both as text.
-        found_by_controller: Whether the rank itself had reported something else.
+    ``summary`` is one line: the exception, the reason of a skip, how the process ended. ``detail`` is the traceback, or
+    the Python stacks of a rank that was stopped, ``moment`` seconds on the machine's monotonic clock, to tell what came
+    first. ``path`` and ``line`` (1-based) say where it was raised, empty and 0 if unknown. ``warnings`` are category,
+    text, file and line of each, ``sections`` what pytest shows beside a report, to which the controller adds
+    standard output and error, ``properties`` those of ``record_property``. ``found_by_controller`` says that the rank
+    itself had reported something else.
     """
 
     kind: str
     summary: str = ""
     detail: str = ""
-    moment: float = 0.0
+    moment: float = field(default_factory=time.monotonic)
     path: str = ""
     line: int = 0
     warnings: tuple[tuple[str, str, str, int], ...] = ()
@@ -88,16 +78,12 @@ class Outcome:
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> Outcome:
         """Read what `to_message` made, ignoring other keys."""
-        values = {field.name: message[field.name] for field in fields(cls)}
+        values = {one.name: message[one.name] for one in fields(cls)}
         for name in ("warnings", "sections", "properties"):
             values[name] = tuple(tuple(one) for one in values[name])
         return cls(**values)
 
 
 def printable(text: str) -> str:
-    """Return a text that any file or terminal takes, with lone surrogates escaped.
-
-    >>> printable(chr(0xD800)) == chr(92) + "ud800"
-    True
-    """
+    """Return a text that any file or terminal takes, with lone surrogates escaped."""
     return text.encode("utf-8", "backslashreplace").decode()

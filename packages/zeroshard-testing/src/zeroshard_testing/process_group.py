@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import threading
 import warnings
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch exports them unseen
 
 from zeroshard_testing._torch_private import fake_store, process_groups
+from zeroshard_testing.ipc import Message
 from zeroshard_testing.stacks import OWN_THREADS
 
 # Gloo needs about 20 ms to close the connections of a group, most of it asleep.
@@ -28,41 +28,34 @@ _GROUP_TIMEOUT_MARGIN = 60.0
 class GroupKeeper:
     """Makes the default process group for a test, and lets go of it off the critical path.
 
-    Only the worker's main thread may call it.
-
-    Args:
-        port: Port on loopback of the store that all ranks share; connected to once, here.
+    Only the worker's main thread may call it. All ranks share the store that listens at a port on loopback; it is
+    connected to once, here.
     """
 
     def __init__(self, port: int) -> None:
         self._store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
         self._current: str | None = None
         self._retired: queue.Queue[list[Any]] = queue.Queue(_BACKLOG)
-        self._reapers: list[threading.Thread] = []
+        self._reapers = 0
 
-    def begin(self, key: str, backend: str, rank: int, world_size: int, timeout: float) -> None:
-        """Initialise the default process group, unless it is there already under the same key.
+    def begin(self, message: Message) -> None:
+        """Initialise the default process group that a test asks for, unless it is there already under the same key.
 
-        Args:
-            key: Name of the group, the same on all of its ranks and on no other group's.
-            backend: As the marker names it.
-            rank: This process's rank.
-            world_size: Number of ranks.
-            timeout: Seconds that the test may take; the group's own timeout is longer.
+        The message's ``group`` is the key: the same on all ranks of a group, and no other group's.
         """
+        key, backend, rank = message["group"], message["backend"], message["rank"]
         if key == self._current and dist.is_initialized():
             return
         self.retire()
         if backend in ("nccl", "gloo-cuda"):
             torch.cuda.set_device(rank % torch.cuda.device_count())
-        store = fake_store() if backend == "fake" else PrefixStore(key, self._store)
         with _torch_warnings_ignored():
             dist.init_process_group(
                 "gloo" if backend == "gloo-cuda" else backend,
-                store=store,
+                store=fake_store() if backend == "fake" else PrefixStore(key, self._store),
                 rank=rank,
-                world_size=world_size,
-                timeout=timedelta(seconds=timeout + _GROUP_TIMEOUT_MARGIN),
+                world_size=message["world_size"],
+                timeout=timedelta(seconds=message["timeout"] + _GROUP_TIMEOUT_MARGIN),
             )
         self._current = key
 
@@ -75,16 +68,14 @@ class GroupKeeper:
         groups = process_groups()
         with _torch_warnings_ignored():
             dist.destroy_process_group()
-        if not self._reapers or (len(self._reapers) < _REAPERS and not self._retired.empty()):
-            reaper = threading.Thread(target=self._reap, name=f"{OWN_THREADS}group-reaper", daemon=True)
-            self._reapers.append(reaper)
-            reaper.start()
+        if not self._reapers or (self._reapers < _REAPERS and not self._retired.empty()):
+            threading.Thread(target=self._reap, name=f"{OWN_THREADS}group-reaper", daemon=True).start()
+            self._reapers += 1
         self._retired.put(groups)
 
     def _reap(self) -> None:
         while True:
-            groups = self._retired.get()
-            groups.clear()
+            self._retired.get().clear()
 
 
 @contextlib.contextmanager
@@ -93,15 +84,3 @@ def _torch_warnings_ignored() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-
-
-def worker_environment() -> dict[str, str]:
-    """Return what torch is to find in a worker's environment, unless the user has set it otherwise.
-
-    Gloo binds to the loopback interface: no name lookups, no firewalls. The flight recorder keeps the latest
-    collectives. NCCL lets ranks share a GPU where it can.
-    """
-    environment = {"TORCH_FR_BUFFER_SIZE": "256", "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
-    if os.name == "posix":
-        environment["GLOO_SOCKET_IFNAME"] = "lo0" if os.uname().sysname == "Darwin" else "lo"
-    return environment

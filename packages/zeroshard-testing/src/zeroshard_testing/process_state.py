@@ -14,7 +14,8 @@ import random
 import signal
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,120 +26,109 @@ from zeroshard_testing.ipc import Message
 class ProcessState:
     """Gives every test the controller's surroundings and the same fresh defaults.
 
-    Args:
-        defaults: Environment variables to set where the controller's environment does not.
+    Python's own settings are put back to what they are when this is made.
     """
 
-    def __init__(self, defaults: Mapping[str, str]) -> None:
-        self._defaults = {"OMP_NUM_THREADS": "1", **defaults}
+    def __init__(self) -> None:
         self._environment: dict[str, str] = {}
-        self._interpreter = _Interpreter()
+        self._argv = list(sys.argv)
+        handlers = (_accessors(signal.getsignal, signal.signal, number) for number in signal.valid_signals())
+        settings = [(read, write, read()) for read, write in (*_PYTHON_SETTINGS, *handlers)]
+        # A signal handler that C has installed reads as None, and cannot be put back.
+        self._settings = [setting for setting in settings if setting[2] is not None]
 
     def restore_surroundings(self, message: Message) -> None:
         """Put back what imports see: environment, folder, import path.
 
-        Args:
-            message: A request to run a test: ``environment`` (None when it is the last one's), ``cwd``, ``sys_path``,
-                ``nodeid``, ``rank``, ``world_size`` and ``master_port``.
+        The request to run a test has an ``environment`` unless it is the last one's.
         """
         if message["environment"] is not None:
-            self._environment = {**self._defaults, **message["environment"]}
-        rank, world_size = str(message["rank"]), str(message["world_size"])
+            self._environment = {**_ENVIRONMENT, **message["environment"]}
         wanted = {
             **self._environment,
-            "RANK": rank,
-            "LOCAL_RANK": rank,
-            "WORLD_SIZE": world_size,
-            "LOCAL_WORLD_SIZE": world_size,
+            **dict.fromkeys(("RANK", "LOCAL_RANK"), str(message["rank"])),
+            **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(message["world_size"])),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(message["master_port"]),
         }
         for name in os.environ.keys() - wanted.keys():
             del os.environ[name]
-        for name, value in wanted.items():
-            if os.environ.get(name) != value:
-                os.environ[name] = value
+        os.environ.update(wanted.items() - os.environ.items())
         os.chdir(message["cwd"])
         if sys.path != message["sys_path"]:
             sys.path[:] = message["sys_path"]
 
     def restore_defaults(self) -> None:
         """Put back what imports may have changed, too: seeds, and defaults of Python and torch."""
-        self._interpreter.restore()
-        _restore_torch()
-        _restore_random_state()
-
-
-class _Interpreter:
-    """Python's own settings, as they were when the worker came up."""
-
-    def __init__(self) -> None:
-        self._signals = {number: signal.getsignal(number) for number in signal.valid_signals()}
-        self._umask = os.umask(0o022)
-        os.umask(self._umask)
-        self._recursion_limit = sys.getrecursionlimit()
-        self._switch_interval = sys.getswitchinterval()
-        self._collects = gc.isenabled()
-        self._thresholds = gc.get_threshold()
-        self._hooks = sys.excepthook, threading.excepthook, sys.displayhook
-        self._streams = sys.stdout, sys.stderr, sys.stdin
-        self._argv = list(sys.argv)
-        self._locale = locale.setlocale(locale.LC_ALL)
-        self._level = logging.getLogger().level
-        self._disabled = logging.root.manager.disable
-        self._decimals = decimal.getcontext().copy()
-
-    def restore(self) -> None:
-        for number, handler in self._signals.items():
-            if signal.getsignal(number) is not handler and handler is not None:
-                signal.signal(number, handler)
-        os.umask(self._umask)
-        sys.setrecursionlimit(self._recursion_limit)
-        sys.setswitchinterval(self._switch_interval)
-        if gc.isenabled() != self._collects:
-            (gc.enable if self._collects else gc.disable)()
-        gc.set_threshold(*self._thresholds)
-        sys.excepthook, threading.excepthook, sys.displayhook = self._hooks
-        sys.stdout, sys.stderr, sys.stdin = self._streams
+        for read, write, value in (*self._settings, *_TORCH_DEFAULTS):
+            if read() != value:
+                write(value)
         sys.argv[:] = self._argv
-        if locale.setlocale(locale.LC_ALL) != self._locale:
-            locale.setlocale(locale.LC_ALL, self._locale)
-        logging.getLogger().setLevel(self._level)
-        logging.disable(self._disabled)
-        decimal.setcontext(self._decimals.copy())
+        torch.set_printoptions(profile="default")
+        random.seed(0)
+        torch.default_generator.manual_seed(0)
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed_all(0)
+        numpy = sys.modules.get("numpy")
+        if numpy is not None:
+            # An attribute that imports what it names, so that the first test of a worker is seeded too.
+            numpy.random.seed(0)
 
 
-def _restore_random_state() -> None:
-    random.seed(0)
-    torch.default_generator.manual_seed(0)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed_all(0)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        # An attribute that imports what it names, so that the first test of a worker is seeded too.
-        numpy.random.seed(0)
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    # The flight recorder keeps the latest collectives.
+    "TORCH_FR_BUFFER_SIZE": "256",
+    # NCCL lets ranks share a GPU where it can.
+    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+}
+"""Variables that torch finds in a worker's environment, unless the user has set them otherwise."""
+
+if os.name == "posix":
+    # Gloo binds to the loopback interface: no name lookups, no firewalls.
+    _ENVIRONMENT["GLOO_SOCKET_IFNAME"] = "lo0" if os.uname().sysname == "Darwin" else "lo"
 
 
-def _restore_torch() -> None:
-    torch.set_grad_enabled(True)
-    torch.set_default_dtype(torch.float32)
-    if torch.get_default_device() != torch.device("cpu"):
-        torch.set_default_device(None)
-    if torch.get_num_threads() != 1:
-        torch.set_num_threads(1)
-    for getter, setter, value in _TORCH_DEFAULTS:
-        if getter() != value:
-            setter(value)
-    torch.backends.cudnn.benchmark = False
-    torch.backends.cudnn.deterministic = False
-    torch.set_printoptions(profile="default")
-    if torch.is_autocast_enabled("cpu"):
-        torch.set_autocast_enabled("cpu", False)
+def _accessors(read: Callable[..., Any], write: Callable[..., Any], *target: object) -> tuple[Any, Any]:
+    """Return what reads and what writes a setting that one of several has: an attribute of an object, for instance."""
+    return partial(read, *target), partial(write, *target)
 
+
+def _umask() -> int:
+    found = os.umask(0o022)
+    os.umask(found)
+    return found
+
+
+_PYTHON_SETTINGS: tuple[tuple[Any, Any], ...] = (
+    (_umask, os.umask),
+    (sys.getrecursionlimit, sys.setrecursionlimit),
+    (sys.getswitchinterval, sys.setswitchinterval),
+    (gc.isenabled, lambda collects: gc.enable() if collects else gc.disable()),
+    (gc.get_threshold, lambda thresholds: gc.set_threshold(*thresholds)),
+    _accessors(locale.setlocale, locale.setlocale, locale.LC_ALL),
+    (logging.getLogger().getEffectiveLevel, logging.getLogger().setLevel),
+    (lambda: logging.root.manager.disable, logging.disable),
+    # Contexts are never equal, so that each test gets a copy of its own.
+    (lambda: decimal.getcontext().copy(), lambda context: decimal.setcontext(context.copy())),
+    _accessors(getattr, setattr, sys, "excepthook"),
+    _accessors(getattr, setattr, sys, "displayhook"),
+    _accessors(getattr, setattr, threading, "excepthook"),
+    _accessors(getattr, setattr, sys, "stdout"),
+    _accessors(getattr, setattr, sys, "stderr"),
+    _accessors(getattr, setattr, sys, "stdin"),
+)
 
 _TORCH_DEFAULTS: tuple[tuple[Any, Any, Any], ...] = (
+    (torch.is_grad_enabled, torch.set_grad_enabled, True),
+    (torch.get_default_dtype, torch.set_default_dtype, torch.float32),
+    (torch.get_default_device, lambda _: torch.set_default_device(None), torch.device("cpu")),
+    (torch.get_num_threads, torch.set_num_threads, 1),
     (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, False),
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, torch.get_float32_matmul_precision()),
     (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly, False),
     (torch.is_warn_always_enabled, torch.set_warn_always, False),
+    (*_accessors(torch.is_autocast_enabled, torch.set_autocast_enabled, "cpu"), False),
+    (*_accessors(getattr, setattr, torch.backends.cudnn, "benchmark"), False),
+    (*_accessors(getattr, setattr, torch.backends.cudnn, "deterministic"), False),
 )

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,22 +15,10 @@ from zeroshard_testing.outcome import is_echo
 
 
 @dataclass
-class Collected:
-    """What came of collecting a file."""
-
-    path: Path
-    items: list[pytest.Item] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)
-
-
-@dataclass
 class Reports:
-    """What came of one test.
+    """What came of one test: the reports of its phases and subtests, and the first failure in one line.
 
-    Attributes:
-        all: The reports of its phases, and of subtests.
-        summary: Of the first failure, in one line.
-        warnings: Category, text, file and line of each.
+    A warning is its category, text, file and line.
     """
 
     all: list[pytest.TestReport] = field(default_factory=list)
@@ -41,12 +27,12 @@ class Reports:
 
 
 class RankPlugin:
-    """Registered in every worker, under `name`."""
+    """Registered in every worker, under `name`; ``body`` is called where the session would collect."""
 
     name = "zeroshard-rank"
 
-    def __init__(self) -> None:
-        self._collected: Collected | None = None
+    def __init__(self, body: Callable[[pytest.Session], None]) -> None:
+        self._body = body
         self._reports = Reports()
 
     def run(self, item: pytest.Item, nextitem: Any) -> Reports:  # noqa: ANN401 - an item, or what has its listchain()
@@ -55,36 +41,14 @@ class RankPlugin:
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=nextitem)
         return self._reports
 
-    @contextlib.contextmanager
-    def collecting(self, path: str) -> Iterator[Collected]:
-        """Keep what is collected meanwhile, of one file."""
-        self._collected = Collected(Path(path))
-        try:
-            yield self._collected
-        finally:
-            self._collected = None
-
     @pytest.hookimpl(tryfirst=True)
-    def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
-        """Look at nothing beside the way to the file; folders may hold thousands."""
-        if self._collected is None or collection_path == self._collected.path:
-            return None
-        return None if collection_path in self._collected.path.parents else True
+    def pytest_collection(self, session: pytest.Session) -> bool:
+        """Serve the controller instead."""
+        self._body(session)
+        return True
 
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Keep what could not be collected."""
-        if report.failed and self._collected is not None:
-            self._collected.failures.append(report.longreprtext)
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Keep all items; conftest files may mark them, but the controller has selected already."""
-        if self._collected is not None:
-            self._collected.items = list(items)
-
-    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Make the tests that the controller has made."""
-        parametrize(metafunc)
+    # The tests that the controller has made.
+    pytest_generate_tests = staticmethod(parametrize)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: Any) -> bool:  # noqa: ANN401 - see run

@@ -42,28 +42,14 @@ NOT_ON_RANKS = (
 )
 """Plugins that act in the controller alone, by the names under which pytest registers them."""
 
-_OPTIONS = {
+_OPTIONS: Message = {
+    **dict.fromkeys(("keyword", "markexpr"), ""),
+    **dict.fromkeys(("lf", "failedfirst", "newfirst", "stepwise", "stepwise_skip"), False),
+    **dict.fromkeys(("usepdb", "trace", "setuponly", "setupplan", "setupshow", "strict_config"), False),
+    **dict.fromkeys(("deselect", "basetemp", "log_file", "xmlpath", "numprocesses"), None),
     "maxfail": 0,
-    "keyword": "",
-    "markexpr": "",
-    "deselect": None,
-    "lf": False,
-    "failedfirst": False,
-    "newfirst": False,
-    "stepwise": False,
-    "stepwise_skip": False,
-    "usepdb": False,
-    "trace": False,
-    "setuponly": False,
-    "setupplan": False,
-    "setupshow": False,
-    "basetemp": None,
-    "log_file": None,
-    "xmlpath": None,
-    "strict_config": False,
     "capture": "no",
     "dist": "no",
-    "numprocesses": None,
     "tx": [],
     "tbstyle": "auto",
     "plugins": [],
@@ -72,11 +58,7 @@ _OPTIONS = {
 
 
 def description_of(config: pytest.Config | None) -> Message:
-    """Return what `run_idle_pytest` needs to configure a worker's pytest, as a JSON object.
-
-    Args:
-        config: The controller's configuration, None outside pytest.
-    """
+    """Return what `run_idle_pytest` needs to configure a worker's pytest as the controller's, as a JSON object."""
     if config is None:
         return {
             "options": _OPTIONS,
@@ -84,7 +66,7 @@ def description_of(config: pytest.Config | None) -> Message:
             "markers": [],
             "worker": {},
         }
-    options = {name: value for name, value in vars(config.option).items() if _is_plain(value)}
+    options = _plain_values(vars(config.option))
     overrides = [*(config.getoption("override_ini") or []), "log_file="]
     arguments = [
         "--rootdir",
@@ -97,27 +79,23 @@ def description_of(config: pytest.Config | None) -> Message:
         *(text for value in config.getoption("pythonwarnings") or [] for text in ("-W", value)),
         *(text for name in config.getoption("plugins") or [] for text in ("-p", name)),
     ]
-    style = {"line": "short", "no": "short"}.get(options.get("tbstyle", "auto"), options.get("tbstyle", "auto"))
-    # Those of plugins that ranks do without, too.
-    markers = config.getini("markers")
-    # What pytest-xdist tells a worker: its ranks have its name.
-    worker = {name: value for name, value in getattr(config, "workerinput", {}).items() if _is_plain(value)}
-    options |= {**_OPTIONS, "tbstyle": style}
-    return {"options": options, "arguments": arguments, "markers": markers, "worker": worker}
+    style = options.get("tbstyle", "auto")
+    return {
+        "options": {**options, **_OPTIONS, "tbstyle": "short" if style in ("line", "no") else style},
+        "arguments": arguments,
+        # Those of plugins that ranks do without, too.
+        "markers": config.getini("markers"),
+        # What pytest-xdist tells a worker: its ranks have its name.
+        "worker": _plain_values(getattr(config, "workerinput", {})),
+    }
 
 
 def run_idle_pytest(description: Mapping[str, Any], body: Callable[[pytest.Session], None]) -> None:
-    """Load torch, configure pytest, and call ``body`` where the session would collect.
-
-    Args:
-        description: What `description_of` returned.
-        body: Takes the session.
-    """
+    """Load torch, configure pytest as `description_of` says, and call ``body`` where the session would collect."""
     # Before pytest is configured: a filter that makes an error of warnings is for tests, not for torch's own modules.
     import torch
 
-    # Here, so that workers need not import it after the fork.
-    from zeroshard_testing import process_group, process_state, rank_inspector, rank_values  # noqa: F401
+    from zeroshard_testing import rank_values
     from zeroshard_testing.rank_plugin import RankPlugin
 
     if "numpy" in sys.modules:
@@ -129,8 +107,7 @@ def run_idle_pytest(description: Mapping[str, Any], body: Callable[[pytest.Sessi
     for name in NOT_ON_RANKS:
         if config.pluginmanager.has_plugin(name):
             config.pluginmanager.unregister(name=name)
-    config.pluginmanager.register(_TakeOver(body))
-    config.pluginmanager.register(RankPlugin(), RankPlugin.name)
+    config.pluginmanager.register(RankPlugin(body), RankPlugin.name)
     config.pluginmanager.register(rank_values)
     if description["worker"]:
         config.workerinput = description["worker"]  # type: ignore[attr-defined]  # as pytest-xdist does
@@ -140,33 +117,26 @@ def run_idle_pytest(description: Mapping[str, Any], body: Callable[[pytest.Sessi
 
 
 class Collector:
-    """Collects test files in a worker, each once.
-
-    Args:
-        session: The worker's session.
-        temporary: Folder for ``tmp_path_factory``, made when it is asked for.
-    """
+    """Collects test files in a worker, each once. The temporary folder is for ``tmp_path_factory``, and made by it."""
 
     def __init__(self, session: pytest.Session, temporary: Path) -> None:
         self._session = session
         self._items: dict[str, dict[str, pytest.Item]] = {}
+        self._path = Path()
+        self._found: list[pytest.Item] = []
+        self._failures: list[str] = []
         # Private to pytest: the worker was configured without conftest files, which are loaded when a file is
         # collected, after the fork; and a base folder that is given by an option would be emptied by each worker.
         session.config.pluginmanager._noconftest = False
         session.config._tmp_path_factory._given_basetemp = temporary  # type: ignore[attr-defined]
+        session.config.pluginmanager.register(self)
 
     def has(self, path: str) -> bool:
         """Whether a file has been collected, so that nothing of it is executed any more."""
         return path in self._items
 
     def item(self, path: str, nodeid: str) -> pytest.Item:
-        """Return a test of a file.
-
-        Raises:
-            LookupError: If collecting the file here gives no such test.
-            CollectionFailure: If the file cannot be collected.
-        """
-        self.collect(path)
+        """Return a test of a file that has been collected, or raise LookupError."""
         try:
             return self._items[path][nodeid]
         except KeyError:
@@ -176,39 +146,43 @@ class Collector:
             ) from None
 
     def collect(self, path: str) -> None:
-        """Import a test file and the conftest files that hold for it, as pytest does.
-
-        Raises:
-            CollectionFailure: If it cannot be collected.
-        """
-        if path in self._items:
-            return
+        """Import a test file and the conftest files that hold for it, as pytest does, or raise CollectionFailure."""
         plugins = self._session.config.pluginmanager.get_plugins()
-        rank_plugin: Any = self._session.config.pluginmanager.get_plugin("zeroshard-rank")
-        with rank_plugin.collecting(path) as collected, warnings.catch_warnings():
+        self._path = Path(path)
+        self._failures.clear()
+        with warnings.catch_warnings():
             # Those of collection the controller has shown.
             warnings.simplefilter("ignore")
             self._session.perform_collect([path])
-        if collected.failures:
-            raise CollectionFailure("\n".join(collected.failures))
-        self._items[path] = {item.nodeid: item for item in collected.items}
+        if self._failures:
+            raise CollectionFailure("\n".join(self._failures))
+        self._items[path] = {item.nodeid: item for item in self._found}
         # Conftest files of a run begin with its session.
         start = self._session.config.pluginmanager.subset_hook_caller("pytest_sessionstart", plugins)
         start(session=self._session)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
+        """Look at nothing beside the way to the file; folders may hold thousands."""
+        return None if collection_path in (self._path, *self._path.parents) else True
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Keep what could not be collected."""
+        if report.failed:
+            self._failures.append(report.longreprtext)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Keep all items; conftest files may mark them, but the controller has selected already."""
+        self._found = list(items)
 
 
 class CollectionFailure(Exception):  # noqa: N818 - as pytest's own
     """A file cannot be collected on a rank; the text is pytest's report."""
 
 
-class _TakeOver:
-    def __init__(self, body: Callable[[pytest.Session], None]) -> None:
-        self._body = body
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_collection(self, session: pytest.Session) -> bool:
-        self._body(session)
-        return True
+def _plain_values(values: Mapping[str, Any]) -> Message:
+    return {name: value for name, value in values.items() if _is_plain(value)}
 
 
 def _is_plain(value: object) -> bool:

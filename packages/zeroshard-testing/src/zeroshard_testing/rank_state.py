@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 _TENSOR = re.compile(r"(\w+)\[([^\]]*)\]")
@@ -13,15 +13,10 @@ _TENSOR = re.compile(r"(\w+)\[([^\]]*)\]")
 
 @dataclass(frozen=True)
 class Operation:
-    """A collective that a rank has issued.
+    """A collective that a rank has issued, such as an ``all_reduce`` of ``float32[4, 3]`` by ``SUM``.
 
-    Attributes:
-        name: Such as ``"all_reduce"``.
-        tensors: Its input, such as ``"float32[4, 3]"``, or its output where it takes none; empty without tensors.
-        pending: Whether it is still to complete on this rank.
-        root: The root's rank in the group, -1 where there is none or it is not known.
-        reduce_op: Such as ``"SUM"``, empty where there is none or it is not known.
-        from_python: Whether Python issued it, so that its public name is known, and whether waiting for it failed.
+    Its tensors are its input, or its output where it takes none. It is pending until it completes here. The root
+    is a rank of the group. Only of what Python issued is the public name known, and whether waiting for it failed.
     """
 
     name: str
@@ -51,15 +46,10 @@ class Operation:
 
 @dataclass(frozen=True)
 class Messages:
-    """The messages between a rank and one peer, of one kind and tag.
-
-    Attributes:
-        count: How many were issued.
-        latest: The latest of them, such as ``"float32[4]"``.
-    """
+    """The messages between a rank and one peer, of one kind and tag: how many, and the latest, as ``"float32[4]"``."""
 
     count: int = 0
-    latest: tuple[str, ...] = ()
+    latest: Sequence[str] = ()
 
     def text(self, number: int) -> str | None:
         """Return what message ``number`` (from 0) carries, None if that is not known any more."""
@@ -69,22 +59,15 @@ class Messages:
 
 @dataclass(frozen=True)
 class GroupState:
-    """What a rank has done in one process group.
+    """What a rank has done in one process group: how many collectives it has issued, and the latest by number, from 1.
 
-    Attributes:
-        label: The group's name for people.
-        members: Its ranks, as numbered in the default group.
-        issued: Number of collectives issued there.
-        operations: The latest of them by sequence number, which starts at 1.
-        messages: Point-to-point messages by ``"send 3 0"``: kind, peer in the default group (-1 for any), tag.
-        checksum: The same number on ranks that have issued the same collectives; None if it is not known.
-        failed: Number of the first collective that may have ended with an exception here, 0 for none: from there on
-            ranks may rightly have issued different ones.
-        messages_failed: Whether waiting for a message has ended with an exception.
+    Members are ranks of the default group. Messages have keys such as ``"send 3 0"``: kind, peer in the default group
+    (-1 for any), tag. The checksum is the same on ranks that have issued the same collectives, None if it is not known.
+    From the first collective on that may have failed here (0 for none), ranks may rightly have issued different ones.
     """
 
     label: str
-    members: tuple[int, ...]
+    members: Sequence[int]
     issued: int
     operations: Mapping[int, Operation] = field(default_factory=dict)
     messages: Mapping[str, Messages] = field(default_factory=dict)
@@ -97,12 +80,8 @@ class GroupState:
 class Awaited:
     """What one thread of a rank waits for.
 
-    Attributes:
-        kind: ``"collective"`` (all those pending), ``"send"``, ``"recv"``, ``"store"`` or ``"group"`` (its creation).
-        group: Key of the message's group, empty for other kinds.
-        peer: The message's other end in the default group, -1 for any.
-        tag: The message's tag.
-        number: How many alike were issued before it.
+    The kind is ``"collective"`` (all those pending), ``"store"``, ``"group"`` (its creation), ``"send"`` or ``"recv"``.
+    A message has the key of its group, a peer in the default group (-1 for any), and how many alike came before it.
     """
 
     kind: str
@@ -114,15 +93,10 @@ class Awaited:
 
 @dataclass(frozen=True)
 class RankState:
-    """What a rank was doing at one moment.
+    """What a rank was doing at one moment, and what it did in each process group, by a key that all members share.
 
-    Attributes:
-        finished: Whether its test has ended, so that it issues nothing any more.
-        awaited: What its threads wait for, when all of them wait for other ranks; empty when one of them may go on by
-            itself, or when nothing is known.
-        fingerprint: Equal at two moments only if no thread has moved in between.
-        groups: What it did in each process group, by a key that all members share.
-        stacks: The Python stacks of its threads, if they were asked for.
+    It has finished if it issues nothing any more. Nothing is awaited when a thread may go on by itself, or when nothing
+    is known. Fingerprints of two moments are equal only if no thread has moved in between.
     """
 
     finished: bool = False
@@ -138,16 +112,17 @@ class RankState:
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> RankState:
         """Read what `to_message` made, ignoring other keys."""
-        values = {part.name: message[part.name] for part in fields(cls)}
-        values["awaited"] = tuple(Awaited(**one) for one in values["awaited"])
-        values["groups"] = {key: _group(one) for key, one in values["groups"].items()}
-        return cls(**values)
+        awaited = tuple(Awaited(**one) for one in message["awaited"])
+        groups = {key: _group(**one) for key, one in message["groups"].items()}
+        return cls(message["finished"], awaited, message["fingerprint"], groups, message["stacks"])
 
 
-def _group(values: Mapping[str, Any]) -> GroupState:
-    operations = {int(number): Operation(**one) for number, one in values["operations"].items()}
-    messages = {key: Messages(one["count"], tuple(one["latest"])) for key, one in values["messages"].items()}
-    return GroupState(**{**values, "members": tuple(values["members"]), "operations": operations, "messages": messages})
+def _group(*, operations: Mapping[str, Any], messages: Mapping[str, Any], **others: Any) -> GroupState:  # noqa: ANN401
+    return GroupState(
+        operations={int(number): Operation(**one) for number, one in operations.items()},
+        messages={key: Messages(**one) for key, one in messages.items()},
+        **others,
+    )
 
 
 def group_key(name: str, members: Iterable[int]) -> str:

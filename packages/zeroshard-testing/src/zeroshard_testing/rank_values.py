@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from zeroshard_testing.faults import Faults
 from zeroshard_testing.marker import SPEC_FIXTURE
-from zeroshard_testing.spec import RanksSpec
 
 
 @dataclass
@@ -19,8 +19,8 @@ class RankValues:
 
     rank: int = 0
     world_size: int = 0
-    device: Any = None
-    process_group: Any = None
+    device: torch.device | None = None
+    process_group: dist.ProcessGroup | None = None
     faults: Faults | None = None
     tmp_path: Path = Path()
 
@@ -34,8 +34,8 @@ def set_rank_values(values: RankValues) -> None:
 
 
 @pytest.fixture(name=SPEC_FIXTURE)
-def _ranks_spec(request: pytest.FixtureRequest) -> RanksSpec:
-    return request.param  # type: ignore[no-any-return]
+def _ranks_spec(request: pytest.FixtureRequest) -> object:
+    return request.param
 
 
 @pytest.fixture(scope="session")
@@ -51,13 +51,13 @@ def rank() -> int:
 
 
 @pytest.fixture(scope="session")
-def device() -> Any:  # noqa: ANN401 - torch is not imported here
+def device() -> torch.device | None:
     """The `torch.device` that the backend communicates on: the CPU, or this rank's CUDA device."""
     return _current.device
 
 
 @pytest.fixture
-def process_group() -> Any:  # noqa: ANN401 - as above
+def process_group() -> dist.ProcessGroup | None:
     """The default process group, initialised for this test; None with ``init=False``."""
     return _current.process_group
 

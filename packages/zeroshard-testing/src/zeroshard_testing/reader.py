@@ -9,29 +9,22 @@ from collections.abc import Callable
 from zeroshard_testing.ipc import Channel, ClosedError, Message
 from zeroshard_testing.stacks import OWN_THREADS
 
-Answer = Callable[[Message], Message]
-
 
 class Reader:
     """Reads the control channel in a thread of its own, so that a rank can be asked what it does while it does it.
 
-    Args:
-        channel: The control channel; from now on only this object receives from it.
-        answer: Makes the reply to a message whose ``op`` is ``"look"``; called in the reading thread.
+    From now on only this object receives from the channel. Replies to messages whose ``op`` is ``"look"`` are what
+    ``answer`` returns, which is called in the reading thread.
     """
 
-    def __init__(self, channel: Channel, answer: Answer) -> None:
+    def __init__(self, channel: Channel, answer: Callable[[Message], Message]) -> None:
         self._channel = channel
         self._answer = answer
         self._messages: queue.SimpleQueue[tuple[Message, bytes] | ClosedError] = queue.SimpleQueue()
         threading.Thread(target=self._read, name=f"{OWN_THREADS}reader", daemon=True).start()
 
     def take(self) -> tuple[Message, bytes]:
-        """Wait for the next message that is no question, with its payload.
-
-        Raises:
-            ClosedError: If the controller has closed the channel.
-        """
+        """Wait for the next message that is no question, with its payload, or raise ClosedError."""
         found = self._messages.get()
         if isinstance(found, ClosedError):
             raise found

@@ -1,33 +1,40 @@
-"""The controller's side of one test: what is sent to the ranks, and what becomes of their verdict."""
+"""The controller's side of a run: what is sent to the ranks, and what becomes of their verdicts."""
 
 from __future__ import annotations
 
 import os
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from zeroshard_testing.backends import NEED_NO_PROBE, why_unavailable
 from zeroshard_testing.coverage_on_ranks import coverage_request
 from zeroshard_testing.launcher import Launcher, LaunchError
 from zeroshard_testing.log_files import write_log_files
-from zeroshard_testing.pool import Job, Pool, Result
+from zeroshard_testing.marker import spec_of
+from zeroshard_testing.outcome import Outcome
+from zeroshard_testing.pool import Pool
 from zeroshard_testing.rank_pytest import description_of
 from zeroshard_testing.report import RanksFailure
-from zeroshard_testing.spec import RanksSpec, parse_checks
+from zeroshard_testing.spec import CHECKS, RanksSpec, parse_checks
 from zeroshard_testing.verdict import Verdict, judge
+
+_WORKER_OUTPUT = "zeroshard_testing"
+
+running_sessions: list[RanksSession] = []
+"""What runs rank tests and calls in this process, the innermost last."""
 
 
 class RanksSession:
     """Runs what is to run on ranks in one process: the tests of a pytest session, or calls. Boots on first use.
 
-    Args:
-        config: pytest's configuration, None outside pytest.
-        temporary: Returns a folder for temporary files.
+    Under pytest it is a plugin, whose hooks send marked tests to their ranks. ``config`` is None outside pytest;
+    ``temporary`` returns a folder for temporary files.
     """
 
     def __init__(self, config: pytest.Config | None, temporary: Callable[[], Path]) -> None:
@@ -35,98 +42,120 @@ class RanksSession:
         self._temporary = temporary
         self._pool: Pool | None = None
         self._machine: Mapping[str, Any] | None = None
-        self._late_deaths: list[str] = []
         self._item: pytest.Item | None = None
         self._next_item: pytest.Item | None = None
-        self.checks_off = parse_checks(config.getini("ranks_checks")) if config is not None else ()
-        """Checks that are off in the whole run, as the ini file says."""
+        # What went wrong on workers after their test had its verdict, in words.
+        self._late_deaths: list[str] = []
+        self._checks_off = parse_checks(config.getini("ranks_checks")) if config is not None else ()
 
-    def boot(self) -> Pool:
-        """Return the pool, whose forkserver boots in the background from the first call on."""
-        if self._pool is None:
-            folder = self._temporary() / "ranks"
-            folder.mkdir(exist_ok=True)
-            self._pool = Pool(_launcher(self._config), folder, coverage_request(self._config))
-        return self._pool
+    def pytest_report_collectionfinish(self, config: pytest.Config, items: list[pytest.Item]) -> list[str]:
+        """Say which checks are on, and why others are not."""
+        if config.option.collectonly or not any(spec_of(item) for item in items):
+            return []
+        off = dict.fromkeys(self._checks_off, "by the ini file")
+        try:
+            off |= self._boot().checks_off()
+        except LaunchError:
+            # The first test says so, with what the process wrote.
+            return []
+        on = [name for name in CHECKS if name not in off]
+        lines = [f"ranks: checks on: {', '.join(on) or 'none'}"]
+        return [*lines, *(f"ranks: check off: {name} ({reason})" for name, reason in off.items())]
 
-    def machine(self) -> Mapping[str, Any]:
-        """Return which backends and devices there are; see `zeroshard_testing.pool.Pool.probe`."""
-        if self._machine is None:
-            self._machine = self.boot().probe()
-        return self._machine
+    @pytest.hookimpl(wrapper=True, trylast=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> Generator[None, object, object]:
+        """Refuse what cannot work, boot the forkserver while other tests run, and end the workers after the last."""
+        # The controller of pytest-xdist has no items.
+        if not session.config.option.collectonly and any(spec_of(item) for item in getattr(session, "items", ())):
+            if session.config.getoption("usepdb") or session.config.getoption("trace", default=False):
+                raise pytest.UsageError(
+                    "--pdb and --trace cannot reach tests marked with ranks: those run in worker processes without a "
+                    "terminal. Deselect them, or run without the option: a failure shows the traceback of every rank."
+                )
+            self._boot()
+        try:
+            return (yield)
+        finally:
+            # Before pytest-cov, which is around this, combines what the workers have measured.
+            if self._pool is not None:
+                self._pool.finish()
 
-    def begin(self, item: pytest.Item, next_item: pytest.Item | None) -> None:
-        """Say which test the calls that follow belong to, and which one comes next."""
-        self._item, self._next_item = item, next_item
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
+        """Remember which test the calls that follow belong to, and which one comes next."""
+        self._item, self._next_item = item, nextitem
 
-    def run(self, item: pytest.Function, spec: RanksSpec) -> None:
-        """Run a test on its ranks, and raise what pytest is to make of it.
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        """Leave fixtures to the ranks; skip a test whose backend is missing, or fail it if the backend is required."""
+        spec = spec_of(item)
+        if spec is None:
+            if item.get_closest_marker("ranks") is not None:
+                text = "only functions and methods of plain classes can run on ranks, not this kind of test"
+                pytest.fail(text, pytrace=False)
+            return
+        item.fixturenames = []  # type: ignore[attr-defined]  # a function's; nothing is set up here
+        reason = self._why_unavailable(spec)
+        if reason is not None and spec.backend_name in item.config.getoption("--ranks-require"):
+            pytest.fail(f"{reason} (--ranks-require={spec.backend_name})", pytrace=False)
+        if reason is not None:
+            pytest.skip(reason)
 
-        Args:
-            item: The test.
-            spec: The ranks that it asks for.
-
-        Raises:
-            RanksFailure: If it has not passed on every rank, nor been skipped on all.
-        """
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> bool | None:
+        """Run a marked test on its ranks instead of here."""
+        spec = spec_of(pyfuncitem)
+        if spec is None:
+            return None
+        assert pyfuncitem.parent is not None
+        # As pytest makes it; pytest-xdist appends to it the group of a test.
+        nodeid = f"{pyfuncitem.parent.nodeid}::{pyfuncitem.name}"
         keep = [] if spec.isolation == "process" else _ids(self._next_item)
-        message = {"nodeid": own_nodeid(item), "path": str(item.path), "keep": keep}
-        result = self._carry_out(item.nodeid, spec, message)
-        self._repeat(item, result)
-        verdict = judge(result.outcomes)
+        message = {"nodeid": nodeid, "path": str(pyfuncitem.path), "keep": keep}
+        verdict, _ = self._carry_out(pyfuncitem.nodeid, spec, message)
         if verdict.kind == "skipped":
             pytest.skip(verdict.summary)
         if verdict.kind == "xfailed":
             pytest.xfail(verdict.summary)
-        if verdict.kind not in ("passed", "xpassed"):
-            raise self._failure(item.nodeid, spec, verdict, result)
+        return True
 
-    def call(self, title: str, spec: RanksSpec, payload: bytes) -> Mapping[int, bytes]:
-        """Run a function on ranks, within a test or outside pytest, and return what it returned there.
-
-        Args:
-            title: What to call it in reports.
-            spec: The ranks.
-            payload: Function and arguments; see `zeroshard_testing.call_item`.
-
-        Returns:
-            What `torch.load` reads, by rank.
-
-        Raises:
-            RanksFailure: If it has not come to its end on every rank.
-        """
-        item = self._item
-        # So that the function is found in its module, imported as pytest has done it here.
-        path = str(item.path) if isinstance(item, pytest.Function) else ""
-        result = self._carry_out(title, spec, {"nodeid": title, "path": path, "keep": []}, payload)
-        if item is not None:
-            self._repeat(item, result)
-        verdict = judge(result.outcomes)
-        if verdict.kind != "passed":
-            raise self._failure(title, spec, verdict, result)
-        return result.returned
-
-    def tear_down(self) -> None:
-        """Tear down the fixtures on ranks that the next test does not need.
-
-        Raises:
-            Failed: If that fails.
-        """
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_teardown(self) -> None:
+        """Tear down the fixtures on ranks that the next test does not need; what goes wrong fails the test."""
         errors = [] if self._pool is None else self._pool.tear_down(_ids(self._next_item))
         if errors:
             pytest.fail("\n\n".join(errors), pytrace=False)
 
-    def finish(self) -> None:
-        """Tear down everything on ranks and let them end; what went wrong is a late death."""
-        if self._pool is not None:
-            self._late_deaths += self._pool.tear_down(())
-            self._pool.finish()
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:  # noqa: ANN401 - of pytest-xdist, which may not be there
+        """Take what a worker of pytest-xdist has to tell at its end."""
+        self._late_deaths += getattr(node, "workeroutput", {}).get(_WORKER_OUTPUT, [])
 
-    def late_deaths(self) -> list[str]:
-        """Return what went wrong on workers after their test had its verdict, in words."""
-        if self._pool is not None:
-            self._late_deaths += self._pool.take_late_deaths()
-        return self._late_deaths
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Let no run succeed in which a worker died after its test."""
+        if hasattr(session.config, "workeroutput"):
+            session.config.workeroutput[_WORKER_OUTPUT] = self._late_deaths
+        if self._late_deaths and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Tell of workers that died after their test."""
+        for death in self._late_deaths:
+            terminalreporter.write_line(f"ERROR: {death}", red=True)
+
+    def pytest_unconfigure(self) -> None:
+        """End every process."""
+        self.close()
+        running_sessions.remove(self)
+
+    def call(self, title: str, spec: RanksSpec, payload: bytes) -> Mapping[int, bytes]:
+        """Run what `zeroshard_testing.call_item` unpacks on ranks, within a test or outside pytest.
+
+        Returns what `torch.load` reads, by rank. Raises RanksFailure if it has not come to its end on every rank.
+        """
+        # So that the function is found in its module, imported as pytest has done it here.
+        path = str(self._item.path) if isinstance(self._item, pytest.Function) else ""
+        return self._carry_out(title, spec, {"nodeid": title, "path": path, "keep": []}, payload)[1]
 
     def close(self) -> None:
         """End every process. Safe to call repeatedly."""
@@ -134,43 +163,45 @@ class RanksSession:
             self._pool.close()
             self._pool = None
 
-    def _carry_out(self, title: str, spec: RanksSpec, message: Mapping[str, object], payload: bytes = b"") -> Result:
-        spec = replace(spec, checks_off=tuple(sorted({*spec.checks_off, *self.checks_off})))
+    def _boot(self) -> Pool:
+        """Return the pool, whose forkserver boots in the background from the first call on."""
+        if self._pool is None:
+            folder = self._temporary() / "ranks"
+            folder.mkdir(exist_ok=True)
+            self._pool = Pool(_launcher(self._config), folder, self._late_deaths, coverage_request(self._config))
+        return self._pool
+
+    def _why_unavailable(self, spec: RanksSpec) -> str | None:
+        if spec.backend in NEED_NO_PROBE:
+            return None
+        try:
+            self._machine = self._machine or self._boot().machine()
+        except LaunchError as error:
+            self.close()
+            pytest.fail(f"cannot find out which backends there are: {error}", pytrace=False)
+        return why_unavailable(spec, self._machine)
+
+    def _carry_out(
+        self, title: str, spec: RanksSpec, message: Mapping[str, object], payload: bytes = b""
+    ) -> tuple[Verdict, Mapping[int, bytes]]:
+        spec = replace(spec, checks_off=tuple(sorted({*spec.checks_off, *self._checks_off})))
         surroundings = {"sys_path": sys.path, "cwd": os.getcwd()}  # noqa: PTH109 - a string, and per test
         try:
-            return self.boot().run(Job(spec, {**surroundings, **message}, payload))
+            outcomes, returned = self._boot().run(spec, {**surroundings, **message}, payload)
         except LaunchError as error:
             self.close()
             if self._config is None:
                 raise
             pytest.fail(f"{title}: {error}", pytrace=False)
-
-    def _failure(self, title: str, spec: RanksSpec, verdict: Verdict, result: Result) -> RanksFailure:
-        chosen = None if self._config is None else self._config.getoption("--ranks-logs")
-        folder = self._temporary() / "ranks-logs" if chosen is None else Path(chosen)
-        folder = write_log_files(folder, title, result.outcomes, result.stdout, result.stderr)
-        off = sorted({*spec.checks_off, *self.checks_off})
-        note = f"\n\nChecks that were off: {', '.join(off)}" if off else ""
-        return RanksFailure(replace(verdict, text=f"{verdict.text}{note}\n\nA log file for each rank: {folder}"))
-
-    def _repeat(self, item: pytest.Item, result: Result) -> None:
-        """Let pytest show here what the ranks wrote, logged, recorded and warned of."""
-        for stream, texts in (("stdout", result.stdout), ("stderr", result.stderr)):
-            for rank, text in texts.items():
-                item.add_report_section("call", f"{stream} rank {rank}", text)
-        for rank, outcome in result.outcomes.items():
-            for title, text in outcome.sections:
-                item.add_report_section("call", f"{title.removeprefix('Captured ')}, rank {rank}", text)
-        item.user_properties += dict.fromkeys(
-            (name, value) for outcome in result.outcomes.values() for name, value in outcome.properties
-        )
-        _repeat_warnings(result)
-
-
-def own_nodeid(item: pytest.Item) -> str:
-    """Return a test's id as pytest makes it; pytest-xdist appends to it the group of a test."""
-    assert item.parent is not None
-    return f"{item.parent.nodeid}::{item.name}"
+        if self._item is not None:
+            _repeat(self._item, outcomes)
+        verdict = judge(outcomes)
+        if verdict.kind == "failed" or (payload and verdict.kind != "passed"):
+            chosen = None if self._config is None else self._config.getoption("--ranks-logs")
+            folder = write_log_files(Path(chosen or self._temporary() / "ranks-logs"), title, outcomes)
+            note = f"\n\nChecks that were off: {', '.join(spec.checks_off)}" if spec.checks_off else ""
+            raise RanksFailure(replace(verdict, text=f"{verdict.text}{note}\n\nA log file for each rank: {folder}"))
+        return verdict, returned
 
 
 def _ids(item: pytest.Item | None) -> Sequence[str]:
@@ -180,49 +211,33 @@ def _ids(item: pytest.Item | None) -> Sequence[str]:
 
 def _launcher(config: pytest.Config | None) -> Launcher:
     inherit_output = config is None or config.getoption("capture", default="fd") == "no"
-    description, environment = description_of(config), _worker_environment()
+    # One thread a rank: the ranks share the machine. Read once, when torch is loaded.
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
     if (config is not None and config.getoption("--ranks-launch") == "spawn") or not hasattr(os, "fork"):
         from zeroshard_testing.spawn_launcher import SpawnLauncher
 
-        return SpawnLauncher(description, environment, inherit_output=inherit_output)
+        return SpawnLauncher(description_of(config), environment, inherit_output=inherit_output)
     from zeroshard_testing.fork_launcher import ForkLauncher
 
-    return ForkLauncher(description, environment, inherit_output=inherit_output)
+    return ForkLauncher(description_of(config), environment, inherit_output=inherit_output)
 
 
-def _worker_environment() -> dict[str, str]:
-    environment = dict(os.environ)
-    # One thread a rank: the ranks share the machine. Read once, when torch is loaded.
-    environment.setdefault("OMP_NUM_THREADS", "1")
-    return environment
+def _repeat(item: pytest.Item, outcomes: Mapping[int, Outcome]) -> None:
+    """Let pytest show here what the ranks wrote, logged, recorded and warned of: warnings and records once each."""
+    for rank, outcome in outcomes.items():
+        for title, text in outcome.sections:
+            item.add_report_section("call", f"{title.removeprefix('Captured ')} rank {rank}", text)
+    item.user_properties += dict.fromkeys(one for outcome in outcomes.values() for one in outcome.properties)
+    for warning in dict.fromkeys(one for outcome in outcomes.values() for one in outcome.warnings):
+        _repeat_warning(*warning)
 
 
-def _repeat_warnings(result: Result) -> None:
-    """Warn here of what the ranks warned of, once each, so that pytest counts and shows it."""
-    seen = dict.fromkeys(warning for outcome in result.outcomes.values() for warning in outcome.warnings)
-    for category, text, filename, line in seen:
-        module, _, name = category.rpartition(".")
-        known: object = getattr(sys.modules.get(module), name, None)
-        with warnings.catch_warnings():
-            # The filters have been applied where the warning arose.
-            warnings.simplefilter("always")
-            if isinstance(known, type) and issubclass(known, Warning):
-                warnings.warn_explicit(text, known, filename, line)
-            else:
-                warnings.warn_explicit(f"{category}: {text}", UserWarning, filename, line)
-
-
-_running: list[RanksSession] = []
-
-
-def running_session() -> RanksSession | None:
-    """Return what runs rank tests in this process, None outside pytest and on ranks."""
-    return _running[-1] if _running else None
-
-
-def set_running_session(session: RanksSession | None) -> None:
-    """Say what runs rank tests in this process; None when the innermost pytest of this process ends."""
-    if session is None:
-        _running.pop()
-    else:
-        _running.append(session)
+def _repeat_warning(category: str, text: str, filename: str, line: int) -> None:
+    module, _, name = category.rpartition(".")
+    known = getattr(sys.modules.get(module), name, None)
+    if not isinstance(known, type) or not issubclass(known, Warning):
+        text, known = f"{category}: {text}", UserWarning
+    with warnings.catch_warnings():
+        # The filters have been applied where the warning arose.
+        warnings.simplefilter("always")
+        warnings.warn_explicit(text, known, filename, line)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import tempfile
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from zeroshard_testing.calls import run_on_ranks
+from zeroshard_testing.replicas import bits_of, coordinates
 
 TrainFunction = Callable[[int, int], "Mapping[str, torch.Tensor] | Iterable[torch.Tensor] | torch.nn.Module"]
 
@@ -53,56 +52,35 @@ def assert_matches_single_process(
         ...     assert_matches_single_process(train, ranks=(2, 4))
     """
     __tracebackhide__ = True
-    with tempfile.TemporaryDirectory(prefix="ranks-reference-") as folder:
-        path = str(Path(folder, "reference.pt"))
-        options: dict[str, Any] = {
-            "backend": backend,
-            "timeout": timeout,
-            "title": getattr(train_fn, "__qualname__", None),
-        }
-        run_on_ranks(_save_reference, 1, train_fn, path, **options)
-        for count in [ranks] if isinstance(ranks, int) else ranks:
-            run_on_ranks(_compare, count, train_fn, path, rtol, atol, **options)
+    name = getattr(train_fn, "__qualname__", None)
+    [expected] = run_on_ranks(_trained, 1, train_fn, backend=backend, timeout=timeout, title=name)
+    for count in [ranks] if isinstance(ranks, int) else ranks:
+        run_on_ranks(_compare, count, train_fn, expected, rtol, atol, backend=backend, timeout=timeout, title=name)
 
 
 def difference(here: torch.Tensor, there: torch.Tensor, rtol: float, atol: float) -> str | None:
-    """Say how two tensors differ, None if they do not.
+    """Say how a tensor differs from what it should be, None if it does not; without tolerance every bit must be equal.
 
-    Args:
-        here: A tensor.
-        there: What it should be.
-        rtol: Relative tolerance; with both 0 every bit must be equal.
-        atol: Absolute tolerance.
-
-    Example:
-        >>> difference(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.5]), 0, 0)
-        'largest difference 0.5 at (1,): 2.0 instead of 2.5'
+    >>> difference(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.5]), 0, 0)
+    'largest difference 0.5 at (1,): 2.0 instead of 2.5'
     """
     if here.shape != there.shape or here.dtype != there.dtype:
         return f"it is {here.dtype} of shape {tuple(here.shape)} instead of {there.dtype} of shape {tuple(there.shape)}"
-    bits = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in (here, there)] if here.numel() else []
-    if not bits or torch.equal(*bits):
+    if torch.equal(bits_of(here), bits_of(there)):
         return None
     if (rtol or atol) and torch.allclose(here, there, rtol, atol, equal_nan=True):
         return None
     wide = [tensor.to(torch.complex128 if tensor.is_complex() else torch.float64) for tensor in (here, there)]
     apart = (wide[0] - wide[1]).abs().nan_to_num(math.inf).reshape(-1)
     place = int(apart.argmax())
-    index = tuple(int(part) for part in torch.unravel_index(torch.tensor(place), here.shape))
     values = here.reshape(-1)[place].item(), there.reshape(-1)[place].item()
-    return f"largest difference {apart[place].item():g} at {index}: {values[0]!r} instead of {values[1]!r}"
+    where = f"largest difference {apart[place].item():g} at {coordinates(place, here.shape)}"
+    return f"{where}: {values[0]!r} instead of {values[1]!r}"
 
 
-def _save_reference(train_fn: TrainFunction, path: str) -> None:
-    """Train in this process and keep the result; runs on the only rank."""
+def _compare(train_fn: TrainFunction, expected: dict[str, torch.Tensor], rtol: float, atol: float) -> None:
+    """Train on this rank and compare; runs on every rank."""
     __tracebackhide__ = True
-    torch.save(_trained(train_fn), path)
-
-
-def _compare(train_fn: TrainFunction, path: str, rtol: float, atol: float) -> None:
-    """Train on this rank and compare with what was kept; runs on every rank."""
-    __tracebackhide__ = True
-    expected: dict[str, torch.Tensor] = torch.load(path, weights_only=True)
     found = _trained(train_fn)
     if list(found) != list(expected):
         text = f"the function returned tensors {list(found)}, in a single process {list(expected)}"
@@ -115,6 +93,7 @@ def _compare(train_fn: TrainFunction, path: str, rtol: float, atol: float) -> No
 
 
 def _trained(train_fn: TrainFunction) -> dict[str, torch.Tensor]:
+    """Train on this rank, and return the tensors by name."""
     __tracebackhide__ = True
     result: Any = train_fn(dist.get_rank(), dist.get_world_size())
     if isinstance(result, torch.nn.Module):

@@ -15,14 +15,9 @@ from contextlib import suppress
 
 from zeroshard_testing.deadlock import Deadlock, find_deadlock
 from zeroshard_testing.ipc import ClosedError, Message
-from zeroshard_testing.issued import (
-    collectives_to_compare,
-    find_left_out,
-    find_mismatch,
-    find_unmatched_messages,
-)
+from zeroshard_testing.issued import collectives_to_compare, find_left_out, find_mismatch, find_unmatched_messages
 from zeroshard_testing.journal import read_journal
-from zeroshard_testing.launcher import Child, readable_channels, size_of, text_of
+from zeroshard_testing.launcher import Child, ask, text_of
 from zeroshard_testing.rank_state import RankState
 from zeroshard_testing.stacks import readable_stacks
 
@@ -36,12 +31,7 @@ _STACK_SIGNAL = getattr(signal, "SIGUSR1", None)
 
 
 class Snapshots:
-    """The rounds of questions of one test.
-
-    Args:
-        workers: The test's workers, by slot.
-        run: Number of the run.
-    """
+    """The rounds of questions to the workers of one test, which is run number ``run``."""
 
     def __init__(self, workers: Sequence[Child], run: int) -> None:
         self._workers = workers
@@ -50,9 +40,10 @@ class Snapshots:
         self._answers: dict[int, RankState] = {}
         self._before: Mapping[int, RankState] = {}
         self._finished: dict[int, RankState] = {}
-        self._gone: set[int] = set()
+        self._there = dict(enumerate(workers))
         self._asking = False
-        self._proof: Deadlock | None = None
+        self.deadlock: Deadlock | None = None
+        """The proof that all ranks which still run wait for ever, if there is one."""
         self.due = time.monotonic() + _INTERVAL
         """When the next round begins, on the monotonic clock."""
 
@@ -61,16 +52,21 @@ class Snapshots:
         if now < self.due:
             return
         self.due = now + _INTERVAL
-        if not self._asking:
-            self._ask(details=False)
+        if self._asking:
+            return
+        self._asking = True
+        self._before, self._answers = self._answers, {}
+        question = self._next_question(details=False)
+        for child in self._there.values():
+            with suppress(ClosedError):
+                child.channel.send(question)
 
     def take(self, slot: int, message: Message) -> None:
         """Take a rank's answer."""
-        if message["round"] != self._round or slot in self._gone:
-            return
-        self._answers[slot] = RankState.from_message(message)
-        if self._asking and self._answers.keys() | self._gone == set(range(len(self._workers))):
-            self._conclude()
+        if message["round"] == self._round:
+            self._answers[slot] = RankState.from_message(message)
+            if self._asking and self._answers.keys() >= self._there.keys():
+                self._conclude()
 
     def finish(self, slot: int, state: RankState) -> None:
         """Take what a rank has issued when its test has ended there; the others may wait for it now."""
@@ -79,11 +75,7 @@ class Snapshots:
 
     def leave(self, slot: int) -> None:
         """Ask a rank no more, since its process is gone."""
-        self._gone.add(slot)
-
-    def deadlock(self) -> Deadlock | None:
-        """Return the proof that all ranks which still run wait for ever, if there is one."""
-        return self._proof
+        self._there.pop(slot, None)
 
     def mismatch(self) -> str | None:
         """Return which collective the ranks have issued differently, in words, of those that died too."""
@@ -93,16 +85,12 @@ class Snapshots:
         return find_mismatch(self._answers) or find_mismatch(written)
 
     def unmatched(self, checks_off: Collection[str]) -> Mapping[int, str]:
-        """Return, by slot, what ranks that have all passed issued otherwise than the others, in words.
-
-        Args:
-            checks_off: Names of checks that are off.
-        """
+        """Return, by slot, what ranks that have all passed issued otherwise than the others, in words."""
         if len(self._finished) < len(self._workers):
             return {}
         found: Mapping[int, str] = {}
         if "collectives" not in checks_off and collectives_to_compare(self._finished):
-            self._collect(range(len(self._workers)), details=True)
+            self._collect(self._there)
             found = find_left_out({**self._finished, **self._answers})
         if not found and "messages" not in checks_off:
             found = find_unmatched_messages(self._finished)
@@ -110,46 +98,31 @@ class Snapshots:
 
     def details(self, slots: Sequence[int]) -> Mapping[int, str]:
         """Return Python stacks and last collective of ranks that still run, by slot."""
-        self._collect(slots, details=True)
+        self._collect(slots)
         texts = {slot: _described(self._answers[slot]) for slot in slots if slot in self._answers}
         silent = [slot for slot in slots if slot not in texts]
         return {**texts, **self._dumped_stacks(silent)} if silent else texts
 
-    def _ask(self, *, details: bool, slots: Sequence[int] | None = None) -> None:
+    def _next_question(self, *, details: bool) -> Message:
         self._round += 1
-        self._before, self._answers = self._answers, {}
-        self._asking = not details
-        question = {"op": "look", "run": self._run, "round": self._round, "details": details}
-        for slot, child in enumerate(self._workers):
-            if slot not in self._gone and (slots is None or slot in slots):
-                with suppress(ClosedError):
-                    child.channel.send(question)
+        return {"op": "look", "run": self._run, "round": self._round, "details": details}
 
     def _conclude(self) -> None:
         self._asking = False
-        proof = None if self._gone else find_deadlock(self._answers)
-        if proof is None:
-            return
-        if _unmoved(self._before, self._answers):
-            self._proof = proof
-        else:
+        proof = find_deadlock(self._answers) if len(self._there) == len(self._workers) else None
+        if proof is not None and _positions(self._before) == _positions(self._answers):
+            self.deadlock = proof
+        elif proof is not None:
             self.due = time.monotonic()
 
-    def _collect(self, slots: Sequence[int], *, details: bool) -> None:
-        """Make a round at once, and wait for it."""
-        self._ask(details=details, slots=slots)
+    def _collect(self, slots: Collection[int]) -> None:
+        """Make a round at once, with stacks, and wait for it."""
         self._asking = False
-        deadline = time.monotonic() + _DETAILS_TIMEOUT
-        awaited = {slot for slot in slots if slot not in self._gone}
-        while awaited - self._answers.keys() and time.monotonic() < deadline:
-            channels = {self._workers[slot].channel: slot for slot in awaited - self._answers.keys()}
-            for channel in readable_channels(channels, deadline - time.monotonic()):
-                try:
-                    for message, _ in channel.receive_ready():
-                        if message.get("run") == self._run and message["op"] == "state":
-                            self.take(channels[channel], message)
-                except ClosedError:
-                    awaited.discard(channels[channel])
+        question = self._next_question(details=True)
+        answer = {"op": "state", "run": self._run, "round": self._round}
+        asked = {slot: child for slot, child in self._there.items() if slot in slots}
+        answers = ask(asked, question, lambda message: answer.items() <= message.items(), _DETAILS_TIMEOUT)
+        self._answers = {slot: RankState.from_message(message) for slot, message in answers.items()}
 
     def _dumped_stacks(self, slots: Sequence[int]) -> dict[int, str]:
         """Have workers that do not answer write their Python stacks from a signal handler, and wait a moment."""
@@ -158,7 +131,7 @@ class Snapshots:
         sizes: list[int] | None = None
         while asked and time.monotonic() < deadline:
             time.sleep(0.02)
-            before, sizes = sizes, [size_of(child.stacks) for child in asked]
+            before, sizes = sizes, [os.fstat(child.stacks.fileno()).st_size for child in asked]
             if sizes == before and all(sizes):
                 break
         return {
@@ -168,11 +141,8 @@ class Snapshots:
         }
 
 
-def _unmoved(before: Mapping[int, RankState], after: Mapping[int, RankState]) -> bool:
-    return before.keys() == after.keys() and all(
-        (state.finished, state.fingerprint) == (after[slot].finished, after[slot].fingerprint)
-        for slot, state in before.items()
-    )
+def _positions(states: Mapping[int, RankState]) -> dict[int, tuple[bool, str]]:
+    return {slot: (state.finished, state.fingerprint) for slot, state in states.items()}
 
 
 def _described(state: RankState) -> str:

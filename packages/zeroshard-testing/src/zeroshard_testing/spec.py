@@ -7,22 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 BACKENDS: Mapping[str, str] = {"gloo": "gloo-cpu", "gloo-cuda": "gloo-cuda", "nccl": "nccl", "fake": "fake"}
-"""Backends that the command line knows by another name than the marker, or that stand for more than torch's name.
+"""The command line's names of backends that the marker knows; torch takes any other name as it is."""
 
-Any other name is handed to `torch.distributed.init_process_group` as it is.
-"""
-
-ISOLATIONS = ("group", "process", "none")
-
-CHECKS: Mapping[str, str] = {
-    "deadlock": "ranks that wait for one another for ever fail at once, by proof",
-    "collectives": "ranks of a group issue the same collectives: as many, of one kind, dtype, size, root, operation",
-    "messages": "what is sent is received, with its tag, dtype and size, and what is awaited is sent",
-    "faults": "every fault that a test asks for strikes",
-}
+CHECKS = ("deadlock", "collectives", "messages", "faults")
 """What is checked beyond what each rank says of itself; each can be turned off by name."""
 
-_DEFAULT_TIMEOUT = 60.0
+_ARGUMENTS = ("backend", "isolation", "timeout", "fake_rank", "init", "checks")
 
 
 class SpecError(ValueError):
@@ -33,21 +23,15 @@ class SpecError(ValueError):
 class RanksSpec:
     """One way in which one test is to run.
 
-    Attributes:
-        world_size: Number of ranks.
-        backend: A key of `BACKENDS`.
-        isolation: ``"group"`` for a fresh process group, ``"process"`` for fresh processes, ``"none"`` for one group
-            per module.
-        timeout: Seconds until the verdict is a timeout.
-        fake_rank: The rank that the one process stands for; 0 unless the backend is ``"fake"``.
-        init: Whether the default process group is initialised.
-        checks_off: Names of `CHECKS` that are off, in alphabetical order.
+    ``isolation`` is ``"group"`` for a fresh process group, ``"process"`` for fresh processes, ``"none"`` for one group
+    per module. ``timeout`` is in seconds. ``fake_rank`` is the rank that the one process of the backend ``"fake"``
+    stands for. ``init`` says whether the default process group is initialised, ``checks_off`` which `CHECKS` are off.
     """
 
     world_size: int
     backend: str = "gloo"
     isolation: str = "group"
-    timeout: float = _DEFAULT_TIMEOUT
+    timeout: float = 60.0
     fake_rank: int = 0
     init: bool = True
     checks_off: tuple[str, ...] = ()
@@ -57,8 +41,8 @@ class RanksSpec:
             raise SpecError(f"a number of ranks is a positive int, not {self.world_size!r}")
         if not isinstance(self.backend, str) or not self.backend:
             raise SpecError(f"backend is a name such as {', '.join(BACKENDS)}, not {self.backend!r}")
-        if self.isolation not in ISOLATIONS:
-            raise SpecError(f"unknown isolation {self.isolation!r}; choose from {', '.join(ISOLATIONS)}")
+        if self.isolation not in ("group", "process", "none"):
+            raise SpecError(f"unknown isolation {self.isolation!r}; choose from group, process, none")
         if isinstance(self.timeout, bool) or not isinstance(self.timeout, (int, float)) or not self.timeout > 0:
             raise SpecError(f"timeout is a positive number of seconds, not {self.timeout!r}")
         if not isinstance(self.fake_rank, int) or not 0 <= self.fake_rank < self.world_size:
@@ -67,9 +51,9 @@ class RanksSpec:
             raise SpecError(f'fake_rank goes with backend="fake", not with {self.backend!r}')
 
     @property
-    def processes(self) -> int:
-        """Number of worker processes that the test needs."""
-        return 1 if self.backend == "fake" else self.world_size
+    def ranks(self) -> list[int]:
+        """Rank in the process group of each worker process that the test needs."""
+        return [self.fake_rank] if self.backend == "fake" else list(range(self.world_size))
 
     @property
     def backend_name(self) -> str:
@@ -82,38 +66,22 @@ class RanksSpec:
         suffix = f"-rank{self.fake_rank}" if self.fake_rank else ""
         return f"{self.world_size}-{self.backend}{suffix}"
 
-    def actual_rank(self, slot: int) -> int:
-        """Return the rank that the worker in ``slot`` (0 to ``processes`` - 1) has in the process group."""
-        return self.fake_rank if self.backend == "fake" else slot
-
 
 def parse_marker(args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[RanksSpec]:
-    """Read the arguments of one ``@pytest.mark.ranks``.
+    """Read the arguments of one ``@pytest.mark.ranks``: one spec for each backend and world size.
 
-    Args:
-        args: World sizes.
-        kwargs: ``backend`` (a name or a list of them), ``isolation``, ``timeout`` in seconds, ``fake_rank``, ``init``
-            and ``checks``, see `parse_checks`.
+    Raises SpecError if there is no world size, an unknown argument or a value out of range.
 
-    Returns:
-        One spec for each backend and world size.
-
-    Raises:
-        SpecError: If the marker has no world size, an unknown argument or a value out of range.
-
-    Example:
-        >>> [spec.test_id for spec in parse_marker((2, 4), {})]
-        ['2-gloo', '4-gloo']
+    >>> [spec.test_id for spec in parse_marker((2, 4), {})]
+    ['2-gloo', '4-gloo']
     """
     sizes = list(args)
     if not sizes:
         raise SpecError("name at least one world size, as in @pytest.mark.ranks(2)")
     options = dict(kwargs)
-    unknown = set(options) - {"backend", "isolation", "timeout", "fake_rank", "init", "checks"}
+    unknown = sorted(set(options) - set(_ARGUMENTS))
     if unknown:
-        raise SpecError(
-            f"unknown argument {sorted(unknown)[0]!r}; there are backend, isolation, timeout, fake_rank, init, checks"
-        )
+        raise SpecError(f"unknown argument {unknown[0]!r}; there are {', '.join(_ARGUMENTS)}")
     options["checks_off"] = parse_checks(options.pop("checks", ""))
     backends = options.pop("backend", "gloo")
     names = [backends] if isinstance(backends, str) else list(backends)
@@ -123,20 +91,10 @@ def parse_marker(args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[RanksSp
 
 
 def parse_checks(text: str | Iterable[str]) -> tuple[str, ...]:
-    """Read which checks are turned off.
+    """Read which checks are turned off, from such words or a list of them; return their names in alphabetical order.
 
-    Args:
-        text: Such as ``"no:messages no:deadlock"``, or a list of such words.
-
-    Returns:
-        Names of `CHECKS`, in alphabetical order.
-
-    Raises:
-        SpecError: If a word is no ``no:`` and the name of a check.
-
-    Example:
-        >>> parse_checks("no:messages no:deadlock")
-        ('deadlock', 'messages')
+    >>> parse_checks("no:messages no:deadlock")
+    ('deadlock', 'messages')
     """
     words = text.replace(",", " ").split() if isinstance(text, str) else list(text)
     for word in words:

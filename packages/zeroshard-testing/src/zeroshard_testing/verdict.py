@@ -15,16 +15,11 @@ _RANK_ARGUMENT = re.compile(r"\brank = \d+")
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a test ended.
+    """How a test ended: ``"passed"``, ``"skipped"``, ``"xfailed"``, ``"xpassed"`` or ``"failed"``.
 
-    Attributes:
-        kind: ``"passed"``, ``"skipped"``, ``"xfailed"``, ``"xpassed"`` or ``"failed"``.
-        summary: One line: the root cause with its ranks, or the reason of the skip.
-        text: The whole report of a failure, root cause first.
-        path: File of the root cause, empty if unknown.
-        line: Line in that file, 1-based; 0 if unknown.
-        decided_by_ranks: Whether the root cause is a rank's own report, in which pytest has already made of an
-            ``xfail`` what it is to be.
+    ``summary`` is one line, the root cause with its ranks or the reason of a skip, ``text`` the whole report of a
+    failure. Of the root cause, ``path`` and ``line`` (1-based) are empty and 0 if unknown. ``decided_by_ranks`` says
+    that it is a rank's own report, in which pytest has already made of an ``xfail`` what it is to be.
     """
 
     kind: str
@@ -36,70 +31,42 @@ class Verdict:
 
 
 def judge(outcomes: Mapping[int, Outcome]) -> Verdict:
-    """Decide how a test ended.
+    """Decide how a test ended, by how it ended on each of its ranks.
 
     A test passes only if every rank reports that it did, and is skipped only if all ranks skip. It fails as expected if
     every rank does, or is stuck or cut off as a consequence; one that passes where failing is optional does not matter.
-    Everything else is a failure.
+    Everything else is a failure, whose report tells causes before consequences and each traceback once.
 
-    Args:
-        outcomes: How it ended on each rank, for all of its ranks.
-
-    Returns:
-        The verdict, whose report tells causes before consequences and each traceback once.
-
-    Example:
-        >>> from zeroshard_testing.outcome import Outcome
-        >>> judge({0: Outcome("passed"), 1: Outcome("died", "was killed by SIGKILL")}).summary
-        'rank 1 was killed by SIGKILL'
+    >>> judge({0: Outcome("passed"), 1: Outcome("died", "was killed by SIGKILL")}).summary
+    'rank 1 was killed by SIGKILL'
     """
-    found = {outcome.kind for outcome in outcomes.values() if outcome.kind != kinds.FAULTED} or {kinds.PASSED}
+    ended = [outcome for outcome in outcomes.values() if outcome.kind != kinds.FAULTED]
+    found = {outcome.kind for outcome in ended} or {kinds.PASSED}
     if kinds.XFAILED in found:
-        found = {kind for rank, kind in _kinds(outcomes) if kind != kinds.XPASSED and not _follows(outcomes[rank])}
+        found = {outcome.kind for outcome in ended if outcome.kind != kinds.XPASSED and not _follows(outcome)}
     if len(found) == 1 and found <= {kinds.PASSED, kinds.SKIPPED, kinds.XFAILED, kinds.XPASSED}:
         kind = found.pop()
         texts = {outcome.summary for outcome in outcomes.values() if outcome.kind == kind}
         return Verdict(kind, "; ".join(sorted(texts)))
     groups = _grouped({rank: _as_failure(outcome, outcomes) for rank, outcome in outcomes.items()})
-    cause = groups[0]
-    parts = [_section(group) for group in groups]
-    passed = [rank for rank, outcome in outcomes.items() if outcome.kind in (kinds.PASSED, kinds.XPASSED)]
-    if passed:
+    parts = [_section(ranks, outcome) for ranks, outcome in groups]
+    if passed := [rank for rank, outcome in outcomes.items() if outcome.kind in (kinds.PASSED, kinds.XPASSED)]:
         parts.append(f"{_name(passed)} passed")
-    faulted = [rank for rank, outcome in outcomes.items() if outcome.kind == kinds.FAULTED]
-    if faulted:
+    if faulted := [rank for rank, outcome in outcomes.items() if outcome.kind == kinds.FAULTED]:
         parts.append(f"{_name(faulted)} ended by the fault that the test asked for")
-    return Verdict(
-        "failed",
-        f"{cause.name} {cause.outcome.predicate}",
-        "\n\n".join(parts),
-        cause.outcome.path,
-        cause.outcome.line,
-        cause.outcome.kind in (kinds.FAILED, kinds.SKIPPED, kinds.XFAILED) and not cause.outcome.found_by_controller,
-    )
-
-
-@dataclass(frozen=True)
-class _Group:
-    """Ranks that ended alike."""
-
-    ranks: tuple[int, ...]
-    outcome: Outcome
-
-    @property
-    def name(self) -> str:
-        return _name(self.ranks)
-
-
-def _kinds(outcomes: Mapping[int, Outcome]) -> list[tuple[int, str]]:
-    return [(rank, outcome.kind) for rank, outcome in outcomes.items() if outcome.kind != kinds.FAULTED]
+    ranks, cause = groups[0]
+    decided = cause.kind in (kinds.FAILED, kinds.SKIPPED, kinds.XFAILED) and not cause.found_by_controller
+    title = f"{_name(ranks)} {cause.predicate}"
+    return Verdict("failed", title, "\n\n".join(parts), cause.path, cause.line, decided)
 
 
 def _follows(outcome: Outcome) -> bool:
     """Whether a rank ended so because another one had failed."""
-    return outcome.kind in (kinds.STOPPED, kinds.DEADLOCKED) or (
-        outcome.kind == kinds.FAILED and is_echo(outcome.summary)
-    )
+    return outcome.kind in (kinds.STOPPED, kinds.DEADLOCKED) or _is_echo(outcome)
+
+
+def _is_echo(outcome: Outcome) -> bool:
+    return outcome.kind == kinds.FAILED and is_echo(outcome.summary)
 
 
 def _as_failure(outcome: Outcome, outcomes: Mapping[int, Outcome]) -> Outcome:
@@ -111,34 +78,33 @@ def _as_failure(outcome: Outcome, outcomes: Mapping[int, Outcome]) -> Outcome:
     return replace(outcome, summary=f"{verb} alone: {outcome.summary}", detail=detail)
 
 
-def _grouped(outcomes: Mapping[int, Outcome]) -> list[_Group]:
+def _grouped(outcomes: Mapping[int, Outcome]) -> list[tuple[list[int], Outcome]]:
+    """Return ranks that ended alike with the earliest outcome of theirs, causes first."""
     alike: dict[tuple[str, str, str], list[int]] = {}
     for rank, outcome in sorted(outcomes.items()):
         if outcome.kind not in (kinds.PASSED, kinds.XPASSED, kinds.FAULTED):
             texts = (_RANK_ARGUMENT.sub("rank", _ADDRESS.sub("0x", text)) for text in (outcome.summary, outcome.detail))
             alike.setdefault((outcome.kind, *texts), []).append(rank)  # type: ignore[arg-type]
     groups = [
-        _Group(tuple(ranks), min((outcomes[rank] for rank in ranks), key=lambda outcome: outcome.moment))
-        for ranks in alike.values()
+        (ranks, min((outcomes[rank] for rank in ranks), key=lambda outcome: outcome.moment)) for ranks in alike.values()
     ]
-    return sorted(groups, key=lambda group: (_nearness_to_cause(group.outcome), group.outcome.moment, group.ranks))
+    return sorted(groups, key=lambda group: (_nearness_to_cause(group[1]), group[1].moment, group[0]))
 
 
 def _nearness_to_cause(outcome: Outcome) -> int:
-    if outcome.kind == kinds.FAILED:
-        return 4 if is_echo(outcome.summary) else 1
-    order = {kinds.DIED: 0, kinds.SKIPPED: 2, kinds.XFAILED: 2, kinds.DEADLOCKED: 3, kinds.TIMED_OUT: 5}
-    return order.get(outcome.kind, 6)
+    if _is_echo(outcome):
+        return 4
+    if outcome.kind in (kinds.SKIPPED, kinds.XFAILED):
+        return 2
+    return {kinds.DIED: 0, kinds.FAILED: 1, kinds.DEADLOCKED: 3, kinds.TIMED_OUT: 5}.get(outcome.kind, 6)
 
 
-def _section(group: _Group) -> str:
-    echo = group.outcome.kind == kinds.FAILED and is_echo(group.outcome.summary)
-    note = " (a consequence)" if echo else ""
-    title = f" {group.name} {group.outcome.predicate}{note} "
-    return "\n".join(part for part in (f"{title:=^100}", group.outcome.detail) if part)
+def _section(ranks: list[int], outcome: Outcome) -> str:
+    title = f" {_name(ranks)} {outcome.predicate}{' (a consequence)' if _is_echo(outcome) else ''} "
+    return "\n".join(part for part in (f"{title:=^100}", outcome.detail) if part)
 
 
-def _name(ranks: list[int] | tuple[int, ...]) -> str:
+def _name(ranks: list[int]) -> str:
     """Return such as ``"rank 3"`` or ``"ranks 0, 2-5"``.
 
     >>> _name([0, 2, 3, 4, 5])

@@ -8,6 +8,7 @@ makes both atomic, and what a thread waits for can be read from another thread.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 import weakref
@@ -25,7 +26,8 @@ import torch.distributed as dist
 from torch.distributed import Store, Work  # type: ignore[attr-defined]
 
 from zeroshard_testing._torch_private import sequence_number, timeout_of
-from zeroshard_testing.faults import Faults, reach
+from zeroshard_testing.faults import Faults
+from zeroshard_testing.rank_state import Operation
 
 ANY_SOURCE = -1
 """The peer of a receive that takes a message from any rank."""
@@ -46,15 +48,9 @@ def described(tensors: object) -> str:
 
 @dataclass(frozen=True)
 class Issued:
-    """What a work object stands for.
+    """What a work object stands for: a message (``"send"`` or ``"recv"``), or a ``"collective"`` by its number.
 
-    Attributes:
-        kind: ``"send"``, ``"recv"`` or ``"collective"``.
-        group: The process group.
-        peer: The other end's rank in the group, or `ANY_SOURCE`; meaningless for a collective.
-        tag: The message's tag.
-        number: For a message, how many of the same kind, group, peer and tag were issued before; for a collective its
-            number in the group.
+    A message's peer is a rank of the group, or `ANY_SOURCE`; its number says how many alike were issued before.
     """
 
     kind: str
@@ -66,7 +62,7 @@ class Issued:
 
 @dataclass
 class Messages:
-    """The messages of one kind, group, peer and tag: how many there were, and the latest of them in words."""
+    """The messages of one kind, peer and tag in a group: how many there were, and the latest of them in words."""
 
     count: int = 0
     latest: deque[str] = field(default_factory=lambda: deque(maxlen=_MESSAGES_KEPT))
@@ -74,123 +70,99 @@ class Messages:
 
 @dataclass
 class GroupRecord:
-    """What was issued in one process group from Python, and what of it has failed.
+    """What was issued in one process group from Python, and what of it has ended with an exception.
 
-    Attributes:
-        messages: By kind, peer and tag.
-        failed_messages: Whether waiting for a message has ended with an exception.
-        failed_collectives: Numbers of the collectives that ended with an exception.
+    Messages are by kind, peer and tag, the latest collectives by number. Some collectives take two of the group's
+    sequence numbers: ``numbers`` is how many all of them took. The checksum is of all of them, in order.
     """
 
+    key: str = ""
     messages: dict[tuple[str, int, int], Messages] = field(default_factory=lambda: defaultdict(Messages))
     failed_messages: bool = False
+    collectives: dict[int, Operation] = field(default_factory=dict)
     failed_collectives: set[int] = field(default_factory=set)
+    numbers: int = 0
+    checksum: int = 0
 
 
 @dataclass(frozen=True)
 class Wait:
-    """One thread's wait, from when it began.
+    """One thread's wait: the object whose method it is in, with the arguments, and what that stands for, if known.
 
-    Attributes:
-        serial: Tells this wait from every other of the process.
-        kind: ``"collective"`` for a collective or a future, ``"message"`` for a point-to-point message, ``"store"`` for
-            a key, ``"other"`` for what nothing is known of.
-        issued: The message that is waited for, None for other kinds.
-        until: When the wait gives up by its own timeout, on the monotonic clock; None if that is unknown here.
-        store: The store, for a wait of that kind.
-        keys: The keys that are waited for there.
+    The serial number tells it from every other wait of the process. It gives up at ``until`` on the monotonic clock,
+    None if that is unknown here.
     """
 
     serial: int
-    kind: str
-    issued: Issued | None = None
-    until: float | None = None
-    store: Any = None
-    keys: tuple[str, ...] = ()
+    owner: Any
+    arguments: tuple[Any, ...]
+    issued: Issued | None
+    until: float | None
 
 
 class WaitRecorder:
-    """The waits of this process's threads and what works stand for. Threads enter and leave their own waits only.
+    """The waits of this process's threads, what works stand for, and what was issued in each group.
 
-    There is one of it in a worker; `record_waits` makes it.
+    There is one of it in a worker; `record_waits` makes it. Threads enter and leave their own waits only.
     """
 
     def __init__(self) -> None:
         self._serials = itertools.count()
-        self._current: dict[int, Wait] = {}
+        self.current: dict[int, Wait | None] = {}
+        """What each thread waits for, by `threading.get_ident`."""
         self._groups: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupRecord] = weakref.WeakKeyDictionary()
         self._works: weakref.WeakKeyDictionary[Any, Issued] = weakref.WeakKeyDictionary()
 
-    def of_threads(self) -> dict[int, Wait]:
-        """Return what each waiting thread waits for, by `threading.get_ident`."""
-        return dict(self._current)
-
     def of_group(self, group: dist.ProcessGroup) -> GroupRecord:
         """Return the record of a group."""
-        record = self._groups.get(group)
-        if record is None:
-            record = self._groups[group] = GroupRecord()
-        return record
+        return self._groups.get(group) or self._groups.setdefault(group, GroupRecord())
 
-    def messages_in(self, group: dist.ProcessGroup) -> int:
-        """Return how many messages were issued in a group."""
-        record = self._groups.get(group)
-        return 0 if record is None else sum(messages.count for messages in record.messages.values())
+    def collectives_in(self, group: dist.ProcessGroup) -> int:
+        """Return how many collectives were issued in a group, from C++ too; raises if the backend does not count."""
+        # The group numbers collectives and messages alike.
+        return sequence_number(group) - sum(messages.count for messages in self.of_group(group).messages.values())
 
-    def issue(self, kind: str, group: dist.ProcessGroup, peer: int, tag: int, tensors: object, work: object) -> None:
+    def note_message(
+        self, work: object, kind: str, group: dist.ProcessGroup, peer: int, tag: int, tensors: object
+    ) -> None:
         """Note a message that has just been issued, and the work that stands for it."""
         messages = self.of_group(group).messages[kind, peer, tag]
-        if work is not None:
-            self._works[work] = Issued(kind, weakref.ref(group), peer, tag, messages.count)
+        self.note_work(work, Issued(kind, weakref.ref(group), peer, tag, messages.count))
         messages.count += 1
         messages.latest.append(described(tensors))
 
-    def note_collective(self, group: dist.ProcessGroup, number: int, work: object) -> None:
-        """Note which collective a work stands for."""
+    def note_work(self, work: object, issued: Issued) -> None:
+        """Note what a work stands for, where there is one."""
         if work is not None:
-            self._works[work] = Issued("collective", weakref.ref(group), number=number)
+            self._works[work] = issued
 
     def wait(self, call: Callable[..., Any], owner: object, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:  # noqa: ANN401 - whatever the wrapped method returns
         """Call a method that waits, with the wait on record for as long."""
         __tracebackhide__ = True
         issued = self._works.get(owner) if isinstance(owner, Work) else self._monitored(owner)
-        kind = "other"
-        if isinstance(owner, Store):
-            kind = "store"
-        elif isinstance(owner, (Work, torch._C.Future)):
-            kind = "collective" if issued is None or issued.kind == "collective" else "message"
-        keys: tuple[str, ...] = ()
-        if kind == "store" and arguments:
-            keys = (arguments[0],) if isinstance(arguments[0], str) else tuple(arguments[0])
-        store = owner if kind == "store" else None
         me = threading.get_ident()
-        outer = self._current.get(me)
+        outer = self.current.get(me)
         until = _end_of(owner, issued, arguments, named)
-        self._current[me] = Wait(next(self._serials), kind, issued, until, store, keys)
+        self.current[me] = Wait(next(self._serials), owner, arguments, issued, until)
         try:
             return call(owner, *arguments, **named)
         except BaseException:
             self._note_failure(issued)
             raise
         finally:
-            if outer is None:
-                self._current.pop(me, None)
-            else:
-                self._current[me] = outer
+            self.current[me] = outer
 
     def _monitored(self, owner: object) -> Issued | None:
         """Return the collective that a process group is about to wait in by itself: a monitored barrier."""
         if not isinstance(owner, dist.ProcessGroup):
             return None
         try:
-            number = sequence_number(owner) - self.messages_in(owner) + 1
+            return Issued("collective", weakref.ref(owner), number=self.collectives_in(owner) + 1)
         except (RuntimeError, AttributeError):
             return None
-        return Issued("collective", weakref.ref(owner), number=number)
 
     def _note_failure(self, issued: Issued | None) -> None:
-        group = None if issued is None else issued.group()
-        if issued is None or group is None:
+        if issued is None or (group := issued.group()) is None:
             return
         if issued.kind == "collective":
             self.of_group(group).failed_collectives.add(issued.number)
@@ -199,55 +171,39 @@ class WaitRecorder:
 
 
 def record_waits(faults: Faults) -> WaitRecorder:
-    """Wrap torch's waiting and sending methods; call once in a process.
-
-    Args:
-        faults: Asked before each message.
-
-    Returns:
-        The record that the wrappers keep.
-    """
+    """Wrap torch's waiting and sending methods, once in a process, and return the record that the wrappers keep."""
     recorder = WaitRecorder()
-    waiting = (
-        (Work, ["wait"]),
-        (torch._C.Future, ["wait"]),
-        (Store, ["wait", "get"]),
-        (dist.ProcessGroup, ["monitored_barrier"]),
-    )
-    for owner, names in waiting:
-        for name in names:
-            setattr(owner, name, _waiting(recorder, getattr(owner, name)))
-    for name, kind, takes_peer in (("send", "send", True), ("recv", "recv", True), ("recv_anysource", "recv", False)):
+    barrier = (dist.ProcessGroup, "monitored_barrier")
+    for owner, name in ((Work, "wait"), (torch._C.Future, "wait"), (Store, "wait"), (Store, "get"), barrier):
+        setattr(owner, name, _waiting(recorder, getattr(owner, name)))
+    for name in ("send", "recv", "recv_anysource"):
         method = getattr(dist.ProcessGroup, name, None)
         if method is not None:
-            setattr(dist.ProcessGroup, name, _issuing(recorder, faults, method, kind, takes_peer))
+            setattr(dist.ProcessGroup, name, _issuing(recorder, faults, method, name.removesuffix("_anysource")))
     return recorder
 
 
 def _waiting(recorder: WaitRecorder, method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
     def wait(self: object, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the wrapped method
         __tracebackhide__ = True
         return recorder.wait(method, self, args, kwargs)
 
-    wait.__doc__ = method.__doc__
     return wait
 
 
-def _issuing(
-    recorder: WaitRecorder, faults: Faults, method: Callable[..., Any], kind: str, takes_peer: bool
-) -> Callable[..., Any]:
+def _issuing(recorder: WaitRecorder, faults: Faults, method: Callable[..., Any], kind: str) -> Callable[..., Any]:
+    @functools.wraps(method)
     def issue(self: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the wrapped method
         __tracebackhide__ = True
-        if faults.armed and (instead := reach(faults, kind)) is not None:
+        if faults.armed and (instead := faults._reach(kind)) is not None:
             return instead
         work = method(self, *args, **kwargs)
-        numbers = [*args[1:], *(kwargs[name] for name in ("dstRank", "srcRank", "tag") if name in kwargs)]
-        peer, tag = numbers if takes_peer else (ANY_SOURCE, *numbers)
         tensors = args[0] if args else kwargs.get("tensors")
-        recorder.issue(kind, self, int(peer), int(tag), tensors, work)
+        *peer, tag = [*args[1:], *(kwargs[name] for name in ("dstRank", "srcRank", "tag") if name in kwargs)]
+        recorder.note_message(work, kind, self, int(peer[0]) if peer else ANY_SOURCE, int(tag), tensors)
         return work
 
-    issue.__doc__ = method.__doc__
     return issue
 
 

@@ -1,13 +1,15 @@
-"""What a process of the pool becomes: a rank, the host of the store, or a probe of the machine's accelerators."""
+"""What a process of the pool becomes: a rank, or the host of the store, which also looks what the machine has."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
 from typing import TYPE_CHECKING
 
 from zeroshard_testing import worker
+from zeroshard_testing.backends import machine
 from zeroshard_testing.ipc import Channel, ClosedError, Message
 from zeroshard_testing.rank_pytest import run_idle_pytest
 
@@ -16,26 +18,16 @@ if TYPE_CHECKING:
 
 
 def run_child(channel: Channel, request: Message, stacks: int, journal: int, session: pytest.Session) -> None:
-    """Do what the controller asked this process for, and return when it is done.
+    """Become what ``kind`` in the request says, and return when the controller wants no more of this process.
 
-    Args:
-        channel: The control channel.
-        request: ``kind`` says what to become; a rank's request also carries the store's ``port``.
-        stacks: Descriptor of the file for Python stacks.
-        journal: Descriptor of the file for the latest collectives.
-        session: The idle pytest session of this process.
+    ``stacks`` and ``journal`` are descriptors of the files for Python stacks and for the latest collectives.
     """
     _open_streams()
-    try:
+    with contextlib.suppress(ClosedError):
         if request["kind"] == "rank":
             worker.serve(channel, request, stacks, journal, session)
-        elif request["kind"] == "store":
-            _host_store(channel)
         else:
-            _probe_accelerators(channel)
-    except ClosedError:
-        # The controller wants no more of this process.
-        return
+            _host_store(channel)
 
 
 def _open_streams() -> None:
@@ -56,46 +48,17 @@ def _host_store(channel: Channel) -> None:
     # IPv4-mapped address to a name, and now and then that lookup stalls for seconds.
     listener = socket.create_server(("127.0.0.1", 0), backlog=128)
     port = listener.getsockname()[1]
-    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    _store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     from zeroshard_testing._torch_private import probe
 
     channel.send({"op": "ready", "port": port, "checks_off": probe()})
-    try:
+    while True:
         channel.receive()
-    finally:
-        del store
-
-
-def _probe_accelerators(channel: Channel) -> None:
-    import torch
-    import torch.distributed as dist
-
-    available = torch.cuda.is_available()
-    channel.send(
-        {
-            "op": "ready",
-            "devices": torch.cuda.device_count() if available else 0,
-            "torch": torch.__version__,
-            "gloo": dist.is_available() and dist.is_gloo_available(),
-            "nccl": dist.is_available() and dist.is_nccl_available(),
-            "backends": list(dist.Backend.backend_list) if dist.is_available() else [],
-            "available": [name for name in dist.Backend.backend_list if dist.is_backend_available(name)]
-            if dist.is_available()
-            else [],
-            "nccl_version": list(torch.cuda.nccl.version()) if available and dist.is_nccl_available() else [],
-        }
-    )
+        channel.send({"op": "machine", **machine()})
 
 
 def main(description: Message, request: Message, stacks: str, journal: str) -> None:
-    """Become a child of a launcher that does not fork. Does not return.
-
-    Args:
-        description: Of the pytest that is configured here; see `zeroshard_testing.rank_pytest`.
-        request: What to become; see `run_child`.
-        stacks: Path of the file for Python stacks.
-        journal: Path of the file for the latest collectives.
-    """
+    """Become a child of a launcher that does not fork; ``stacks`` and ``journal`` are paths. Does not return."""
     shared = sys.stdin.readline().strip()
     if sys.platform == "win32":
         control = socket.fromshare(bytes.fromhex(shared))

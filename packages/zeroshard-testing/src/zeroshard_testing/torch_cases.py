@@ -1,0 +1,158 @@
+"""Test cases for PyTorch's ``MultiProcessTestCase``, unchanged, on the ranks of this plugin.
+
+In: a class whose methods PyTorch's own runner runs in processes that it spawns for each of them. Out: a plain class of
+rank tests with the same methods, which pytest collects under a name that begins with ``Test``::
+
+    import my_cases
+    from zeroshard_testing.torch_cases import as_rank_tests
+
+    TestJoin = as_rank_tests(my_cases.JoinTest, 2, 4)
+
+PyTorch's runner calls ``setUpClass``, ``setUp``, ``tearDown`` and ``tearDownClass`` in its own process, and its ranks
+inherit the environment variables. Here every rank calls them, around each test, with a ``_spawn_processes`` that spawns
+nothing, and then takes the environment variables that they have set on the last rank. What they set on ``self`` does
+not reach the body, as with PyTorch's runner.
+
+Limits:
+    A body that ends its process on purpose (``special_return_code_checks``, ``skip_return_code_checks``) fails, and so
+    does one that skips on some ranks only. What a body changes in its process and pytest's ranks do not reset is seen
+    by later tests, unless the marker says ``isolation="process"``. ``MultiThreadedTestCase`` and
+    ``MultiProcContinuousTest`` are refused.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def as_rank_tests(
+    case_class: type[Any],
+    *world_sizes: int,
+    methods: Iterable[str] | None = None,
+    init: bool = False,
+    **marker_options: Any,  # noqa: ANN401 - those of the marker
+) -> type:
+    """Return a class for pytest that runs the methods of ``case_class`` on ranks.
+
+    Args:
+        case_class: a subclass of ``torch.testing._internal.common_distributed.MultiProcessTestCase``. pytest collects
+            it as well if the test module binds it to a name; the result may take that name.
+        *world_sizes: numbers of ranks, as in ``@pytest.mark.ranks``; they replace the ``world_size`` of ``case_class``.
+        methods: names of the methods to run; by default all that begin with ``test``.
+        init: False if ``case_class`` makes its process groups itself, be it in its methods or in its ``_run``. True if
+            its methods expect the default process group: the plugin makes it, and ``_run`` is not called.
+        **marker_options: further arguments of the marker, such as ``backend`` and ``timeout`` (seconds).
+
+    Raises:
+        TypeError: ``case_class`` is no ``MultiProcessTestCase``.
+        AttributeError: ``case_class`` has no method of a name in ``methods``.
+    """
+    # Imported where it is needed: it loads torch._dynamo, and needs the package expecttest.
+    from torch.testing._internal.common_distributed import MultiProcessTestCase
+
+    if not issubclass(case_class, MultiProcessTestCase):
+        raise TypeError(f"as_rank_tests takes a subclass of MultiProcessTestCase, not {case_class!r}")
+    names = [name for name in dir(case_class) if name.startswith("test")] if methods is None else methods
+    members = {name: _rank_test(case_class, name, init) for name in names}
+    mark = pytest.mark.ranks(*world_sizes, init=init, **marker_options)
+    return mark(type(case_class.__name__, (), {**_names_of(case_class), **members}))
+
+
+def _rank_test(case_class: type[Any], name: str, init: bool) -> Callable[..., None]:
+    body = getattr(case_class, name)
+
+    def test(self: object, rank: int, world_size: int, ranks_tmp_path: Path) -> None:  # noqa: ARG001
+        _run_as_rank(case_class, name, rank, world_size, ranks_tmp_path, init)
+
+    test.__name__, test.__doc__ = name, body.__doc__
+    test.pytestmark = [*getattr(body, "pytestmark", ())]  # type: ignore[attr-defined]  # where pytest keeps marks
+    # Notes that decorators of unittest and of PyTorch leave for the runner.
+    for noted in (body, case_class):
+        if getattr(noted, "__unittest_skip__", False):
+            test = pytest.mark.skip(reason=getattr(noted, "__unittest_skip_why__", ""))(test)
+    if getattr(body, "__unittest_expecting_failure__", False):
+        test = pytest.mark.xfail(strict=True)(test)
+    return test
+
+
+def _run_as_rank(case_class: type[Any], name: str, rank: int, world_size: int, folder: Path, init: bool) -> None:
+    """Do on one rank what PyTorch's runner does in its own process, and between that, what it does in the rank's."""
+    from torch.distributed import DistStoreError, FileStore  # type: ignore[attr-defined]  # torch exports them unseen
+
+    rank_class = _rank_class(case_class, world_size, init)
+    store = FileStore(str(folder / "store"))
+    # The last rank, because reports begin with rank 0, and the wait below explains no failure.
+    is_main = rank == world_size - 1
+    before = dict(os.environ)
+    with ExitStack() as stack:
+        rank_class.setUpClass()
+        stack.callback(rank_class.tearDownClass)
+        main = rank_class(name)
+        stack.callback(main.doCleanups)
+        main.setUp()
+        stack.callback(main.tearDown)
+        if is_main:
+            store.set("set up", json.dumps([main.file_name, dict(os.environ.items() - before.items())]))
+        file_name, environment = json.loads(store.get("set up"))
+        os.environ.update(environment)
+        # After a failure or a skip on this rank alone, others wait for it in turn.
+        patience = timedelta(seconds=1)
+        try:
+            with _exit_codes_understood(rank_class):
+                rank_class._run(rank, name, file_name, None, fake_pg=getattr(main, "fake_pg", False))
+            patience = timedelta(days=1)
+        finally:
+            store.set(f"{rank} ended", "")
+            if is_main:
+                # The tearDown of this rank removes what the others may still use.
+                with suppress(DistStoreError):
+                    store.wait([f"{other} ended" for other in range(world_size)], patience)
+
+
+def _rank_class(case_class: type[Any], world_size: int, init: bool) -> type[Any]:
+    """Return ``case_class`` without the parts that need the processes of PyTorch's runner."""
+    from torch.testing._internal.common_distributed import MultiProcessTestCase
+    from torch.testing._internal.common_utils import set_rng_seed
+
+    def run_test(self: Any, test_name: str, _: object) -> None:  # noqa: ANN401 - an instance of the class below
+        set_rng_seed()
+        try:
+            # The constructor has replaced the method; on an instance with a rank it calls the body.
+            getattr(self, test_name)()
+            type(self).body_returned = True
+        finally:
+            self.doCleanups()
+
+    members = {"run_test": run_test, "body_returned": False, "world_size": world_size}
+    members |= dict.fromkeys(("_spawn_processes", "_start_processes"), lambda *_: None)
+    if init:
+        # The one that makes no process group.
+        members["_run"] = vars(MultiProcessTestCase)["_run"]
+    return type(case_class.__name__, (case_class,), {**_names_of(case_class), **members})
+
+
+@contextmanager
+def _exit_codes_understood(rank_class: type[Any]) -> Iterator[None]:
+    """Turn the exit codes by which PyTorch's decorators skip into skips; let the `_run` of a class exit with 0."""
+    from torch.testing._internal.common_distributed import TEST_SKIPS
+
+    try:
+        yield
+    except SystemExit as exit_:
+        for skip in TEST_SKIPS.values():
+            if exit_.code == skip.exit_code:
+                pytest.skip(skip.message)
+        if exit_.code or not rank_class.body_returned:
+            raise
+
+
+def _names_of(case_class: type[Any]) -> dict[str, Any]:
+    return {"__module__": case_class.__module__, "__qualname__": case_class.__qualname__, "__doc__": case_class.__doc__}
