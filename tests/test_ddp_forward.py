@@ -155,7 +155,9 @@ def test_one_rank_evaluates_while_the_other_waits(rank: int, hook: str, monkeypa
         twins.iterate(number)
         if rank == number % 2:
             twins.ddp.module.eval()
-            assert set(twins.ddp.module.state_dict()) == set(twins.plain_ddp.module.state_dict())
+            ours, theirs = twins.ddp.module.state_dict(), twins.plain_ddp.module.state_dict()
+            assert ours.keys() == theirs.keys()
+            assert all(torch.equal(ours[name], value) for name, value in theirs.items())
             # What is changed here after reading may not be what the other rank gets.
             with torch.no_grad():
                 held = [param.clone() for param in twins.ddp.module.parameters()]

@@ -1,12 +1,13 @@
 """DDP with the communication hooks trains as DDP with the plain optimizer does, from the first iteration on."""
 
 # No `from __future__ import annotations`: DDP compares the annotations of hooks with the types themselves.
+import copy
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_training import HOOKS, Twins, batch
+from ddp_training import HOOKS, Twins
 from torch import nn, optim
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
@@ -284,8 +285,10 @@ def test_checkpoints(rank: int, hook: str, partition: str) -> None:
     twins.optimizer.consolidate_state_dict(to=0)
     saved = [twins.optimizer.state_dict() if rank == 0 else None]
     dist.broadcast_object_list(saved, src=0)
+    theirs = copy.deepcopy(twins.plain.state_dict())
+    # So that it matters whether a state is loaded.
+    twins.iterate(20)
     # Into the plain optimizer, and from the plain optimizer into ours.
-    theirs = twins.plain.state_dict()
     twins.plain.load_state_dict(saved[0])
     twins.optimizer.load_state_dict(theirs)
     for number in range(3, 6):
@@ -328,8 +331,8 @@ def test_bytes_sent_are_those_of_ddp(hook: str, world_size: int) -> None:
     parameters = sum(param.nbytes for param in twins.ddp.parameters())
     everyone = torch.tensor([sent])
     dist.all_reduce(everyone)
-    assert everyone.item() <= 1.01 * 2 * parameters * (world_size - 1)
-    assert batch(0).shape == (8, 40)
+    # On top of the tensors: notes and statuses.
+    assert 2 * parameters * (world_size - 1) <= everyone.item() <= 1.01 * 2 * parameters * (world_size - 1)
 
 
 class TwoKinds(nn.Module):

@@ -170,8 +170,12 @@ def test_hyperparameters_that_cannot_be_compared_are_not(rank: int) -> None:
             for group in self.param_groups:
                 group["schedule"] = schedule
 
-    model, _ = twins()
-    ZeroRedundancyOptimizer(model.parameters(), Scheduled, lr=0.1, schedule=lambda step: 0.5**step)
+    pair = twins()
+    # Another function on every rank.
+    sharded = ZeroRedundancyOptimizer(pair[0].parameters(), Scheduled, lr=0.1, schedule=lambda step: 0.5**step)
+    plain = Scheduled(pair[1].parameters(), lr=0.1, schedule=lambda step: 0.5**step)
+    go_on(pair, (sharded, plain), range(2))
+    assert sharded.param_groups[0]["schedule"](2) == 0.25
 
 
 @pytest.mark.ranks(2, backend="gloo")
@@ -307,11 +311,14 @@ def test_different_calls_are_named(rank: int) -> None:
 
 @pytest.mark.ranks(2, backend="gloo")
 def test_members_exchanged_behind_the_optimizers_back() -> None:
-    (model, _), (sharded, _) = trained()
-    sharded.param_groups[0]["params"][0] = nn.Parameter(torch.zeros(64, 40))
-    set_gradients(model.parameters(), 5)
+    pair, optimizers = trained()
+    members = optimizers[0].param_groups[0]["params"]
+    first, members[0] = members[0], nn.Parameter(torch.zeros(64, 40))
+    set_gradients(pair[0].parameters(), 5)
     with pytest.raises(RuntimeError, match="members of param_groups"):
-        sharded.step()
+        optimizers[0].step()
+    members[0] = first
+    go_on(pair, optimizers, range(2, 4))
 
 
 @pytest.mark.ranks(2, backend="gloo")

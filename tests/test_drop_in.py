@@ -11,7 +11,7 @@ from torch import nn, optim
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.nn.parallel import DistributedDataParallel
-from training import set_gradients, small_model
+from training import assert_bitwise_equal, set_gradients, small_model, twins
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_testing import assert_replicas_equal
 
@@ -97,33 +97,46 @@ def test_attributes_and_default_partition_are_torchs(rank: int, world_size: int)
 @pytest.mark.ranks(2, 3, backend="gloo")
 @pytest.mark.parametrize("partition", ["whole", "split"])
 def test_join_lets_ranks_with_fewer_inputs_finish(rank: int, partition: str) -> None:
-    model = DistributedDataParallel(small_model())
-    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, partition=partition, lr=0.01)
-    batches = 0
-    with Join([model, sharded]):
-        for _ in range(3 + rank):
-            model(torch.randn(4, 40)).sum().backward()
-            sharded.step()
-            batches += 1
-    assert batches == 3 + rank
-    assert_replicas_equal(model.parameters())
+    models = [DistributedDataParallel(small_model().double()) for _ in range(2)]
+    sharded = ZeroRedundancyOptimizer(models[0].parameters(), optim.Adam, partition=partition, lr=0.01)
+    plain = optim.Adam(models[1].parameters(), lr=0.01)
+    for model, optimizer, joinables in ((models[0], sharded, [models[0], sharded]), (models[1], plain, [models[1]])):
+        torch.manual_seed(rank)
+        batches = 0
+        with Join(joinables):
+            for _ in range(3 + rank):
+                model(torch.randn(4, 40, dtype=torch.float64)).sum().backward()
+                optimizer.step()
+                batches += 1
+        assert batches == 3 + rank
+    assert_trained_alike(*models)
+
+
+def assert_trained_alike(ours: nn.Module, theirs: nn.Module) -> None:
+    """Compare with the unsharded run: replicas alone are equal anyway, since DDP's join hook copies them in the end."""
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine, other)
+    assert_replicas_equal(ours.parameters())
 
 
 @pytest.mark.ranks(2, backend="gloo")
 def test_join_with_closures_on_the_ranks_that_still_have_inputs(rank: int) -> None:
-    model = DistributedDataParallel(small_model())
-    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, lr=0.01)
+    models = [DistributedDataParallel(small_model().double()) for _ in range(2)]
+    sharded = ZeroRedundancyOptimizer(models[0].parameters(), optim.Adam, lr=0.01)
+    plain = optim.Adam(models[1].parameters(), lr=0.01)
+    for model, optimizer, joinables in ((models[0], sharded, [models[0], sharded]), (models[1], plain, [models[1]])):
+        torch.manual_seed(rank)
 
-    def closure() -> torch.Tensor:
-        sharded.zero_grad()
-        loss: torch.Tensor = model(torch.randn(4, 40)).sum()
-        loss.backward()
-        return loss
+        def closure(model: nn.Module = model, optimizer: optim.Optimizer = optimizer) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss: torch.Tensor = model(torch.randn(4, 40, dtype=torch.float64)).sum()
+            loss.backward()
+            return loss
 
-    with Join([model, sharded]):
-        for _ in range(3 + rank):
-            sharded.step(closure)
-    assert_replicas_equal(model.parameters())
+        with Join(joinables):
+            for _ in range(3 + rank):
+                optimizer.step(closure)
+    assert_trained_alike(*models)
 
 
 @pytest.mark.ranks(2, backend="gloo")
@@ -188,14 +201,16 @@ def test_under_every_kind_of_ddp(rank: int, options: dict[str, bool], partition:
 
 @pytest.mark.ranks(2, backend="gloo")
 def test_averaging_of_models_and_group_destruction(rank: int) -> None:
-    model = small_model()
+    pair = twins()
     group = dist.new_group()
-    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, process_group=group)
-    average = optim.swa_utils.AveragedModel(model)
+    sharded = ZeroRedundancyOptimizer(pair[0].parameters(), optim.Adam, process_group=group)
+    plain = optim.Adam(pair[1].parameters())
+    averages = [optim.swa_utils.AveragedModel(module) for module in pair]
     for step in range(2):
-        set_gradients(model.parameters(), step)
-        sharded.step()
-        average.update_parameters(model)
-    assert_replicas_equal(average.parameters())
+        for module, optimizer, average in zip(pair, (sharded, plain), averages, strict=True):
+            set_gradients(module.parameters(), step)
+            optimizer.step()
+            average.update_parameters(module)
+    assert_bitwise_equal(*averages, "in the averages")
     dist.destroy_process_group(group)
     assert "Adam" in repr(sharded.optim)

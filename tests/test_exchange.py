@@ -35,11 +35,11 @@ LENGTHS = [(0, 5), (1, 70_000), (1, 0), (0, 3), (1, 64)]
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_share_brings_every_rank_the_owners_values(rank: int, kind: type[Exchange], dtype: torch.dtype) -> None:
     exchange = kind(RankGroup.of())
-    # Owners hold unlike amounts, and ranks 2 and 3 nothing.
-    segments = [Segment(owner, torch.full((n,), rank + 1).to(dtype)) for owner, n in LENGTHS]
+    # Owners hold unlike amounts, and ranks 2 and 3 nothing. Their numbers differ in every dtype, bool included.
+    segments = [Segment(owner, torch.full((n,), rank).to(dtype)) for owner, n in LENGTHS]
     exchange.share_from_owners(segments).wait()
     for segment in segments:
-        assert torch.equal(segment.buffer, torch.full_like(segment.buffer, segment.owner + 1))
+        assert torch.equal(segment.buffer, torch.full_like(segment.buffer, segment.owner))
 
 
 @pytest.mark.ranks(2, 4, backend="gloo")
@@ -98,16 +98,18 @@ def test_a_shipment_moves_small_and_large_pieces_and_statuses(
     rank: int, world_size: int, kind: type[Exchange], pack_below: int
 ) -> None:
     exchange = kind(RankGroup.of())
-    segments = [Segment(owner, torch.full((n,), float(rank + 1))) for owner, n in [(0, 3), (1, 7), (0, 900), (1, 5)]]
+    segments = [Segment(owner, torch.empty(n)) for owner, n in [(0, 3), (1, 7), (0, 900), (1, 5)]]
     shipment = Shipment(segments, rank, world_size, rooms={}, pack_below=pack_below)
     for turn in range(2):
+        for segment in segments:
+            segment.buffer.fill_(10 * turn + rank)
         share = shipment.prepare(exchange)
         share.set_status((rank, turn, 0, -1))
         share.send()
         share.wait()
         assert share.statuses() == [[r, turn, 0, -1] for r in range(world_size)]
-    for segment in segments:
-        assert torch.equal(segment.buffer, torch.full_like(segment.buffer, segment.owner + 1))
+        for segment in segments:
+            assert torch.equal(segment.buffer, torch.full_like(segment.buffer, 10 * turn + segment.owner))
 
 
 @pytest.mark.ranks(2, backend="gloo")

@@ -575,16 +575,23 @@ def test_subgroups(rank: int) -> None:
         assert_bitwise_equal(*pair, f"after step {step}")
     sharded.consolidate_state_dict(to=1)
     if sharded.rank == 1:
-        assert len(sharded.state_dict()["state"]) == len(list(pair[0].parameters()))
+        assert_same_state(sharded.state_dict(), plain.state_dict())
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_writes_behind_autograds_back_bump_version_counters() -> None:
+@PARTITIONS
+@VIEWS
+def test_writes_behind_autograds_back_bump_version_counters(partition: str, as_bucket_view: bool) -> None:
     model = small_model()
-    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, lr=0.1, parameters_as_bucket_view=True)
+    sharded = ZeroRedundancyOptimizer(
+        model.parameters(), optim.SGD, lr=0.1, partition=partition, parameters_as_bucket_view=as_bucket_view
+    )
     loss = model(torch.ones(3, 40)).sum()
     loss.backward(retain_graph=True)
+    before = [param._version for param in model.parameters()]
     sharded.step()
+    # Of what this rank owns, and of what it has received.
+    assert all(param._version > version for param, version in zip(model.parameters(), before, strict=True))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 

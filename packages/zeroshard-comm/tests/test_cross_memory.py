@@ -54,7 +54,9 @@ def test_a_process_that_has_ended() -> None:
 
 def test_the_switch_and_systems_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(SWITCH, raising=False)
-    assert machine() == machine() != 0
+    program = "from zeroshard_comm.cross_memory import machine; print(machine())"
+    other = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert machine() == int(other.stdout) != 0
     monkeypatch.setenv(SWITCH, "0")
     assert machine() == 0
     monkeypatch.delenv(SWITCH)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
+from functools import partial
 from operator import attrgetter
 
 import torch
@@ -96,7 +97,7 @@ class BackwardWatch:
             for handle in self._on_params:
                 handle.remove()
             self._trained = trained
-            self._on_params = [p.register_hook(self._first_gradient) for p in self._params if p.requires_grad]
+            self._on_params = [p.register_hook(partial(self._gradient_of, p)) for p in self._params if p.requires_grad]
 
     def _after_forward(self, module: nn.Module, inputs: object, output: object) -> None:  # noqa: ARG002 - torch's signature
         if not self._is_called:
@@ -136,8 +137,9 @@ class BackwardWatch:
             self._is_followed = True
             torch.autograd.Variable._execution_engine.queue_callback(self._task_ends)
 
-    def _first_gradient(self, gradient: torch.Tensor) -> None:  # noqa: ARG002 - torch's signature
-        if not self._has_begun:
+    def _gradient_of(self, param: torch.Tensor, gradient: torch.Tensor) -> None:  # noqa: ARG002 - torch's signature
+        # `torch.autograd.grad` with respect to a parameter calls its hooks, too.
+        if not self._has_begun and _is_due(get_gradient_edge(param).node):
             self._follow()
             self._begin()
 
