@@ -106,8 +106,11 @@ class RankInspector:
 
         @functools.wraps(destroy)
         def destroy_process_group(*args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - as the wrapped function
-            self._destroyed = self.groups(self._recorded()) if self._ended is None else {}
+            before = self.groups(self._recorded()) if self._ended is None else {}
             destroy(*args, **kwargs)
+            # A group made anew has the same key. All ranks destroy their groups in one order.
+            gone = before.keys() - self.groups().keys() - self._destroyed.keys()
+            self._destroyed |= {f"{len(self._destroyed)} {key}": before[key] for key in sorted(gone)}
 
         dist.destroy_process_group = dist.distributed_c10d.destroy_process_group = destroy_process_group
 

@@ -26,6 +26,8 @@ _INTERVAL = 0.1
 _SOON = 0.01
 # How long ranks may take to tell their stacks, in seconds: those with Python's global lock free, and then the others.
 _DETAILS_TIMEOUT = 0.3
+# And how long those between tests may take to tell what they have issued, on which a verdict depends.
+_COMPARISON_TIMEOUT = 10.0
 _STACKS_TIMEOUT = 1.0
 _STACK_SIGNAL = getattr(signal, "SIGUSR1", None)
 
@@ -90,8 +92,13 @@ class Snapshots:
             return {}
         found: Mapping[int, str] = {}
         if "collectives" not in checks_off and collectives_to_compare(self._finished):
-            self._collect(self._there)
-            found = find_left_out({**self._finished, **self._answers})
+            self._collect(range(len(self._workers)), _COMPARISON_TIMEOUT)
+            gone = self._finished.keys() - self._answers.keys()
+            if gone:
+                # Perhaps ended by gloo just after it had passed.
+                what = f": {text}" if (text := self.mismatch()) else ""
+                return dict.fromkeys(gone, f"left before what it has issued could be compared{what}")
+            found = find_left_out(self._answers)
         if not found and "messages" not in checks_off:
             found = find_unmatched_messages(self._finished)
         return found
@@ -115,13 +122,13 @@ class Snapshots:
         elif proof is not None:
             self.due = time.monotonic()
 
-    def _collect(self, slots: Collection[int]) -> None:
+    def _collect(self, slots: Collection[int], timeout: float = _DETAILS_TIMEOUT) -> None:
         """Make a round at once, with stacks, and wait for it."""
         self._asking = False
         question = self._next_question(details=True)
         answer = {"op": "state", "run": self._run, "round": self._round}
         asked = {slot: child for slot, child in self._there.items() if slot in slots}
-        answers = ask(asked, question, lambda message: answer.items() <= message.items(), _DETAILS_TIMEOUT)
+        answers = ask(asked, question, lambda message: answer.items() <= message.items(), timeout)
         self._answers = {slot: RankState.from_message(message) for slot, message in answers.items()}
 
     def _dumped_stacks(self, slots: Sequence[int]) -> dict[int, str]:
