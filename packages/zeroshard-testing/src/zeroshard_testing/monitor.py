@@ -57,8 +57,9 @@ class Monitor:
 
         The caller replaces workers afterwards. Raises LaunchError if no process can be started any more.
         """
-        # A rank whose channel has ended is accounted for when its status is known.
-        while self._ended or self._out():
+        # A rank whose channel has ended is accounted for when its status is known; one that its own fault has stopped
+        # for good, when all others have an outcome.
+        while self._ended or any(self._faulted.get(slot) != "stop" for slot in self._out()):
             now = time.monotonic()
             if now >= self._end():
                 self._give_up()
@@ -70,8 +71,9 @@ class Monitor:
                     self._read(self._open[channel])
             self._launcher.take_news()
             self._notice_deaths()
-            self._notice_stops()
             self._notice_deadlock()
+        for slot in self._out():
+            self._outcomes[slot] = Outcome(kinds.FAULTED, "was stopped by its own fault")
         self._notice_unmatched()
         self._explain_aborts()
         return [outcome for _, outcome in sorted(self._outcomes.items())]
@@ -152,13 +154,6 @@ class Monitor:
             summary += " before it reported an outcome"
         detail = readable_stacks(text_of(self._workers[slot].stacks))
         self._settle(slot, Outcome(kinds.DIED, summary, detail))
-
-    def _notice_stops(self) -> None:
-        """Settle the ranks that the test has stopped for good, when all others have an outcome."""
-        out = self._out()
-        if not self._ended and all(self._faulted.get(slot) == "stop" for slot in out):
-            for slot in out:
-                self._outcomes[slot] = Outcome(kinds.FAULTED, "was stopped by its own fault")
 
     def _notice_deadlock(self) -> None:
         """Settle the ranks that are still out if it is proven that they wait for ever."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -40,13 +41,11 @@ class Pool:
     workers have died after their last test had its verdict. Each worker has a folder in ``temporary``.
     """
 
-    def __init__(
-        self, launcher: Launcher, temporary: Path, late_deaths: list[str], coverage: Message | None = None
-    ) -> None:
+    def __init__(self, launcher: Launcher, temporary: Path, coverage: Message | None, late_deaths: list[str]) -> None:
         self._launcher = launcher
         self._temporary = temporary
-        self._late_deaths = late_deaths
         self._coverage = coverage
+        self._late_deaths = late_deaths
         self._store: Child | None = None
         self._crews: dict[str, Crew] = {}
         self._runs = 0
@@ -65,7 +64,7 @@ class Pool:
         return dict(self._ready_store().ready["checks_off"])
 
     def run(
-        self, spec: RanksSpec, message: Mapping[str, object], payload: bytes = b""
+        self, spec: RanksSpec, message: Mapping[str, object], payload: bytes
     ) -> tuple[dict[int, Outcome], dict[int, bytes]]:
         """Run a test, or the call in ``payload``, on its ranks, and return its outcomes and what a call returned there.
 
@@ -198,6 +197,8 @@ class Pool:
             "run": self._runs,
             "group": shared_group if spec.isolation == "none" else f"run-{self._runs}",
             "environment": {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"},
+            "cwd": os.getcwd(),  # noqa: PTH109 - a string, and per test
+            "sys_path": sys.path,
             "master_port": port,
             "tmp_path": str(self._temporary / f"run-{self._runs}"),
         }

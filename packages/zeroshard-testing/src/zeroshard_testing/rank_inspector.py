@@ -109,7 +109,7 @@ class RankInspector:
             before = self.groups(self._recorded()) if self._ended is None else {}
             destroy(*args, **kwargs)
             # A group made anew has the same key. All ranks destroy their groups in one order.
-            gone = before.keys() - self.groups().keys() - self._destroyed.keys()
+            gone = before.keys() - self.groups(None).keys() - self._destroyed.keys()
             self._destroyed |= {f"{len(self._destroyed)} {key}": before[key] for key in sorted(gone)}
 
         dist.destroy_process_group = dist.distributed_c10d.destroy_process_group = destroy_process_group

@@ -168,7 +168,7 @@ class RanksSession:
         if self._pool is None:
             folder = self._temporary() / "ranks"
             folder.mkdir(exist_ok=True)
-            self._pool = Pool(_launcher(self._config), folder, self._late_deaths, coverage_request(self._config))
+            self._pool = Pool(_launcher(self._config), folder, coverage_request(self._config), self._late_deaths)
         return self._pool
 
     def _why_unavailable(self, spec: RanksSpec) -> str | None:
@@ -185,9 +185,8 @@ class RanksSession:
         self, title: str, spec: RanksSpec, message: Mapping[str, object], payload: bytes = b""
     ) -> tuple[Verdict, Mapping[int, bytes]]:
         spec = replace(spec, checks_off=tuple(sorted({*spec.checks_off, *self._checks_off})))
-        surroundings = {"sys_path": sys.path, "cwd": os.getcwd()}  # noqa: PTH109 - a string, and per test
         try:
-            outcomes, returned = self._boot().run(spec, {**surroundings, **message}, payload)
+            outcomes, returned = self._boot().run(spec, message, payload)
         except LaunchError as error:
             self.close()
             if self._config is None:
