@@ -25,6 +25,8 @@ class Rule:
 
     siblings: frozenset[str]
     third_party: frozenset[str]
+    optional: frozenset[str] = frozenset()
+    """Third parties that it works without, and uses where they are installed."""
 
 
 RULES: Mapping[str, Rule] = {
@@ -33,7 +35,9 @@ RULES: Mapping[str, Rule] = {
     "zeroshard": Rule(frozenset({"zeroshard_core", "zeroshard_comm"}), frozenset({"torch"})),
     "zeroshard_integrations": Rule(frozenset({"zeroshard_core", "zeroshard_comm", "zeroshard"}), frozenset({"torch"})),
     # _pytest: assertion rewriting in the worker processes has no public way in.
-    "zeroshard_testing": Rule(frozenset(), frozenset({"torch", "pytest", "_pytest"})),
+    "zeroshard_testing": Rule(
+        frozenset(), frozenset({"torch", "pytest", "_pytest"}), frozenset({"cloudpickle", "coverage", "numpy"})
+    ),
 }
 WITHOUT_DISTRIBUTED = "zeroshard_core"
 WITHOUT_TORCH = "zeroshard_testing.plugin"
@@ -92,7 +96,7 @@ def _forbidden_packages(modules: Mapping[str, Module], rules: Mapping[str, Rule]
             if top in rules and top not in rule.siblings:
                 allowed = ", ".join(sorted(rule.siblings)) or "none of its siblings"
                 text = f"{module.package} must not import {top}; it may import {allowed}"
-            elif top not in rules and top not in rule.third_party:
+            elif top not in rules and top not in rule.third_party | rule.optional:
                 text = (
                     f"{module.package} must not import {top}; of third parties it may import {_list(rule.third_party)}"
                 )

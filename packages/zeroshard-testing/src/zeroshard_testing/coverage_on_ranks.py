@@ -1,7 +1,6 @@
 """Coverage of the lines that run on ranks, where pytest-cov measures the controller.
 
-Each worker writes a data file of its own beside the controller's, and pytest-cov combines them at the end of the run. A
-worker that is killed leaves nothing.
+Each worker writes a data file beside the controller's, which pytest-cov combines. One that is killed leaves nothing.
 """
 
 from __future__ import annotations

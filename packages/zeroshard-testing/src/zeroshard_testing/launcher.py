@@ -73,10 +73,7 @@ class Launcher(ABC):
         self._started = 0
 
     def start(self, request: Message) -> Child:
-        """Start a process, which comes up in the background and does what `worker_main.run_child` reads in ``request``.
-
-        Raises LaunchError if it cannot be started.
-        """
+        """Start a process, which comes up in the background; ``request`` is for `worker_main.run_child`."""
         channel, theirs = new_channel()
         names = [f"{self._started}-{name}" for name in ("stdout", "stderr", "stacks", "journal")]
         stdout, stderr, stacks, journal = map(self._open, names)
@@ -147,10 +144,7 @@ def new_channel() -> tuple[Channel, socket.socket]:
 def ask(
     children: Mapping[int, Child], question: Message, is_answer: Callable[[Message], bool], timeout: float
 ) -> dict[int, Message]:
-    """Ask children that are ready, and return by key what each answers within ``timeout`` seconds.
-
-    Those that are gone or do not answer are left out. Other messages that they send meanwhile are dropped.
-    """
+    """Return by key what children that are ready answer within ``timeout`` seconds; drop what else they send."""
     waiting = {}
     for key, child in children.items():
         with suppress(ClosedError):

@@ -53,10 +53,7 @@ class Monitor:
         self._snapshots = Snapshots(workers, run)
 
     def outcomes(self) -> list[Outcome]:
-        """Wait until every rank has reported, died, or been given up, and return an outcome for every slot.
-
-        The caller replaces workers afterwards. Raises LaunchError if no process can be started any more.
-        """
+        """Wait until every rank has reported, died, or been given up, and return an outcome for every slot."""
         # A rank whose channel has ended is accounted for when its status is known; one that its own fault has stopped
         # for good, when all others have an outcome.
         while self._ended or any(self._faulted.get(slot) != "stop" for slot in self._out()):

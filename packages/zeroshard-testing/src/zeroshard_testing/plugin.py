@@ -112,12 +112,8 @@ rank, world_size, process_group, device, faults, ranks_tmp_path = map(_refused, 
 def _leave_out_rank_fixtures(item: pytest.Function) -> None:
     """Take rank fixtures that are ``autouse`` away from a test that does not run on ranks."""
     info = item._fixtureinfo
-    automatic = [
-        name
-        for name in info.names_closure
-        if name not in info.initialnames or name not in info.argnames
-        if (known := info.name2fixturedefs.get(name)) and is_rank_fixture(known[-1].func)
-    ]
+    found = {name: info.name2fixturedefs.get(name) for name in info.names_closure if name not in info.argnames}
+    automatic = [name for name, known in found.items() if known and is_rank_fixture(known[-1].func)]
     if automatic:
         # What they would have asked for is set up only if something else asks for it.
         left_out = {*automatic, *RANK_FIXTURES}.difference(info.argnames)

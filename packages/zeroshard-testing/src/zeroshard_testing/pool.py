@@ -24,13 +24,11 @@ _PATIENCE = 30.0
 
 @dataclass
 class Crew:
-    """The workers for one number of ranks and backend: each of them has run the same tests before, as the same rank.
-
-    ``held`` are the ids of the nodes whose fixtures are set up.
-    """
+    """The workers for one number of ranks and backend: each of them has run the same tests before, as the same rank."""
 
     workers: list[Child]
     last_test: str = ""
+    # Ids of the nodes whose fixtures are set up.
     held: frozenset[str] = frozenset()
 
 
@@ -99,10 +97,7 @@ class Pool:
         return outcomes, {spec.ranks[slot]: data for slot, data in monitor.returned.items()}
 
     def tear_down(self, keep: Sequence[str]) -> list[str]:
-        """Tear down fixtures on workers between tests, those of the nodes in ``keep`` excepted.
-
-        Returns what went wrong, in words.
-        """
+        """Tear down fixtures of other nodes than ``keep`` on workers between tests, and say what went wrong."""
         errors = []
         for crew in self._crews.values():
             if crew.held <= set(keep):

@@ -89,10 +89,9 @@ class RanksSession:
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         """Leave fixtures to the ranks; skip a test whose backend is missing, or fail it if the backend is required."""
         spec = spec_of(item)
+        if spec is None and item.get_closest_marker("ranks") is not None:
+            pytest.fail("only functions and methods of plain classes can run on ranks, not this kind of test", False)
         if spec is None:
-            if item.get_closest_marker("ranks") is not None:
-                text = "only functions and methods of plain classes can run on ranks, not this kind of test"
-                pytest.fail(text, pytrace=False)
             return
         item.fixturenames = []  # type: ignore[attr-defined]  # a function's; nothing is set up here
         reason = self._why_unavailable(spec)
@@ -149,10 +148,7 @@ class RanksSession:
         running_sessions.remove(self)
 
     def call(self, title: str, spec: RanksSpec, payload: bytes) -> Mapping[int, bytes]:
-        """Run what `zeroshard_testing.call_item` unpacks on ranks, within a test or outside pytest.
-
-        Returns what `torch.load` reads, by rank. Raises RanksFailure if it has not come to its end on every rank.
-        """
+        """Run what `call_item` unpacks, within a test or outside pytest; return what `torch.load` reads, by rank."""
         # So that the function is found in its module, imported as pytest has done it here.
         path = str(self._item.path) if isinstance(self._item, pytest.Function) else ""
         return self._carry_out(title, spec, {"nodeid": title, "path": path, "keep": []}, payload)[1]

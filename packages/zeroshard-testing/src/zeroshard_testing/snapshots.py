@@ -141,11 +141,8 @@ class Snapshots:
             before, sizes = sizes, [os.fstat(child.stacks.fileno()).st_size for child in asked]
             if sizes == before and all(sizes):
                 break
-        return {
-            slot: readable_stacks(text_of(self._workers[slot].stacks))
-            or "(it did not answer when asked for its Python stack)"
-            for slot in slots
-        }
+        nothing = "(it did not answer when asked for its Python stack)"
+        return {slot: readable_stacks(text_of(self._workers[slot].stacks)) or nothing for slot in slots}
 
 
 def _positions(states: Mapping[int, RankState]) -> dict[int, tuple[bool, str]]:
@@ -157,8 +154,8 @@ def _described(state: RankState) -> str:
         f"Last collective: {operation.name} (#{number} of {group.label}"
         f"{', ' + operation.tensors if operation.tensors else ''}){', unfinished' if operation.pending else ''}"
         for group in state.groups.values()
-        for number, operation in [max(group.operations.items(), default=(0, None))]
-        if operation is not None
+        if group.operations
+        for number, operation in [max(group.operations.items())]
     ]
     return "\n".join([*latest, state.stacks])
 

@@ -70,8 +70,6 @@ class RanksSpec:
 def parse_marker(args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[RanksSpec]:
     """Read the arguments of one ``@pytest.mark.ranks``: one spec for each backend and world size.
 
-    Raises SpecError if there is no world size, an unknown argument or a value out of range.
-
     >>> [spec.test_id for spec in parse_marker((2, 4), {})]
     ['2-gloo', '4-gloo']
     """
