@@ -22,13 +22,7 @@ from pathlib import Path
 from typing import Any
 
 _CONFTEST = """
-import json, os, time
-
-def pytest_collection_finish():
-    # Workers begin to start here; ranks collect too, but for them nothing is to be written.
-    if os.environ.get("RANK") is None:
-        with open(os.environ["HARNESS_MOMENTS"], "a") as file:
-            file.write(f"collected {time.time()}\\n")
+import json, os
 
 def pytest_runtest_logreport(report):
     record = {"test": report.nodeid, "when": report.when, "start": report.start, "stop": report.stop,
@@ -51,6 +45,11 @@ _NO_OP = """
 @pytest.mark.parametrize("number", range({count}))
 @pytest.mark.ranks({ranks})
 def test_no_op(number):
+    pass
+"""
+
+_PLAIN = """
+def test_no_op():
     pass
 """
 
@@ -135,10 +134,10 @@ def main() -> int:
 
 def _figures(tests: int, verdicts: int, many: int) -> Iterator[Figure]:
     for ranks, bound in ((2, 5), (4, 10)):
-        reports, moments = _run(_NO_OP.format(count=tests + 1, ranks=ranks))
+        reports, _ = _run(_NO_OP.format(count=tests + 1, ranks=ranks))
         spans = _spans(reports)
-        first = next(report["stop"] for report in reports if report["when"] == "teardown") - moments["collected"]
-        yield Figure(f"from collection to the end of the first test, {ranks} ranks", first, first, 3, "s", 1)
+        cold = [_seconds(_NO_OP.format(count=1, ranks=ranks)) - _seconds(_PLAIN) for _ in range(5)]
+        yield _figure(f"cold start: a run of one test, {ranks} ranks, beyond one of a plain test", cold, 3, "s")
         warm = [1e3 * span for span in spans[1:]]
         yield _figure(f"overhead of a test, {ranks} ranks", warm, bound, "ms")
     reports, moments = _run(_VERDICTS.format(count=verdicts))
@@ -178,6 +177,13 @@ def _spans(reports: list[dict[str, Any]]) -> list[float]:
     starts = [report["start"] for report in reports if report["when"] == "setup"]
     stops = [report["stop"] for report in reports if report["when"] == "teardown"]
     return [stop - start for start, stop in zip(starts, stops, strict=True)]
+
+
+def _seconds(source: str) -> float:
+    """Return the seconds that a whole run of pytest takes."""
+    start = time.perf_counter()
+    _run(source)
+    return time.perf_counter() - start
 
 
 def _run(
