@@ -85,7 +85,7 @@ class DistributedFixture:
     def __init_subclass__(cls, **kwargs: object) -> None:
         raise TypeError(
             f"{cls.__name__}: DistributedFixture is not supported. For another number of ranks, write an ordinary test "
-            "that calls zeroshard_testing.calls(fn, n) for each; for the same, a rank_fixture."
+            "that calls zeroshard_testing.run_on_ranks(fn, n) for each; for the same, a rank_fixture."
         )
 
 

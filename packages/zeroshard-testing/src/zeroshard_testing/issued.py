@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 
 from zeroshard_testing.rank_state import GroupState, Messages, Operation, RankState
 
-_SAME_SIZES = ("all_reduce", "broadcast", "reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
+_SINGLE = ("all_reduce", "broadcast", "reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
+_SAME_SIZES = (*_SINGLE, *(f"{name}_coalesced" for name in _SINGLE))
 """Collectives for which all ranks bring as many elements; for others only the dtype must be the same."""
 
 
