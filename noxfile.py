@@ -37,7 +37,7 @@ PACKAGES: dict[str, list[str]] = {
 BACKENDS = {"gloo-cpu": ["ci", "nightly"], "gloo-cuda": ["gpu"], "nccl": ["gpu"], "fake": ["ci", "nightly"]}
 TEST_NEEDS = ["pytest", "hypothesis"]
 # What the tests of the harness use where it is there; only the sessions that run all tests install it.
-PLUGIN_NEEDS = ["pytest-xdist", "pytest-cov", "pytest-timeout", "cloudpickle", "numpy"]
+PLUGIN_NEEDS = ["pytest-xdist", "pytest-cov", "pytest-timeout", "cloudpickle", "numpy", "expecttest"]
 TOOL_NEEDS = ["rich", "typer", "matplotlib"]
 
 # What a package installed alone must be able to do; the wheels session runs it.

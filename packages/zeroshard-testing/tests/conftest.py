@@ -14,6 +14,9 @@ from pathlib import Path
 
 import pytest
 
+# Its files are run by the tests of the corpus, in runs of their own.
+collect_ignore = ["corpus"]
+
 
 @dataclass(frozen=True)
 class Case:

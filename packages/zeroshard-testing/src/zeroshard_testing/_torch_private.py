@@ -1,6 +1,6 @@
 """The private names of torch that this package uses, each with its reason, and the probe that says which of them work.
 
-Tested with torch 2.11 to 2.13. A name that a later torch renames turns off the checks that need it, by name and with
+Tested with torch 2.13 to 2.15. A name that a later torch renames turns off the checks that need it, by name and with
 the reason, in the header of the run; it turns none off in silence, and fails no test that is right.
 """
 

@@ -30,7 +30,6 @@ class ProcessState:
     """
 
     def __init__(self) -> None:
-        self._environment: dict[str, str] = {}
         self._argv = list(sys.argv)
         handlers = (_accessors(signal.getsignal, signal.signal, number) for number in signal.valid_signals())
         settings = [(read, write, read()) for read, write in (*_PYTHON_SETTINGS, *handlers)]
@@ -38,14 +37,10 @@ class ProcessState:
         self._settings = [setting for setting in settings if setting[2] is not None]
 
     def restore_surroundings(self, message: Message) -> None:
-        """Put back what imports see: environment, folder, import path.
-
-        The request to run a test has an ``environment`` unless it is the last one's.
-        """
-        if message["environment"] is not None:
-            self._environment = {**_ENVIRONMENT, **message["environment"]}
+        """Put back what imports see: environment, folder, import path."""
         wanted = {
-            **self._environment,
+            **_ENVIRONMENT,
+            **message["environment"],
             **dict.fromkeys(("RANK", "LOCAL_RANK"), str(message["rank"])),
             **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(message["world_size"])),
             "MASTER_ADDR": "127.0.0.1",
