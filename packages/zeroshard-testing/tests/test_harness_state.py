@@ -46,6 +46,7 @@ STATE = """
             "precision": torch.get_float32_matmul_precision(),
             "anomaly": torch.is_anomaly_enabled(),
             "print": str(torch.tensor([1 / 3])),
+            "debug": dist.get_debug_level(),
             "signals": signal.getsignal(signal.SIGALRM),
             "streams": (sys.stdout.name, sys.excepthook.__name__ != "<lambda>"),
             "level": logging.getLogger().level,
@@ -64,7 +65,8 @@ STATE = """
         expected = {
             "environment": False, "folder": ROOT, "path": PATH, "arguments": False, **FIRST, "dtype": torch.float32,
             "device": "cpu", "grad": True, "autocast": False, "deterministic": False, "threads": 1,
-            "precision": "highest", "anomaly": False, "print": "tensor([0.3333])", "signals": signal.SIG_DFL,
+            "precision": "highest", "anomaly": False, "print": "tensor([0.3333])",
+            "debug": dist.DebugLevel.OFF, "signals": signal.SIG_DFL,
             "streams": (1, True), "level": logging.WARNING,
             "interpreter": (1000, True, 28), "locale": LOCALE, "group": world_size,
         }
@@ -86,6 +88,7 @@ STATE = """
         torch.set_float32_matmul_precision("medium")
         torch.autograd.set_detect_anomaly(True)
         torch.set_printoptions(precision=1)
+        dist.set_debug_level(dist.DebugLevel.DETAIL)
         signal.signal(signal.SIGALRM, lambda *_: None)
         sys.stdout = open(os.devnull, "w")
         sys.excepthook = lambda *_: None

@@ -183,6 +183,11 @@ class RankInspector:
         return tuple(awaited), "; ".join(marks)
 
     def _gives_up_natively(self, frame: FrameType | None) -> bool:
+        # Under torch's debug level DETAIL ranks wait within the call, before the flight recorder knows of it.
+        for group in private.process_groups():
+            pending = any(one.pending for one in list(self._waits.of_group(group).collectives.values()))
+            if pending and private.timeout_of(group) < self._timeout:
+                return True
         while frame is not None and frame.f_code.co_filename.startswith(str(Path(torch.__file__).parent)):
             timeout = frame.f_locals.get("timeout")
             if isinstance(timeout, timedelta) and timeout.total_seconds() < self._timeout:

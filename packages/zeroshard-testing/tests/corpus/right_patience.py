@@ -54,6 +54,16 @@ def test_a_rank_that_sleeps_in_backward(rank):
     (Slow.apply(y) if rank else y).sum().backward()
 
 
+def test_a_short_timeout_within_a_call(rank):
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    group = dist.new_group(timeout=timedelta(seconds=0.5))
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="failed to pass monitoredBarrier in 500 ms"):
+            dist.barrier(group)
+    _get_default_store().set(f"{rank} has ended", "")
+    _get_default_store().wait(["0 has ended", "1 has ended"])
+
+
 def test_a_rank_that_waits_for_a_process(rank):
     if rank:
         subprocess.run(["sleep", "0.6"], check=True)
