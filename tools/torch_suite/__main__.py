@@ -183,7 +183,7 @@ def choose(found: Run, number: int, *, skips: bool) -> list[str]:
 
 def show(runs: dict[tuple[str, int], Run], chosen: Sequence[str], found: Run) -> None:
     """Print a row for each method, then sums."""
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 140)
     table = Table(Column("method", no_wrap=True), *(f"{name} {size}" for name, size in runs), "equal")
     for method in chosen:
         verdicts = [run.verdicts[method].verdict for run in runs.values()]

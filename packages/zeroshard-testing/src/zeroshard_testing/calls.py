@@ -51,14 +51,6 @@ def run_on_ranks(
         RanksFailure: If it has raised, ended, or left a collective out on some rank; the text tells the cause first.
         RuntimeError: If it is called on a rank.
         TypeError: If function or arguments cannot be sent.
-
-    Example:
-        >>> def total():
-        ...     x = torch.ones(1)
-        ...     dist.all_reduce(x)
-        ...     return x.item()
-        >>> run_on_ranks(total, 4)  # doctest: +SKIP
-        [4.0, 4.0, 4.0, 4.0]
     """
     __tracebackhide__ = True
     if _is_rank:

@@ -19,7 +19,9 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
+
+# torch exports these unseen by type checkers.
+from torch.distributed import get_debug_level, set_debug_level  # type: ignore[attr-defined]
 
 from zeroshard_testing.ipc import Message
 
@@ -123,7 +125,7 @@ _TORCH_DEFAULTS: tuple[tuple[Any, Any, Any], ...] = (
     (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, False),
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, torch.get_float32_matmul_precision()),
     (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly, False),
-    (dist.get_debug_level, dist.set_debug_level, dist.get_debug_level()),
+    (get_debug_level, set_debug_level, get_debug_level()),
     (torch.is_warn_always_enabled, torch.set_warn_always, False),
     (*_accessors(torch.is_autocast_enabled, torch.set_autocast_enabled, "cpu"), False),
     (*_accessors(getattr, setattr, torch.backends.cudnn, "benchmark"), False),

@@ -29,13 +29,6 @@ def raises_on(
 
     Raises:
         Failed: On a rank of ``ranks`` where nothing is raised.
-
-    Example:
-        >>> @pytest.mark.ranks(2)
-        ... def test_only_the_root_complains(rank):
-        ...     with raises_on(ValueError, ranks=0, match="no data"):
-        ...         if rank == 0:
-        ...             raise ValueError("no data")
     """
     if dist.get_rank() not in ([ranks] if isinstance(ranks, int) else list(ranks)):
         yield None

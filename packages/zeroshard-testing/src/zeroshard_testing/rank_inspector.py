@@ -168,11 +168,11 @@ class RankInspector:
                 awaited.append(found)
                 marks.append(f"wait {wait.serial}")
             elif _waits_natively(frame) and thread is not None:
-                makes_group = frame.f_code.co_name == private.GROUP_CONSTRUCTOR
-                if self._gives_up_natively(frame) or (makes_group and not _meets_over_tcp(frame)):
+                constructor = _group_constructor(frame)
+                if self._gives_up_natively(frame) or (constructor and not _meets_over_tcp(constructor)):
                     return None
                 native.append(thread)
-                awaited.append(Awaited("group" if makes_group else "collective"))
+                awaited.append(Awaited("group" if constructor else "collective"))
             elif not _is_idle(frame) or (is_main and _has_signal_handlers()):
                 return None
         if native:
@@ -243,6 +243,12 @@ def _has_children() -> bool:
         return any((task / "children").read_text().strip() for task in Path("/proc/self/task").iterdir())
     except OSError:
         return True
+
+
+def _group_constructor(frame: FrameType | None) -> FrameType | None:
+    while frame is not None and frame.f_code.co_name != private.GROUP_CONSTRUCTOR:
+        frame = frame.f_back
+    return frame
 
 
 def _meets_over_tcp(frame: FrameType) -> bool:

@@ -44,12 +44,6 @@ def assert_matches_single_process(
         RanksFailure: If a run fails, or if a tensor differs on a rank: the report names both, and where they differ.
         RuntimeError: If it is called on a rank.
         TypeError: If the function cannot be sent.
-
-    Example:
-        >>> def train(rank, world_size):
-        ...     ...
-        >>> def test_training():  # doctest: +SKIP
-        ...     assert_matches_single_process(train, ranks=(2, 4))
     """
     __tracebackhide__ = True
     name = getattr(train_fn, "__qualname__", None)

@@ -8,8 +8,9 @@ rank tests with the same methods, which pytest collects under a name that begins
 
     TestJoin = as_rank_tests(my_cases.JoinTest, 2, 4)
 
-Every rank calls ``setUpClass``, ``setUp``, ``tearDown`` and ``tearDownClass`` around each test, and takes the environment
-variables that they have set on the last rank. What they set on ``self`` does not reach the body, as with PyTorch's runner.
+Every rank calls ``setUpClass``, ``setUp``, ``tearDown`` and ``tearDownClass`` around each test, and takes the
+environment variables that they have set on the last rank. What they set on ``self`` does not reach the body, as with
+PyTorch's runner.
 
 Limits:
     A body that ends its process on purpose (``special_return_code_checks``, ``skip_return_code_checks``) fails, and so
