@@ -211,3 +211,136 @@ def test_run_on_ranks_works_in_a_script(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_habits_of_a_project_hold(suite: RunSuite) -> None:
+    fixtures = """
+        import pytest
+
+        @pytest.fixture(scope="package")
+        def of_the_folder(rank):
+            return [rank]
+    """
+    tests = """
+        import pytest
+
+        @pytest.mark.ranks(2)
+        def test_{}(rank, of_the_folder, of_a_plugin):
+            assert of_the_folder == [rank]
+            assert of_a_plugin == 7
+    """
+    plugin = """
+        import pytest
+
+        @pytest.fixture
+        def of_a_plugin():
+            return 7
+    """
+    files = {"below__conftest": fixtures, "below__test_a": tests.format("a"), "below__test_b": tests.format("b")}
+    done = suite("-W", "error", conftest="pytest_plugins = ['a_plugin']", a_plugin=plugin, **files)
+    assert {name: case.kind for name, case in done.cases.items()} == {
+        "test_a[2-gloo]": "passed",
+        "test_b[2-gloo]": "passed",
+    }, done.text
+
+
+def test_files_outside_the_root_folder_run(suite: RunSuite, tmp_path: Path) -> None:
+    (tmp_path / "ci").mkdir()
+    (tmp_path / "ci" / "pytest.ini").touch()
+    done = suite(
+        "-c",
+        "ci/pytest.ini",
+        "elsewhere",
+        elsewhere__test_a="""
+        import pytest
+
+        @pytest.fixture(scope="module")
+        def calls():
+            return []
+
+        @pytest.mark.parametrize("number", [1, 2])
+        @pytest.mark.ranks(2)
+        def test_it(calls, number):
+            calls.append(number)
+            assert len(calls) == number
+    """,
+    )
+    assert {case.kind for case in done.cases.values()} == {"passed"}, done.text
+
+
+def test_checks_that_are_off_are_told_under_xdist(suite: RunSuite) -> None:
+    pytest.importorskip("xdist", reason="pytest-xdist is not installed")
+    done = suite("-n", "2", "-o", "ranks_checks=no:collectives", test_left_out=LEFT_OUT)
+    assert done.text.count("ranks: check off: collectives (by the ini file)") == 1
+
+
+def test_an_expected_failure_of_a_call_is_expected(suite: RunSuite) -> None:
+    done = suite(
+        test_calls="""
+        import pytest
+        from functools import partial
+        from zeroshard_testing import RanksFailure, run_on_ranks
+
+        def divide(x, y):
+            return x // y
+
+        @pytest.mark.xfail(raises=RanksFailure, strict=True)
+        def test_expected():
+            run_on_ranks(divide, 2, 1, 0)
+
+        def test_partial():
+            assert run_on_ranks(partial(divide, 7), 2, 3) == [2, 2]
+
+        def test_traceback():
+            run_on_ranks(divide, 2, 1, 0)
+    """
+    )
+    kinds = {name: case.kind for name, case in done.cases.items()}
+    assert kinds == {"test_expected": "skipped", "test_partial": "passed", "test_traceback": "failure"}, done.text
+    assert "pluggy" not in done.cases["test_traceback"].text
+
+
+def test_a_teardown_that_fails_before_new_processes_fails_the_run(suite: RunSuite) -> None:
+    done = suite(
+        test_teardown="""
+        import pytest
+
+        @pytest.fixture(scope="module")
+        def wrong():
+            yield
+            raise ValueError("found in teardown")
+
+        @pytest.mark.ranks(2)
+        def test_first(wrong):
+            pass
+
+        @pytest.mark.ranks(2, isolation="process")
+        def test_second():
+            pass
+    """
+    )
+    assert done.status == pytest.ExitCode.TESTS_FAILED, done.text
+    assert "found in teardown" in done.text
+
+
+def test_parameters_of_rank_fixtures_are_for_marked_tests_alone(suite: RunSuite) -> None:
+    done = suite(
+        test_parameters="""
+        import pytest
+        from zeroshard_testing import rank_fixture
+
+        @rank_fixture(autouse=True, params=["a", "b"])
+        def letter(request, rank):
+            return request.param
+
+        def test_plain():
+            pass
+
+        @pytest.mark.ranks(2)
+        def test_marked(letter):
+            pass
+    """
+    )
+    assert {case.kind for case in done.cases.values()} == {"passed"}, done.text
+    assert len(done.cases) == 3
+    assert "test_plain" in done.cases

@@ -2,6 +2,8 @@
 
 Mark a test with ``@pytest.mark.ranks(2, 4)`` and it runs on every rank of a warm pool of worker processes, with
 `torch.distributed` initialised. Importing this package does not import torch.
+
+PYTEST_DONT_REWRITE: it holds no tests, and pytest warns of plugins that are imported before it can rewrite them.
 """
 
 from __future__ import annotations

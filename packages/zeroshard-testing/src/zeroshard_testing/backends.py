@@ -33,12 +33,7 @@ def machine() -> dict[str, Any]:
 
 
 def why_unavailable(spec: RanksSpec, found: Mapping[str, Any]) -> str | None:
-    """Say why a test cannot run on a machine that `machine` describes, None if it can.
-
-    >>> found = {"devices": 1, "nccl": True, "nccl_version": [2, 29, 3], "torch": "2.13.0"}
-    >>> print(why_unavailable(RanksSpec(2, "nccl"), found))
-    backend nccl needs a CUDA device for each of 2 ranks, and there is 1 (NCCL shares one from 2.30, this is 2.29.3)
-    """
+    """Say why a test cannot run on a machine that `machine` describes, None if it can."""
     if spec.backend in NEED_NO_PROBE:
         return None
     if spec.backend not in ("nccl", "gloo-cuda"):

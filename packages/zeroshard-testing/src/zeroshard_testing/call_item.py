@@ -6,6 +6,7 @@ import io
 import pickle
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -22,12 +23,16 @@ class CallItem(pytest.Item):
         __tracebackhide__ = True
         self.result = _dumped(self.call())
 
+    def _traceback_filter(self, info: pytest.ExceptionInfo[BaseException]) -> Any:  # noqa: ANN401 - private to pytest
+        """Show what is above the call, as pytest does for a test."""
+        return info.traceback.cut(path=__file__).filter(info)
+
 
 def call_item(session: pytest.Session, title: str, payload: bytes) -> CallItem:
     """Return the item that makes a call: of a function with arguments and named arguments, pickled as payload."""
     # Sent by the controller that started this process, over a socket that no other process has.
     function, args, kwargs = pickle.loads(payload)  # noqa: S301 - see above
-    item: CallItem = CallItem.from_parent(session, name=function.__name__, nodeid=title)
+    item: CallItem = CallItem.from_parent(session, name=title, nodeid=title)
     item.call = partial(function, *args, **kwargs)
     return item
 

@@ -25,15 +25,9 @@ _LAUNCHER = {"run", "_dist_run", "_launch_procs", "_launch_daemonic_procs", "_la
 class DistributedTest:
     """Base class of tests that run on ranks; ``@pytest.mark.world_size(n)`` on a method goes before `world_size`.
 
-    `reuse_dist_env` and `non_daemonic_procs` have no effect: workers are kept anyway, and may start processes.
-
-    Attributes:
-        world_size: How many ranks, or a list of such numbers.
-        backend: As for the ``ranks`` marker; None is ``"nccl"`` where there is CUDA, and ``"gloo"`` elsewhere.
-        init_distributed: Whether there is a process group.
-        set_dist_env: Whether the variables of ``env://`` are set.
-        requires_cuda_env: Whether tests are skipped without CUDA. Unlike DeepSpeed's, False unless said.
-        exec_timeout: Seconds until a test fails.
+    Its attributes are those of DeepSpeed's class. A `backend` of None is ``"nccl"`` where there is CUDA, and ``"gloo"``
+    elsewhere; `exec_timeout` is in seconds; `requires_cuda_env` is False unless said. `reuse_dist_env` and
+    `non_daemonic_procs` have no effect: workers are kept anyway, and may start processes.
     """
 
     world_size: int | Sequence[int] = 2

@@ -19,6 +19,7 @@ from zeroshard_testing.collectives import record_collectives
 from zeroshard_testing.faults import Faults
 from zeroshard_testing.ipc import Channel, Message
 from zeroshard_testing.journal import JournalWriter
+from zeroshard_testing.marker import place_of
 from zeroshard_testing.outcome import Outcome, printable
 from zeroshard_testing.process_group import GroupKeeper
 from zeroshard_testing.process_state import ProcessState
@@ -49,7 +50,7 @@ class Rank:
         self.inspector = RankInspector(waits, writer)
         self.inspector.keep_destroyed_groups()
         self.groups = GroupKeeper(request["port"])
-        self._state = ProcessState()
+        plugin.state = self._state = ProcessState()
 
     def run(self, message: Message, payload: bytes) -> tuple[Outcome, bytes]:
         """Run a test, or the call in the payload, and return how it ended, in any case, and what the call returned."""
@@ -72,7 +73,7 @@ class Rank:
         return outcome, result
 
     def tear_down(self, keep: Collection[str]) -> str:
-        """Tear down what is set up but for nodes with these ids, and return what went wrong, empty if nothing did."""
+        """Tear down what is set up but for nodes at these places, and return what went wrong, empty if nothing did."""
         try:
             # Private to pytest: it is what `nextitem` of the protocol's hooks comes to.
             self._session._setupstate.teardown_exact(_next_item(self._session._setupstate.stack, keep))
@@ -81,8 +82,8 @@ class Rank:
         return ""
 
     def held(self) -> list[str]:
-        """Return the ids of nodes that are set up."""
-        return [node.nodeid for node in self._session._setupstate.stack]
+        """Return the places of nodes that are set up."""
+        return [place_of(node) for node in self._session._setupstate.stack]
 
     def _prepare(self, message: Message, payload: bytes) -> pytest.Item:
         self._state.restore_surroundings(message)
@@ -96,11 +97,11 @@ class Rank:
         self.inspector.begin(message["run"], message["timeout"])
         if message["init"]:
             self.groups.begin(message)
-        self._faults._begin(message["run"], message["rank"])
+        self._faults._begin(message["run"], message["rank"], message["world_size"])
         set_rank_values(self._values(message))
         if payload:
-            return call_item(self._session, message["nodeid"], payload)
-        return self._collector.item(path, message["nodeid"])
+            return call_item(self._session, message["place"], payload)
+        return self._collector.item(path, message["place"])
 
     def _values(self, message: Message) -> RankValues:
         device = torch.device("cpu")
@@ -113,7 +114,7 @@ class Rank:
 
 def _next_item(nodes: Iterable[Any], keep: Collection[str]) -> Any:  # noqa: ANN401 - in place of an item
     """Return what stands for the next test, which may run elsewhere: pytest asks it only for its chain of nodes."""
-    kept = [node for node in nodes if node.nodeid in keep]
+    kept = [node for node in nodes if place_of(node) in keep]
     return SimpleNamespace(listchain=lambda: kept) if keep else None
 
 

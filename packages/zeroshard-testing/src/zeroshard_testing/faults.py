@@ -49,7 +49,7 @@ class Faults:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._lock = threading.Lock()
-        self._begin(-1, -1)
+        self._begin(-1, -1, 0)
 
     def kill(self, rank: int, at: str) -> None:
         """End a rank by SIGKILL."""
@@ -84,15 +84,18 @@ class Faults:
                 f"{at!r} names no operation: write such as 'all_reduce', 'all_reduce#3' or 'send#*', with one of "
                 f"{', '.join(sorted(operations))}"
             )
+        if rank not in range(self._world_size):
+            raise ValueError(f"{kind}: there is no rank {rank!r} among {self._world_size}")
         if rank == self._rank:
             number = None if place[2] == "*" else int(place[2] or 1)
             with self._lock:
                 self._faults.append(_Fault(kind, place[1], number, act))
                 self.armed = True
 
-    def _begin(self, run: int, rank: int) -> None:
+    def _begin(self, run: int, rank: int, world_size: int) -> None:
         """Forget the last test's faults; the worker's main thread says which test and which of its ranks comes now."""
         self._run = run
+        self._world_size = world_size
         self._rank = rank
         self._faults: list[_Fault] = []
         # Whether any operation has to be looked at; read in the hot path.

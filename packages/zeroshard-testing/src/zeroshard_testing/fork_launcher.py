@@ -60,6 +60,8 @@ class ForkLauncher(Launcher):
         if self._log.closed:
             return
         super().close()
+        # What a test has forked from this process may hold a copy of the socket.
+        self._channel.shut_down()
         self._channel.close()
         try:
             # A server that is still importing has no children, and nothing to say goodbye to.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import socket
 import struct
 import threading
 from collections.abc import Iterator, Sequence
+from json import dumps, loads
 from typing import Any
 
 _FRAME = struct.Struct("!II")
@@ -39,7 +40,7 @@ class Channel:
 
     def send(self, message: Message, payload: bytes = b"", descriptors: Sequence[int] = ()) -> None:
         """Send one message; any thread may. The receiver gets duplicates of the descriptors."""
-        body = json.dumps(message).encode()
+        body = dumps(message).encode()
         frame = _FRAME.pack(len(body), len(payload)) + body + payload
         try:
             with self._sending:
@@ -64,6 +65,11 @@ class Channel:
         """Return the next ``count`` descriptors, in the order sent; the caller owns them."""
         taken, self._descriptors = self._descriptors[:count], self._descriptors[count:]
         return taken
+
+    def shut_down(self) -> None:
+        """End the connection, whoever holds copies of this end."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close this end. Safe to call repeatedly."""
@@ -94,4 +100,4 @@ class Channel:
             body = self._buffer[_FRAME.size : middle]
             payload = bytes(self._buffer[middle:end])
             del self._buffer[:end]
-            yield json.loads(body), payload
+            yield loads(body), payload

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import dropwhile
+from typing import Any
+
 import pytest
 
 from zeroshard_testing.spec import RanksSpec, SpecError, parse_marker
@@ -12,11 +15,7 @@ RANK_FIXTURES = ("rank", "world_size", "process_group", "device", "faults", "ran
 
 
 def parametrize(metafunc: pytest.Metafunc) -> None:
-    """Make a test of each world size and backend that the nearest marker names.
-
-    Raises:
-        CollectError: If a marker cannot be read.
-    """
+    """Make a test of each world size and backend that the nearest marker names; CollectError if it cannot be read."""
     specs = _marked_specs(metafunc.definition)
     if specs:
         metafunc.fixturenames.append(SPEC_FIXTURE)
@@ -27,6 +26,12 @@ def spec_of(item: pytest.Item) -> RanksSpec | None:
     """Return how a collected test is to run on ranks, None if it is not marked."""
     call_spec = getattr(item, "callspec", None)
     return None if call_spec is None else call_spec.params.get(SPEC_FIXTURE)
+
+
+def place_of(node: Any) -> str:  # noqa: ANN401 - a node of pytest, whose base class is not exported
+    """Return what names a node alike in every process, as its id does not where a file is outside the root folder."""
+    below = dropwhile(lambda one: not isinstance(one, pytest.File), node.listchain())
+    return "::".join([str(node.path), *[one.name for one in below][1:]])
 
 
 def _marked_specs(definition: pytest.Item) -> list[RanksSpec]:

@@ -202,11 +202,7 @@ class Monitor:
 
 
 def describe_exit(status: int) -> str:
-    """Say how a process ended, by its exit status, which is negative for a signal.
-
-    >>> describe_exit(-9)
-    'was killed by SIGKILL'
-    """
+    """Say how a process ended, by its exit status, which is negative for a signal."""
     if status >= 0:
         return f"exited with status {status}"
     names = {number.value: number.name for number in signal.Signals}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from zeroshard_testing.marker import RANK_FIXTURES, parametrize, spec_of
-from zeroshard_testing.rank_fixtures import is_rank_fixture
+from zeroshard_testing.rank_fixtures import leave_out_rank_fixtures
 from zeroshard_testing.report import RanksFailure, failure_report
 from zeroshard_testing.session import RanksSession, running_sessions
 from zeroshard_testing.spec import BACKENDS, CHECKS, SpecError
@@ -78,17 +78,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=[item for item in items if backends.get(item) != chosen])
         items[:] = [item for item in items if backends.get(item) == chosen]
     for item in items:
-        if item not in backends and isinstance(item, pytest.Function):
-            _leave_out_rank_fixtures(item)
+        if item not in backends and hasattr(item, "_fixtureinfo"):
+            leave_out_rank_fixtures(item._fixtureinfo)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Show the ranks' failures in place of the controller's own traceback."""
     report = yield
     failure = None if call.excinfo is None else call.excinfo.value
     if isinstance(failure, RanksFailure):
-        if failure.verdict.decided_by_ranks and hasattr(report, "wasxfail"):
+        if spec_of(item) and failure.verdict.decided_by_ranks and hasattr(report, "wasxfail"):
             # The ranks' pytest has judged already whether this failure was expected.
             report.outcome = "failed"
             del report.wasxfail
@@ -107,14 +109,3 @@ def _refused(name: str) -> Any:  # noqa: ANN401 - pytest's fixture object, whose
 
 
 rank, world_size, process_group, device, faults, ranks_tmp_path = map(_refused, RANK_FIXTURES)
-
-
-def _leave_out_rank_fixtures(item: pytest.Function) -> None:
-    """Take rank fixtures that are ``autouse`` away from a test that does not run on ranks."""
-    info = item._fixtureinfo
-    found = {name: info.name2fixturedefs.get(name) for name in info.names_closure if name not in info.argnames}
-    automatic = [name for name, known in found.items() if known and is_rank_fixture(known[-1].func)]
-    if automatic:
-        # What they would have asked for is set up only if something else asks for it.
-        left_out = {*automatic, *RANK_FIXTURES}.difference(info.argnames)
-        item.fixturenames = [name for name in item.fixturenames if name not in left_out]

@@ -28,7 +28,7 @@ class Crew:
 
     workers: list[Child]
     last_test: str = ""
-    # Ids of the nodes whose fixtures are set up.
+    # Places of the nodes whose fixtures are set up.
     held: frozenset[str] = frozenset()
 
 
@@ -80,10 +80,12 @@ class Pool:
                 rank: replace(outcome, sections=(*child.output(), *outcome.sections))
                 for rank, outcome, child in zip(spec.ranks, monitor.outcomes(), crew.workers, strict=True)
             }
-            crew.last_test = str(message["nodeid"])
+            crew.last_test = str(message["title"])
             crew.held = frozenset(monitor.held)
             is_clean = all(outcome.is_clean and outcome.kind != FAULTED for outcome in outcomes.values())
             is_reusable = is_clean and spec.isolation != "process"
+            if is_clean and not is_reusable and self._coverage is not None:
+                self._ask(crew.workers, {"op": "finish"})
         finally:
             # Also after Ctrl-C: a worker in the midst of a test is of no use to the next one.
             if not is_reusable:
@@ -102,11 +104,18 @@ class Pool:
         for crew in self._crews.values():
             if crew.held <= set(keep):
                 continue
-            crew.held &= set(keep)
-            for slot, answer in self._ask(crew.workers, {"op": "tear down", "keep": list(keep)}).items():
-                if answer["error"]:
-                    errors.append(f"rank {slot}, tearing down after {crew.last_test}:\n{answer['error']}")
+            errors += self._tear_down(crew, keep)
         return errors
+
+    def _tear_down(self, crew: Crew, keep: Sequence[str]) -> list[str]:
+        crew.held &= set(keep)
+        answers = self._ask(crew.workers, {"op": "tear down", "keep": list(keep)})
+        errors = {slot: answer["error"] for slot, answer in answers.items()}
+        for slot, child in enumerate(crew.workers):
+            if slot not in errors and child.status is None:
+                errors[slot] = f"no answer within {_PATIENCE:g} s"
+        title = f"tearing down after {crew.last_test}"
+        return [f"rank {slot}, {title}:\n{error}" for slot, error in sorted(errors.items()) if error]
 
     def finish(self) -> None:
         """Tear down everything, let every worker come to its end, and note those that had died before."""
@@ -140,6 +149,8 @@ class Pool:
         if crew is not None:
             self._note_late_deaths(crew, range(len(crew.workers)))
             is_used = spec.isolation == "process" and crew.last_test
+            if is_used:
+                self._late_deaths += self._tear_down(crew, ())
             if is_used or any(child.status is not None for child in crew.workers):
                 self._discard(spec.test_id)
         crew = self._crew(spec)

@@ -14,7 +14,7 @@ import random
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -33,14 +33,16 @@ class ProcessState:
     """
 
     def __init__(self) -> None:
-        self._argv = list(sys.argv)
+        # What fixtures of a wider scope than one test have changed, by what they have changed.
+        self._held: dict[Any, dict[Any, Any]] = {}
         handlers = (_accessors(signal.getsignal, signal.signal, number) for number in signal.valid_signals())
         settings = [(read, write, read()) for read, write in (*_PYTHON_SETTINGS, *handlers)]
         # A signal handler that C has installed reads as None, and cannot be put back.
-        self._settings = [setting for setting in settings if setting[2] is not None]
+        self._settings = [*(setting for setting in settings if setting[2] is not None), *_TORCH_DEFAULTS]
 
     def restore_surroundings(self, message: Message) -> None:
         """Put back what imports see: environment, folder, import path."""
+        held = self._held_now()
         wanted = {
             **_ENVIRONMENT,
             **message["environment"],
@@ -48,20 +50,23 @@ class ProcessState:
             **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(message["world_size"])),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(message["master_port"]),
+            **{key[1]: value for key, value in held.items() if isinstance(key, tuple)},
         }
+        wanted = {name: value for name, value in wanted.items() if value is not None}
         for name in os.environ.keys() - wanted.keys():
             del os.environ[name]
         os.environ.update(wanted.items() - os.environ.items())
-        os.chdir(message["cwd"])
-        if sys.path != message["sys_path"]:
-            sys.path[:] = message["sys_path"]
+        now = {"cwd": message["cwd"], "sys.path": message["sys_path"], **held}
+        os.chdir(now["cwd"])
+        sys.path[:] = now["sys.path"]
 
     def restore_defaults(self) -> None:
         """Put back what imports may have changed, too: seeds, and defaults of Python and torch."""
-        for read, write, value in (*self._settings, *_TORCH_DEFAULTS):
+        held = self._held_now()
+        for place, (read, write, default) in enumerate(self._settings):
+            value = held.get(place, default)
             if read() != value:
                 write(value)
-        sys.argv[:] = self._argv
         torch.set_printoptions(profile="default")
         random.seed(0)
         torch.default_generator.manual_seed(0)
@@ -71,6 +76,22 @@ class ProcessState:
         if numpy is not None:
             # An attribute that imports what it names, so that the first test of a worker is seeded too.
             numpy.random.seed(0)
+
+    def seen(self) -> dict[Any, Any]:
+        """Return what is put back as it is now, but for seeds and print options."""
+        environment = {("environment", name): value for name, value in os.environ.items()}
+        settings = {place: read() for place, (read, _, _) in enumerate(self._settings)}
+        return {**environment, **settings, "cwd": os.getcwd(), "sys.path": list(sys.path)}  # noqa: PTH109 - a string
+
+    def hold(self, before: Mapping[Any, Any]) -> Callable[[], None]:
+        """Let what has changed since `seen` returned ``before`` stand from test to test, until the result is called."""
+        now, holder = self.seen(), object()
+        changed = [key for key in before.keys() | now.keys() if before.get(key) != now.get(key)]
+        self._held[holder] = {key: now.get(key) for key in changed}
+        return lambda: self._held.__delitem__(holder)
+
+    def _held_now(self) -> dict[Any, Any]:
+        return {key: value for changed in self._held.values() for key, value in changed.items()}
 
 
 _ENVIRONMENT = {
@@ -115,6 +136,7 @@ _PYTHON_SETTINGS: tuple[tuple[Any, Any], ...] = (
     _accessors(getattr, setattr, sys, "stdout"),
     _accessors(getattr, setattr, sys, "stderr"),
     _accessors(getattr, setattr, sys, "stdin"),
+    (lambda: list(sys.argv), lambda arguments: sys.argv.__setitem__(slice(None), arguments)),
 )
 
 _TORCH_DEFAULTS: tuple[tuple[Any, Any, Any], ...] = (

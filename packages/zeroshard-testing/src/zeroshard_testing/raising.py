@@ -29,8 +29,12 @@ def raises_on(
 
     Raises:
         Failed: On a rank of ``ranks`` where nothing is raised.
+        ValueError: If there is no such rank.
     """
-    if dist.get_rank() not in ([ranks] if isinstance(ranks, int) else list(ranks)):
+    named = [ranks] if isinstance(ranks, int) else list(ranks)
+    if not named or not set(named) <= set(range(dist.get_world_size())):
+        raise ValueError(f"raises_on: ranks are some of the {dist.get_world_size()} that there are, not {named}")
+    if dist.get_rank() not in named:
         yield None
         return
     with pytest.raises(expected, match=match) as info:

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from zeroshard_testing.marker import RANK_FIXTURES
+
 _made: set[Callable[..., Any]] = set()
 
 
@@ -23,11 +25,6 @@ def rank_fixture(function: Callable[..., Any] | None = None, **options: Any) -> 
 
     Returns:
         The fixture, or a decorator if there is no function.
-
-    Example:
-        >>> @rank_fixture(scope="module", params=[1, 2])
-        ... def offset(request):
-        ...     return 10 * request.param
     """
     if function is None:
         return lambda wrapped: rank_fixture(wrapped, **options)
@@ -35,6 +32,12 @@ def rank_fixture(function: Callable[..., Any] | None = None, **options: Any) -> 
     return pytest.fixture(function, **options)
 
 
-def is_rank_fixture(function: Callable[..., Any]) -> bool:
-    """Whether a fixture's function was given to `rank_fixture`."""
-    return getattr(function, "__func__", function) in _made
+def leave_out_rank_fixtures(info: Any) -> None:  # noqa: ANN401 - pytest's FuncFixtureInfo, which is private
+    """Take rank fixtures that are ``autouse`` away from a test that does not run on ranks."""
+    found = {name: info.name2fixturedefs.get(name) for name in info.names_closure if name not in info.argnames}
+    functions = {name: known[-1].func for name, known in found.items() if known}
+    automatic = [name for name, one in functions.items() if getattr(one, "__func__", one) in _made]
+    if automatic:
+        # What they would have asked for is set up only if something else asks for it.
+        left_out = {*automatic, *RANK_FIXTURES}.difference(info.argnames)
+        info.names_closure[:] = [name for name in info.names_closure if name not in left_out]

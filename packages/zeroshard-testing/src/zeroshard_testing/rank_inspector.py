@@ -12,6 +12,7 @@ import functools
 import signal
 import sys
 import threading
+from collections import Counter
 from concurrent.futures import thread as _pool_threads
 from datetime import timedelta
 from pathlib import Path
@@ -48,6 +49,7 @@ class RankInspector:
         self._waits = waits
         self._journal = journal
         self._destroyed: dict[str, GroupState] = {}
+        self._made_anew: Counter[str] = Counter()
         self._timeout = 0.0
         self._deadline = 0.0
         self._began = 0.0
@@ -59,6 +61,7 @@ class RankInspector:
         self._timeout = timeout
         self._deadline = monotonic() + timeout
         self._destroyed = {}
+        self._made_anew = Counter()
         self._began = time()
         self._ended = None
 
@@ -93,7 +96,7 @@ class RankInspector:
         states = {}
         for group in private.process_groups():
             try:
-                key = _key_of(group)
+                key = self._key_of(group)
                 states[key] = self._of_group(key, group, recorded)
             except (RuntimeError, KeyError, ValueError, AttributeError):
                 # A group that is just being made or destroyed, or whose backend does not count.
@@ -108,11 +111,17 @@ class RankInspector:
         def destroy_process_group(*args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - as the wrapped function
             before = self.groups(self._recorded()) if self._ended is None else {}
             destroy(*args, **kwargs)
-            # A group made anew has the same key. All ranks destroy their groups in one order.
-            gone = before.keys() - self.groups(None).keys() - self._destroyed.keys()
-            self._destroyed |= {f"{len(self._destroyed)} {key}": before[key] for key in sorted(gone)}
+            for key in before.keys() - self.groups(None).keys() - self._destroyed.keys():
+                self._destroyed[key] = before[key]
+                self._made_anew[key.rpartition(" ")[2]] += 1
 
         dist.destroy_process_group = dist.distributed_c10d.destroy_process_group = destroy_process_group
+
+    def _key_of(self, group: dist.ProcessGroup) -> str:
+        """Return what a group is called on all its ranks; one with the name of another that is gone has a number."""
+        key = group_key(group.group_name, _ranks_of(group))
+        number = self._made_anew[key]
+        return f"{number} {key}" if number else key
 
     def _of_group(self, key: str, group: dist.ProcessGroup, recorded: list[private.Recorded] | None) -> GroupState:
         record = self._waits.of_group(group)
@@ -200,18 +209,14 @@ class RankInspector:
             return None
         if isinstance(wait.owner, Store):
             # A process that this rank has started may set the key.
-            return None if _has_children() or _is_there(wait) else Awaited("store")
+            return None if has_children() or _is_there(wait) else Awaited("store")
         issued = wait.issued
         if issued is None or issued.kind == "collective":
             return Awaited("collective")
         group = issued.group()
         if group is None:
             return None
-        return Awaited(issued.kind, _key_of(group), _rank_of(issued.peer, group), issued.tag, issued.number)
-
-
-def _key_of(group: dist.ProcessGroup) -> str:
-    return group_key(group.group_name, _ranks_of(group))
+        return Awaited(issued.kind, self._key_of(group), _rank_of(issued.peer, group), issued.tag, issued.number)
 
 
 def _rank_of(peer: int, group: dist.ProcessGroup) -> int:
@@ -237,7 +242,7 @@ def _is_there(wait: Wait) -> bool:
         return True
 
 
-def _has_children() -> bool:
+def has_children() -> bool:
     """Whether this process has started another one that still runs, or may have: only Linux tells."""
     try:
         return any((task / "children").read_text().strip() for task in Path("/proc/self/task").iterdir())

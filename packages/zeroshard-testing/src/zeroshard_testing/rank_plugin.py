@@ -12,6 +12,7 @@ import pytest
 from zeroshard_testing import outcome as kinds
 from zeroshard_testing.marker import parametrize
 from zeroshard_testing.outcome import is_echo
+from zeroshard_testing.process_state import ProcessState
 
 
 @dataclass
@@ -30,6 +31,8 @@ class RankPlugin:
     """Registered in every worker, under `name`; ``body`` is called where the session would collect."""
 
     name = "zeroshard-rank"
+    state: ProcessState
+    """What is put back before each test; the worker sets it before the first."""
 
     def __init__(self, body: Callable[[pytest.Session], None]) -> None:
         self._body = body
@@ -58,6 +61,17 @@ class RankPlugin:
 
         self._reports.all += runtestprotocol(item, log=False, nextitem=nextitem)
         return True
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: Any) -> Generator[None, object, object]:  # noqa: ANN401 - see pytest
+        """Let what a fixture of a wider scope than one test sets hold until that is torn down."""
+        if fixturedef.scope == "function":
+            return (yield)
+        before = self.state.seen()
+        try:
+            return (yield)
+        finally:
+            fixturedef.addfinalizer(self.state.hold(before))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keep the reports of subtests, which do not come with those of the test."""

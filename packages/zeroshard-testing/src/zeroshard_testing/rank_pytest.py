@@ -10,13 +10,15 @@ import importlib
 import os
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.config import create_terminal_writer
 
 from zeroshard_testing.ipc import Message
+from zeroshard_testing.marker import place_of
 
 NOT_ON_RANKS = (
     "terminal",
@@ -62,11 +64,14 @@ def description_of(config: pytest.Config | None) -> Message:
     if config is None:
         return {
             "options": _OPTIONS,
+            "paths": {},
             "arguments": ["-c", os.devnull, "--noconftest", "-p", "no:cacheprovider"],
             "markers": [],
             "worker": {},
         }
     options = _plain_values(vars(config.option))
+    options.pop("file_or_dir", None)
+    paths = {name: str(value) for name, value in vars(config.option).items() if isinstance(value, Path)}
     overrides = [*(config.getoption("override_ini") or []), "log_file="]
     arguments = [
         "--rootdir",
@@ -82,6 +87,7 @@ def description_of(config: pytest.Config | None) -> Message:
     style = options.get("tbstyle", "auto")
     return {
         "options": {**options, **_OPTIONS, "tbstyle": "short" if style in ("line", "no") else style},
+        "paths": paths,
         "arguments": arguments,
         # Those of plugins that ranks do without, too.
         "markers": config.getini("markers"),
@@ -103,12 +109,15 @@ def run_idle_pytest(description: Mapping[str, Any], body: Callable[[pytest.Sessi
         importlib.import_module("numpy.random")
     torch.set_num_threads(1)
     # As pytest-xdist does in its workers.
-    config = pytest.Config.fromdictargs(dict(description["options"]), list(description["arguments"]))
+    paths = {name: Path(path) for name, path in description["paths"].items()}
+    config = pytest.Config.fromdictargs({**description["options"], **paths}, list(description["arguments"]))
     for name in NOT_ON_RANKS:
         if config.pluginmanager.has_plugin(name):
             config.pluginmanager.unregister(name=name)
     config.pluginmanager.register(RankPlugin(body), RankPlugin.name)
     config.pluginmanager.register(rank_values)
+    # Until pytest 9 its own one asks a plugin of a run, to explain an assertion.
+    config.get_terminal_writer = lambda: create_terminal_writer(config)  # type: ignore[method-assign]
     if description["worker"]:
         config.workerinput = description["worker"]  # type: ignore[attr-defined]  # as pytest-xdist does
     for line in description["markers"]:
@@ -123,11 +132,14 @@ class Collector:
         self._session = session
         self._items: dict[str, dict[str, pytest.Item]] = {}
         self._path = Path()
+        self._folders: dict[Path, pytest.Collector | None] = {}
         self._found: list[pytest.Item] = []
         self._failures: list[str] = []
         # Private to pytest: the worker was configured without conftest files, which are loaded when a file is
         # collected, after the fork; and a base folder that is given by an option would be emptied by each worker.
         session.config.pluginmanager._noconftest = False
+        # So that the conftest file of the root may name plugins.
+        session.config.pluginmanager._configured = False
         session.config._tmp_path_factory._given_basetemp = temporary  # type: ignore[attr-defined]
         session.config.pluginmanager.register(self)
 
@@ -135,13 +147,13 @@ class Collector:
         """Whether a file has been collected, so that nothing of it is executed any more."""
         return path in self._items
 
-    def item(self, path: str, nodeid: str) -> pytest.Item:
+    def item(self, path: str, place: str) -> pytest.Item:
         """Return a test of a file that has been collected, or raise LookupError."""
         try:
-            return self._items[path][nodeid]
+            return self._items[path][place]
         except KeyError:
             raise LookupError(
-                f"collecting {path} on the rank gives no test {nodeid!r}, as it did in pytest's own process: names and "
+                f"collecting on the rank gives no test {place}, as it did in pytest's own process: names and "
                 f"parameters of tests must not depend on the process (sets, object addresses, random numbers)"
             ) from None
 
@@ -153,10 +165,13 @@ class Collector:
         with warnings.catch_warnings():
             # Those of collection the controller has shown.
             warnings.simplefilter("ignore")
-            self._session.perform_collect([path])
+            try:
+                self._session.perform_collect([path])
+            except pytest.UsageError as error:
+                self._failures.append(str(error))
         if self._failures:
             raise CollectionFailure("\n".join(self._failures))
-        self._items[path] = {item.nodeid: item for item in self._found}
+        self._items[path] = {place_of(item): item for item in self._found}
         # Conftest files of a run begin with its session.
         start = self._session.config.pluginmanager.subset_hook_caller("pytest_sessionstart", plugins)
         start(session=self._session)
@@ -165,6 +180,11 @@ class Collector:
     def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
         """Look at nothing beside the way to the file; folders may hold thousands."""
         return None if collection_path in (self._path, *self._path.parents) else True
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_collect_directory(self, path: Path) -> Generator[None, pytest.Collector | None, pytest.Collector | None]:
+        """Keep the node of a folder: fixtures of its conftest file belong to it, whichever file is collected."""
+        return self._folders.setdefault(path, (yield))
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Keep what could not be collected."""

@@ -28,11 +28,7 @@ class Operation:
 
     @property
     def amounts(self) -> list[tuple[str, int]]:
-        """Dtype and number of elements of each tensor: what has to match, whatever the shapes.
-
-        >>> Operation("all_reduce", "float32[4, 3], int64[]").amounts
-        [('float32', 12), ('int64', 1)]
-        """
+        """Dtype and number of elements of each tensor: what has to match, whatever the shapes."""
         return [
             (dtype, math.prod(int(size) for size in sizes.split(",") if size.strip()))
             for dtype, sizes in _TENSOR.findall(self.tensors)
@@ -96,7 +92,8 @@ class RankState:
     """What a rank was doing at one moment, and what it did in each process group, by a key that all members share.
 
     It has finished if it issues nothing any more. Nothing is awaited when a thread may go on by itself, or when nothing
-    is known. Fingerprints of two moments are equal only if no thread has moved in between.
+    is known. Fingerprints of two moments are equal only if no thread has moved in between. Its children are processes
+    that it has started and that still run.
     """
 
     finished: bool = False
@@ -104,6 +101,7 @@ class RankState:
     fingerprint: str = ""
     groups: Mapping[str, GroupState] = field(default_factory=dict)
     stacks: str = ""
+    has_children: bool = False
 
     def to_message(self) -> dict[str, Any]:
         """Return the state as a JSON object."""
@@ -114,7 +112,8 @@ class RankState:
         """Read what `to_message` made, ignoring other keys."""
         awaited = tuple(Awaited(**one) for one in message["awaited"])
         groups = {key: _group(**one) for key, one in message["groups"].items()}
-        return cls(message["finished"], awaited, message["fingerprint"], groups, message["stacks"])
+        plain = {name: message[name] for name in ("finished", "fingerprint", "stacks", "has_children")}
+        return cls(awaited=awaited, groups=groups, **plain)
 
 
 def _group(*, operations: Mapping[str, Any], messages: Mapping[str, Any], **others: Any) -> GroupState:  # noqa: ANN401
@@ -131,11 +130,7 @@ def group_key(name: str, members: Iterable[int]) -> str:
 
 
 def group_members(key: str) -> tuple[int, ...]:
-    """Return the ranks that a key of `group_key` names.
-
-    >>> group_members(group_key("7", [0, 2]))
-    (0, 2)
-    """
+    """Return the ranks that a key of `group_key` names."""
     return tuple(int(text) for text in key.rpartition(":")[2].split(",") if text)
 
 

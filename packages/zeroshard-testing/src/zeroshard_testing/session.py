@@ -16,12 +16,13 @@ from zeroshard_testing.backends import NEED_NO_PROBE, why_unavailable
 from zeroshard_testing.coverage_on_ranks import coverage_request
 from zeroshard_testing.launcher import Launcher, LaunchError
 from zeroshard_testing.log_files import write_log_files
-from zeroshard_testing.marker import spec_of
+from zeroshard_testing.marker import place_of, spec_of
 from zeroshard_testing.outcome import Outcome
 from zeroshard_testing.pool import Pool
+from zeroshard_testing.rank_fixtures import leave_out_rank_fixtures
 from zeroshard_testing.rank_pytest import description_of
 from zeroshard_testing.report import RanksFailure
-from zeroshard_testing.spec import CHECKS, RanksSpec, parse_checks
+from zeroshard_testing.spec import CHECKS, RanksSpec, parse_checks, parse_marker
 from zeroshard_testing.verdict import Verdict, judge
 
 _WORKER_OUTPUT = "zeroshard_testing"
@@ -46,7 +47,15 @@ class RanksSession:
         self._next_item: pytest.Item | None = None
         # What went wrong on workers after their test had its verdict, in words.
         self._late_deaths: list[str] = []
+        # Which checks are off, as the header says.
+        self._said: list[str] = []
         self._checks_off = parse_checks(config.getini("ranks_checks")) if config is not None else ()
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Keep the parameters of rank fixtures from tests that are not marked."""
+        if metafunc.definition.get_closest_marker("ranks") is None:
+            leave_out_rank_fixtures(metafunc.definition._fixtureinfo)
 
     def pytest_report_collectionfinish(self, config: pytest.Config, items: list[pytest.Item]) -> list[str]:
         """Say which checks are on, and why others are not."""
@@ -59,8 +68,8 @@ class RanksSession:
             # The first test says so, with what the process wrote.
             return []
         on = [name for name in CHECKS if name not in off]
-        lines = [f"ranks: checks on: {', '.join(on) or 'none'}"]
-        return [*lines, *(f"ranks: check off: {name} ({reason})" for name, reason in off.items())]
+        self._said = [f"ranks: check off: {name} ({reason})" for name, reason in off.items()]
+        return [f"ranks: checks on: {', '.join(on) or 'none'}", *self._said]
 
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_runtestloop(self, session: pytest.Session) -> Generator[None, object, object]:
@@ -89,8 +98,13 @@ class RanksSession:
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         """Leave fixtures to the ranks; skip a test whose backend is missing, or fail it if the backend is required."""
         spec = spec_of(item)
+        marks = [mark for mark in getattr(getattr(item, "callspec", None), "marks", ()) if mark.name == "ranks"]
+        if any(spec not in parse_marker(mark.args, mark.kwargs) for mark in marks):
+            pytest.fail("ranks marks a function, a class or a module, not one of a test's parameters", False)
         if spec is None and item.get_closest_marker("ranks") is not None:
-            pytest.fail("only functions and methods of plain classes can run on ranks, not this kind of test", False)
+            pytest.fail(
+                "only functions and methods of plain classes can run on ranks, marked when they are collected", False
+            )
         if spec is None:
             return
         item.fixturenames = []  # type: ignore[attr-defined]  # a function's; nothing is set up here
@@ -106,12 +120,10 @@ class RanksSession:
         spec = spec_of(pyfuncitem)
         if spec is None:
             return None
-        assert pyfuncitem.parent is not None
-        # As pytest makes it; pytest-xdist appends to it the group of a test.
-        nodeid = f"{pyfuncitem.parent.nodeid}::{pyfuncitem.name}"
-        keep = [] if spec.isolation == "process" else _ids(self._next_item)
-        message = {"nodeid": nodeid, "path": str(pyfuncitem.path), "keep": keep}
-        verdict, _ = self._carry_out(pyfuncitem.nodeid, spec, message)
+        keep = [] if spec.isolation == "process" else _places(self._next_item)
+        place, path = place_of(pyfuncitem), str(pyfuncitem.path)
+        message = {"title": pyfuncitem.nodeid, "place": place, "path": path, "keep": keep}
+        verdict, _ = self._carry_out(spec, message)
         if verdict.kind == "skipped":
             pytest.skip(verdict.summary)
         if verdict.kind == "xfailed":
@@ -121,24 +133,29 @@ class RanksSession:
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_teardown(self) -> None:
         """Tear down the fixtures on ranks that the next test does not need; what goes wrong fails the test."""
-        errors = [] if self._pool is None else self._pool.tear_down(_ids(self._next_item))
+        errors = [] if self._pool is None else self._pool.tear_down(_places(self._next_item))
         if errors:
             pytest.fail("\n\n".join(errors), pytrace=False)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:  # noqa: ANN401 - of pytest-xdist, which may not be there
         """Take what a worker of pytest-xdist has to tell at its end."""
-        self._late_deaths += getattr(node, "workeroutput", {}).get(_WORKER_OUTPUT, [])
+        deaths, said = getattr(node, "workeroutput", {}).get(_WORKER_OUTPUT, ([], []))
+        self._late_deaths += deaths
+        self._said += [line for line in said if line not in self._said]
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Let no run succeed in which a worker died after its test."""
         if hasattr(session.config, "workeroutput"):
-            session.config.workeroutput[_WORKER_OUTPUT] = self._late_deaths
+            session.config.workeroutput[_WORKER_OUTPUT] = self._late_deaths, self._said
         if self._late_deaths and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Tell of workers that died after their test."""
+        """Tell of workers that died after their test, and of what the header of a worker of pytest-xdist has said."""
+        if terminalreporter.config.pluginmanager.has_plugin("dsession"):
+            for line in self._said:
+                terminalreporter.write_line(line)
         for death in self._late_deaths:
             terminalreporter.write_line(f"ERROR: {death}", red=True)
 
@@ -149,9 +166,12 @@ class RanksSession:
 
     def call(self, title: str, spec: RanksSpec, payload: bytes) -> Mapping[int, bytes]:
         """Run what `call_item` unpacks, within a test or outside pytest; return what `torch.load` reads, by rank."""
+        if (reason := self._why_unavailable(spec)) is not None:
+            raise RuntimeError(reason)
         # So that the function is found in its module, imported as pytest has done it here.
         path = str(self._item.path) if isinstance(self._item, pytest.Function) else ""
-        return self._carry_out(title, spec, {"nodeid": title, "path": path, "keep": []}, payload)[1]
+        message = {"title": title, "place": title, "path": path, "keep": []}
+        return self._carry_out(spec, message, payload)[1]
 
     def close(self) -> None:
         """End every process. Safe to call repeatedly."""
@@ -178,8 +198,9 @@ class RanksSession:
         return why_unavailable(spec, self._machine)
 
     def _carry_out(
-        self, title: str, spec: RanksSpec, message: Mapping[str, object], payload: bytes = b""
+        self, spec: RanksSpec, message: Mapping[str, object], payload: bytes = b""
     ) -> tuple[Verdict, Mapping[int, bytes]]:
+        title = str(message["title"])
         spec = replace(spec, checks_off=tuple(sorted({*spec.checks_off, *self._checks_off})))
         try:
             outcomes, returned = self._boot().run(spec, message, payload)
@@ -194,14 +215,15 @@ class RanksSession:
         if verdict.kind == "failed" or (payload and verdict.kind != "passed"):
             chosen = None if self._config is None else self._config.getoption("--ranks-logs")
             folder = write_log_files(Path(chosen or self._temporary() / "ranks-logs"), title, outcomes)
-            note = f"\n\nChecks that were off: {', '.join(spec.checks_off)}" if spec.checks_off else ""
+            off = sorted({*spec.checks_off, *self._boot().checks_off()})
+            note = f"\n\nChecks that were off: {', '.join(off)}" if off else ""
             raise RanksFailure(replace(verdict, text=f"{verdict.text}{note}\n\nA log file for each rank: {folder}"))
         return verdict, returned
 
 
-def _ids(item: pytest.Item | None) -> Sequence[str]:
-    """Return the ids of the nodes that a test needs."""
-    return [] if item is None else [node.nodeid for node in item.listchain()[:-1]]
+def _places(item: pytest.Item | None) -> Sequence[str]:
+    """Return the places of the nodes that a test needs."""
+    return [] if item is None else [place_of(node) for node in item.listchain()[:-1]]
 
 
 def _launcher(config: pytest.Config | None) -> Launcher:

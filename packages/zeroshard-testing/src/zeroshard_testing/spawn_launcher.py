@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import IO
 
 from zeroshard_testing.ipc import Message
 from zeroshard_testing.launcher import Child, Launcher, command, kill_group
-
-_WINDOWS = sys.platform == "win32"
 
 
 class SpawnLauncher(Launcher):
@@ -41,30 +37,20 @@ class SpawnLauncher(Launcher):
         return Path(self._folder.name, name).open("ab+", buffering=0)
 
     def _launch(self, child: Child, request: Message, theirs: socket.socket) -> None:
-        arguments = self._description, request, str(child.stacks.name), str(child.journal.name)
+        arguments = self._description, request, theirs.fileno(), str(child.stacks.name), str(child.journal.name)
         process = subprocess.Popen(
             command("zeroshard_testing.worker_main", *arguments),
-            stdin=subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
             stdout=None if self._inherit_output else child.stdout,
             stderr=None if self._inherit_output else child.stderr,
             env=self._environment,
-            start_new_session=not _WINDOWS,
-            pass_fds=[] if _WINDOWS else [theirs.fileno()],
+            start_new_session=True,
+            pass_fds=[theirs.fileno()],
         )
         self._processes[child.identity] = process
         child.pid = process.pid
-        # Windows shares a socket with a process that exists already; elsewhere its number is enough.
-        if sys.platform == "win32":
-            shared = theirs.share(process.pid).hex()
-        else:
-            shared = str(theirs.fileno())
-        with contextlib.suppress(OSError), process.stdin as stdin:  # type: ignore[union-attr]
-            stdin.write(shared.encode() + b"\n")
 
     def _end(self, child: Child) -> None:
         process = self._processes.pop(child.identity)
-        if _WINDOWS:
-            process.kill()
-        else:
-            kill_group(process.pid)
+        kill_group(process.pid)
         process.wait()

@@ -36,9 +36,6 @@ def judge(outcomes: Mapping[int, Outcome]) -> Verdict:
     A test passes only if every rank reports that it did, and is skipped only if all ranks skip. It fails as expected if
     every rank does, or is stuck or cut off as a consequence; one that passes where failing is optional does not matter.
     Everything else is a failure, whose report tells causes before consequences and each traceback once.
-
-    >>> judge({0: Outcome("passed"), 1: Outcome("died", "was killed by SIGKILL")}).summary
-    'rank 1 was killed by SIGKILL'
     """
     ended = [outcome for outcome in outcomes.values() if outcome.kind != kinds.FAULTED]
     found = {outcome.kind for outcome in ended} or {kinds.PASSED}
@@ -105,11 +102,7 @@ def _section(ranks: list[int], outcome: Outcome) -> str:
 
 
 def _name(ranks: list[int]) -> str:
-    """Return such as ``"rank 3"`` or ``"ranks 0, 2-5"``.
-
-    >>> _name([0, 2, 3, 4, 5])
-    'ranks 0, 2-5'
-    """
+    """Return such as ``"rank 3"`` or ``"ranks 0, 2-5"``."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:

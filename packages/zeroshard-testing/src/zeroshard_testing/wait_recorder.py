@@ -36,11 +36,7 @@ _MESSAGES_KEPT = 64
 
 
 def described(tensors: object) -> str:
-    """Return tensors as reports show them.
-
-    >>> described([torch.ones(4, 3)])
-    'float32[4, 3]'
-    """
+    """Return tensors as reports show them."""
     if isinstance(tensors, torch.Tensor):
         return f"{str(tensors.dtype).removeprefix('torch.')}{list(tensors.shape)}"
     return ", ".join(map(described, tensors)) if isinstance(tensors, (list, tuple)) else ""

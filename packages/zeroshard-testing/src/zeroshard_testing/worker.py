@@ -7,6 +7,7 @@ import faulthandler
 import os
 import signal
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -14,7 +15,7 @@ from zeroshard_testing.calls import refuse_on_this_process
 from zeroshard_testing.coverage_on_ranks import Coverage
 from zeroshard_testing.execution import Rank
 from zeroshard_testing.ipc import Channel, Message
-from zeroshard_testing.rank_inspector import RankInspector
+from zeroshard_testing.rank_inspector import RankInspector, has_children
 from zeroshard_testing.rank_state import RankState
 from zeroshard_testing.rank_values import RankValues, set_rank_values
 from zeroshard_testing.reader import Reader
@@ -67,7 +68,7 @@ def serve(channel: Channel, request: Message, stacks: int, journal: int, session
 
 
 def _answer(inspector: RankInspector, question: Message) -> Message:
-    state = _look(inspector, question["run"], details=question["details"])
+    state = replace(_look(inspector, question["run"], details=question["details"]), has_children=has_children())
     return {"op": "state", "run": question["run"], "round": question["round"], **state.to_message()}
 
 

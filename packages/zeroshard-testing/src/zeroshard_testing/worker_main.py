@@ -57,13 +57,9 @@ def _host_store(channel: Channel) -> None:
         channel.send({"op": "machine", **machine()})
 
 
-def main(description: Message, request: Message, stacks: str, journal: str) -> None:
-    """Become a child of a launcher that does not fork; ``stacks`` and ``journal`` are paths. Does not return."""
-    shared = sys.stdin.readline().strip()
-    if sys.platform == "win32":
-        control = socket.fromshare(bytes.fromhex(shared))
-    else:
-        control = socket.socket(fileno=int(shared))
+def main(description: Message, request: Message, channel: int, stacks: str, journal: str) -> None:
+    """Become a child of a launcher that does not fork, with a socket's descriptor and two paths. Does not return."""
+    control = socket.socket(fileno=channel)
     descriptor = os.open(stacks, os.O_WRONLY | os.O_APPEND)
     kept = os.open(journal, os.O_RDWR)
     run_idle_pytest(description, lambda session: run_child(Channel(control), request, descriptor, kept, session))

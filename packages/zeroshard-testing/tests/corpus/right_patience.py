@@ -356,3 +356,19 @@ def test_a_function_compiled_with_a_cold_cache(rank, tmp_path, monkeypatch):
         x = torch.arange(4.0)
         torch.testing.assert_close(torch.compile(torch.sinc)(x), torch.sinc(x))
     dist.barrier()
+
+
+def test_a_key_that_a_process_of_another_rank_sets(rank):
+    ports = [None]
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        ports = [store.port]
+    dist.broadcast_object_list(ports)
+    program = (
+        "import time, torch.distributed as dist; time.sleep(0.6); "
+        f"dist.TCPStore('127.0.0.1', {ports[0]}, is_master=False).set('done', '1')"
+    )
+    if rank:
+        subprocess.Popen([sys.executable, "-c", program])
+    else:
+        assert store.get("done") == b"1"

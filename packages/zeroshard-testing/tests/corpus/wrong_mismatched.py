@@ -251,3 +251,22 @@ def test_healthy_after_mismatches(rank):
     x = torch.ones(3)
     dist.all_reduce(x)
     assert x.sum() == 6
+
+
+@says(r"ranks 0, 1 passed, but rank 0 is in all_reduce of float32\[1\] by MAX.*, rank 1 in all_reduce of float32\[1\]")
+def test_in_a_group_that_one_rank_destroys(rank):
+    group = dist.new_group([0, 1])
+    dist.all_reduce(ones(1), group=group, op=dist.ReduceOp.SUM if rank else dist.ReduceOp.MAX)
+    if rank == 0:
+        dist.destroy_process_group(group)
+
+
+@says(r"rank 1 returned without all_reduce")
+def test_left_out_of_groups_that_are_destroyed_in_another_order(rank):
+    groups = [dist.new_group([0, 1]) for _ in range(2)]
+    for group in groups:
+        dist.all_reduce(ones(1), group=group)
+    if rank == 0:
+        dist.all_reduce(ones(1), group=groups[0], async_op=True)
+    for group in groups if rank else groups[::-1]:
+        dist.destroy_process_group(group)
