@@ -77,10 +77,8 @@ class DistributedFixture:
     """Refused: ordinary fixtures run on each rank, with the world size of the test."""
 
     def __init_subclass__(cls, **kwargs: object) -> None:
-        raise TypeError(
-            f"{cls.__name__}: DistributedFixture is not supported. For another number of ranks, write an ordinary test "
-            "that calls zeroshard_testing.run_on_ranks(fn, n) for each; for the same, a rank_fixture."
-        )
+        text = "is not supported: call run_on_ranks(fn, n) in an ordinary test for each number of ranks, or a rank_fixture"
+        raise TypeError(f"{cls.__name__}: DistributedFixture {text}")
 
 
 def _marked(test: Callable[..., Any], cls: type[DistributedTest]) -> Callable[..., Any]:

@@ -121,7 +121,8 @@ class Monitor:
 
     def _settle(self, slot: int, outcome: Outcome) -> None:
         self._outcomes[slot] = outcome
-        if not outcome.is_clean:
+        # Whether a failure is the expected one is known when all have ended.
+        if not outcome.is_clean and outcome.kind != kinds.XFAILED:
             grace = _GRACE_AFTER_DEATH if outcome.kind == kinds.DIED else _GRACE
             self._grace_ends = min(self._grace_ends, time.monotonic() + grace)
 

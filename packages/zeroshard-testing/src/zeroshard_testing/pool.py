@@ -100,12 +100,8 @@ class Pool:
 
     def tear_down(self, keep: Sequence[str]) -> list[str]:
         """Tear down fixtures of other nodes than ``keep`` on workers between tests, and say what went wrong."""
-        errors = []
-        for crew in self._crews.values():
-            if crew.held <= set(keep):
-                continue
-            errors += self._tear_down(crew, keep)
-        return errors
+        crews = [crew for crew in self._crews.values() if not crew.held <= set(keep)]
+        return [error for crew in crews for error in self._tear_down(crew, keep)]
 
     def _tear_down(self, crew: Crew, keep: Sequence[str]) -> list[str]:
         crew.held &= set(keep)

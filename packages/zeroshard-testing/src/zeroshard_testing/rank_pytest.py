@@ -62,13 +62,8 @@ _OPTIONS: Message = {
 def description_of(config: pytest.Config | None) -> Message:
     """Return what `run_idle_pytest` needs to configure a worker's pytest as the controller's, as a JSON object."""
     if config is None:
-        return {
-            "options": _OPTIONS,
-            "paths": {},
-            "arguments": ["-c", os.devnull, "--noconftest", "-p", "no:cacheprovider"],
-            "markers": [],
-            "worker": {},
-        }
+        arguments = ["-c", os.devnull, "--noconftest", "-p", "no:cacheprovider"]
+        return {"options": _OPTIONS, "paths": {}, "arguments": arguments, "markers": [], "worker": {}}
     options = _plain_values(vars(config.option))
     options.pop("file_or_dir", None)
     paths = {name: str(value) for name, value in vars(config.option).items() if isinstance(value, Path)}

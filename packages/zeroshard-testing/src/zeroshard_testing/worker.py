@@ -7,6 +7,8 @@ import faulthandler
 import os
 import signal
 import sys
+import threading
+import time
 from dataclasses import replace
 
 import pytest
@@ -63,6 +65,11 @@ def serve(channel: Channel, request: Message, stacks: int, journal: int, session
             channel.send({"op": "torn down", "error": rank.tear_down(message["keep"])})
         else:
             coverage.save()
+            # As Python waits at its end, but not for ever: an executor's thread may be idle.
+            deadline = time.monotonic() + 0.2
+            for thread in {*threading.enumerate()} - {threading.main_thread()}:
+                if not thread.daemon:
+                    thread.join(max(deadline - time.monotonic(), 0))
             channel.send({"op": "bye"})
             return
 
