@@ -77,7 +77,7 @@ class DistributedFixture:
     """Refused: ordinary fixtures run on each rank, with the world size of the test."""
 
     def __init_subclass__(cls, **kwargs: object) -> None:
-        text = "is not supported: call run_on_ranks(fn, n) in an ordinary test for each number of ranks, or a rank_fixture"
+        text = "is not supported: use a rank_fixture, or call run_on_ranks(fn, n) for each number of ranks"
         raise TypeError(f"{cls.__name__}: DistributedFixture {text}")
 
 
