@@ -36,7 +36,7 @@ PACKAGES: dict[str, list[str]] = {
 }
 BACKENDS = {"gloo-cpu": ["ci", "nightly"], "gloo-cuda": ["gpu"], "nccl": ["gpu"], "fake": ["ci", "nightly"]}
 TEST_NEEDS = ["pytest", "hypothesis"]
-# What the tests of the harness use where it is there; only the sessions that run all tests install it.
+# What the harness and its tests use where it is there; only sessions that look at all packages install it.
 PLUGIN_NEEDS = ["pytest-xdist", "pytest-cov", "pytest-timeout", "cloudpickle", "numpy", "expecttest"]
 TOOL_NEEDS = ["rich", "typer", "matplotlib"]
 
@@ -84,7 +84,7 @@ def typecheck(session: nox.Session) -> None:
     """Mypy, strict, over all sources at once."""
     _install_torch(session)
     session.log("installing mypy and what the sources import")
-    session.install(MYPY, "nox", *TEST_NEEDS, *TOOL_NEEDS)
+    session.install(MYPY, "nox", *TEST_NEEDS, *TOOL_NEEDS, *PLUGIN_NEEDS)
     session.run(
         "mypy", *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("packages/*/src")), "tools", "noxfile.py"
     )
