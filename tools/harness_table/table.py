@@ -140,7 +140,7 @@ def notes(columns: Sequence[Column], limit: float, bound: float, machine: str) -
     return [
         *found,
         "For unittest, what surrounds a test is in `setUp` and `tearDown`, or those of the class or the module.",
-        f"One run of `python tools/harness_table` on {machine}.",
+        f"Made by `python tools/harness_table` on {machine}.",
     ]
 
 

@@ -344,3 +344,19 @@ def test_parameters_of_rank_fixtures_are_for_marked_tests_alone(suite: RunSuite)
     assert {case.kind for case in done.cases.values()} == {"passed"}, done.text
     assert len(done.cases) == 3
     assert "test_plain" in done.cases
+
+
+def test_a_thread_that_ends_a_rank_after_the_last_test_is_waited_for(suite: RunSuite) -> None:
+    done = suite(
+        test_last="""
+        import os, threading
+        import pytest
+
+        @pytest.mark.ranks(2)
+        def test_last(rank):
+            if rank:
+                threading.Timer(0.05, os._exit, [3]).start()
+    """
+    )
+    assert done.status == pytest.ExitCode.TESTS_FAILED, done.text
+    assert "exited with status 3" in done.text

@@ -1,6 +1,7 @@
 """Ranks that skip, or fail as expected, alone."""
 
 import os
+import time
 import unittest
 
 import pytest
@@ -104,6 +105,14 @@ def test_raised_another_exception_on_one(rank):
 @pytest.mark.xfail(raises=ValueError, strict=True)
 @says(r"rank 1 failed: KeyError: 'one'")
 def test_raised_another_exception_on_one_strictly(rank):
+    raise KeyError("one") if rank else ValueError("zero")
+
+
+@pytest.mark.xfail(raises=ValueError, strict=True)
+@says(r"rank 1 failed: KeyError: 'one'")
+def test_raised_another_exception_later(rank):
+    if rank:
+        time.sleep(1)
     raise KeyError("one") if rank else ValueError("zero")
 
 
