@@ -95,7 +95,7 @@ def _marked(test: Callable[..., Any], cls: type[DistributedTest]) -> Callable[..
     sizes = marks["world_size"].args[0] if "world_size" in marks else cls.world_size
     backend = cls.backend or ("nccl" if _cuda() else "gloo")
     options = {"backend": backend, "timeout": cls.exec_timeout, "init": cls.init_distributed}
-    on_ranks._unmarked = test  # type: ignore[attr-defined]
+    on_ranks._unmarked = test  # type: ignore[attr-defined]  # on a function
     pytest.mark.ranks(*([sizes] if isinstance(sizes, int) else sizes), **options)(on_ranks)
     return on_ranks
 

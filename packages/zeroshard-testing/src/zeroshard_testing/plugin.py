@@ -79,7 +79,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if backends.get(item) == chosen]
     for item in items:
         if item not in backends and hasattr(item, "_fixtureinfo"):
-            leave_out_rank_fixtures(item._fixtureinfo)
+            # Again: for doctests, and because pytest has put them back where a test has parameters.
+            leave_out_rank_fixtures(item)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -83,12 +83,12 @@ class ProcessState:
         settings = {place: read() for place, (read, _, _) in enumerate(self._settings)}
         return {**environment, **settings, "cwd": os.getcwd(), "sys.path": list(sys.path)}  # noqa: PTH109 - a string
 
-    def hold(self, before: Mapping[Any, Any]) -> Callable[[], None]:
+    def hold(self, before: Mapping[Any, Any]) -> Callable[[], object]:
         """Let what has changed since `seen` returned ``before`` stand from test to test, until the result is called."""
         now, holder = self.seen(), object()
         changed = [key for key in before.keys() | now.keys() if before.get(key) != now.get(key)]
         self._held[holder] = {key: now.get(key) for key in changed}
-        return lambda: self._held.__delitem__(holder)
+        return partial(self._held.pop, holder)
 
     def _held_now(self) -> dict[Any, Any]:
         return {key: value for changed in self._held.values() for key, value in changed.items()}
@@ -111,6 +111,11 @@ if os.name == "posix":
 def _accessors(read: Callable[..., Any], write: Callable[..., Any], *target: object) -> tuple[Any, Any]:
     """Return what reads and what writes a setting that one of several has: an attribute of an object, for instance."""
     return partial(read, *target), partial(write, *target)
+
+
+def _set_default_device(device: torch.device) -> None:
+    # None is the CPU without a mode that looks at every call.
+    torch.set_default_device(None if device == torch.device("cpu") else device)
 
 
 def _umask() -> int:
@@ -142,7 +147,7 @@ _PYTHON_SETTINGS: tuple[tuple[Any, Any], ...] = (
 _TORCH_DEFAULTS: tuple[tuple[Any, Any, Any], ...] = (
     (torch.is_grad_enabled, torch.set_grad_enabled, True),
     (torch.get_default_dtype, torch.set_default_dtype, torch.float32),
-    (torch.get_default_device, lambda _: torch.set_default_device(None), torch.device("cpu")),
+    (torch.get_default_device, _set_default_device, torch.device("cpu")),
     (torch.get_num_threads, torch.set_num_threads, 1),
     (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, False),
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, torch.get_float32_matmul_precision()),

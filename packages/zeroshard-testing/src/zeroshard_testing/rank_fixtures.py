@@ -21,7 +21,7 @@ def rank_fixture(function: Callable[..., Any] | None = None, **options: Any) -> 
     Args:
         function: What to make a fixture of: a function or a method, with ``return`` or ``yield``.
         **options: ``scope``, ``params``, ``autouse``, ``ids`` and ``name``, as for `pytest.fixture`. A scope wider than
-            ``"function"`` lives as long as its worker does, and outlives the process group, which is each test's own.
+            ``"function"`` lives until pytest would end it, and outlives the process group, which is each test's own.
 
     Returns:
         The fixture, or a decorator if there is no function.
@@ -32,12 +32,14 @@ def rank_fixture(function: Callable[..., Any] | None = None, **options: Any) -> 
     return pytest.fixture(function, **options)
 
 
-def leave_out_rank_fixtures(info: Any) -> None:  # noqa: ANN401 - pytest's FuncFixtureInfo, which is private
-    """Take rank fixtures that are ``autouse`` away from a test that does not run on ranks."""
-    found = {name: info.name2fixturedefs.get(name) for name in info.names_closure if name not in info.argnames}
+def leave_out_rank_fixtures(item: Any) -> None:  # noqa: ANN401 - an item that has fixtures, a function or a doctest
+    """Take rank fixtures that are ``autouse`` away from a test that does not run on ranks; others fail by name."""
+    info = item._fixtureinfo
+    asked_for = {*info.argnames, *(name for mark in item.iter_markers("usefixtures") for name in mark.args)}
+    found = {name: info.name2fixturedefs.get(name) for name in info.names_closure if name not in asked_for}
     functions = {name: known[-1].func for name, known in found.items() if known}
     automatic = [name for name, one in functions.items() if getattr(one, "__func__", one) in _made]
     if automatic:
         # What they would have asked for is set up only if something else asks for it.
-        left_out = {*automatic, *RANK_FIXTURES}.difference(info.argnames)
+        left_out = {*automatic, *RANK_FIXTURES} - asked_for
         info.names_closure[:] = [name for name in info.names_closure if name not in left_out]

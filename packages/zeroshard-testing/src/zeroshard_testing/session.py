@@ -55,7 +55,7 @@ class RanksSession:
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Keep the parameters of rank fixtures from tests that are not marked."""
         if metafunc.definition.get_closest_marker("ranks") is None:
-            leave_out_rank_fixtures(metafunc.definition._fixtureinfo)
+            leave_out_rank_fixtures(metafunc.definition)
 
     def pytest_report_collectionfinish(self, config: pytest.Config, items: list[pytest.Item]) -> list[str]:
         """Say which checks are on, and why others are not."""

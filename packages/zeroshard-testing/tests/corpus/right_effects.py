@@ -16,9 +16,11 @@ def of_the_module():
         patch.delenv("PATH")
         torch.set_default_dtype(torch.float64)
         torch.use_deterministic_algorithms(True)
+        torch.set_default_device("meta")
         yield
     torch.set_default_dtype(torch.float32)
     torch.use_deterministic_algorithms(False)
+    torch.set_default_device(None)
 
 
 def check_and_spoil(rank):
@@ -26,9 +28,11 @@ def check_and_spoil(rank):
     assert "PATH" not in os.environ
     assert os.environ["RANK"] == str(rank)
     assert torch.ones(1).dtype == torch.float64
+    assert torch.ones(1).device.type == "meta"
     assert torch.are_deterministic_algorithms_enabled()
     os.environ["OF_THE_MODULE"] = "spoilt"
     torch.set_default_dtype(torch.float16)
+    torch.set_default_device(None)
     torch.use_deterministic_algorithms(False)
 
 

@@ -29,3 +29,9 @@ def test_asked_for_a_rank_fixture(on_ranks):
 @says(r"[\s\S]*mark it with @pytest.mark.ranks\(2\)")
 def test_got_a_rank_fixture(request):
     request.getfixturevalue("on_ranks")
+
+
+@pytest.mark.usefixtures("on_ranks")
+@says(r"[\s\S]*mark it with @pytest.mark.ranks\(2\)")
+def test_used_a_rank_fixture():
+    pass
