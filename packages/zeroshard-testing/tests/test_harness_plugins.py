@@ -277,6 +277,7 @@ def test_checks_that_are_off_are_told_under_xdist(suite: RunSuite) -> None:
 def test_an_expected_failure_of_a_call_is_expected(suite: RunSuite) -> None:
     done = suite(
         test_calls="""
+        import os
         import pytest
         from functools import partial
         from zeroshard_testing import RanksFailure, run_on_ranks
@@ -288,6 +289,12 @@ def test_an_expected_failure_of_a_call_is_expected(suite: RunSuite) -> None:
         def test_expected():
             run_on_ranks(divide, 2, 1, 0)
 
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+        def test_without_the_backend():
+            with pytest.raises(RuntimeError, match="backend nccl needs CUDA"):
+                run_on_ranks(divide, 2, 1, 1, backend="nccl")
+
         def test_partial():
             assert run_on_ranks(partial(divide, 7), 2, 3) == [2, 2]
 
@@ -296,7 +303,12 @@ def test_an_expected_failure_of_a_call_is_expected(suite: RunSuite) -> None:
     """
     )
     kinds = {name: case.kind for name, case in done.cases.items()}
-    assert kinds == {"test_expected": "skipped", "test_partial": "passed", "test_traceback": "failure"}, done.text
+    assert kinds == {
+        "test_expected": "skipped",
+        "test_without_the_backend": "passed",
+        "test_partial": "passed",
+        "test_traceback": "failure",
+    }, done.text
     assert "pluggy" not in done.cases["test_traceback"].text
 
 

@@ -49,7 +49,7 @@ def run_on_ranks(
 
     Raises:
         RanksFailure: If it has raised, ended, or left a collective out on some rank; the text tells the cause first.
-        RuntimeError: If it is called on a rank.
+        RuntimeError: If it is called on a rank, or the machine lacks the backend.
         TypeError: If function or arguments cannot be sent.
     """
     __tracebackhide__ = True

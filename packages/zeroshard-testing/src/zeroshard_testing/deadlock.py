@@ -46,8 +46,8 @@ def _never_comes(awaited: Awaited, rank: int, states: Mapping[int, RankState]) -
     if any(one.kind in ("store", "group") for other in others for one in states[other].awaited):
         # Two ranks that meet over a store may be about to find each other.
         return None
-    if awaited.kind == "store" and any(states[other].has_children for other in others):
-        # A process that another rank has started may set the key.
+    if awaited.kind == "store" and any(state.has_children for state in states.values()):
+        # A process that a rank has started may set the key.
         return None
     what = "a key of a store" if awaited.kind == "store" else "the other ranks of a new process group"
     return f"stuck waiting for {what}: {_fates(others, states)}"

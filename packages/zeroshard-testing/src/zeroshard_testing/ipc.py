@@ -79,15 +79,12 @@ class Channel:
 
     def _fill(self) -> None:
         try:
-            if hasattr(socket, "recv_fds") and self._sock.family == getattr(socket, "AF_UNIX", None):
-                data, descriptors, _, _ = socket.recv_fds(self._sock, 1 << 16, _MAX_DESCRIPTORS)
-                self._descriptors += descriptors
-            else:
-                data = self._sock.recv(1 << 16)
+            data, descriptors, _, _ = socket.recv_fds(self._sock, 1 << 16, _MAX_DESCRIPTORS)
         except OSError as error:
             raise ClosedError(str(error)) from error
         if not data:
             raise ClosedError("end of stream")
+        self._descriptors += descriptors
         self._buffer += data
 
     def _parsed(self) -> Iterator[tuple[Message, bytes]]:

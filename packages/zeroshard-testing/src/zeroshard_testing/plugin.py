@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Generator
 from typing import Any
 
@@ -40,7 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--ranks-launch",
         choices=["forkserver", "spawn"],
-        default="forkserver" if hasattr(os, "fork") else "spawn",
+        default="forkserver",
         help="how worker processes are started: forked from one that has torch loaded, or each by itself",
     )
     parser.addini(

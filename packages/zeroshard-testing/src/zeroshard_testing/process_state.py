@@ -100,12 +100,10 @@ _ENVIRONMENT = {
     "TORCH_FR_BUFFER_SIZE": "256",
     # NCCL lets ranks share a GPU where it can.
     "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+    # Gloo binds to the loopback interface: no name lookups, no firewalls.
+    "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
 }
 """Variables that torch finds in a worker's environment, unless the user has set them otherwise."""
-
-if os.name == "posix":
-    # Gloo binds to the loopback interface: no name lookups, no firewalls.
-    _ENVIRONMENT["GLOO_SOCKET_IFNAME"] = "lo0" if os.uname().sysname == "Darwin" else "lo"
 
 
 def _accessors(read: Callable[..., Any], write: Callable[..., Any], *target: object) -> tuple[Any, Any]:

@@ -208,8 +208,7 @@ class RankInspector:
         if isinstance(wait.owner, dist.ProcessGroup) or (wait.until is not None and wait.until < self._deadline):
             return None
         if isinstance(wait.owner, Store):
-            # A process that this rank has started may set the key.
-            return None if has_children() or _is_there(wait) else Awaited("store")
+            return None if _is_there(wait) else Awaited("store")
         issued = wait.issued
         if issued is None or issued.kind == "collective":
             return Awaited("collective")

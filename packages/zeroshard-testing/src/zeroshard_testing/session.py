@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -193,9 +193,14 @@ class RanksSession:
         try:
             self._machine = self._machine or self._boot().machine()
         except LaunchError as error:
-            self.close()
-            pytest.fail(f"cannot find out which backends there are: {error}", pytrace=False)
+            self._cannot_launch("finding out which backends there are", error)
         return why_unavailable(spec, self._machine)
+
+    def _cannot_launch(self, what: str, error: LaunchError) -> NoReturn:
+        self.close()
+        if self._config is None:
+            raise error
+        pytest.fail(f"{what}: {error}", pytrace=False)
 
     def _carry_out(
         self, spec: RanksSpec, message: Mapping[str, object], payload: bytes = b""
@@ -205,10 +210,7 @@ class RanksSession:
         try:
             outcomes, returned = self._boot().run(spec, message, payload)
         except LaunchError as error:
-            self.close()
-            if self._config is None:
-                raise
-            pytest.fail(f"{title}: {error}", pytrace=False)
+            self._cannot_launch(title, error)
         if self._item is not None:
             _repeat(self._item, outcomes)
         verdict = judge(outcomes)
@@ -230,7 +232,7 @@ def _launcher(config: pytest.Config | None) -> Launcher:
     inherit_output = config is None or config.getoption("capture", default="fd") == "no"
     # One thread a rank: the ranks share the machine. Read once, when torch is loaded.
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    if (config is not None and config.getoption("--ranks-launch") == "spawn") or not hasattr(os, "fork"):
+    if config is not None and config.getoption("--ranks-launch") == "spawn":
         from zeroshard_testing.spawn_launcher import SpawnLauncher
 
         return SpawnLauncher(description_of(config), environment, inherit_output=inherit_output)

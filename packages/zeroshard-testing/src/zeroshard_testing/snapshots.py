@@ -29,7 +29,6 @@ _DETAILS_TIMEOUT = 0.3
 # And how long those between tests may take to tell what they have issued, on which a verdict depends.
 _COMPARISON_TIMEOUT = 10.0
 _STACKS_TIMEOUT = 1.0
-_STACK_SIGNAL = getattr(signal, "SIGUSR1", None)
 
 
 class Snapshots:
@@ -161,9 +160,9 @@ def _described(state: RankState) -> str:
 
 
 def _signal_for_stacks(child: Child) -> bool:
-    if _STACK_SIGNAL is None or child.pid is None or child.status is not None:
+    if child.pid is None or child.status is not None:
         return False
     with suppress(ProcessLookupError):
-        os.kill(child.pid, _STACK_SIGNAL)
+        os.kill(child.pid, signal.SIGUSR1)
         return True
     return False

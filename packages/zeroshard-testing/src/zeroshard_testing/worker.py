@@ -31,9 +31,8 @@ def serve(channel: Channel, request: Message, stacks: int, journal: int, session
     """
     refuse_on_this_process()
     faulthandler.enable(stacks, all_threads=True)
-    if hasattr(signal, "SIGUSR1"):
-        # The controller's way to ask a rank that does not answer.
-        faulthandler.register(signal.SIGUSR1, stacks, all_threads=True, chain=False)
+    # The controller's way to ask a rank that does not answer.
+    faulthandler.register(signal.SIGUSR1, stacks, all_threads=True, chain=False)
     rank = Rank(channel, request, journal, session)
     coverage = Coverage(request["coverage"])
     reader = Reader(channel, lambda question: _answer(rank.inspector, question))
