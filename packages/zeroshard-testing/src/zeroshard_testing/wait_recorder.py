@@ -2,8 +2,8 @@
 
 torch tells, through its flight recorder, which collectives a rank has issued; it does not tell which thread waits for
 what, nor anything of point-to-point messages on gloo. So the methods that issue messages and those that wait are
-wrapped, in worker processes only: an entry in a dictionary for each wait, one for each message. Python's global lock
-makes both atomic, and what a thread waits for can be read from another thread.
+wrapped, in worker processes only: an entry in a dictionary for each wait, which Python's global lock makes atomic, so
+that another thread can read it, and one for each message, under a lock of its group.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import itertools
 import threading
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from time import monotonic
@@ -33,6 +34,8 @@ ANY_SOURCE = -1
 """The peer of a receive that takes a message from any rank."""
 
 _MESSAGES_KEPT = 64
+# Seconds to wait for a thread that is just issuing a message, which may block until the peer opens a connection.
+_ISSUING_TIMEOUT = 1.0
 
 
 def described(tensors: object) -> str:
@@ -79,6 +82,17 @@ class GroupRecord:
     failed_collectives: set[int] = field(default_factory=set)
     numbers: int = 0
     checksum: int = 0
+    _issuing: threading.RLock = field(default_factory=threading.RLock)
+
+    @contextmanager
+    def no_message_half_counted(self) -> Iterator[None]:
+        """Keep other threads from issuing messages: torch has numbered one before it is counted here."""
+        held = self._issuing.acquire(timeout=_ISSUING_TIMEOUT)
+        try:
+            yield
+        finally:
+            if held:
+                self._issuing.release()
 
 
 @dataclass(frozen=True)
@@ -115,8 +129,10 @@ class WaitRecorder:
 
     def collectives_in(self, group: dist.ProcessGroup) -> int:
         """Return how many collectives were issued in a group, from C++ too; raises if the backend does not count."""
-        # The group numbers collectives and messages alike.
-        return sequence_number(group) - sum(messages.count for messages in self.of_group(group).messages.values())
+        record = self.of_group(group)
+        with record.no_message_half_counted():
+            # The group numbers collectives and messages alike.
+            return sequence_number(group) - sum(messages.count for messages in record.messages.values())
 
     def note_message(
         self, work: object, kind: str, group: dist.ProcessGroup, peer: int, tag: int, tensors: object
@@ -194,10 +210,11 @@ def _issuing(recorder: WaitRecorder, faults: Faults, method: Callable[..., Any],
         __tracebackhide__ = True
         if faults.armed and (instead := faults._reach(kind)) is not None:
             return instead
-        work = method(self, *args, **kwargs)
-        tensors = args[0] if args else kwargs.get("tensors")
-        *peer, tag = [*args[1:], *(kwargs[name] for name in ("dstRank", "srcRank", "tag") if name in kwargs)]
-        recorder.note_message(work, kind, self, int(peer[0]) if peer else ANY_SOURCE, int(tag), tensors)
+        with recorder.of_group(self).no_message_half_counted():
+            work = method(self, *args, **kwargs)
+            tensors = args[0] if args else kwargs.get("tensors")
+            *peer, tag = [*args[1:], *(kwargs[name] for name in ("dstRank", "srcRank", "tag") if name in kwargs)]
+            recorder.note_message(work, kind, self, int(peer[0]) if peer else ANY_SOURCE, int(tag), tensors)
         return work
 
     return issue

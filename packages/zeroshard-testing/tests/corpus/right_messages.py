@@ -252,3 +252,17 @@ def test_counted_anew_in_each_test(rank, turn):
         dist.recv(ones(2), 0)
     else:
         dist.send(ones(2), 1)
+
+
+def test_messages_in_a_thread_beside_collectives(rank):
+    def exchange():
+        for tag in range(300):
+            sent, received = (issue(ones(1), 1 - rank, tag=tag) for issue in (dist.isend, dist.irecv))
+            sent.wait()
+            received.wait()
+
+    thread = threading.Thread(target=exchange)
+    thread.start()
+    for size in range(1, 300):
+        dist.all_reduce(ones(size))
+    thread.join()
