@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn, optim
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
-from training import assert_bitwise_equal, small_model
+from training import assert_bitwise_equal, cutting, small_model
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_integrations.ddp import hook_with_zero_step, hook_with_zero_step_interleaved, reduce_to_owner_hook
 from zeroshard_testing import assert_replicas_equal
@@ -70,7 +70,7 @@ class Twins:
             groups(made),
             optimizer,
             process_group=process_group,
-            partition=partition,
+            partition=cutting(partition),
             overlap_with_ddp=hook != "owner",
             parameters_as_bucket_view=parameters_as_bucket_view,
             **keywords,

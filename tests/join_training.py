@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ddp_training import MANY_BUCKETS, register
 from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
-from training import small_model
+from training import cutting, small_model
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_testing import assert_replicas_equal
 
@@ -111,7 +111,12 @@ class Uneven:
         self.ddp = DistributedDataParallel(made, process_group=group, **arguments)
         early = hook in ("behind", "interleaved")
         self.optimizer = ZeroRedundancyOptimizer(
-            made.parameters(), kind, process_group=group, partition=partition, overlap_with_ddp=early, **settings
+            made.parameters(),
+            kind,
+            process_group=group,
+            partition=cutting(partition),
+            overlap_with_ddp=early,
+            **settings,
         )
         if hook != "none":
             register(hook, self.ddp, self.optimizer)

@@ -19,6 +19,7 @@ from training import (
     ELEMENTWISE_OPTIMIZERS,
     assert_bitwise_equal,
     assert_same_state,
+    cutting,
     set_gradients,
     small_model,
     twins,
@@ -62,13 +63,13 @@ def test_every_optimizer_saves_what_the_plain_one_saves_and_goes_on_from_it(
 ) -> None:
     optimizer_class, settings = DENSE_OPTIMIZERS[name]
     model, reference = twins()
-    sharded = ZeroRedundancyOptimizer(model.parameters(), optimizer_class, partition=partition, **settings)
+    sharded = ZeroRedundancyOptimizer(model.parameters(), optimizer_class, partition=cutting(partition), **settings)
     plain = optimizer_class(reference.parameters(), **settings)
     train([(model, sharded), (reference, plain)], range(2))
     saved = saved_everywhere(sharded, to=1)
     assert_same_state(saved, plain.state_dict())
     fresh = ZeroRedundancyOptimizer(
-        model.parameters(), optimizer_class, partition=partition, parameters_as_bucket_view=True, **settings
+        model.parameters(), optimizer_class, partition=cutting(partition), parameters_as_bucket_view=True, **settings
     )
     fresh.load_state_dict(saved)
     back = optimizer_class(reference.parameters(), **settings)
@@ -110,7 +111,7 @@ def test_one_run_that_is_resumed_at_many_world_sizes(
                 model.parameters(),
                 optimizer_class,
                 process_group=group,
-                partition=partitions[stage % len(partitions)],
+                partition=cutting(partitions[stage % len(partitions)]),
                 parameters_as_bucket_view=as_bucket_view,
                 **settings,
             )
@@ -137,12 +138,12 @@ def two_groups(module: nn.Module) -> list[dict[str, Any]]:
 @PARTITIONS
 def test_groups_of_named_parameters(partition: str) -> None:
     model, reference = twins()
-    sharded = ZeroRedundancyOptimizer(two_groups(model), optim.AdamW, partition=partition)
+    sharded = ZeroRedundancyOptimizer(two_groups(model), optim.AdamW, partition=cutting(partition))
     plain = optim.AdamW(two_groups(reference))
     train([(model, sharded), (reference, plain)], range(2))
     saved = saved_everywhere(sharded)
     assert_same_state(saved, plain.state_dict())
-    resumed = ZeroRedundancyOptimizer(two_groups(model), optim.AdamW, partition=partition, lr=1.0)
+    resumed = ZeroRedundancyOptimizer(two_groups(model), optim.AdamW, partition=cutting(partition), lr=1.0)
     resumed.load_state_dict(saved)
     assert [(g["lr"], g["weight_decay"], g["betas"]) for g in resumed.param_groups] == [
         (g["lr"], g["weight_decay"], g["betas"]) for g in plain.param_groups
@@ -157,7 +158,7 @@ def test_groups_of_named_parameters(partition: str) -> None:
 def test_loading_over_state_that_is_there_already(partition: str, as_bucket_view: bool) -> None:
     model, reference = twins()
     sharded = ZeroRedundancyOptimizer(
-        model.parameters(), optim.Adam, partition=partition, parameters_as_bucket_view=as_bucket_view
+        model.parameters(), optim.Adam, partition=cutting(partition), parameters_as_bucket_view=as_bucket_view
     )
     plain = optim.Adam(reference.parameters())
     early = copy.deepcopy((reference.state_dict(), plain.state_dict()))
@@ -238,12 +239,12 @@ def test_mixed_dtypes(partition: str) -> None:
         return model
 
     model, reference = twins(mixed)
-    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, partition=partition)
+    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, partition=cutting(partition))
     plain = optim.AdamW(reference.parameters())
     train([(model, sharded), (reference, plain)], range(2))
     saved = saved_everywhere(sharded)
     assert_same_state(saved, plain.state_dict())
-    resumed = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, partition=partition)
+    resumed = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, partition=cutting(partition))
     resumed.load_state_dict(saved)
     train([(model, resumed), (reference, plain)], range(2, 4))
     assert_bitwise_equal(model, reference, "after resuming")
@@ -255,14 +256,14 @@ def test_frozen_tensors_have_no_state_and_get_some_after_they_are_unfrozen(parti
     model, reference = twins()
     for module in (model, reference):
         list(module.parameters())[4].requires_grad_(False)
-    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, partition=partition)
+    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, partition=cutting(partition))
     plain = optim.Adam(reference.parameters())
     train([(model, sharded), (reference, plain)], range(2))
     saved = saved_everywhere(sharded)
     assert saved["state"][4] == {}
     stepped = {index: entries for index, entries in saved["state"].items() if index != 4}
     assert_same_state({**saved, "state": stepped}, plain.state_dict())
-    resumed = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, partition=partition)
+    resumed = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, partition=cutting(partition))
     resumed.load_state_dict(saved)
     for module in (model, reference):
         list(module.parameters())[4].requires_grad_(True)
@@ -277,13 +278,13 @@ def test_a_checkpoint_of_a_partly_frozen_model_is_loaded_into_one_that_is_not(pa
     model, reference = twins()
     model[0].requires_grad_(False)
     reference[0].requires_grad_(False)
-    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, partition=partition)
+    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, partition=cutting(partition))
     plain = optim.Adam(reference.parameters())
     train([(model, sharded), (reference, plain)], range(2))
     saved = saved_everywhere(sharded)
     model[0].requires_grad_(True)
     reference[0].requires_grad_(True)
-    resumed = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, partition=partition)
+    resumed = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, partition=cutting(partition))
     resumed.load_state_dict(saved)
     # Into the plain optimizer as well.
     plain = optim.Adam(reference.parameters())
@@ -333,7 +334,7 @@ def test_nested_state_is_loaded_and_not_shared_with_the_argument() -> None:
 @PARTITIONS
 def test_state_under_a_name_of_its_own_is_kept(partition: str) -> None:
     model, reference = twins()
-    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, partition=partition)
+    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, partition=cutting(partition))
     plain = optim.Adam(reference.parameters())
     train([(model, sharded), (reference, plain)], range(2))
     given = copy.deepcopy(plain.state_dict())
@@ -347,13 +348,13 @@ def test_state_under_a_name_of_its_own_is_kept(partition: str) -> None:
 @PARTITIONS
 def test_a_file_that_is_read_without_pickle(partition: str) -> None:
     model, reference = twins()
-    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, partition=partition)
+    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, partition=cutting(partition))
     plain = optim.AdamW(reference.parameters())
     train([(model, sharded), (reference, plain)], range(2))
     file = io.BytesIO()
     torch.save(saved_everywhere(sharded), file)
     file.seek(0)
-    resumed = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, partition=partition)
+    resumed = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, partition=cutting(partition))
     resumed.load_state_dict(torch.load(file, weights_only=True))
     train([(model, resumed), (reference, plain)], range(2, 4))
     assert_bitwise_equal(model, reference, "after resuming")
@@ -368,7 +369,9 @@ def test_a_checkpoint_of_torchs_class(partition: str) -> None:
     train([(model, theirs), (reference, plain)], range(2))
     theirs.consolidate_state_dict(to=1)
     saved = from_rank(theirs.state_dict() if dist.get_rank() == 1 else None, 1)
-    ours = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, partition=partition, parameters_as_bucket_view=True)
+    ours = ZeroRedundancyOptimizer(
+        model.parameters(), optim.AdamW, partition=cutting(partition), parameters_as_bucket_view=True
+    )
     ours.load_state_dict(saved)
     train([(model, ours), (reference, plain)], range(2, 4))
     assert_bitwise_equal(model, reference, "after resuming")

@@ -11,7 +11,7 @@ from ddp_training import HOOKS, register
 from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
-from training import set_gradients, twins
+from training import cutting, set_gradients, twins
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_comm import CHUNK_BYTES
 
@@ -37,7 +37,7 @@ def state_bytes(optimizer: optim.Optimizer) -> int:
 def test_state_is_the_plans_share_and_held_once(rank: int, partition: str, as_bucket_view: bool) -> None:
     model, reference = twins(layers)
     sharded = ZeroRedundancyOptimizer(
-        model.parameters(), optim.Adam, partition=partition, parameters_as_bucket_view=as_bucket_view
+        model.parameters(), optim.Adam, partition=cutting(partition), parameters_as_bucket_view=as_bucket_view
     )
     plain = optim.Adam(reference.parameters())
     set_gradients(model.parameters(), 0)
@@ -67,7 +67,7 @@ def test_bytes_sent_per_step_are_what_the_plan_predicts(
     frozen = next(iter(model.parameters()))
     frozen.requires_grad_(False)
     sharded = ZeroRedundancyOptimizer(
-        model.parameters(), optim.SGD, lr=0.1, partition=partition, parameters_as_bucket_view=as_bucket_view
+        model.parameters(), optim.SGD, lr=0.1, partition=cutting(partition), parameters_as_bucket_view=as_bucket_view
     )
     set_gradients(model.parameters(), 0)
     sharded.step()
@@ -117,7 +117,7 @@ def test_an_unsharded_world_of_one_sends_nothing(rank: int) -> None:
 @PARTITIONS
 def test_one_rank_of_a_large_world_holds_its_share_alone(rank: int, world_size: int, partition: str) -> None:
     model = layers()
-    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, partition=partition)
+    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, partition=cutting(partition))
     assert (sharded.rank, sharded.world_size) == (5, 64)
     set_gradients(model.parameters(), 0)
     sharded.step()
@@ -139,7 +139,7 @@ def test_a_hook_needs_two_buckets_of_memory_at_most(rank: int, hook: str, partit
     model = large()
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=3)
     optimizer = ZeroRedundancyOptimizer(
-        model.parameters(), optim.Adam, fused=True, partition=partition, overlap_with_ddp=hook != "owner"
+        model.parameters(), optim.Adam, fused=True, partition=cutting(partition), overlap_with_ddp=hook != "owner"
     )
     register(hook, ddp, optimizer)
     plain = DistributedDataParallel(large(), gradient_as_bucket_view=True, bucket_cap_mb=3)

@@ -22,6 +22,7 @@ from torch import nn, optim
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
+from training import cutting
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard.side_stream import SideStream
 from zeroshard_comm import PeerLostError
@@ -549,7 +550,7 @@ def test_one_rank_of_a_large_world_trains_through_the_hooks(hook: str, partition
     model = nn.Sequential(*(nn.Linear(40, 40) for _ in range(40))).double()
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=0.05)
     optimizer = ZeroRedundancyOptimizer(
-        model.parameters(), optim.AdamW, partition=partition, overlap_with_ddp=hook != "owner"
+        model.parameters(), optim.AdamW, partition=cutting(partition), overlap_with_ddp=hook != "owner"
     )
     register(hook, ddp, optimizer)
     start = [param.detach().clone() for param in model.parameters()]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn, optim
-from training import assert_bitwise_equal, set_gradients, small_model, twins
+from training import assert_bitwise_equal, cutting, set_gradients, small_model, twins
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_comm import DisagreementError
 from zeroshard_testing import assert_replicas_equal
@@ -68,7 +68,7 @@ def test_an_optimizer_class_that_cannot_be_built(rank: int) -> None:
     with pytest.raises(ValueError, match="nonsense"):
         ZeroRedundancyOptimizer(small_model().parameters(), optim.Adam, partition="nonsense")
     with pytest.raises(ValueError, match="Muon is not known to be elementwise"):
-        ZeroRedundancyOptimizer([nn.Parameter(torch.zeros(64, 64))], optim.Muon, partition="split")
+        ZeroRedundancyOptimizer([nn.Parameter(torch.zeros(64, 64))], optim.Muon, partition=cutting("split"))
 
 
 @pytest.mark.ranks(2, backend="gloo")
@@ -79,7 +79,7 @@ def test_tensors_with_gaps_in_memory_can_be_dealt_out_but_not_cut(partition: str
         return nn.ParameterList([nn.Parameter(torch.randn(64, 64)[:, ::2]), nn.Parameter(torch.zeros(3))])
 
     with pytest.raises(ValueError, match=f"'{partition}' cuts tensor 0 'param.0', which has gaps or overlaps"):
-        ZeroRedundancyOptimizer(gapped().parameters(), optim.Adam, partition=partition)
+        ZeroRedundancyOptimizer(gapped().parameters(), optim.Adam, partition=cutting(partition))
     pair = twins(gapped)
     go_on(pair, (ZeroRedundancyOptimizer(pair[0].parameters(), optim.Adam), optim.Adam(pair[1].parameters())), range(3))
 
@@ -202,7 +202,7 @@ def test_a_rank_that_refuses_a_step_receives_the_others_shards_where_its_data_wa
 ) -> None:
     model, _ = twins()
     sharded = ZeroRedundancyOptimizer(
-        model.parameters(), optim.Adam, partition="split", parameters_as_bucket_view=as_bucket_view
+        model.parameters(), optim.Adam, partition=cutting("split"), parameters_as_bucket_view=as_bucket_view
     )
     for step in range(2):
         set_gradients(model.parameters(), step)
@@ -251,7 +251,7 @@ def test_a_local_step_that_fails_on_one_rank(rank: int, as_bucket_view: bool) ->
 @pytest.mark.ranks(2, backend="gloo")
 def test_sparse_gradients_of_cut_tensors_are_refused_before_anything_is_stepped() -> None:
     model, reference = twins()
-    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, lr=0.1, partition="split")
+    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, lr=0.1, partition=cutting("split"))
     for param in model.parameters():
         param.grad = torch.ones_like(param).to_sparse()
     with pytest.raises(RuntimeError, match="sparse gradient, but is cut"):

@@ -11,7 +11,7 @@ from torch import nn, optim
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.nn.parallel import DistributedDataParallel
-from training import assert_bitwise_equal, set_gradients, small_model, twins
+from training import assert_bitwise_equal, cutting, set_gradients, small_model, twins
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_testing import assert_replicas_equal
 
@@ -98,7 +98,7 @@ def test_attributes_and_default_partition_are_torchs(rank: int, world_size: int)
 @pytest.mark.parametrize("partition", ["whole", "split"])
 def test_join_lets_ranks_with_fewer_inputs_finish(rank: int, partition: str) -> None:
     models = [DistributedDataParallel(small_model().double()) for _ in range(2)]
-    sharded = ZeroRedundancyOptimizer(models[0].parameters(), optim.Adam, partition=partition, lr=0.01)
+    sharded = ZeroRedundancyOptimizer(models[0].parameters(), optim.Adam, partition=cutting(partition), lr=0.01)
     plain = optim.Adam(models[1].parameters(), lr=0.01)
     for model, optimizer, joinables in ((models[0], sharded, [models[0], sharded]), (models[1], plain, [models[1]])):
         torch.manual_seed(rank)
@@ -182,7 +182,7 @@ def test_under_every_kind_of_ddp(rank: int, options: dict[str, bool], partition:
 
     models = [DistributedDataParallel(Branches(), **options) for _ in range(2)]
     optimizers = [
-        ZeroRedundancyOptimizer(models[0].parameters(), optim.AdamW, partition=partition, lr=0.01),
+        ZeroRedundancyOptimizer(models[0].parameters(), optim.AdamW, partition=cutting(partition), lr=0.01),
         optim.AdamW(models[1].parameters(), lr=0.01),
     ]
     for step in range(4):

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import optim
 from torch.nn.parallel import DistributedDataParallel
-from training import assert_bitwise_equal, assert_same_state, set_gradients, small_model, twins
+from training import assert_bitwise_equal, assert_same_state, cutting, set_gradients, small_model, twins
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_comm import PeerLostError
 from zeroshard_testing import Faults, assert_replicas_equal
@@ -169,7 +169,7 @@ def test_no_thread_is_left_behind() -> None:
 @pytest.mark.ranks(2, backend="gloo")
 def test_a_first_step_that_failed_on_one_rank_leaves_no_garbage_in_a_checkpoint(rank: int) -> None:
     pair = twins()
-    sharded = ZeroRedundancyOptimizer(pair[0].parameters(), optim.Adam, partition="split")
+    sharded = ZeroRedundancyOptimizer(pair[0].parameters(), optim.Adam, partition=cutting("split"))
     plain = optim.Adam(pair[1].parameters())
 
     def fail(*_: object) -> None:
@@ -246,7 +246,7 @@ REFUSED: dict[str, Callable[[ZeroRedundancyOptimizer], object]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_an_error_that_was_handled_keeps_nothing_alive(name: str) -> None:
     model = small_model()
-    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, partition="split")
+    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, partition=cutting("split"))
     set_gradients(model.parameters(), 0)
     sharded.step()
     gc.collect()

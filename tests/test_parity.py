@@ -12,6 +12,7 @@ from training import (
     ELEMENTWISE_OPTIMIZERS,
     assert_bitwise_equal,
     assert_same_state,
+    cutting,
     set_gradients,
     small_model,
     twins,
@@ -134,7 +135,7 @@ def test_parameters_that_are_sparse_tensors(rank: int, as_bucket_view: bool, mom
 def test_more_ranks_than_tensors(world_size: int, rank: int, partition: str, as_bucket_view: bool) -> None:
     model, reference = twins(lambda: torch.nn.Linear(5, 3))
     sharded = ZeroRedundancyOptimizer(
-        model.parameters(), optim.AdamW, partition=partition, parameters_as_bucket_view=as_bucket_view
+        model.parameters(), optim.AdamW, partition=cutting(partition), parameters_as_bucket_view=as_bucket_view
     )
     plain = optim.AdamW(reference.parameters())
     assert len(sharded.plan.tensors) < world_size

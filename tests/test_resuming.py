@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn, optim
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
-from training import assert_bitwise_equal, assert_same_state, set_gradients, twins
+from training import assert_bitwise_equal, assert_same_state, cutting, set_gradients, twins
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_comm import DisagreementError
 
@@ -52,7 +52,7 @@ def test_from_two_ranks_to_three(rank: int, saved_as: str, loaded_as: str, name:
     saved = None
     if rank < 2:
         first = ZeroRedundancyOptimizer(
-            model.parameters(), optimizer_class, process_group=two, partition=saved_as, **settings
+            model.parameters(), optimizer_class, process_group=two, partition=cutting(saved_as), **settings
         )
         step_all([(model, first)], range(2))
         first.consolidate_state_dict(to=1)
@@ -66,7 +66,7 @@ def test_from_two_ranks_to_three(rank: int, saved_as: str, loaded_as: str, name:
             resumed.parameters(),
             optimizer_class,
             process_group=three,
-            partition=loaded_as,
+            partition=cutting(loaded_as),
             parameters_as_bucket_view=True,
             **settings,
         )
@@ -129,7 +129,7 @@ def test_a_model_that_is_converted_between_building_and_loading(
     saved = copy.deepcopy(plain.state_dict())
     model.load_state_dict(reference.state_dict())
     sharded = ZeroRedundancyOptimizer(
-        model.parameters(), optim.Adam, partition=partition, parameters_as_bucket_view=as_bucket_view
+        model.parameters(), optim.Adam, partition=cutting(partition), parameters_as_bucket_view=as_bucket_view
     )
     for module in (model, reference):
         CONVERSIONS[name](module)
@@ -149,7 +149,7 @@ def test_state_of_frozen_tensors_is_loaded_and_kept(rank: int, partition: str) -
     model.load_state_dict(reference.state_dict())
     for module in (model, reference):
         module[0].requires_grad_(False)
-    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, partition=partition)
+    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, partition=cutting(partition))
     sharded.load_state_dict(plain.state_dict())
     step_all([(model, sharded), (reference, plain)], range(2, 3))
     if rank == 0:
@@ -167,7 +167,7 @@ def test_a_model_that_is_converted_on_one_rank_before_loading(rank: int) -> None
     model, reference = twins(convolutions)
     plain = optim.Adam(reference.parameters())
     step_all([(reference, plain)], range(1))
-    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, partition="split")
+    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, partition=cutting("split"))
     if rank == 1:
         model.double()
     with pytest.raises(DisagreementError, match=r"load_state_dict.*dtype torch.float32 here, torch.float64 there"):
@@ -185,7 +185,7 @@ def test_the_argument_is_left_alone_and_nothing_of_it_is_kept(partition: str) ->
     plain = optim.Adam(reference.parameters(), lr=torch.tensor(0.01), foreach=False)
     step_all([(reference, plain)], range(2))
     given = copy.deepcopy(plain.state_dict())
-    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, partition=partition)
+    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, partition=cutting(partition))
     sharded.load_state_dict(given)
     step_all([(model, sharded)], range(2, 4))
     sharded.param_groups[0]["lr"].fill_(1.0)
@@ -247,7 +247,7 @@ def test_state_in_channels_last(rank: int, partition: str) -> None:
         return nn.Sequential(nn.Conv2d(8, 16, 3), nn.Conv2d(16, 8, 3)).to(memory_format=torch.channels_last)
 
     model, reference = twins(convolutions)
-    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, partition=partition)
+    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, partition=cutting(partition))
     plain = optim.Adam(reference.parameters())
     step_all([(model, sharded), (reference, plain)], range(2))
     sharded.consolidate_state_dict(to=0)
@@ -260,7 +260,7 @@ def test_state_in_channels_last(rank: int, partition: str) -> None:
     saved = copy.deepcopy(plain.state_dict())
     for entries in saved["state"].values():
         entries["exp_avg"] = entries["exp_avg"].contiguous()
-    resumed = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, partition=partition)
+    resumed = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, partition=cutting(partition))
     resumed.load_state_dict(saved)
     step_all([(model, resumed), (reference, plain)], range(2, 4))
     assert_bitwise_equal(model, reference, "after resuming")
@@ -304,7 +304,7 @@ def test_state_that_outlives_its_setting(rank: int, partition: str, name: str) -
     step_all([(reference, plain)], range(2))
     model.load_state_dict(reference.state_dict())
     plain.param_groups[0].update(off)
-    sharded = ZeroRedundancyOptimizer(model.parameters(), optimizer_class, lr=0.1, partition=partition)
+    sharded = ZeroRedundancyOptimizer(model.parameters(), optimizer_class, lr=0.1, partition=cutting(partition))
     sharded.load_state_dict(plain.state_dict())
     step_all([(model, sharded), (reference, plain)], range(2, 4))
     plain.param_groups[0].update(on)
@@ -432,7 +432,7 @@ DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
 def test_a_damaged_checkpoint_changes_nothing(rank: int, partition: str, name: str) -> None:
     damage, words = DAMAGE[name]
     model, reference = twins()
-    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, partition=partition)
+    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, partition=cutting(partition))
     plain = optim.Adam(reference.parameters())
     step_all([(model, sharded), (reference, plain)], range(2))
     good, bad = copy.deepcopy(plain.state_dict()), copy.deepcopy(plain.state_dict())

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn, optim
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from training import assert_bitwise_equal, assert_same_state, set_gradients, small_model, twins
+from training import assert_bitwise_equal, assert_same_state, cutting, set_gradients, small_model, twins
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_comm import DisagreementError
 from zeroshard_testing import assert_replicas_equal
@@ -51,7 +51,7 @@ def groups_of(module: nn.Module) -> list[dict[str, Any]]:
 def test_param_groups_given_as_generators(partition: str, as_bucket_view: bool) -> None:
     pair = twins()
     sharded = ZeroRedundancyOptimizer(
-        groups_of(pair[0]), optim.AdamW, partition=partition, parameters_as_bucket_view=as_bucket_view
+        groups_of(pair[0]), optim.AdamW, partition=cutting(partition), parameters_as_bucket_view=as_bucket_view
     )
     plain = optim.AdamW(groups_of(pair[1]))
     assert [len(group["params"]) for group in sharded.param_groups] == [4, 5]
@@ -62,7 +62,7 @@ def test_param_groups_given_as_generators(partition: str, as_bucket_view: bool) 
 @PARTITIONS
 def test_named_parameters(partition: str) -> None:
     pair = twins()
-    sharded = ZeroRedundancyOptimizer(pair[0].named_parameters(), optim.AdamW, partition=partition)
+    sharded = ZeroRedundancyOptimizer(pair[0].named_parameters(), optim.AdamW, partition=cutting(partition))
     plain = optim.AdamW(pair[1].named_parameters())
     assert sharded.param_groups[0]["param_names"] == plain.param_groups[0]["param_names"]
     assert [spec.name for spec in sharded.plan.tensors] == plain.param_groups[0]["param_names"]
@@ -78,7 +78,7 @@ def test_groups_added_midway(partition: str, as_bucket_view: bool) -> None:
     middle = [list(module.parameters())[2:-1] for module in pair]
     first = [list(module.parameters())[:2] for module in pair]
     sharded = ZeroRedundancyOptimizer(
-        first[0], optim.Adam, lr=0.01, partition=partition, parameters_as_bucket_view=as_bucket_view
+        first[0], optim.Adam, lr=0.01, partition=cutting(partition), parameters_as_bucket_view=as_bucket_view
     )
     plain = optim.Adam(first[1], lr=0.01)
     # Before the first step: the new group has the inner optimizer's defaults at once.
@@ -112,7 +112,11 @@ def test_unfreezing_and_freezing_midway(
 
     set_trainable(False, range(7))
     sharded = ZeroRedundancyOptimizer(
-        pair[0].parameters(), optimizer_class, partition=partition, parameters_as_bucket_view=as_bucket_view, **settings
+        pair[0].parameters(),
+        optimizer_class,
+        partition=cutting(partition),
+        parameters_as_bucket_view=as_bucket_view,
+        **settings,
     )
     plain = optimizer_class(pair[1].parameters(), **settings)
     run_steps(pair, (sharded, plain), range(2))
@@ -164,7 +168,7 @@ def test_mixed_dtypes(partition: str, as_bucket_view: bool) -> None:
 
     pair = twins(mixed)
     sharded = ZeroRedundancyOptimizer(
-        pair[0].parameters(), optim.AdamW, partition=partition, parameters_as_bucket_view=as_bucket_view
+        pair[0].parameters(), optim.AdamW, partition=cutting(partition), parameters_as_bucket_view=as_bucket_view
     )
     plain = optim.AdamW(pair[1].parameters())
     run_steps(pair, (sharded, plain), range(3))
@@ -194,7 +198,7 @@ def test_channels_last(partition: str, as_bucket_view: bool) -> None:
     pair = twins(convolutions)
     strides = [param.stride() for param in pair[0].parameters()]
     sharded = ZeroRedundancyOptimizer(
-        pair[0].parameters(), optim.AdamW, partition=partition, parameters_as_bucket_view=as_bucket_view
+        pair[0].parameters(), optim.AdamW, partition=cutting(partition), parameters_as_bucket_view=as_bucket_view
     )
     plain = optim.AdamW(pair[1].parameters())
     run_steps(pair, (sharded, plain), range(3))
@@ -218,7 +222,7 @@ def test_parameters_with_gaps_in_memory(as_bucket_view: bool) -> None:
 @PARTITIONS
 def test_clipping(partition: str) -> None:
     pair = twins()
-    sharded = ZeroRedundancyOptimizer(pair[0].parameters(), optim.AdamW, partition=partition)
+    sharded = ZeroRedundancyOptimizer(pair[0].parameters(), optim.AdamW, partition=cutting(partition))
     plain = optim.AdamW(pair[1].parameters())
     run_steps(
         pair, (sharded, plain), range(3), lambda module: nn.utils.clip_grad_norm_(module.parameters(), max_norm=0.5)
@@ -287,7 +291,7 @@ def test_closures(partition: str, as_bucket_view: bool) -> None:
     pair = twins()
     optimizers = (
         ZeroRedundancyOptimizer(
-            pair[0].parameters(), optim.Adam, partition=partition, parameters_as_bucket_view=as_bucket_view
+            pair[0].parameters(), optim.Adam, partition=cutting(partition), parameters_as_bucket_view=as_bucket_view
         ),
         optim.Adam(pair[1].parameters()),
     )
@@ -314,7 +318,7 @@ def test_closures_that_rebind_data_and_drop_gradients_of_frozen_ones(partition: 
     pair = twins()
     optimizers = (
         ZeroRedundancyOptimizer(
-            pair[0].parameters(), optim.Adam, partition=partition, parameters_as_bucket_view=as_bucket_view
+            pair[0].parameters(), optim.Adam, partition=cutting(partition), parameters_as_bucket_view=as_bucket_view
         ),
         optim.Adam(pair[1].parameters()),
     )
@@ -345,7 +349,7 @@ def test_closures_that_change_what_the_ranks_agreed_upon(
     for module in (model, reference):
         module[0].weight.requires_grad_(False)
     sharded = ZeroRedundancyOptimizer(
-        model.parameters(), optim.Adam, partition=partition, parameters_as_bucket_view=as_bucket_view
+        model.parameters(), optim.Adam, partition=cutting(partition), parameters_as_bucket_view=as_bucket_view
     )
     plain = optim.Adam(reference.parameters())
 
@@ -447,7 +451,7 @@ def test_hooks_that_change_the_arguments_and_are_removed() -> None:
 def test_grad_scaler(partition: str) -> None:
     pair = twins()
     optimizers = (
-        ZeroRedundancyOptimizer(pair[0].parameters(), optim.AdamW, partition=partition),
+        ZeroRedundancyOptimizer(pair[0].parameters(), optim.AdamW, partition=cutting(partition)),
         optim.AdamW(pair[1].parameters()),
     )
     scalers = [torch.amp.GradScaler("cpu", init_scale=64.0) for _ in optimizers]
@@ -468,7 +472,12 @@ def test_grad_scaler(partition: str) -> None:
 def test_rebinding_of_data_is_noticed(partition: str) -> None:
     pair = twins()
     sharded = ZeroRedundancyOptimizer(
-        pair[0].parameters(), optim.SGD, partition=partition, parameters_as_bucket_view=True, lr=0.1, momentum=0.9
+        pair[0].parameters(),
+        optim.SGD,
+        partition=cutting(partition),
+        parameters_as_bucket_view=True,
+        lr=0.1,
+        momentum=0.9,
     )
     plain = optim.SGD(pair[1].parameters(), lr=0.1, momentum=0.9)
     run_steps(pair, (sharded, plain), range(2))
@@ -492,7 +501,7 @@ def convolutions() -> nn.Module:
 def test_a_model_that_changes_its_dtype_or_memory_format(partition: str, as_bucket_view: bool) -> None:
     pair = twins(convolutions)
     sharded = ZeroRedundancyOptimizer(
-        pair[0].parameters(), optim.SGD, lr=0.1, partition=partition, parameters_as_bucket_view=as_bucket_view
+        pair[0].parameters(), optim.SGD, lr=0.1, partition=cutting(partition), parameters_as_bucket_view=as_bucket_view
     )
     plain = optim.SGD(pair[1].parameters(), lr=0.1)
     run_steps(pair, (sharded, plain), range(2))
@@ -505,15 +514,15 @@ def test_a_model_that_changes_its_dtype_or_memory_format(partition: str, as_buck
 
 
 @pytest.mark.ranks(2, backend="gloo")
-@pytest.mark.parametrize("partition", ["whole", "hybrid"])
+@PARTITIONS
 @VIEWS
-def test_whole_tensors_keep_their_state_when_the_memory_format_changes(partition: str, as_bucket_view: bool) -> None:
+def test_tensors_keep_their_state_when_the_memory_format_changes(partition: str, as_bucket_view: bool) -> None:
     pair = twins(convolutions)
     sharded = ZeroRedundancyOptimizer(
-        pair[0].parameters(), optim.Adam, partition=partition, parameters_as_bucket_view=as_bucket_view
+        pair[0].parameters(), optim.Adam, partition=cutting(partition), parameters_as_bucket_view=as_bucket_view
     )
     plain = optim.Adam(pair[1].parameters())
-    assert not any(sharded.plan.is_cut(index) for index in range(4))
+    assert sharded.plan.is_cut(0) == (partition == "split")
     run_steps(pair, (sharded, plain), range(2))
     for module in pair:
         module.to(memory_format=torch.channels_last)
@@ -523,19 +532,23 @@ def test_whole_tensors_keep_their_state_when_the_memory_format_changes(partition
 @pytest.mark.ranks(2, backend="gloo")
 @VIEWS
 @pytest.mark.parametrize("on_rank_1_alone", [False, True])
-def test_state_of_cut_tensors_does_not_outlive_their_memory_format(
+def test_state_of_cut_tensors_does_not_outlive_rows_along_another_dimension(
     rank: int, as_bucket_view: bool, on_rank_1_alone: bool
 ) -> None:
     def build(partition: str) -> ZeroRedundancyOptimizer:
         return ZeroRedundancyOptimizer(
-            pair[0].parameters(), optim.Adam, partition=partition, parameters_as_bucket_view=as_bucket_view
+            pair[0].parameters(), optim.Adam, partition=cutting(partition), parameters_as_bucket_view=as_bucket_view
         )
 
-    pair = twins(convolutions)
+    def turn(module: nn.Module) -> None:
+        for param in module.parameters():
+            param.data = param.data.t().contiguous().t()
+
+    pair = twins(lambda: nn.Sequential(nn.Linear(64, 70, bias=False), nn.Linear(70, 64, bias=False)))
     sharded, plain = build("split"), optim.Adam(pair[1].parameters())
     run_steps(pair, (sharded, plain), range(2))
     if rank == 1 or not on_rank_1_alone:
-        pair[0].to(memory_format=torch.channels_last)
+        turn(pair[0])
     set_gradients(pair[0].parameters(), 2)
     added = {"params": [nn.Parameter(torch.ones(4))]}
     blamed = "rank 1: " if on_rank_1_alone else ""
@@ -543,7 +556,8 @@ def test_state_of_cut_tensors_does_not_outlive_their_memory_format(
         sharded.add_param_group(added)
     assert_bitwise_equal(*pair, "after the refused group")
     if on_rank_1_alone:
-        pair[0].to(memory_format=torch.contiguous_format)
+        for param in pair[0].parameters():
+            param.data = param.data.contiguous()
         run_steps(pair, (sharded, plain), range(2, 4))
         return
     with pytest.raises(ValueError, match=r"^tensor 0 'param.0' is cut .*changed its memory format"):
@@ -555,7 +569,7 @@ def test_state_of_cut_tensors_does_not_outlive_their_memory_format(
     torch.distributed.broadcast_object_list(saved)
     resumed = build("split")
     resumed.load_state_dict(saved[0])
-    pair[1].to(memory_format=torch.channels_last)
+    turn(pair[1])
     run_steps(pair, (resumed, plain), range(2, 4))
 
 
@@ -584,7 +598,7 @@ def test_subgroups(rank: int) -> None:
 def test_writes_behind_autograds_back_bump_version_counters(partition: str, as_bucket_view: bool) -> None:
     model = small_model()
     sharded = ZeroRedundancyOptimizer(
-        model.parameters(), optim.SGD, lr=0.1, partition=partition, parameters_as_bucket_view=as_bucket_view
+        model.parameters(), optim.SGD, lr=0.1, partition=cutting(partition), parameters_as_bucket_view=as_bucket_view
     )
     loss = model(torch.ones(3, 40)).sum()
     loss.backward(retain_graph=True)
@@ -598,10 +612,8 @@ def test_writes_behind_autograds_back_bump_version_counters(partition: str, as_b
 
 @pytest.mark.ranks(2, backend="gloo")
 def test_a_callable_partition_and_a_declared_optimizer(rank: int) -> None:
-    from zeroshard_core import Shard
-
-    def everything_to_the_last(tensors: Any, loads: Any, cost: Any) -> list[Shard]:
-        return [Shard(i, 0, spec.numel, len(loads) - 1) for i, spec in enumerate(tensors)]
+    def everything_to_the_last(tensors: Any, loads: Any, cost: Any) -> list[tuple[int, ...]]:
+        return [(len(loads) - 1,)] * len(tensors)
 
     class MySGD(optim.SGD):
         pass
@@ -613,8 +625,8 @@ def test_a_callable_partition_and_a_declared_optimizer(rank: int) -> None:
     assert len(sharded.optim.state) == (0 if rank == 0 else len(list(pair[0].parameters())))
 
     with pytest.raises(ValueError, match="MySGD is not known to be elementwise"):
-        ZeroRedundancyOptimizer(small_model().parameters(), MySGD, lr=0.1, partition="split")
-    ZeroRedundancyOptimizer(small_model().parameters(), MySGD, lr=0.1, partition="split", elementwise=True)
+        ZeroRedundancyOptimizer(small_model().parameters(), MySGD, lr=0.1, partition=cutting("split"))
+    ZeroRedundancyOptimizer(small_model().parameters(), MySGD, lr=0.1, partition=cutting("split"), elementwise=True)
 
 
 @pytest.mark.ranks(2, backend="gloo")
@@ -629,7 +641,7 @@ def test_a_default_device_that_is_not_the_models(rank: int, partition: str, as_b
             optim.SGD,
             lr=0.1,
             momentum=0.9,
-            partition=partition,
+            partition=cutting(partition),
             parameters_as_bucket_view=as_bucket_view,
         )
         plain = optim.SGD(pair[1].parameters(), lr=0.1, momentum=0.9)
@@ -654,7 +666,7 @@ def test_a_default_device_that_is_not_the_models(rank: int, partition: str, as_b
 def test_what_is_written_to_the_state_is_kept(rank: int, partition: str, stepped: bool) -> None:
     model = nn.ModuleList([nn.Linear(8, 8) for _ in range(5)])
     params = list(model.parameters())
-    sharded = ZeroRedundancyOptimizer(params, optim.SGD, lr=0.1, momentum=0.9, partition=partition)
+    sharded = ZeroRedundancyOptimizer(params, optim.SGD, lr=0.1, momentum=0.9, partition=cutting(partition))
     first, second = (params[shard.tensor] for shard in sharded.plan.of_rank(rank)[:2])
     untouched = params[sharded.plan.of_rank(rank)[2].tensor]
     if stepped:
@@ -714,7 +726,7 @@ def test_convolutions_of_one_pixel_stay_in_channels_last(partition: str) -> None
     strides = [param.stride() for param in pair[1].parameters()]
     assert strides[0] == (8, 1, 8, 8)
     sharded = ZeroRedundancyOptimizer(
-        pair[0].parameters(), optim.Adam, partition=partition, parameters_as_bucket_view=True
+        pair[0].parameters(), optim.Adam, partition=cutting(partition), parameters_as_bucket_view=True
     )
     assert [param.stride() for param in pair[0].parameters()] == strides
     run_steps(pair, (sharded, optim.Adam(pair[1].parameters())), range(3))
@@ -751,7 +763,7 @@ def test_named_groups_of_which_a_rank_owns_nothing() -> None:
 def test_two_parameters_that_exchange_their_data(as_bucket_view: bool, partition: str) -> None:
     pair = twins(lambda: nn.Sequential(*[nn.Linear(40, 40) for _ in range(4)]))
     sharded = ZeroRedundancyOptimizer(
-        pair[0].parameters(), optim.Adam, parameters_as_bucket_view=as_bucket_view, partition=partition
+        pair[0].parameters(), optim.Adam, parameters_as_bucket_view=as_bucket_view, partition=cutting(partition)
     )
     plain = optim.Adam(pair[1].parameters())
     for step in range(4):

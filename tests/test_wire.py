@@ -15,7 +15,7 @@ import zeroshard_comm.point_to_point
 import zeroshard_comm.wire
 from ddp_training import HOOKS, Twins
 from torch import optim
-from training import assert_bitwise_equal, set_gradients, small_model, twins
+from training import assert_bitwise_equal, cutting, set_gradients, small_model, twins
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_comm import Control, DisagreementError, PeerLostError, RankGroup, Wire, connect, wire_of
 from zeroshard_comm.cross_memory import SWITCH, read_into
@@ -243,7 +243,7 @@ def test_a_peer_that_does_not_read_within_the_timeout(rank: int) -> None:
 @pytest.mark.parametrize("partition", ["whole", "split"])
 def test_steps_are_the_same_in_both_ways(rank: int, way: str, partition: str) -> None:
     pair = twins()
-    sharded = ZeroRedundancyOptimizer(pair[0].parameters(), optim.Adam, partition=partition)
+    sharded = ZeroRedundancyOptimizer(pair[0].parameters(), optim.Adam, partition=cutting(partition))
     plain = optim.Adam(pair[1].parameters())
     for step in range(3):
         for module, optimizer in zip(pair, (sharded, plain), strict=True):
@@ -266,7 +266,7 @@ def test_hooks_do_the_same_in_both_ways(rank: int, way: str, hook: str, partitio
 @pytest.mark.ranks(2, backend="gloo")
 def test_bytes_are_counted_alike_in_both_ways(rank: int, way: str) -> None:
     model = small_model()
-    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, lr=0.1, partition="split")
+    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, lr=0.1, partition=cutting("split"))
     before = sharded.traffic.of("share").bytes_sent
     set_gradients(model.parameters(), 0)
     sharded.step()

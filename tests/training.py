@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 # First steps and DistributedDataParallel import it: seconds, in a fresh process, of which some groups have few.
 import torch._dynamo.compiled_autograd
 from torch import nn, optim
+from zeroshard_core import Strategy, hybrid, split
 
 # Every class of torch.optim that can be sharded and takes dense gradients, with settings that use all of its state.
 DENSE_OPTIMIZERS: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
@@ -32,6 +34,12 @@ DENSE_OPTIMIZERS: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
     "SGD-momentum": (optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
 }
 ELEMENTWISE_OPTIMIZERS = {name: item for name, item in DENSE_OPTIMIZERS.items() if name != "Adafactor"}
+
+
+def cutting(partition: str) -> str | Strategy:
+    """Return the strategy of this name, made to cut small models too, of which it would leave every tensor whole."""
+    named = {"split": split, "hybrid": hybrid}.get(partition)
+    return partition if named is None else functools.partial(named, smallest_part=64)
 
 
 def small_model() -> nn.Sequential:

@@ -41,7 +41,7 @@ def test_runs_name_the_owner_of_every_element(plan):
         owner = {e: run.rank for run in owned_runs(layout, plan) for e in range(run.start, run.stop)}
         for slot in layout.slots:
             for shard in plan.of_tensor(slot.tensor):
-                assert all(owner[slot.offset + e] == shard.rank for e in range(shard.start, shard.stop))
+                assert all(owner[slot.offset + e] == shard.rank for e in range(shard.flat.start, shard.flat.stop))
 
 
 @given(plan=plans())

@@ -6,9 +6,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from plan_strategies import plans
+from plan_strategies import SMALL_PARTS, plans
 from zeroshard_core import (
-    Shard,
     StateMapError,
     TensorSpec,
     cut_state,
@@ -23,7 +22,7 @@ from zeroshard_core import (
 
 IMAGE = TensorSpec("conv.weight", (4, 16, 3, 3), torch.float32, stride=(144, 1, 48, 16))
 MATRIX = TensorSpec("head.weight", (8, 16), torch.float32)
-LEFT, RIGHT = Shard(0, 0, 64, 0), Shard(0, 64, 128, 1)
+LEFT, RIGHT = MATRIX.shard(tensor=0, rank=0, stop=4), MATRIX.shard(tensor=0, rank=1, start=4)
 
 
 def numbered(spec, offset=0.0):
@@ -50,7 +49,7 @@ def assert_same(found, expected):
 @given(data=st.data(), strategy=st.sampled_from(["whole", "split", "hybrid"]), world_size=st.integers(1, 5))
 def test_what_is_cut_and_joined_is_what_it_was(data, strategy, world_size):
     specs = [MATRIX, IMAGE, TensorSpec("scale", (), torch.float32), TensorSpec("none", (0, 3), torch.float32)]
-    plan = partition(data.draw(st.permutations(specs)), world_size, strategy=strategy)
+    plan = partition(data.draw(st.permutations(specs)), world_size, strategy=SMALL_PARTS[strategy])
     with_state = data.draw(st.sets(st.integers(0, 3)))
     state = {index: adam_state(plan.tensors[index]) for index in with_state}
     locals_ = [whole_to_local(plan, rank, state) for rank in range(world_size)]
@@ -68,26 +67,30 @@ def test_each_rank_holds_state_for_its_own_elements_alone(plan):
         assert held == sum(shard.numel for shard in plan.of_rank(rank))
 
 
-def test_an_entry_is_cut_in_the_tensor_s_storage_order():
-    piece = cut_state({"exp_avg": numbered(IMAGE)}, IMAGE, Shard(0, 64, 128, 1))
-    assert torch.equal(piece["exp_avg"], torch.arange(64.0, 128.0))
+@pytest.mark.parametrize("memory_format", [torch.channels_last, torch.contiguous_format])
+def test_an_entry_is_cut_to_rows_in_the_tensor_s_strides(memory_format):
+    entry = numbered(IMAGE).contiguous(memory_format=memory_format)
+    piece = cut_state({"exp_avg": entry}, IMAGE, IMAGE.shard(tensor=0, rank=1, start=1, stop=3))["exp_avg"]
+    assert torch.equal(piece, entry[1:3])
+    assert piece.stride() == IMAGE.stride
 
 
-def test_an_entry_of_another_memory_format_is_cut_in_the_tensor_s_storage_order():
-    contiguous = numbered(IMAGE).contiguous()
-    assert contiguous.stride() != IMAGE.stride
-    piece = cut_state({"exp_avg": contiguous}, IMAGE, Shard(0, 64, 128, 1))
-    assert torch.equal(piece["exp_avg"], torch.arange(64.0, 128.0))
+def test_rows_may_lie_along_any_dimension():
+    spec = replace(MATRIX, stride=(1, 8))
+    entry = numbered(MATRIX)
+    piece = cut_state({"m": entry}, spec, spec.shard(tensor=0, rank=1, start=3, stop=5))["m"]
+    assert torch.equal(piece, entry[:, 3:5])
+    assert piece.stride() == (1, 8)
 
 
 def test_an_entry_with_gaps_in_memory_is_cut_like_any_other():
     gaps = torch.zeros(8, 32)[:, ::2].copy_(numbered(MATRIX))
-    assert torch.equal(cut_state({"m": gaps}, MATRIX, RIGHT)["m"], torch.arange(64.0, 128.0))
+    assert torch.equal(cut_state({"m": gaps}, MATRIX, RIGHT)["m"], numbered(MATRIX)[4:])
 
 
 def test_the_state_of_a_whole_tensor_passes_through_untouched():
     state = {"row": torch.zeros(8), "exp_avg": numbered(MATRIX), "pair": [torch.zeros(2)]}
-    whole = Shard(0, 0, 128, 0)
+    whole = MATRIX.shard(tensor=0, rank=0)
     cut = cut_state(state, MATRIX, whole)
     assert all(cut[key] is value for key, value in state.items())
     joined = join_state([(whole, cut)], MATRIX)
@@ -124,23 +127,23 @@ def test_pieces_join_in_any_order():
 @pytest.mark.parametrize(
     ("pieces", "message"),
     [
-        ([], "128 elements, but its 0 pieces end at 0"),
-        ([(LEFT, {})], "pieces end at 64"),
-        ([(RIGHT, {})], r"should go on at element 0, but the next is \[64, 128\)"),
-        ([(LEFT, {}), (LEFT, {})], "should go on at element 64"),
-        ([(LEFT, {}), (Shard(1, 64, 128, 1), {})], "of tensor 1 from rank 1"),
-        ([(LEFT, {"m": torch.zeros(64)}), (RIGHT, {})], r"\['m'\] on rank 0, but \[\] on rank 1"),
+        ([], "8 rows, but its 0 pieces end at 0"),
+        ([(LEFT, {})], "pieces end at 4"),
+        ([(RIGHT, {})], "should go on at row 0, but the next has rows 4 to 8"),
+        ([(LEFT, {}), (LEFT, {})], "should go on at row 4"),
+        ([(LEFT, {}), (replace(RIGHT, tensor=1), {})], "of tensor 1, from rank 1"),
+        ([(LEFT, {"m": torch.zeros(4, 16)}), (RIGHT, {})], r"\['m'\] on rank 0, but \[\] on rank 1"),
         (
-            [(LEFT, {"m": torch.zeros(64)}), (RIGHT, {"m": torch.zeros(63)})],
-            r"'m'.*shape \(63,\) on rank 1.*64 elements",
+            [(LEFT, {"m": torch.zeros(4, 16)}), (RIGHT, {"m": torch.zeros(64)})],
+            r"'m'.*shape \(64,\) on rank 1.*shape \(4, 16\)",
         ),
-        ([(LEFT, {"m": torch.zeros(64)}), (RIGHT, {"m": 1})], "'m'.*one value on rank 1"),
+        ([(LEFT, {"m": torch.zeros(4, 16)}), (RIGHT, {"m": 1})], "'m'.*one value on rank 1"),
         (
-            [(LEFT, {"m": 1}), (RIGHT, {"m": torch.zeros(64)})],
-            r"'m'.*one value on rank 0, but has shape \(64,\) on rank 1",
+            [(LEFT, {"m": 1}), (RIGHT, {"m": torch.zeros(4, 16)})],
+            r"'m'.*one value on rank 0, but has shape \(4, 16\) on rank 1",
         ),
         (
-            [(LEFT, {"m": torch.zeros(64)}), (RIGHT, {"m": torch.zeros(64).double()})],
+            [(LEFT, {"m": torch.zeros(4, 16)}), (RIGHT, {"m": torch.zeros(4, 16).double()})],
             "'m'.*torch.float32 on rank 0, but torch.float64 on rank 1",
         ),
     ],
@@ -157,9 +160,9 @@ def test_state_of_a_rank_that_does_not_own_it_is_refused():
 
 
 def test_state_that_only_some_owners_have_is_refused():
-    plan = partition([MATRIX], 2, strategy="split")
+    plan = partition([MATRIX], 2, strategy=SMALL_PARTS["split"])
     with pytest.raises(StateMapError, match="has state on rank 0, but none on rank 1"):
-        local_to_whole(plan, [{0: {"m": torch.zeros(64)}}, {}])
+        local_to_whole(plan, [{0: {"m": torch.zeros(4, 16)}}, {}])
 
 
 def test_there_is_one_state_per_rank():

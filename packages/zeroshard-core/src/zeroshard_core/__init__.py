@@ -3,20 +3,20 @@
 from zeroshard_core.bucket import BucketLayout, Run, Slot, bucket_layouts, owned_runs
 from zeroshard_core.cost import Cost, nbytes, numel, state_bytes
 from zeroshard_core.flat import FlatBuffer, is_dense, storage_view
-from zeroshard_core.moves import Move, moves
 from zeroshard_core.partition import (
-    ALIGNMENT,
+    SMALLEST_PART,
     STRATEGIES,
+    Owners,
     Strategy,
     hybrid,
     partition,
     repartition,
-    shard_loads,
     split,
     whole,
 )
 from zeroshard_core.plan import Plan
-from zeroshard_core.spec import Shard, TensorSpec, contiguous_strides, strides_are_dense
+from zeroshard_core.reshard import Move, moves
+from zeroshard_core.spec import ALIGNMENT, Shard, TensorSpec, contiguous_strides, strides_are_dense
 from zeroshard_core.state import (
     StateMapError,
     cut_state,
@@ -29,11 +29,13 @@ from zeroshard_core.state import (
 
 __all__ = [
     "ALIGNMENT",
+    "SMALLEST_PART",
     "STRATEGIES",
     "BucketLayout",
     "Cost",
     "FlatBuffer",
     "Move",
+    "Owners",
     "Plan",
     "Run",
     "Shard",
@@ -54,7 +56,6 @@ __all__ = [
     "owned_runs",
     "partition",
     "repartition",
-    "shard_loads",
     "split",
     "state_bytes",
     "storage_view",

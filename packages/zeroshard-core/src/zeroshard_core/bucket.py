@@ -116,7 +116,7 @@ def owned_runs(layout: BucketLayout, plan: Plan) -> tuple[Run, ...]:
         for shard in plan.of_tensor(slot.tensor):
             if shard.numel == 0:
                 continue
-            start, stop = slot.offset + shard.start, slot.offset + shard.stop
+            start, stop = slot.offset + shard.flat.start, slot.offset + shard.flat.stop
             if runs and runs[-1].rank == shard.rank:
                 start = runs.pop().start
             runs.append(Run(shard.rank, start, stop))

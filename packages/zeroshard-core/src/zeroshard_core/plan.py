@@ -1,4 +1,4 @@
-"""The plan: which rank owns which elements of which tensor. An immutable value, without a process group."""
+"""The plan: which rank owns which rows of which tensor. An immutable value, without a process group."""
 
 from __future__ import annotations
 
@@ -7,42 +7,51 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from zeroshard_core.plan_difference import owner_difference, tensor_difference
+from zeroshard_core.plan_difference import owner_difference, ranks_in_words, tensor_difference
 from zeroshard_core.plan_json import PlanFields, canonical_bytes, read_json, write_json
-from zeroshard_core.spec import Shard, TensorSpec
+from zeroshard_core.spec import ALIGNMENT, Shard, TensorSpec
 
 __all__ = ["Plan", "Shard", "TensorSpec"]
 
+_RANKS_SHOWN = 8
+_TENSORS_SHOWN = 6
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class Plan:
-    """Which rank owns which elements of which tensor.
+    """Which rank owns which rows of which tensor.
 
-    Every element has exactly one owner, and a rank owns at most one unbroken range of a tensor.
+    A tensor has one owner, or is cut between rows (see :class:`Shard`) into one part for each of several owners. The
+    parts differ by at most one row, where a row is a multiple of :data:`ALIGNMENT` elements, else by at most
+    :attr:`TensorSpec.cut_step` rows; the first owners have the larger parts.
 
     >>> import torch
-    >>> weight = TensorSpec("weight", (4,), torch.float32)
-    >>> plan = Plan(2, (weight,), (Shard(0, 0, 3, 0), Shard(0, 3, 4, 1)), (3.0, 1.0))
-    >>> plan.of_rank(1)
-    (Shard(tensor=0, start=3, stop=4, rank=1),)
-    >>> plan.imbalance
-    1.5
+    >>> plan = Plan(2, (TensorSpec("weight", (3, 64), torch.float32),), ((1, 0),), (64.0, 128.0))
+    >>> plan.of_rank(0)
+    (Shard(tensor=0, rank=0, dim=0, start=2, stop=3, row_numel=64),)
+    >>> plan
+    Plan for 2 ranks: 1 tensor (1 cut), 192 elements, 768 bytes, imbalance 1.333
+      rank       parts        elements           bytes  load / mean
+         0           1              64             256        0.667
+         1           1             128             512        1.333
+      largest tensors
+        weight (3, 64) torch.float32: ranks 1, 0
 
     Attributes:
         world_size: number of ranks.
         tensors: what is owned; a tensor's index is its position here.
-        shards: who owns it, sorted by ``(tensor, start)``.
+        owners: for each tensor the ranks that own it, in the order of their rows.
         loads: cost per rank, as the partition counted it.
         heaviest: cost of the heaviest tensor that has one owner, as the partition counted it.
 
     Raises:
-        ValueError: if an element has no owner or two, a rank is out of range or owns two ranges of one tensor, or a
-            load is negative or not finite; the message names the tensor and the rank.
+        ValueError: if a tensor has no owner, one twice, one out of range or more than it can be cut for, or a load is
+            negative or not finite; the message names the tensor and the rank.
     """
 
     world_size: int
     tensors: tuple[TensorSpec, ...]
-    shards: tuple[Shard, ...]
+    owners: tuple[tuple[int, ...], ...]
     loads: tuple[float, ...]
     heaviest: float = 0.0
 
@@ -56,7 +65,16 @@ class Plan:
                 raise ValueError(f"the load of rank {rank} should be finite and not negative, but is {load}")
         if not 0 <= self.heaviest < math.inf:
             raise ValueError(f"the heaviest cost should be finite and not negative, but is {self.heaviest}")
-        _check_ownership(self.world_size, self.tensors, self.shards)
+        if len(self.owners) != len(self.tensors):
+            raise ValueError(f"there are {len(self.tensors)} tensors, but owners of {len(self.owners)}")
+        for index, (spec, ranks) in enumerate(zip(self.tensors, self.owners, strict=True)):
+            if len(ranks) != 1 or not 0 <= ranks[0] < self.world_size:
+                _check_owners(index, spec, ranks, self.world_size)
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        """All parts, by tensor and row. They are made when asked for: millions, for a large model on many ranks."""
+        return tuple([shard for tensor in range(len(self.tensors)) for shard in self.of_tensor(tensor)])
 
     def of_rank(self, rank: int) -> tuple[Shard, ...]:
         """Return what a rank owns, by tensor index.
@@ -66,17 +84,15 @@ class Plan:
         """
         if not 0 <= rank < self.world_size:
             raise IndexError(f"there is no rank {rank}; the plan is for {self.world_size} ranks")
-        return self._by_rank.get(rank, ())
+        return tuple([self._part(index, ranks.index(rank)) for index, ranks in enumerate(self.owners) if rank in ranks])
 
     def of_tensor(self, tensor: int) -> tuple[Shard, ...]:
-        """Return the shards of a tensor, in storage order; at least one.
+        """Return the shards of a tensor, by row; at least one.
 
         Raises:
             IndexError: if there is no such tensor.
         """
-        if not 0 <= tensor < len(self.tensors):
-            raise IndexError(f"there is no tensor {tensor}; the plan is for {len(self.tensors)} tensors")
-        return self.shards[self._first[tensor] : self._first[tensor + 1]]
+        return tuple([self._part(tensor, place) for place in range(len(self._owners_of(tensor)))])
 
     def is_cut(self, tensor: int) -> bool:
         """Tell whether a tensor has several owners.
@@ -84,7 +100,7 @@ class Plan:
         Raises:
             IndexError: if there is no such tensor.
         """
-        return len(self.of_tensor(tensor)) > 1
+        return len(self._owners_of(tensor)) > 1
 
     @cached_property
     def imbalance(self) -> float:
@@ -105,7 +121,7 @@ class Plan:
         return max(0.0, max(self.loads) / bound - 1) if bound > 0 else 0.0
 
     def fingerprint(self) -> str:
-        """Return 64 hex digits (SHA-256) that are equal for plans of equal world size, tensors and shards.
+        """Return 64 hex digits (SHA-256) that are equal for plans of equal world size, tensors and owners.
 
         Loads do not count: they follow from the cost, and change nothing about who owns what. The value depends on
         neither process, hash seed nor Python version.
@@ -120,12 +136,12 @@ class Plan:
         if self.world_size != other.world_size:
             return f"world size {self.world_size} here, {other.world_size} there"
         return tensor_difference(self.tensors, other.tensors) or owner_difference(
-            self.tensors, self.shards, other.shards
+            self.tensors, self.owners, other.owners
         )
 
     def to_json(self) -> str:
         """Return the plan as JSON text, which :meth:`from_json` reads back to an equal plan."""
-        return write_json(PlanFields(self.world_size, self.tensors, self.shards, self.loads, self.heaviest))
+        return write_json(PlanFields(self.world_size, self.tensors, self.owners, self.loads, self.heaviest))
 
     @staticmethod
     def from_json(text: str) -> Plan:
@@ -136,83 +152,74 @@ class Plan:
         """
         return Plan(*read_json(text))
 
+    def __repr__(self) -> str:
+        """Return a table of at most 20 lines: totals, ranks (the most and the least loaded), largest tensors."""
+        count, cut = len(self.tensors), sum(len(ranks) > 1 for ranks in self.owners)
+        elements, nbytes = sum(spec.numel for spec in self.tensors), sum(spec.nbytes for spec in self.tensors)
+        lines = [
+            f"Plan for {self.world_size} rank{'s' * (self.world_size > 1)}: {count} tensor{'s' * (count != 1)} "
+            f"({cut} cut), {elements:,} elements, {nbytes:,} bytes, imbalance {self.imbalance:.3f}",
+            f"  {'rank':>4}{'parts':>12}{'elements':>16}{'bytes':>16}{'load / mean':>13}",
+        ]
+        by_load = sorted(range(self.world_size), key=self.loads.__getitem__)
+        half = _RANKS_SHOWN // 2
+        shown = sorted({*by_load[:half], *by_load[-half:]}) if self.world_size > _RANKS_SHOWN else sorted(by_load)
+        mean = math.fsum(self.loads) / self.world_size or 1.0
+        for rank in shown:
+            mine = self.of_rank(rank)
+            numel = sum(shard.numel for shard in mine)
+            size = sum(shard.numel * self.tensors[shard.tensor].dtype.itemsize for shard in mine)
+            lines.append(f"  {rank:>4}{len(mine):>12,}{numel:>16,}{size:>16,}{self.loads[rank] / mean:>13.3f}")
+        if len(shown) < self.world_size:
+            lines.append(f"  ({self.world_size - len(shown)} ranks between these in load)")
+        largest = sorted(range(count), key=lambda index: (-self.tensors[index].numel, index))[:_TENSORS_SHOWN]
+        lines += ["  largest tensors"] if largest else []
+        for index in largest:
+            spec = self.tensors[index]
+            lines.append(f"    {spec.name} {spec.shape} {spec.dtype}: {ranks_in_words(self.owners[index])}")
+        return "\n".join(lines)
+
     @cached_property
     def _fingerprint(self) -> str:
-        return hashlib.sha256(canonical_bytes(self.world_size, self.tensors, self.shards)).hexdigest()
+        return hashlib.sha256(canonical_bytes(self.world_size, self.tensors, self.owners)).hexdigest()
 
-    @cached_property
-    def _by_rank(self) -> dict[int, tuple[Shard, ...]]:
-        lists: dict[int, list[Shard]] = {}
-        for shard in self.shards:
-            lists.setdefault(shard.rank, []).append(shard)
-        return {rank: tuple(shards) for rank, shards in lists.items()}
+    def _owners_of(self, tensor: int) -> tuple[int, ...]:
+        if not 0 <= tensor < len(self.tensors):
+            raise IndexError(f"there is no tensor {tensor}; the plan is for {len(self.tensors)} tensors")
+        return self.owners[tensor]
 
-    @cached_property
-    def _first(self) -> list[int]:
-        """Per tensor, the position of its first shard; one more for the end."""
-        first = [position for position, shard in enumerate(self.shards) if shard.start == 0]
-        return [*first, len(self.shards)]
-
-
-def _check_ownership(world_size: int, tensors: tuple[TensorSpec, ...], shards: tuple[Shard, ...]) -> None:
-    position = 0
-    for index, spec in enumerate(tensors):
-        numel, reached = spec.numel, 0
-        owners: set[int] = set()
-        while True:
-            shard = shards[position] if position < len(shards) else None
-            if shard is None or shard.tensor != index or shard.start != reached:
-                raise ValueError(_uncovered(index, spec, reached, shard))
-            if not 0 <= shard.rank < world_size:
-                raise ValueError(
-                    f"tensor {index} {spec.name!r}: elements [{shard.start}, {shard.stop}) belong to rank "
-                    f"{shard.rank}, but there are ranks 0 to {world_size - 1} only"
-                )
-            position += 1
-            if shard.start == 0 and shard.stop == numel:
-                break
-            if shard.stop <= shard.start or shard.stop > numel:
-                raise ValueError(
-                    f"tensor {index} {spec.name!r} has {numel} elements, but rank {shard.rank} owns "
-                    f"[{shard.start}, {shard.stop}) of it"
-                )
-            if shard.rank in owners:
-                raise ValueError(
-                    f"tensor {index} {spec.name!r}: rank {shard.rank} owns two ranges of it, the second "
-                    f"[{shard.start}, {shard.stop}); a rank may own one unbroken range of a tensor"
-                )
-            owners.add(shard.rank)
-            reached = shard.stop
-            if reached == numel:
-                break
-    if position < len(shards):
-        raise ValueError(_left_over(tensors, shards[position]))
+    def _part(self, tensor: int, place: int) -> Shard:
+        spec, ranks = self.tensors[tensor], self.owners[tensor]
+        if len(ranks) == 1:
+            return spec.shard(tensor=tensor, rank=ranks[0])
+        start, stop = cuts(spec, len(ranks))[place : place + 2]
+        return spec.shard(tensor=tensor, rank=ranks[place], start=start, stop=stop)
 
 
-def _uncovered(index: int, spec: TensorSpec, reached: int, shard: Shard | None) -> str:
-    named = f"tensor {index} {spec.name!r} has {spec.numel} elements"
-    if shard is not None and shard.tensor == index and shard.start < reached:
-        return (
-            f"{named}; rank {shard.rank} owns [{shard.start}, {shard.stop}) of it, although the elements before "
-            f"{reached} have an owner already (shards must be sorted by tensor and start)"
+def cuts(spec: TensorSpec, parts: int) -> list[int]:
+    """Return where a tensor is cut for so many owners: the first row of each part, and the number of rows at the end.
+
+    >>> import torch
+    >>> cuts(TensorSpec("weight", (100, 64), torch.float32), 3), cuts(TensorSpec("bias", (200,), torch.float32), 3)
+    ([0, 34, 67, 100], [0, 64, 128, 200])
+    """
+    step = spec.cut_step
+    least, larger = divmod(spec.rows // step, parts)
+    return [*[(place * least + min(place, larger)) * step for place in range(parts)], spec.rows]
+
+
+def _check_owners(index: int, spec: TensorSpec, ranks: tuple[int, ...], world_size: int) -> None:
+    named = f"tensor {index} {spec.name!r}"
+    if not ranks:
+        raise ValueError(f"{named} has no owner")
+    for place, rank in enumerate(ranks):
+        if not 0 <= rank < world_size:
+            raise ValueError(f"{named} belongs to rank {rank}, but there are ranks 0 to {world_size - 1} only")
+        if rank in ranks[:place]:
+            raise ValueError(f"{named} belongs to rank {rank} twice; a rank owns at most one part of a tensor")
+    possible = max(1, spec.rows // spec.cut_step if spec.numel else 1)
+    if len(ranks) > possible:
+        raise ValueError(
+            f"{named} of shape {spec.shape} belongs to {len(ranks)} ranks, but can be cut into {possible} parts only: "
+            f"between rows, and at multiples of {ALIGNMENT} elements"
         )
-    if shard is not None and shard.tensor == index:
-        return (
-            f"{named}; those in [{reached}, {shard.start}) have no owner: the next shard is "
-            f"[{shard.start}, {shard.stop}) of rank {shard.rank} (shards must be sorted by tensor and start)"
-        )
-    if shard is not None and shard.tensor < index:
-        return (
-            f"tensor {shard.tensor}: rank {shard.rank} owns [{shard.start}, {shard.stop}) of it beyond what is to be "
-            f"owned (shards must be sorted by tensor and start)"
-        )
-    return f"{named}; those in [{reached}, {spec.numel}) have no owner"
-
-
-def _left_over(tensors: tuple[TensorSpec, ...], shard: Shard) -> str:
-    if not 0 <= shard.tensor < len(tensors):
-        return f"rank {shard.rank} owns a shard of tensor {shard.tensor}, but there are {len(tensors)} tensors only"
-    return (
-        f"tensor {shard.tensor} {tensors[shard.tensor].name!r}: rank {shard.rank} owns [{shard.start}, {shard.stop}) "
-        f"of it, which has an owner already"
-    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields
 
-from zeroshard_core.spec import Shard, TensorSpec
+from zeroshard_core.spec import TensorSpec
 
 _FIELDS = tuple(field.name for field in fields(TensorSpec) if field.compare and field.name != "name")
 
@@ -37,17 +37,22 @@ def field_difference(here: TensorSpec, there: TensorSpec, names: Sequence[str]) 
     return None
 
 
-def owner_difference(tensors: Sequence[TensorSpec], here: Sequence[Shard], there: Sequence[Shard]) -> str | None:
-    """Name the first range of elements whose owner differs between two plans for the same tensors."""
-    for ours, theirs in zip(here, there, strict=False):
+def owner_difference(
+    tensors: Sequence[TensorSpec], here: Sequence[tuple[int, ...]], there: Sequence[tuple[int, ...]]
+) -> str | None:
+    """Name the first tensor whose owners differ between two plans for the same tensors."""
+    for index, (ours, theirs) in enumerate(zip(here, there, strict=True)):
         if ours != theirs:
-            # Both plans cover every tensor without gaps, so the first shards to differ start at the same element.
-            named = f"tensor {ours.tensor} {tensors[ours.tensor].name!r}"
-            return (
-                f"{named}: elements [{ours.start}, {ours.stop}) belong to rank {ours.rank} here, "
-                f"[{theirs.start}, {theirs.stop}) to rank {theirs.rank} there"
-            )
+            named = f"tensor {index} {tensors[index].name!r}"
+            return f"{named} belongs to {ranks_in_words(ours)} here, to {ranks_in_words(theirs)} there"
     return None
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """Return such as ``"rank 3"`` or ``"ranks 0, 2, 1"``, in the order given; of more than eight the first eight."""
+    shown = ", ".join(map(str, ranks[:8]))
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}{more}"
 
 
 def _name_difference(position: int, here: Sequence[TensorSpec], there: Sequence[TensorSpec]) -> str:

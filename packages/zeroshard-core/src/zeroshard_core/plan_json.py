@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zeroshard_core.spec import Shard, TensorSpec
+from zeroshard_core.spec import TensorSpec
 
 FORMAT = "zeroshard-plan"
-VERSION = 1
+VERSION = 2
+"""Version 1 listed ranges of elements, whose bounds could lie inside rows; such a plan is refused by its version."""
 
 
 class PlanFields(NamedTuple):
@@ -20,19 +21,19 @@ class PlanFields(NamedTuple):
 
     world_size: int
     tensors: tuple[TensorSpec, ...]
-    shards: tuple[Shard, ...]
+    owners: tuple[tuple[int, ...], ...]
     loads: tuple[float, ...]
     heaviest: float
 
 
-def canonical_bytes(world_size: int, tensors: Sequence[TensorSpec], shards: Sequence[Shard]) -> bytes:
+def canonical_bytes(world_size: int, tensors: Sequence[TensorSpec], owners: Sequence[tuple[int, ...]]) -> bytes:
     """Return one byte string per value of the arguments: ASCII JSON without spaces, every field in fixed order."""
     content = [
         FORMAT,
         VERSION,
         world_size,
         [[s.name, s.shape, _dtype_name(s.dtype), s.device, s.trainable, s.group, s.stride] for s in tensors],
-        [[shard.tensor, shard.start, shard.stop, shard.rank] for shard in shards],
+        owners,
     ]
     return json.dumps(content, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode("ascii")
 
@@ -55,7 +56,7 @@ def write_json(plan: PlanFields) -> str:
             }
             for spec in plan.tensors
         ],
-        "shards": [[shard.tensor, shard.start, shard.stop, shard.rank] for shard in plan.shards],
+        "owners": plan.owners,
         "loads": plan.loads,
         "heaviest": plan.heaviest,
     }
@@ -79,7 +80,7 @@ def read_json(text: str) -> PlanFields:
     return PlanFields(
         world_size=_integer(content.get("world_size"), "world_size"),
         tensors=tuple([_spec(item, where) for item, where in _items(content, "tensors")]),
-        shards=tuple([_shard(item, where) for item, where in _items(content, "shards")]),
+        owners=tuple([_integers(item, where) for item, where in _items(content, "owners")]),
         loads=tuple([_number(item, where) for item, where in _items(content, "loads")]),
         heaviest=_number(content.get("heaviest"), "heaviest"),
     )
@@ -104,13 +105,6 @@ def _spec(item: object, where: str) -> TensorSpec:
         group=_integer(item.get("group"), f"{where}.group"),
         stride=None if stride is None else _integers(stride, f"{where}.stride"),
     )
-
-
-def _shard(item: object, where: str) -> Shard:
-    numbers = _integers(item, where)
-    if len(numbers) != 4:
-        raise _damaged(where, "[tensor, start, stop, rank]", item)
-    return Shard(*numbers)
 
 
 def _dtype(item: object, where: str) -> torch.dtype:

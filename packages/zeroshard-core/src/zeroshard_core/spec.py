@@ -1,4 +1,4 @@
-"""What a plan speaks of: tensors described by numbers alone, and ranges of their elements."""
+"""What a plan speaks of: tensors described by numbers alone, and the rows of them that a rank owns."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from dataclasses import dataclass, field
 from operator import index
 
 import torch
+
+ALIGNMENT = 64
+"""Cuts lie at multiples of this many elements: vectorised kernels round the last, incomplete vector in another way, and
+an optimizer step of the parts must give the bits that a step of the whole tensor gives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +33,7 @@ class TensorSpec:
         numel: number of elements; follows from the shape.
 
     Raises:
+        TypeError: if the dtype is no ``torch.dtype``.
         ValueError: if a size is negative, or the strides leave gaps or overlap.
     """
 
@@ -43,6 +48,11 @@ class TensorSpec:
     numel: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.dtype, torch.dtype):
+            raise TypeError(
+                f"the dtype of tensor {self.name!r} should be a torch.dtype such as torch.float32, but is "
+                f"{self.dtype!r} ({type(self.dtype).__name__})"
+            )
         # torch.Size and numpy integers would compare equal but not serialize alike.
         object.__setattr__(self, "shape", tuple([index(size) for size in self.shape]))
         object.__setattr__(self, "numel", math.prod(self.shape))
@@ -61,29 +71,71 @@ class TensorSpec:
         """Size in bytes."""
         return self.numel * self.dtype.itemsize
 
+    @property
+    def cut_dim(self) -> int:
+        """The dimension along which the tensor may be cut: of those longer than 1 the one with the largest stride."""
+        longer = [dim for dim, size in enumerate(self.shape) if size > 1]
+        if self.stride is None or not longer:
+            return longer[0] if longer else 0
+        return max(longer, key=self.stride.__getitem__)
+
+    @property
+    def rows(self) -> int:
+        """Number of rows between which the tensor may be cut: its size along :attr:`cut_dim`; 1 if 0-dimensional."""
+        return self.shape[self.cut_dim] if self.shape else 1
+
+    @property
+    def cut_step(self) -> int:
+        """Cuts lie at multiples of this many rows, which are a multiple of :data:`ALIGNMENT` elements; 1 for most."""
+        return ALIGNMENT // math.gcd(ALIGNMENT, self.numel // self.rows) if self.numel else 1
+
+    def shard(self, *, tensor: int, rank: int, start: int = 0, stop: int | None = None) -> Shard:
+        """Return rows ``start`` to ``stop`` (all by default) of this tensor, number ``tensor``, as a rank's own."""
+        dim = self.cut_dim
+        rows = self.shape[dim] if self.shape else 1
+        return Shard(tensor, rank, dim, start, rows if stop is None else stop, self.numel // rows if rows else 0)
+
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The elements ``[start, stop)`` of a tensor in storage order, and the rank that owns them.
+    """The part of a tensor that one rank owns: rows ``start`` to ``stop`` along one dimension, all of it if uncut.
 
-    A tensor without elements has the one shard ``(tensor, 0, 0, rank)``.
+    The dimension is the one with the largest stride (:attr:`TensorSpec.cut_dim`), so the rows are an n-dimensional box,
+    and one unbroken range of the tensor's storage.
+
+    >>> shard = TensorSpec("weight", (6, 4), torch.float32).shard(tensor=0, rank=1, start=2, stop=6)
+    >>> shard.numel, shard.flat, shard.box(torch.zeros(6, 4)).shape
+    (16, slice(8, 24, None), torch.Size([4, 4]))
 
     Attributes:
         tensor: index of the tensor in its plan.
-        start: first element.
-        stop: one past the last element.
         rank: the owner.
+        dim: the dimension.
+        start: first row.
+        stop: one past the last row.
+        row_numel: elements of a row; 0 for a tensor without elements, which is owned too.
     """
 
     tensor: int
+    rank: int
+    dim: int
     start: int
     stop: int
-    rank: int
+    row_numel: int
 
     @property
     def numel(self) -> int:
         """Number of elements."""
-        return self.stop - self.start
+        return (self.stop - self.start) * self.row_numel
+
+    @property
+    def flat(self) -> slice:
+        """Its elements in the tensor's storage order, counted from the tensor's first element in memory."""
+        return slice(self.start * self.row_numel, self.stop * self.row_numel)
+
+    def box(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the view of its rows in the tensor, or in any other tensor of the same shape, whatever the strides."""
+        return tensor.narrow(self.dim, self.start, self.stop - self.start) if tensor.dim() else tensor
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from zeroshard_core.flat import is_dense, storage_view
 from zeroshard_core.plan import Plan
 from zeroshard_core.spec import Shard, TensorSpec, contiguous_strides
 
@@ -28,8 +27,8 @@ def cut_state(state: Mapping[str, Any], spec: TensorSpec, shard: Shard) -> dict[
         shard: the elements to keep.
 
     Returns:
-        Entries with one value per element as 1-D slices in the spec's storage order, of ``shard.numel`` elements;
-        0-dim tensors and plain Python values as they are. All entries as they are if the shard is the whole tensor.
+        Entries with one value per element cut to the shard's rows, in the spec's strides; 0-dim tensors and plain
+        Python values unchanged. All entries unchanged if the shard is the whole tensor.
 
     Raises:
         StateMapError: if an entry has another shape, is not strided, or is a container that holds tensors.
@@ -39,7 +38,7 @@ def cut_state(state: Mapping[str, Any], spec: TensorSpec, shard: Shard) -> dict[
     cut: dict[str, Any] = {}
     for key, value in state.items():
         if _is_per_element(value, spec):
-            cut[key] = _in_storage_order(value, spec)[shard.start : shard.stop]
+            cut[key] = shard.box(_laid_out(value.detach(), spec))
         elif _travels(value):
             cut[key] = value
         else:
@@ -59,11 +58,11 @@ def join_state(pieces: Sequence[tuple[Shard, Mapping[str, Any]]], spec: TensorSp
 
     Returns:
         Entries with one value per element in new tensors of the spec's shape and strides, on the device of the first
-        piece; other entries from the first piece. If one shard is the whole tensor, its entries as they are.
+        piece; other entries from the first piece. If one shard is the whole tensor, its entries unchanged.
 
     Raises:
         StateMapError: if the shards do not cover the tensor exactly once, or pieces differ in their entries, or in an
-            entry's dtype or kind, or an entry does not have one value per element of its shard.
+            entry's dtype or kind, or an entry does not have the shape of its shard's rows.
     """
     ordered = sorted(pieces, key=lambda piece: piece[0].start)
     _check_cover([shard for shard, _ in ordered], spec)
@@ -187,7 +186,7 @@ def to_indices(state_dict: Mapping[str, Any], names: Sequence[str]) -> dict[str,
 
 
 def _is_whole(shard: Shard, spec: TensorSpec) -> bool:
-    return shard.start == 0 and shard.stop == spec.numel
+    return shard.stop - shard.start == spec.rows
 
 
 def _is_per_element(value: object, spec: TensorSpec) -> bool:
@@ -221,14 +220,13 @@ def _shape_in_words(value: object) -> str:
     return f"shape {tuple(value.shape)}{kind}"
 
 
-def _in_storage_order(value: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+def _laid_out(value: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """The same values in the spec's strides, which fused kernels take for granted."""
     stride = contiguous_strides(spec.shape) if spec.stride is None else spec.stride
     # The stride of a dimension of size 1 does not matter.
-    alike = all(size == 1 or a == b for size, a, b in zip(spec.shape, value.stride(), stride, strict=True))
-    if not (alike and is_dense(value)):
-        ordered = torch.empty_strided(spec.shape, stride, dtype=value.dtype, device=value.device)
-        value = ordered.copy_(value.detach())
-    return storage_view(value.detach())
+    if all(size == 1 or a == b for size, a, b in zip(spec.shape, value.stride(), stride, strict=True)):
+        return value
+    return torch.empty_strided(spec.shape, stride, dtype=value.dtype, device=value.device).copy_(value)
 
 
 def _check_cover(shards: Sequence[Shard], spec: TensorSpec) -> None:
@@ -236,14 +234,12 @@ def _check_cover(shards: Sequence[Shard], spec: TensorSpec) -> None:
     for shard in shards:
         if shard.start != reached or shard.tensor != shards[0].tensor:
             raise StateMapError(
-                f"the pieces of tensor {spec.name!r} should go on at element {reached}, but the next is "
-                f"[{shard.start}, {shard.stop}) of tensor {shard.tensor} from rank {shard.rank}"
+                f"the pieces of tensor {spec.name!r} should go on at row {reached}, but the next has rows "
+                f"{shard.start} to {shard.stop} of tensor {shard.tensor}, from rank {shard.rank}"
             )
         reached = shard.stop
-    if reached != spec.numel or not shards:
-        raise StateMapError(
-            f"tensor {spec.name!r} has {spec.numel} elements, but its {len(shards)} pieces end at {reached}"
-        )
+    if reached != spec.rows or not shards:
+        raise StateMapError(f"tensor {spec.name!r} has {spec.rows} rows, but its {len(shards)} pieces end at {reached}")
 
 
 def _joined(key: str, pieces: Sequence[tuple[Shard, Any]], spec: TensorSpec) -> Any:  # noqa: ANN401 - state holds anything
@@ -257,11 +253,12 @@ def _joined(key: str, pieces: Sequence[tuple[Shard, Any]], spec: TensorSpec) -> 
                 )
         return first
     for shard, value in pieces:
-        if not isinstance(value, torch.Tensor) or tuple(value.shape) != (shard.numel,):
+        shape = (*spec.shape[: shard.dim], shard.stop - shard.start, *spec.shape[shard.dim + 1 :])
+        if not isinstance(value, torch.Tensor) or tuple(value.shape) != shape:
             found = _shape_in_words(value) if not _travels(value) else "one value"
             raise StateMapError(
-                f"the state {key!r} of tensor {spec.name!r} has {found} on rank {shard.rank}, but its shard "
-                f"[{shard.start}, {shard.stop}) has {shard.numel} elements"
+                f"the state {key!r} of tensor {spec.name!r} has {found} on rank {shard.rank}, but its shard has shape "
+                f"{shape}"
             )
         if value.dtype != first.dtype:
             raise StateMapError(
@@ -270,9 +267,8 @@ def _joined(key: str, pieces: Sequence[tuple[Shard, Any]], spec: TensorSpec) -> 
             )
     stride = contiguous_strides(spec.shape) if spec.stride is None else spec.stride
     joined = torch.empty_strided(spec.shape, stride, dtype=first.dtype, device=first.device)
-    flat = storage_view(joined)
     for shard, value in pieces:
-        flat[shard.start : shard.stop].copy_(value.detach())
+        shard.box(joined).copy_(value.detach())
     return joined
 
 

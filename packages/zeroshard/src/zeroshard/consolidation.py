@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from zeroshard_comm import Consignment, Control, gather
-from zeroshard_core import Plan, StateMapError, storage_view
+from zeroshard_core import Plan, Shard, StateMapError, storage_view
 
 from zeroshard.local import LocalOptimizer, sync_groups
 from zeroshard.parameters import ParamGroup
@@ -40,7 +40,7 @@ def describe_local(local: LocalOptimizer, plan: Plan) -> Consignment:
             if not isinstance(key, str):
                 raise StateMapError(f"the state of {name!r} has the key {key!r}; only strings can be saved")
             if piece.is_cut:
-                _check_cut(name, key, value, piece.shard.numel)
+                value = _part_of_state(name, key, value, piece.tensor)
             written[key] = write_value(value, tensors, f"state entry {key!r} of {name!r}")
         shards.append([index, piece.shard.start, piece.shard.stop, written])
     loose = {
@@ -79,15 +79,15 @@ class Assembly:
             shard = owned.get(index)
             if shard is None or (shard.start, shard.stop) != (start, stop):
                 raise StateMapError(
-                    f"rank {rank} sends state of tensor {index} [{start}:{stop}], which it does not own"
+                    f"rank {rank} sends state of rows {start} to {stop} of tensor {index}, which it does not own"
                 )
-            whole = stop - start == self._plan.tensors[index].numel
+            whole = not self._plan.is_cut(index)
             entries = self.state.setdefault(index, {})
             for key, entry in written.items():
                 if whole:
                     entries[key] = read_value(entry, _room_maker(rooms))
                 else:
-                    self._place_part(entries, key, entry, (index, start, stop), rooms)
+                    self._place_part(entries, key, entry, shard, rooms)
                     self._givers.setdefault((index, key), set()).add(rank)
         for key, entry in loose.items():
             value = read_value(entry, _room_maker(rooms))
@@ -116,18 +116,18 @@ class Assembly:
         entries: dict[str, Any],
         key: str,
         entry: Any,  # noqa: ANN401 - JSON
-        part: tuple[int, int, int],
+        shard: Shard,
         rooms: list[torch.Tensor],
     ) -> None:
-        index, start, stop = part
-        spec = self._plan.tensors[index]
-        per_element = isinstance(entry, dict) and "tensor" in entry and entry["tensor"][1] == [stop - start]
+        spec = self._plan.tensors[shard.tensor]
+        shape = [*spec.shape[: shard.dim], shard.stop - shard.start, *spec.shape[shard.dim + 1 :]]
+        per_element = isinstance(entry, dict) and "tensor" in entry and entry["tensor"][1] == shape
         known = entries.get(key)
         dtype = read_value(entry, lambda dtype, _s, _t: torch.empty(0, dtype=dtype)).dtype if per_element else None
         if key in entries and dtype != (known.dtype if isinstance(known, torch.Tensor) and known.dim() > 0 else None):
             raise StateMapError(
-                f"the state entry {key!r} of tensor {index} {spec.name!r} is of another dtype or kind in the part "
-                f"[{start}:{stop}] than in those before"
+                f"the state entry {key!r} of tensor {shard.tensor} {spec.name!r} is of another dtype or kind in rows "
+                f"{shard.start} to {shard.stop}, on rank {shard.rank}, than in those before"
             )
         if per_element:
             if key not in entries:
@@ -136,7 +136,7 @@ class Assembly:
                     if spec.stride is None
                     else torch.empty_strided(spec.shape, spec.stride, dtype=dtype, device="cpu")
                 )
-            rooms.append(storage_view(entries[key])[start:stop])
+            rooms.append(storage_view(entries[key])[shard.flat])
             return
         # Numbers of the whole tensor, such as a step count, are the same with every part.
         value = read_value(entry, _room_maker(rooms))
@@ -218,12 +218,16 @@ def _mark_unstepped(state: dict[Any, Any], plan: Plan) -> dict[Any, Any]:
     return {**{index: state.get(index, {}) for index in indices}, **rest}
 
 
-def _check_cut(name: str, key: str, value: object, numel: int) -> None:
-    if isinstance(value, torch.Tensor) and value.dim() > 0 and tuple(value.shape) != (numel,):
+def _part_of_state(name: str, key: str, value: object, part: torch.Tensor) -> object:
+    """A state entry of a part of a tensor, laid out in memory as the part is: so its bytes are sent."""
+    if not isinstance(value, torch.Tensor) or value.dim() == 0:
+        return value
+    if value.shape != part.shape:
         raise StateMapError(
-            f"state entry {key!r} of {name!r} has shape {tuple(value.shape)} for a shard of {numel} elements, so it is "
-            f"not elementwise and cannot be joined; use partition='whole' for this optimizer"
+            f"state entry {key!r} of {name!r} has shape {tuple(value.shape)} for a part of shape {tuple(part.shape)}, "
+            f"so it is not elementwise and cannot be joined; use partition='whole' for this optimizer"
         )
+    return value if value.stride() == part.stride() else torch.empty_like(part, dtype=value.dtype).copy_(value)
 
 
 def _room_maker(rooms: list[torch.Tensor]) -> Any:  # noqa: ANN401 - a callback of read_value

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 from torch import optim
 
@@ -31,15 +32,15 @@ ELEMENTWISE: frozenset[type[optim.Optimizer]] = frozenset(
 """The classes of torch.optim that are elementwise. A subclass may not be, so it has to be declared."""
 
 
-def class_of(factory: OptimizerFactory) -> OptimizerFactory:
+def class_of(factory: Callable[..., Any]) -> Callable[..., Any]:
     """Look through ``functools.partial``."""
     while isinstance(factory, functools.partial):
         factory = factory.func
     return factory
 
 
-def name_of(factory: OptimizerFactory) -> str:
-    """Return the name by which errors call an optimizer class."""
+def name_of(factory: Callable[..., Any]) -> str:
+    """Return the name by which errors call an optimizer class, or a strategy."""
     found = class_of(factory)
     return getattr(found, "__name__", repr(found))
 

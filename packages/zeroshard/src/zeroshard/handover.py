@@ -40,7 +40,7 @@ class Handover:
         zeroed: tensors whose gradients lie at their owners, and were set to zero.
         settings: further numbers, such as the arguments of a clipping.
         arguments: keyword arguments of the step.
-        gradients: by tensor, of what this rank owns of it: a piece 1-D in storage order, a whole tensor in its shape.
+        gradients: by tensor, each in the shape of what this rank owns of it.
     """
 
     groups: Sequence[Mapping[str, Any]]
@@ -266,7 +266,7 @@ def is_nonzero(grads: Sequence[torch.Tensor]) -> bool:
 
 
 def _whole(index: int, param: torch.Tensor) -> Shard:
-    return Shard(tensor=index, rank=0, start=0, stop=param.numel())
+    return Shard(tensor=index, rank=0, dim=0, start=0, stop=1, row_numel=param.numel())
 
 
 def _sparse(grads: Mapping[int, torch.Tensor]) -> dict[str, list[Any]]:
@@ -288,7 +288,7 @@ def _parts(shard: Shard, param: torch.Tensor, grad: torch.Tensor) -> list[torch.
         return [grad.contiguous().view(-1).cpu()]
     if grad.stride() != param.stride():
         grad = torch.empty_strided(grad.shape, param.stride(), dtype=grad.dtype, device=grad.device).copy_(grad)
-    return [storage_view(grad)[shard.start : shard.stop].cpu()]
+    return [storage_view(grad)[shard.flat].cpu()]
 
 
 def _number(setting: object) -> float:
@@ -376,7 +376,7 @@ class _Receiver:
         return values
 
     def gradient(self, shard: Shard, param: torch.Tensor, sparse: Sequence[Any] | None) -> torch.Tensor:
-        """A piece 1-D in storage order, a whole tensor in its shape."""
+        """In the shape of the shard; it was sent in storage order where that is a part, else in order of elements."""
         if sparse is not None:
             nnz, sparse_dim, inner, coalesced = sparse
             indices = self.values(sparse_dim * nnz, torch.int64).view(sparse_dim, nnz)
@@ -387,7 +387,9 @@ class _Receiver:
         values = self.values(shard.numel, param.dtype)
         if shard.numel == param.numel():
             return torch.empty_like(param, requires_grad=False).copy_(values.view(param.shape))
-        return values.to(param.device)
+        part = torch.empty_like(shard.box(param), requires_grad=False)
+        storage_view(part).copy_(values)
+        return part
 
     def _receive(self, target: torch.Tensor, tag: int) -> None:
         self._wire.receive(self._giver, target, tag, _OPERATION).wait(_OPERATION)

@@ -14,7 +14,7 @@ import torch
 from zeroshard_comm import Declaration
 from zeroshard_core import Cost, Plan, Strategy, is_dense, partition, repartition
 
-from zeroshard.elementwise import OptimizerFactory, is_elementwise, refuse_cuts
+from zeroshard.elementwise import OptimizerFactory, is_elementwise, name_of, refuse_cuts
 from zeroshard.parameters import ParamGroup, activity, parameters_of, refuse_shared_memory, specs_of
 
 
@@ -41,7 +41,7 @@ class Policy:
     @property
     def name(self) -> str:
         """The strategy's name, for messages."""
-        return self.strategy if isinstance(self.strategy, str) else getattr(self.strategy, "__name__", "callable")
+        return self.strategy if isinstance(self.strategy, str) else name_of(self.strategy)
 
 
 @dataclass(frozen=True)

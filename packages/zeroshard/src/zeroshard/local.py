@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import optim
-from zeroshard_core import Plan, Shard, TensorSpec, contiguous_strides, storage_view
+from zeroshard_core import Plan, Shard
 
 from zeroshard.elementwise import OptimizerFactory
 from zeroshard.parameters import ParamGroup
@@ -27,9 +27,9 @@ class Piece:
     Attributes:
         shard: what is owned.
         param: the whole parameter.
-        tensor: ``param`` itself where the shard is all of it, else a leaf of its own that views the parameter's
-            storage, 1-D, in storage order. Once gradients come bucket by bucket, a leaf of its own in both cases, so
-            that shards can be stepped while autograd and DDP still work with ``param.grad``.
+        tensor: ``param`` itself where the shard is all of it, else a leaf of its own that views the parameter's rows.
+            Once gradients come bucket by bucket, a leaf of its own in both cases, so that shards can be stepped while
+            autograd and DDP still work with ``param.grad``.
     """
 
     shard: Shard
@@ -147,9 +147,9 @@ class LocalOptimizer:
             group["params"] = [moved.get(param, param) for param in group["params"]]
 
     def refuse_reordered(self, before: Plan, now: Plan) -> None:
-        """Raise if a cut tensor's elements have changed places in memory, and this rank holds state for its part.
+        """Raise if a cut tensor's rows lie along another dimension now, and this rank holds state for its part.
 
-        That state lies in the old order of the elements: it would be used for others.
+        That state belongs to the old rows: it would be used for other elements.
 
         Args:
             before: the plan that the pieces were made for.
@@ -159,7 +159,7 @@ class LocalOptimizer:
             ValueError: naming the tensor.
         """
         for index, piece in self.pieces.items():
-            if not piece.is_cut or _order(before.tensors[index]) == _order(now.tensors[index]):
+            if not piece.is_cut or before.tensors[index].cut_dim == now.tensors[index].cut_dim:
                 continue
             if not all(map(_is_number, self.optim.state.get(piece.tensor, {}).values())):
                 raise ValueError(
@@ -213,8 +213,8 @@ class LocalOptimizer:
         """Step the inner optimizer once with other gradients than those of the parameters, which stay as they are.
 
         Args:
-            gradients: by tensor; of a whole tensor in its shape, of a part of one 1-D in storage order. A tensor that
-                is missing is not stepped.
+            gradients: by tensor, each in the shape of what this rank owns of it. A tensor that is missing is not
+                stepped.
             arguments: keyword arguments of the inner step.
         """
         before = [piece.tensor.grad for piece in self.pieces.values()]
@@ -269,7 +269,7 @@ class LocalOptimizer:
             if grad.stride() != piece.param.stride():
                 laid_out = torch.empty_strided(grad.shape, piece.param.stride(), dtype=grad.dtype, device=grad.device)
                 grad = laid_out.copy_(grad)
-            piece.tensor.grad = storage_view(grad.detach())[piece.shard.start : piece.shard.stop]
+            piece.tensor.grad = piece.shard.box(grad.detach())
 
     def _members(self, groups: Sequence[ParamGroup], plan: Plan) -> list[list[Piece]]:
         """Per group, the pieces of this rank; pieces that exist already are kept."""
@@ -340,16 +340,8 @@ def _piece(shard: Shard, param: torch.Tensor, *, apart: bool) -> Piece:
 
 
 def _values(shard: Shard, param: torch.Tensor) -> torch.Tensor:
-    """What a stand-in views: the parameter itself, or a part of its storage."""
-    if shard.numel == param.numel():
-        return param.detach()
-    return storage_view(param.detach())[shard.start : shard.stop]
-
-
-def _order(spec: TensorSpec) -> list[int]:
-    """By which strides a tensor is walked through, without those that are never used."""
-    strides = contiguous_strides(spec.shape) if spec.stride is None else spec.stride
-    return [stride for stride, size in zip(strides, spec.shape, strict=True) if size > 1]
+    """What a stand-in views: the parameter itself, or some rows of it."""
+    return param.detach() if shard.numel == param.numel() else shard.box(param.detach())
 
 
 def _is_number(value: object) -> bool:

@@ -56,8 +56,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             copying. ``param.data`` then points into a buffer, without gaps if it had some.
         overlap_with_ddp: that a communication hook steps this optimizer during backward, see
             ``zeroshard_integrations.ddp``.
-        partition: ``"whole"`` (each tensor has one owner; right for every optimizer), ``"split"`` (every tensor is cut
-            evenly; elementwise optimizers only), ``"hybrid"`` (whole, except tensors larger than a rank's fair share;
+        partition: ``"whole"`` (each tensor has one owner; right for every optimizer), ``"split"`` (large tensors are
+            cut evenly; elementwise optimizers only), ``"hybrid"`` (whole, except tensors larger than a fair share;
             elementwise only), or a strategy of your own, see :func:`zeroshard_core.partition`.
         cost: what a tensor weighs when tensors are dealt out; its number of elements by default.
         elementwise: declares that ``optimizer_class`` is elementwise, where that is not known.
@@ -168,7 +168,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def state(self) -> MutableMapping[Any, Any]:
         """State of the parameters that this rank owns (or owns a part of): the local optimizer's own dicts, not copies.
 
-        What is written here is written to the local optimizer. The state of a part is 1-D, in storage order.
+        What is written here is written to the local optimizer. The state of a part has the shape of its rows.
         After a step it is empty on no rank: where this rank holds no state, one parameter has an empty dict.
         """
         if not hasattr(self, "_engine"):

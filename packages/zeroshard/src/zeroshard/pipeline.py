@@ -37,7 +37,7 @@ from zeroshard.layout import Layout
 from zeroshard.local import LocalOptimizer
 from zeroshard.narrowed import Portion, may_step_in_pieces
 from zeroshard.reduced_gradient import ReducedGradient
-from zeroshard.route import Bucket, Route, whole_gradient
+from zeroshard.route import Bucket, Route, gradient_view
 
 _grad_of = attrgetter("grad")
 
@@ -151,7 +151,7 @@ class Pipeline:
             PeerLostError: if a rank is gone.
         """
         segments = [
-            Segment(shard.rank, route.bucket.buffer[offset + shard.start : offset + shard.stop])
+            Segment(shard.rank, route.bucket.buffer[offset + shard.flat.start : offset + shard.flat.stop])
             for route in self._in_order()
             for tensor, offset in zip(route.tensors, route.offsets, strict=True)
             if before.of_tensor(tensor) != now.of_tensor(tensor)
@@ -169,7 +169,7 @@ class Pipeline:
         self._rest_params = [self._params[i] for i in rest]
         self._rest_portion = Portion(self._local, self._rest)
         segments = [
-            Segment(shard.rank, storage_view(self._params[i].data)[shard.start : shard.stop])
+            Segment(shard.rank, storage_view(self._params[i].data)[shard.flat])
             for i in rest
             for shard in self._layout.plan.of_tensor(i)
         ]
@@ -777,7 +777,7 @@ class Pipeline:
     def _own(self, tensor: int, whole: torch.Tensor) -> torch.Tensor:
         """What this rank owns of a gradient."""
         piece = self._local.pieces[tensor]
-        return storage_view(whole)[piece.shard.start : piece.shard.stop] if piece.is_cut else whole
+        return piece.shard.box(whole) if piece.is_cut else whole
 
     def advice(self, operation: str) -> str:
         """Say what to call instead; see :class:`~zeroshard.reduced_gradient.Keeper`."""
@@ -869,7 +869,7 @@ def _check_order(bucket: Bucket, place: int, title: str) -> None:
     if param.dim() < 2 or grad is None or type(grad) is ReducedGradient or not bucket.present[place]:
         return
     offset = int(bucket.gradients[place].storage_offset()) - int(bucket.buffer.storage_offset())
-    view = whole_gradient(bucket.buffer, offset, param.shape, param.stride())
+    view = gradient_view(bucket.buffer, offset, param.shape, param.stride())
     if not bool(((view == grad) | (grad != grad)).all()):
         raise ValueError(
             f"{title} has changed its memory format since DistributedDataParallel was built, which still lays out its "

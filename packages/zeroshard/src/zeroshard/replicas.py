@@ -203,7 +203,7 @@ class Replicas:
         param = self._params[tensor].detach()
         if is_dense(param):
             flat = storage_view(param)
-            return [Segment(shard.rank, flat[shard.start : shard.stop]) for shard in plan.of_tensor(tensor)]
+            return [Segment(shard.rank, flat[shard.flat]) for shard in plan.of_tensor(tensor)]
         # Gaps or overlaps in memory: such a tensor travels as a contiguous copy.
         owner = plan.of_tensor(tensor)[0].rank
         loose = _Loose(owner, param, torch.empty(param.shape, dtype=param.dtype, device=param.device))

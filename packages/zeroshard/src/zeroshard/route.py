@@ -111,7 +111,7 @@ class Route:
         for index, param in shared:
             # Not counted as a write when it arrives, but when it is expected.
             flat = storage_view(param.data)
-            segments += [Segment(shard.rank, flat[shard.start : shard.stop]) for shard in plan.of_tensor(index)]
+            segments += [Segment(shard.rank, flat[shard.flat]) for shard in plan.of_tensor(index)]
         self._shipment = Shipment(segments, self.ranks.rank, self.ranks.world_size)
 
     def takes(self, bucket: Bucket) -> None:
@@ -125,10 +125,8 @@ class Route:
         piece = self._owned.get(place)
         if piece is None:
             return None
-        if not piece.is_cut:
-            return whole_gradient(self.bucket.buffer, self.offsets[place], piece.param.shape, self.strides[place])
-        start = self.offsets[place]
-        return self.bucket.buffer[start + piece.shard.start : start + piece.shard.stop]
+        start = self.offsets[place] + piece.shard.flat.start
+        return gradient_view(self.bucket.buffer, start, piece.tensor.shape, self.strides[place])
 
     def scale(self, factor: float) -> None:
         """Multiply what this rank owns of the gradients."""
@@ -209,7 +207,7 @@ class Route:
         runs: list[Run] = []
         for index, offset in sorted(zip(self.tensors, self.offsets, strict=True), key=lambda item: item[1]):
             for shard in plan.of_tensor(index):
-                start, stop = offset + shard.start, offset + shard.stop
+                start, stop = offset + shard.flat.start, offset + shard.flat.stop
                 if start == stop:
                     continue
                 if runs and runs[-1].rank == shard.rank and runs[-1].stop == start:
@@ -218,15 +216,15 @@ class Route:
         return runs
 
 
-def whole_gradient(buffer: torch.Tensor, offset: int, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
-    """Return the view of a bucket that is one tensor's gradient.
+def gradient_view(buffer: torch.Tensor, offset: int, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
+    """Return the view of a bucket that is the gradient of one tensor, or of one part of it.
 
     DDP lays gradients out by the strides of their parameters, and tells of views in row-major order only.
 
     Args:
         buffer: the bucket, 1-D.
-        offset: the tensor's first element in it.
-        shape: of the parameter.
+        offset: its first element there.
+        shape: of the parameter, or the part.
         stride: of the parameter when the bucket was laid out; without gaps.
     """
     return buffer.as_strided(shape, stride, int(buffer.storage_offset()) + offset)

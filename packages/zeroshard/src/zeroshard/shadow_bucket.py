@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from zeroshard.pipeline import Pipeline
 from zeroshard.reduced_gradient import ReducedGradient
-from zeroshard.route import Bucket, whole_gradient
+from zeroshard.route import Bucket, gradient_view
 
 
 def contribute(bucket: Bucket, pipeline: Pipeline) -> Bucket:
@@ -33,7 +33,7 @@ def contribute(bucket: Bucket, pipeline: Pipeline) -> Bucket:
             values, grad._local = grad._local, None
         if values is not None:
             offset = int(place.storage_offset()) - int(bucket.buffer.storage_offset())
-            whole_gradient(bucket.buffer, offset, param.shape, param.stride()).copy_(values)
+            gradient_view(bucket.buffer, offset, param.shape, param.stride()).copy_(values)
         present.append(values is not None)
         # A parameter that the optimizer does not have is refused by who takes the bucket.
         if pipeline.indices_of([param]):

@@ -1,4 +1,4 @@
-"""Moves: what has to travel when one plan takes the place of another."""
+"""Resharding: what has to travel when one plan takes the place of another."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from zeroshard_core.plan_difference import field_difference
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """The elements ``[start, stop)`` of a tensor in storage order, and the ranks they go from and to.
+    """Rows ``start`` to ``stop`` of a tensor (see :class:`zeroshard_core.Shard`), and the ranks they go from and to.
 
     Attributes:
-        tensor: index of the tensor.
-        start: first element.
-        stop: one past the last element. Equal to ``start`` for a tensor without elements, whose state is what travels.
+        tensor: index of the tensor. One without elements moves too, for its state.
+        start: first row.
+        stop: one past the last row.
         source: the owner in the old plan, a rank of the old world.
         target: the owner in the new plan, a rank of the new world.
     """
@@ -32,7 +32,7 @@ def moves(old: Plan, new: Plan) -> tuple[Move, ...]:
 
     >>> import torch
     >>> from zeroshard_core import TensorSpec, partition
-    >>> specs = [TensorSpec("weight", (256,), torch.float32)]
+    >>> specs = [TensorSpec("weight", (256, 1024), torch.float32)]
     >>> moves(partition(specs, 2, strategy="split"), partition(specs, 1))
     (Move(tensor=0, start=128, stop=256, source=1, target=0),)
 
@@ -44,8 +44,8 @@ def moves(old: Plan, new: Plan) -> tuple[Move, ...]:
         The moves, by tensor and start. What stays with its rank is not among them.
 
     Raises:
-        ValueError: if the plans are for different numbers of tensors, or a tensor's shape, dtype or strides differ (a
-            range in storage order would mean other elements). Names and all else may differ.
+        ValueError: if the plans are for different numbers of tensors, or a tensor's shape, dtype or strides differ
+            (rows could lie along another dimension). Names and all else may differ.
     """
     if len(old.tensors) != len(new.tensors):
         raise ValueError(f"the old plan is for {len(old.tensors)} tensors, the new one for {len(new.tensors)}")

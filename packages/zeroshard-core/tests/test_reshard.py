@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from plan_strategies import plans, specs
+from plan_strategies import SMALL_PARTS, plans, specs
 from zeroshard_core import Move, TensorSpec, moves, partition
 
 WEIGHT = TensorSpec("weight", (256,), torch.float32)
@@ -20,7 +20,7 @@ def pairs(draw):
 
 def owners(plan):
     return [
-        [next(s.rank for s in plan.of_tensor(index) if s.start <= e < s.stop) for e in range(spec.numel)]
+        [next(s.rank for s in plan.of_tensor(index) if s.start <= row < s.stop) for row in range(spec.rows)]
         for index, spec in enumerate(plan.tensors)
     ]
 
@@ -30,9 +30,9 @@ def test_moves_applied_to_the_old_ownership_give_the_new_one(pair):
     old, new = pair
     now, wanted = owners(old), owners(new)
     for move in moves(old, new):
-        for element in range(move.start, move.stop):
-            assert now[move.tensor][element] == move.source
-            now[move.tensor][element] = move.target
+        for row in range(move.start, move.stop):
+            assert now[move.tensor][row] == move.source
+            now[move.tensor][row] = move.target
     assert now == wanted
 
 
@@ -62,7 +62,7 @@ def test_state_of_a_tensor_without_elements_moves_with_its_owner():
 
 
 def test_a_smaller_world_takes_over_what_the_others_had():
-    old, new = partition([WEIGHT], 4, strategy="split"), partition([WEIGHT], 2, strategy="split")
+    old, new = (partition([WEIGHT], ranks, strategy=SMALL_PARTS["split"]) for ranks in (4, 2))
     assert moves(old, new) == (Move(0, 64, 128, 1, 0), Move(0, 128, 192, 2, 1), Move(0, 192, 256, 3, 1))
 
 
