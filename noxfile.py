@@ -72,11 +72,12 @@ SMOKE: dict[str, str] = {
 
 @nox.session(tags=["ci"])
 def lint(session: nox.Session) -> None:
-    """Ruff, its formatter, and the rules of which package may import which."""
+    """Ruff, its formatter, which package may import which, and how large sources are."""
     session.install(RUFF)
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("python", "tools/check_imports.py")
+    session.run("python", "tools/check_sources.py")
 
 
 @nox.session(tags=["ci"])

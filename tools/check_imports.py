@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from module_imports import Import, Module, distributed_uses, read_modules
+from module_imports import Import, Module, distributed_uses, read_packages
 
 
 @dataclass(frozen=True)
@@ -69,13 +69,7 @@ def check(root: Path, rules: Mapping[str, Rule] = RULES) -> list[Violation]:
         FileNotFoundError: If a package of the rules has no source, so that nothing would be checked.
         SyntaxError: If a source cannot be parsed.
     """
-    modules: dict[str, Module] = {}
-    for package in rules:
-        found = [path for path in root.glob(f"packages/*/src/{package}") if path.is_dir()]
-        if not found:
-            raise FileNotFoundError(f"no source of {package} under {root / 'packages'}")
-        for folder in found:
-            modules.update(read_modules(folder))
+    modules = read_packages(root, rules)
     return sorted(
         {
             *_forbidden_packages(modules, rules),

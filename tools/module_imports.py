@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,6 +79,30 @@ def read_modules(folder: Path) -> dict[str, Module]:
     return modules
 
 
+def read_packages(root: Path, packages: Iterable[str]) -> dict[str, Module]:
+    """Read all modules of some packages of a repository.
+
+    Args:
+        root: The repository; packages lie at ``packages/<folder>/src/<import name>``.
+        packages: Import names.
+
+    Returns:
+        Modules by fully qualified name.
+
+    Raises:
+        FileNotFoundError: If a package has no source, so that nothing would be checked.
+        SyntaxError: If a source cannot be parsed.
+    """
+    modules: dict[str, Module] = {}
+    for package in packages:
+        found = [path for path in root.glob(f"packages/*/src/{package}") if path.is_dir()]
+        if not found:
+            raise FileNotFoundError(f"no source of {package} under {root / 'packages'}")
+        for folder in found:
+            modules.update(read_modules(folder))
+    return modules
+
+
 def distributed_uses(module: Module) -> Iterator[tuple[int, str]]:
     """Find every way in which a module reaches `torch.distributed`.
 
@@ -96,7 +120,7 @@ def distributed_uses(module: Module) -> Iterator[tuple[int, str]]:
         if _DISTRIBUTED.fullmatch(imported.full_name) or _DISTRIBUTED.fullmatch(imported.name):
             yield imported.line, f"import of {imported.full_name}"
     aliases = _names_of_torch(module.tree)
-    prose = _docstrings(module.tree)
+    prose = docstrings(module.tree)
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Attribute) and node.attr == "distributed" and _is_name(node.value, aliases):
             yield node.lineno, "attribute of torch"
@@ -185,6 +209,6 @@ def _is_name(node: ast.expr, names: set[str]) -> bool:
     return isinstance(node, ast.Name) and node.id in names
 
 
-def _docstrings(tree: ast.Module) -> set[int]:
+def docstrings(tree: ast.Module) -> set[int]:
     """Return the identities of the nodes that are docstrings or other strings standing alone."""
     return {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}

@@ -105,7 +105,7 @@ def test_an_unknown_check_is_refused(suite: RunSuite) -> None:
 
 def test_a_flight_recorder_with_other_fields_turns_off_what_needs_it_and_nothing_else(suite: RunSuite) -> None:
     done = suite("-p", "other_torch", test_left_out=LEFT_OUT, other_torch=WITHOUT_FIELDS)
-    assert "ranks: check off: deadlock (KeyError: 'collective_seq_id')" in done.text
+    assert "ranks: check off: deadlock (KeyError: 'collective_seq_id'; torch is " in done.text
     assert done.cases["test_right[2-gloo]"].kind == "passed", done.text
     assert done.cases["test_left_out[2-gloo]"].kind == "failure"
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from zeroshard_core import Run
 
+from zeroshard_comm._torch_private import foreach_copy_
 from zeroshard_comm.bits import bits_as_words, bits_from_words
 from zeroshard_comm.control import Control
 from zeroshard_comm.exchange import Exchange, Pending, Segment
@@ -116,4 +117,4 @@ class CollectiveUnderway:
         self._pending = None
         for crate in self._reduction.crates:
             if crate.owner == self._reduction.exchange.ranks.rank:
-                torch._foreach_copy_([self._buffer[start:stop] for start, stop in crate.ranges], crate.slots)
+                foreach_copy_([self._buffer[start:stop] for start, stop in crate.ranges], crate.slots)

@@ -12,9 +12,9 @@ import weakref
 
 import torch.distributed as dist
 
+from zeroshard_comm._torch_private import timeout_of
 from zeroshard_comm.control import Control, lost
 from zeroshard_comm.cross_memory import Peephole
-from zeroshard_comm.own_groups import timeout_of
 from zeroshard_comm.wire import connect, unread, wire_of
 from zeroshard_comm.words import Words
 

@@ -6,10 +6,10 @@ Two issuers on one group mix data in silence, so what must not meet the user's c
 from __future__ import annotations
 
 import weakref
-from datetime import timedelta
 
 import torch.distributed as dist
 
+from zeroshard_comm._torch_private import timeout_of
 from zeroshard_comm.ranks import RankGroup
 
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, str], RankGroup]] = weakref.WeakKeyDictionary()
@@ -45,19 +45,3 @@ def _refuse_split(members: list[int], backend: str) -> None:
             f"a group of its own beside that of the ranks {members} cannot be made while the default process group is "
             f"bound to a device: leave out device_id in init_process_group(), or use the default group"
         )
-
-
-def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """Return after how long the operations of a group are given up; None if its backends do not tell.
-
-    Args:
-        group: any process group.
-    """
-    for device in group._device_types:
-        try:
-            timeout = group._get_backend(device).options._timeout
-        except (AttributeError, RuntimeError):
-            continue
-        if isinstance(timeout, timedelta):
-            return timeout
-    return None

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
+from zeroshard_comm._torch_private import foreach_copy_
 from zeroshard_comm.exchange import Exchange, Segment, Share
 
 PACK_BELOW = 256 * 1024
@@ -143,7 +144,7 @@ class PackedShare(Share):
             for crate, share in zip(self._shipment._crates, self._packed, strict=True):
                 share.arrive()
                 if self._unpacks and crate.owner != self._shipment._rank:
-                    torch._foreach_copy_(crate.pieces, crate.slots)
+                    foreach_copy_(crate.pieces, crate.slots)
             self._plain.arrive()
             self._arrived = True
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from zeroshard_core import Run
 
+from zeroshard_comm._torch_private import foreach_add_, foreach_div_
 from zeroshard_comm.bits import bits_as_words, bits_from_words
 from zeroshard_comm.packing import PACK_BELOW
 from zeroshard_comm.ranks import RankGroup
@@ -249,15 +250,15 @@ class Underway:
                     continue
                 assert first.scratch is not None
                 total = _cut(first.scratch, own)
-                torch._foreach_add_(total, term)
+                foreach_add_(total, term)
                 if number == len(before) - 1:
-                    torch._foreach_add_(own, total)
+                    foreach_add_(own, total)
                     self._window.release(first)
             elif exact:
-                torch._foreach_add_(own, term, alpha=1 / world_size)
+                foreach_add_(own, term, alpha=1 / world_size)
             else:
                 _divide(term, world_size)
-                torch._foreach_add_(own, term)
+                foreach_add_(own, term)
             spent += time.perf_counter() - started
             self._window.release(receive)
         return spent
@@ -304,7 +305,7 @@ def _messages(runs: Sequence[Run], itemsize: int) -> Iterator[_Message]:
 
 def _divide(tensors: tuple[torch.Tensor, ...], world_size: int) -> None:
     # In bfloat16 a factor would be rounded before it is used, the number of ranks is not.
-    torch._foreach_div_(tensors, world_size)
+    foreach_div_(tensors, world_size)
 
 
 def _cut(received: torch.Tensor, like: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

@@ -18,6 +18,8 @@ from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from zeroshard_integrations._torch_private import queue_callback, will_execute
+
 _requires_grad = attrgetter("requires_grad")
 
 
@@ -135,7 +137,7 @@ class BackwardWatch:
     def _follow(self) -> None:
         if not self._is_followed:
             self._is_followed = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._task_ends)
+            queue_callback(self._task_ends)
 
     def _gradient_of(self, param: torch.Tensor, gradient: torch.Tensor) -> None:  # noqa: ARG002 - torch's signature
         # `torch.autograd.grad` with respect to a parameter calls its hooks, too.
@@ -161,14 +163,13 @@ class BackwardWatch:
         of_forward = self.phase is Phase.BACKWARD
         self.phase, self._has_begun = Phase.IDLE, False
         self._ends(of_forward)
-        engine = torch.autograd.Variable._execution_engine
-        engine.queue_callback(lambda: engine.queue_callback(self._settled))
+        queue_callback(lambda: queue_callback(self._settled))
 
 
 def _is_due(adder: Node) -> bool:
     """Whether autograd is about to add to a gradient, as far as it tells."""
     try:
-        return torch._C._will_engine_execute_node(adder)
+        return will_execute(adder)
     except RuntimeError:
         # Not of a parameter to which `torch.autograd.grad` differentiates.
         return False

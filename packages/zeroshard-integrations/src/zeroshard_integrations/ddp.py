@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import GradBucket
+from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch exports it unseen
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from zeroshard import BackwardFollower, Bucket, Stepping, ZeroRedundancyOptimizer
+from zeroshard._torch_private import in_autograd
 
+from zeroshard_integrations._torch_private import comm_hooks, queue_callback
 from zeroshard_integrations.forward import ForwardWaits
 
 Hook = Callable[[Any, GradBucket], Future[torch.Tensor]]
@@ -164,9 +166,9 @@ def optimizers_of_hooks(ddp: DistributedDataParallel) -> list[ZeroRedundancyOpti
     Args:
         ddp: the model.
     """
-    states = [state for _, state in ddp._comm_hooks]
+    states = [state for _, state in comm_hooks(ddp)]
     # By identity: users' hooks need not be hashable.
-    steppers = [zero() for hook, _ in ddp._comm_hooks for known, zero in _stepped_by.items() if known is hook]
+    steppers = [zero() for hook, _ in comm_hooks(ddp) for known, zero in _stepped_by.items() if known is hook]
     return [optimizer for optimizer in (*states, *steppers) if isinstance(optimizer, ZeroRedundancyOptimizer)]
 
 
@@ -218,7 +220,7 @@ def _receive(
         present=tuple([param.grad is not None for param in params]),
     )
     # A rank that has run out of data: DDP calls the hook without a backward.
-    is_shadow = torch._C._current_graph_task_id() == -1
+    is_shadow = not in_autograd()
     if is_shadow:
         found = follower.contributed(found)
     begins = not follower.in_backward
@@ -238,8 +240,7 @@ def _behind_ddp(call: Callable[[], None]) -> None:
 
     DDP queues the callback that writes gradients behind this one, and what this one queues comes last.
     """
-    engine = torch.autograd.Variable._execution_engine
-    engine.queue_callback(lambda: engine.queue_callback(call))
+    queue_callback(lambda: queue_callback(call))
 
 
 def _check_group(state: object, zero: ZeroRedundancyOptimizer) -> None:

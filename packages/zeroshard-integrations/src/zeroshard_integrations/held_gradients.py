@@ -14,11 +14,12 @@ from functools import partial
 from operator import attrgetter, is_, is_not
 
 import torch
+from zeroshard._torch_private import sparse_values, version_of
 from zeroshard.handover import is_nonzero
 
 from zeroshard_integrations.announcements import Held
 
-_grad_of, _version_of, _is_there = attrgetter("grad"), attrgetter("_version"), partial(is_not, None)
+_grad_of, _is_there = attrgetter("grad"), partial(is_not, None)
 
 
 class HeldGradients:
@@ -39,7 +40,7 @@ class HeldGradients:
         grads = [*map(_grad_of, self._params)]
         self._places = [*map(_is_there, grads)]
         held = [*filter(_is_there, grads)]
-        self._refs, self._versions = [*map(weakref.ref, held)], [*map(_version_of, held)]
+        self._refs, self._versions = [*map(weakref.ref, held)], [*map(version_of, held)]
         self._before, self._gone, self._is_rebuilt = Held.KEPT, frozenset[int](), False
         self._is_known = True
 
@@ -99,7 +100,7 @@ class HeldGradients:
     def are_finite(self) -> bool:
         """Whether there is neither an infinity nor a NaN among their values."""
         held = [*filter(_is_there, map(_grad_of, self._params))]
-        return all(bool((grad._values() if grad.is_sparse else grad).isfinite().all()) for grad in held)
+        return all(bool((sparse_values(grad) if grad.is_sparse else grad).isfinite().all()) for grad in held)
 
     def _are_untouched(self) -> bool:
         if not self._is_known:
@@ -109,5 +110,5 @@ class HeldGradients:
         return (
             [*map(_is_there, grads)] == self._places
             and all(map(is_, [ref() for ref in self._refs], held))
-            and [*map(_version_of, held)] == self._versions
+            and [*map(version_of, held)] == self._versions
         )

@@ -14,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.distributed.algorithms.join import Joinable, JoinHook
+from zeroshard._torch_private import join_config
 
 from zeroshard_integrations.join_block import ENDED, JoinBlock
 from zeroshard_integrations.join_checks import common_group
@@ -121,7 +122,7 @@ class Join:
             RuntimeError: if a rank has run out of data, with ``throw_on_early_termination``.
             Exception: what another rank has met inside the block.
         """
-        config = getattr(joinable, "_join_config", None)
+        config = join_config(joinable)
         if isinstance(config, BlockConfig):
             config.notify()
             return None

@@ -6,14 +6,15 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.join import Joinable, JoinHook, _JoinConfig
+from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from zeroshard import OptimizerJoinHook
+from zeroshard._torch_private import set_join_config
 from zeroshard.attendance import Call
 from zeroshard_comm import Control, DisagreementError, RankGroup
 
+from zeroshard_integrations._torch_private import queue_callback
 from zeroshard_integrations.announcements import (
     Announcement,
     Announcements,
@@ -107,7 +108,7 @@ class JoinBlock:
         for place, joinable in enumerate(self.joinables):
             if place in self.models:
                 self.models[place].leave()
-            joinable._join_config = _JoinConfig.construct_disabled_join_config()
+            set_join_config(joinable, None)
             if place in self.steps:
                 self.steps[place].leave()
 
@@ -156,9 +157,8 @@ class JoinBlock:
             enabled = model.synchronizes_buffers
         if place in self.steps:
             self.steps[place].follow(lambda: bool(self.joined))
-        joinable._join_config = BlockConfig.make(
-            lambda: self._notified(place), enabled, throw_on_early_termination=self._throws
-        )
+        config = BlockConfig.make(lambda: self._notified(place), enabled, throw_on_early_termination=self._throws)
+        set_join_config(joinable, config)
 
     # ------------------------------------------------------------------ telling the others
 
@@ -217,8 +217,7 @@ class JoinBlock:
         if model.steps_in_backward and not self._end_is_due:
             # Behind what DDP does at the end of a backward, and before the hooks' own steps.
             self._end_is_due = True
-            engine = torch.autograd.Variable._execution_engine
-            engine.queue_callback(lambda: engine.queue_callback(self._backward_ends))
+            queue_callback(lambda: queue_callback(self._backward_ends))
 
     def _backward_ends(self) -> None:
         self._end_is_due = False

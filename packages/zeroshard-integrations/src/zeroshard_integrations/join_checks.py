@@ -10,6 +10,7 @@ from torch.distributed.algorithms.join import Joinable
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.nn.parallel import DistributedDataParallel
 from zeroshard import ZeroRedundancyOptimizer
+from zeroshard._torch_private import join_config
 from zeroshard.join_partners import refuse_before_model
 
 from zeroshard_integrations.ddp import optimizers_of_hooks
@@ -86,7 +87,7 @@ def refuse_nested(joinable: Joinable) -> None:
     Raises:
         RuntimeError: saying so.
     """
-    if isinstance(joinable._join_config, BlockConfig):
+    if isinstance(join_config(joinable), BlockConfig):
         raise RuntimeError(
             f"this {type(joinable).__name__} is in a Join block already, and blocks cannot be nested: leave the outer "
             f"one first, or put all joinables in one block"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import SupportsIndex
 
-from torch.distributed.algorithms.join import _JoinConfig
+from zeroshard._torch_private import JoinConfig
 
 
-class BlockConfig(_JoinConfig):
+class BlockConfig(JoinConfig):
     """The ``_join_config`` of a joinable inside a block of ours.
 
     torch's ``notify_join_context`` asks whether the joinable is the first of its context, which then communicates, and
@@ -48,6 +48,6 @@ class BlockConfig(_JoinConfig):
         """Tell the block of a call."""
         self._notify()
 
-    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Callable[[], _JoinConfig], tuple[()]]:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Callable[[], JoinConfig], tuple[()]]:
         """Copy and pickle as the config of a joinable outside of any block, which a copied model is."""
-        return _JoinConfig.construct_disabled_join_config, ()
+        return JoinConfig.construct_disabled_join_config, ()

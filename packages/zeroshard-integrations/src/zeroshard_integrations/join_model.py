@@ -7,19 +7,28 @@ what the rank has in ``.grad``, if the others have it in theirs, and what has be
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C import _distributed_c10d
-from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from zeroshard import OptimizerJoinHook
+from zeroshard._torch_private import local_used_map
 from zeroshard.fingerprint import fingerprint
 from zeroshard.handover import give_gradients, take_gradients
 from zeroshard_comm import Control
 
+from zeroshard_integrations._torch_private import (
+    buckets_of_zeros,
+    divide_by,
+    forget_join,
+    has_comm_hook,
+    has_rebuilt_buckets,
+    params_for_reducer,
+    prepare_forward,
+    push_rebuilt_params,
+    run_comm_hook,
+)
 from zeroshard_integrations.announcements import Announcement, Held, Kind, Status
 from zeroshard_integrations.backward_watch import BackwardWatch, Phase
 from zeroshard_integrations.held_gradients import HeldGradients
@@ -68,7 +77,7 @@ class ModelInJoin:
         self.reduces = self.awaits_step = self.has_windows = self.knows_joined = False
         self.held = HeldGradients(self.params, at_owners=takes_buckets)
         # Also those of DDP in C++, which it does not keep in a list.
-        self._has_hook = bool(ddp._comm_hooks or ddp._get_ddp_logging_data().get("comm_hook"))
+        self._has_hook = has_comm_hook(ddp)
         self.watch = BackwardWatch(
             ddp.module,
             self.params,
@@ -94,8 +103,8 @@ class ModelInJoin:
         self._reduced = {}
         if self._divide_by_running:
             # True: divide by the number of ranks, whatever the last iteration's number was.
-            self.ddp.reducer._set_forward_pass_work_handle(_known(self.ddp.process_group.size()), True)
-        self.ddp.__dict__["_divide_by_initial_world_size"] = True
+            divide_by(self.ddp, self.ddp.process_group.size(), initial=True)
+        forget_join(self.ddp)
 
     @property
     def steps_in_backward(self) -> bool:
@@ -136,7 +145,7 @@ class ModelInJoin:
     def _rebuilds(self) -> bool:
         """Whether DDP will rebuild its buckets in the forward behind the first backward that reduces."""
         may = not self.ddp.find_unused_parameters or self.ddp.static_graph
-        return may and not getattr(self.ddp, "_has_rebuilt_buckets", True)
+        return may and not has_rebuilt_buckets(self.ddp)
 
     def begin(self, joinable: int) -> Announcement:
         """Begin a forward, and return what to announce.
@@ -160,7 +169,7 @@ class ModelInJoin:
             self.held.rebuilt()
         running = self._answered()
         if torch.is_grad_enabled() and self._divide_by_running:
-            self.ddp.reducer._set_forward_pass_work_handle(_known(running), False)
+            divide_by(self.ddp, running, initial=False)
 
     def _backward_ends(self, of_forward: bool) -> None:
         self._has_run = True
@@ -243,7 +252,7 @@ class ModelInJoin:
         """
         if self._is_mixed or (self._reduced and self.held.now() is Held.CHANGED):
             return RuntimeError(_MIXED)
-        has_rebuilt = bool(getattr(self.ddp, "_has_rebuilt_buckets", True))
+        has_rebuilt = has_rebuilt_buckets(self.ddp)
         if self.ddp.static_graph and not has_rebuilt and not self._has_run:
             return ValueError(
                 "this rank has run out of data without a single batch, and static_graph lets DistributedDataParallel "
@@ -266,7 +275,7 @@ class ModelInJoin:
 
     def _knows_sparse(self) -> bool:
         try:
-            self.ddp.reducer._get_zeros_like_grad_buckets()
+            buckets_of_zeros(self.ddp)
         except RuntimeError:
             return False
         return True
@@ -305,13 +314,8 @@ class ModelInJoin:
         Args:
             announcement: of a rank that still has data.
         """
-        ddp = self.ddp
-        if announcement.with_grad and ddp.reducer._rebuild_buckets():
-            ddp.__dict__["_has_rebuilt_buckets"] = True
-        ddp._check_and_sync_module_buffers()
-        if self.synchronizes_buffers():
-            ddp._check_global_requires_backward_grad_sync(is_joined_rank=True)
-        ddp.require_forward_param_sync = announcement.reduces
+        prepare_forward(self.ddp, with_grad=announcement.with_grad)
+        self.ddp.require_forward_param_sync = announcement.reduces
 
     def shadow_backward(self, running: int) -> None:
         """Take part in the reduction of gradients, without a backward. Collective.
@@ -319,7 +323,7 @@ class ModelInJoin:
         Args:
             running: how many ranks still have data.
         """
-        ddp, reducer = self.ddp, self.ddp.reducer
+        ddp = self.ddp
         self.watch.phase = Phase.IDLE
         own = not self.takes_buckets
         # Now, before a communication hook takes them. What was reduced is not used again, only kept.
@@ -327,26 +331,27 @@ class ModelInJoin:
         before = [param.grad for param in self.params]
         # With a communication hook, it is the hook that divides.
         share = 1 if self._has_hook else running if self._divide_by_running else ddp.process_group.size()
-        buckets = reducer._get_zeros_like_grad_buckets()
+        buckets = buckets_of_zeros(ddp)
         if own and (self._has_local or not self._adds_local_only):
             for bucket in buckets:
                 fill(bucket, share, self._reduced)
-        works = [reducer._run_comm_hook(bucket) for bucket in buckets]
+        works = [run_comm_hook(ddp, bucket) for bucket in buckets]
         for bucket, work in zip(buckets, works, strict=True):
             reduced = work.wait()
             if own:
                 keep(bucket, reduced if isinstance(reduced, torch.Tensor) else reduced[0])
         self._accumulated(local=False)
-        if ddp.find_unused_parameters:
+        counts = local_used_map(ddp)
+        if ddp.find_unused_parameters and counts is not None:
             # What is there is what all ranks have used in the last backward of this one.
-            reducer._get_local_used_map().copy_(torch.tensor(used, device="cpu"))
-            dist.all_reduce(reducer._get_local_used_map(), group=ddp.process_group)
+            counts.copy_(torch.tensor(used, device="cpu"))
+            dist.all_reduce(counts, group=ddp.process_group)
             if own:
                 # As DDP does where all ranks have data: what nobody has used is left as it was.
-                for param, grad, users in zip(self.params, before, reducer._get_local_used_map().tolist(), strict=True):
+                for param, grad, users in zip(self.params, before, counts.tolist(), strict=True):
                     if not users:
                         param.grad = grad
-        reducer._push_all_rebuilt_params()
+        push_rebuilt_params(ddp)
 
     def end_backward(self) -> None:
         """Do what communication hooks do at the end of a backward that was shadowed. Collective."""
@@ -360,20 +365,12 @@ def reduced_params(ddp: DistributedDataParallel) -> Sequence[torch.Tensor]:
     Args:
         ddp: the model.
     """
-    trained: Sequence[torch.Tensor] = ddp._build_params_for_reducer()[0]
+    trained = params_for_reducer(ddp)
     # None where all must be used in every backward, so that none can have been frozen since.
-    used = ddp.reducer._get_local_used_map()
+    used = local_used_map(ddp)
     if used is None or len(trained) == (count := int(used.numel())):
         return trained
-    inside = {param for bucket in ddp.reducer._get_zeros_like_grad_buckets() for param in bucket.parameters()}
+    inside = {param for bucket in buckets_of_zeros(ddp) for param in bucket.parameters()}
     found = [param for param in ddp.module.parameters() if param in inside]
     assert len(found) == count
     return found
-
-
-def _known(number: int) -> Any:  # noqa: ANN401 - torch's Work, of a type without a stub
-    """Make a finished operation with this result, as DDP expects the number of ranks that still have data."""
-    found: Future[list[torch.Tensor]] = Future()
-    found.set_result([torch.tensor([number], device="cpu")])
-    # torch's stubs leave it out.
-    return vars(_distributed_c10d)["_create_work_from_future"](found)

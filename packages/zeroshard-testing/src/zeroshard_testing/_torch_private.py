@@ -1,7 +1,7 @@
 """The private names of torch that this package uses, each with its reason, and the probe that says which of them work.
 
-Tested with torch 2.13 to 2.15. A name that a later torch renames turns off the checks that need it, by name and with
-the reason, in the header of the run; it turns none off in silence, and fails no test that is right.
+A name that a later torch renames turns off the checks that need it, by name and with the reason, in the header of the
+run; it turns none off in silence, and fails no test that is right. So nothing is raised on import.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch exports it unseen
+
+TESTED_WITH = "2.15"
+"""The newest torch in which these names were tried."""
 
 GROUP_METHODS: Mapping[str, tuple[str, int]] = {
     "allreduce": ("all_reduce", 0),
@@ -48,6 +51,14 @@ WAITING_CODE = tuple(str(Path(_TORCH, name)) for name in _WAITING)
 """Where the Python frame of a thread stands that waits for other ranks inside C++."""
 
 NEVER_WAITING_CODE = tuple(str(Path(_TORCH, "distributed", name)) for name in ("elastic", "rpc", "launcher"))
+FUTURE = torch._C.Future
+"""What operations return, of which the public class is a subclass: waits are recorded of both."""
+
+RUN_CASE = "_run"
+"""The method of PyTorch's MultiProcessTestCase that is run in the process of a rank; classes of tests override it."""
+START_PROCESSES = ("_spawn_processes", "_start_processes")
+"""Its methods that start these processes."""
+
 GROUP_CONSTRUCTOR = "_new_process_group_helper"
 """The function in which ranks meet to make a process group; its local variable ``store`` is where they meet."""
 
@@ -138,11 +149,22 @@ def fake_store() -> Any:  # noqa: ANN401 - torch's testing modules have no stubs
     return FakeStore()
 
 
+def case_modules() -> tuple[Any, Any]:
+    """Return PyTorch's modules of test cases: of those on ranks, and what all have.
+
+    When they are needed, and no earlier: they load torch._dynamo, and need the package expecttest.
+    """
+    from torch.testing._internal import common_distributed, common_utils
+
+    return common_distributed, common_utils
+
+
 def probe() -> dict[str, str]:
     """Return the checks that cannot work with this torch, and why, as tried in a process group of one, made here."""
     if not dist.is_gloo_available():
         return dict.fromkeys(("deadlock", "collectives", "messages"), "torch has no gloo to try them with")
     missing: dict[str, str] = {}
+    versions = f"torch is {torch.__version__}, and {TESTED_WITH} the newest tested"
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     for try_it, checks in (
         (_probe_sequence, ("collectives", "deadlock")),
@@ -152,7 +174,7 @@ def probe() -> dict[str, str]:
         try:
             try_it()
         except Exception as error:  # noqa: BLE001 - whatever torch may have become
-            missing |= dict.fromkeys(checks, f"{type(error).__name__}: {error}")
+            missing |= dict.fromkeys(checks, f"{type(error).__name__}: {error}; {versions}")
     dist.destroy_process_group()
     return missing
 

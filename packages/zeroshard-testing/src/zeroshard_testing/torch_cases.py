@@ -54,10 +54,10 @@ def as_rank_tests(
         TypeError: ``case_class`` is no ``MultiProcessTestCase``.
         AttributeError: ``case_class`` has no method of a name in ``methods``.
     """
-    # Imported where it is needed: it loads torch._dynamo, and needs the package expecttest.
-    from torch.testing._internal.common_distributed import MultiProcessTestCase
+    # Late, as everywhere here: the plugin must not import torch.
+    from zeroshard_testing._torch_private import case_modules
 
-    if not issubclass(case_class, MultiProcessTestCase):
+    if not issubclass(case_class, case_modules()[0].MultiProcessTestCase):
         raise TypeError(f"as_rank_tests takes a subclass of MultiProcessTestCase, not {case_class!r}")
     names = [name for name in dir(case_class) if name.startswith("test")] if methods is None else methods
     members = {name: _rank_test(case_class, name, init) for name in names}
@@ -86,6 +86,8 @@ def _run_as_rank(case_class: type[Any], name: str, rank: int, world_size: int, f
     """Do on one rank what PyTorch's runner does in its own process, and between that, what it does in the rank's."""
     from torch.distributed import DistStoreError, FileStore  # type: ignore[attr-defined]  # torch exports them unseen
 
+    from zeroshard_testing._torch_private import RUN_CASE
+
     rank_class = _rank_class(case_class, world_size, init)
     store = FileStore(str(folder / "store"))
     # The last rank, because reports begin with rank 0, and the wait below explains no failure.
@@ -106,7 +108,7 @@ def _run_as_rank(case_class: type[Any], name: str, rank: int, world_size: int, f
         patience = timedelta(seconds=1)
         try:
             with _exit_codes_understood(rank_class):
-                rank_class._run(rank, name, file_name, None, fake_pg=getattr(main, "fake_pg", False))
+                getattr(rank_class, RUN_CASE)(rank, name, file_name, None, fake_pg=getattr(main, "fake_pg", False))
             patience = timedelta(days=1)
         finally:
             store.set(f"{rank} ended", "")
@@ -118,11 +120,12 @@ def _run_as_rank(case_class: type[Any], name: str, rank: int, world_size: int, f
 
 def _rank_class(case_class: type[Any], world_size: int, init: bool) -> type[Any]:
     """Return ``case_class`` without the parts that need the processes of PyTorch's runner."""
-    from torch.testing._internal.common_distributed import MultiProcessTestCase
-    from torch.testing._internal.common_utils import set_rng_seed
+    from zeroshard_testing._torch_private import RUN_CASE, START_PROCESSES, case_modules
+
+    of_ranks, of_all = case_modules()
 
     def run_test(self: Any, test_name: str, _: object) -> None:  # noqa: ANN401 - an instance of the class below
-        set_rng_seed()
+        of_all.set_rng_seed()
         try:
             # The constructor has replaced the method; on an instance with a rank it calls the body.
             getattr(self, test_name)()
@@ -131,22 +134,22 @@ def _rank_class(case_class: type[Any], world_size: int, init: bool) -> type[Any]
             self.doCleanups()
 
     members = {"run_test": run_test, "body_returned": False, "world_size": world_size}
-    members |= dict.fromkeys(("_spawn_processes", "_start_processes"), lambda *_: None)
+    members |= dict.fromkeys(START_PROCESSES, lambda *_: None)
     if init:
         # The one that makes no process group.
-        members["_run"] = vars(MultiProcessTestCase)["_run"]
+        members[RUN_CASE] = vars(of_ranks.MultiProcessTestCase)[RUN_CASE]
     return type(case_class.__name__, (case_class,), {**_names_of(case_class), **members})
 
 
 @contextmanager
 def _exit_codes_understood(rank_class: type[Any]) -> Iterator[None]:
     """Turn the exit codes by which PyTorch's decorators skip into skips; let the `_run` of a class exit with 0."""
-    from torch.testing._internal.common_distributed import TEST_SKIPS
+    from zeroshard_testing._torch_private import case_modules
 
     try:
         yield
     except SystemExit as exit_:
-        for skip in TEST_SKIPS.values():
+        for skip in case_modules()[0].TEST_SKIPS.values():
             if exit_.code == skip.exit_code:
                 pytest.skip(skip.message)
         if exit_.code or not rank_class.body_returned:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 # torch exports these unseen by type checkers.
 from torch.distributed import Store, Work  # type: ignore[attr-defined]
 
-from zeroshard_testing._torch_private import sequence_number, timeout_of
+from zeroshard_testing._torch_private import FUTURE, sequence_number, timeout_of
 from zeroshard_testing.faults import Faults
 from zeroshard_testing.rank_state import Operation
 
@@ -186,7 +186,7 @@ def record_waits(faults: Faults) -> WaitRecorder:
     """Wrap torch's waiting and sending methods, once in a process, and return the record that the wrappers keep."""
     recorder = WaitRecorder()
     barrier = (dist.ProcessGroup, "monitored_barrier")
-    for owner, name in ((Work, "wait"), (torch._C.Future, "wait"), (Store, "wait"), (Store, "get"), barrier):
+    for owner, name in ((Work, "wait"), (FUTURE, "wait"), (Store, "wait"), (Store, "get"), barrier):
         setattr(owner, name, _waiting(recorder, getattr(owner, name)))
     for name in ("send", "recv", "recv_anysource"):
         method = getattr(dist.ProcessGroup, name, None)

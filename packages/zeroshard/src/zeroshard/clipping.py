@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 import torch
 from zeroshard_comm import Control
 
+from zeroshard._torch_private import foreach_mul_, foreach_norm
+
 
 def clip_over_ranks(
     control: Control,
@@ -46,7 +48,7 @@ def clip_over_ranks(
         digest = zlib.crc32(struct.pack("<dd?", max_norm, norm_type, error_if_nonfinite))
         held = gradients()
         if held:
-            norms = torch.stack([norm.double() for norm in torch._foreach_norm(list(held), norm_type)])
+            norms = torch.stack([norm.double() for norm in foreach_norm(list(held), norm_type)])
             mine = float(torch.linalg.vector_norm(norms, norm_type))
     except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
         failure = error
@@ -70,5 +72,5 @@ def clip_over_ranks(
     scale = max_norm / (total + 1e-6)
     # As torch: NaN is not less than 1, and spreads.
     if held and not scale >= 1.0:
-        torch._foreach_mul_(list(held), scale)
+        foreach_mul_(list(held), scale)
     return torch.tensor(total, dtype=dtype, device="cpu")

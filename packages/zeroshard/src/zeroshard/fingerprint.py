@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from zeroshard._torch_private import sparse_indices, sparse_values
+
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MODULUS = 2**61 - 1
 
@@ -35,7 +37,7 @@ def fingerprint(tensors: Sequence[torch.Tensor | None]) -> int:
 
 def _sum(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.layout is torch.sparse_coo:
-        return _sum(tensor._values()) + 3 * _sum(tensor._indices())
+        return _sum(sparse_values(tensor)) + 3 * _sum(sparse_indices(tensor))
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     return tensor.view(_INTEGERS[tensor.element_size()]).sum(dtype=torch.int64)

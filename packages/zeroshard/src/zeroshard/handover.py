@@ -18,6 +18,7 @@ import torch
 from zeroshard_comm import Control, Message, wire_of
 from zeroshard_core import Plan, Shard, storage_view
 
+from zeroshard._torch_private import sparse_indices, sparse_values
 from zeroshard.local import NOT_SYNCED
 from zeroshard.parameters import ParamGroup
 from zeroshard.reduced_gradient import ReducedGradient
@@ -259,7 +260,7 @@ def is_nonzero(grads: Sequence[torch.Tensor]) -> bool:
         if isinstance(grad, ReducedGradient):
             found = not grad.is_zero()
         else:
-            found = bool(((grad._values() if grad.layout is torch.sparse_coo else grad) != 0).any())
+            found = bool(((sparse_values(grad) if grad.layout is torch.sparse_coo else grad) != 0).any())
         if found:
             return True
     return False
@@ -271,7 +272,7 @@ def _whole(index: int, param: torch.Tensor) -> Shard:
 
 def _sparse(grads: Mapping[int, torch.Tensor]) -> dict[str, list[Any]]:
     return {
-        str(index): [grad._nnz(), grad.sparse_dim(), list(grad._values().shape[1:]), grad.is_coalesced()]
+        str(index): [len(values := sparse_values(grad)), grad.sparse_dim(), list(values.shape[1:]), grad.is_coalesced()]
         for index, grad in grads.items()
         if grad.layout is torch.sparse_coo
     }
@@ -282,7 +283,7 @@ def _parts(shard: Shard, param: torch.Tensor, grad: torch.Tensor) -> list[torch.
     if type(grad) is ReducedGradient:
         raise RuntimeError(f"tensor {shard.tensor} has its gradient at its owner; it cannot be handed over")
     if grad.layout is torch.sparse_coo:
-        return [grad._indices().contiguous().view(-1).cpu(), grad._values().contiguous().view(-1).cpu()]
+        return [sparse_indices(grad).contiguous().view(-1).cpu(), sparse_values(grad).contiguous().view(-1).cpu()]
     grad = grad.detach().to(param.dtype)
     if shard.numel == param.numel():
         return [grad.contiguous().view(-1).cpu()]

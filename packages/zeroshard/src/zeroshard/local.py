@@ -10,6 +10,7 @@ import torch
 from torch import optim
 from zeroshard_core import Plan, Shard
 
+from zeroshard._torch_private import step_post_hooks, step_pre_hooks
 from zeroshard.elementwise import OptimizerFactory
 from zeroshard.parameters import ParamGroup
 from zeroshard.reduced_gradient import ReducedGradient
@@ -241,7 +242,7 @@ class LocalOptimizer:
         inner = self.optim
         positional: tuple[Any, ...] = (inner,)
         keywords = dict(arguments)
-        for pre_hook in list(inner._optimizer_step_pre_hooks.values()):
+        for pre_hook in list(step_pre_hooks(inner).values()):
             changed = pre_hook(inner, positional, keywords)
             if changed is not None:
                 positional, keywords = changed
@@ -250,7 +251,7 @@ class LocalOptimizer:
     def after_step(self, positional: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         """Call the inner optimizer's own post-hooks."""
         inner = self.optim
-        for post_hook in list(inner._optimizer_step_post_hooks.values()):
+        for post_hook in list(step_post_hooks(inner).values()):
             post_hook(inner, positional, keywords)
 
     def bind_gradients(self, pieces: Iterable[Piece] | None = None) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import optim
 
+from zeroshard._torch_private import step_post_hooks, step_pre_hooks
 from zeroshard.local import NOT_SYNCED, LocalOptimizer, Piece, unwrapped_step
 from zeroshard.parameters import ParamGroup
 
@@ -50,7 +51,7 @@ def may_step_in_pieces(inner: optim.Optimizer) -> bool:
         ``steps_in_pieces = True``; False if its step was replaced on the object, or it has step hooks of its own, which
         are to be called once.
     """
-    if "step" in vars(inner) or inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks:
+    if "step" in vars(inner) or step_pre_hooks(inner) or step_post_hooks(inner):
         return False
     return type(inner) in STEPPED_IN_PIECES or getattr(type(inner), "steps_in_pieces", False) is True
 

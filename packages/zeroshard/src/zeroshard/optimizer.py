@@ -11,13 +11,14 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from zeroshard_comm import RankGroup, Traffic
 from zeroshard_core import Cost, Plan, Strategy, numel
 
+from zeroshard._torch_private import JoinConfig, join_config, set_join_config
 from zeroshard.attendance import Call
 from zeroshard.backward import BackwardFollower
 from zeroshard.clipping import clip_over_ranks
@@ -136,7 +137,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         # Weakly: an optimizer that is let go is to be freed at once, with its memory.
         self_of = weakref.ref(self)
         self._uneven = UnevenInputs(
-            self._engine, lambda: (optimizer := self_of()) is not None and optimizer._join_config.enable
+            self._engine, lambda: (optimizer := self_of()) is not None and join_config(optimizer).enable
         )
         self._expectations = Expectations(optimizer_class, defaults, elementwise=elementwise)
         sync_groups(self.optim.param_groups, self.param_groups)
@@ -552,7 +553,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             ValueError: if the optimizer comes before a model that has its parameters.
             RuntimeError: if the optimizer is in a context of ``zeroshard_integrations.join`` already.
         """
-        if type(self._join_config) is not _JoinConfig:
+        if type(join_config(self)) is not JoinConfig:
             raise RuntimeError(
                 "this optimizer is in a Join block already, and blocks cannot be nested: leave the outer one first"
             )
@@ -566,7 +567,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         )
 
     def _leave_join(self) -> None:
-        self._join_config = _JoinConfig.construct_disabled_join_config()
+        set_join_config(self, None)
         self._uneven.end()
 
     @property

@@ -30,6 +30,7 @@ from zeroshard_comm import (
 )
 from zeroshard_core import Plan, is_dense, storage_view
 
+from zeroshard._torch_private import in_autograd, version_of
 from zeroshard.by_collectives import CollectiveCarrier
 from zeroshard.by_messages import MessageCarrier
 from zeroshard.carrier import STEPS_EARLY, Arrival, Backward, Carrier
@@ -585,7 +586,9 @@ class Pipeline:
             if self.defers:
                 self._carrier.fetch([route.fetch for route in self._in_order()] + [self._arriving.arrive])
                 self._versions = {
-                    tensor: param._version for tensor, param in enumerate(self._params) if self._layout.active[tensor]
+                    tensor: version_of(param)
+                    for tensor, param in enumerate(self._params)
+                    if self._layout.active[tensor]
                 }
             if not self._carrier.carries_status:
                 self._statuses = Words(self._control, status, TAG_STATUSES, "share of a step")
@@ -627,7 +630,7 @@ class Pipeline:
         """
         for tensor in tensors:
             version = self._versions.pop(tensor, None)
-            if version is not None and self._params[tensor]._version != version:
+            if version is not None and version_of(self._params[tensor]) != version:
                 raise RuntimeError(
                     f"tensor {tensor} {self._layout.plan.tensors[tensor].name!r} was changed on rank "
                     f"{self._ranks.rank} while its new values were on their way. Change parameters in the forward of "
@@ -744,7 +747,7 @@ class Pipeline:
         # The place may be where it lies.
         gradient = gradient.clone() if gradient is not None else None
         place.zero_()
-        if gradient is not None and self.divides_by_running() and torch._C._current_graph_task_id() != -1:
+        if gradient is not None and self.divides_by_running() and in_autograd():
             # Not of this backward, and not to be scaled with what is.
             self._carried[tensor] = gradient
             self.deliver(tensor)

@@ -16,6 +16,8 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 
+from zeroshard._torch_private import ATEN_FOREACH_ZERO_, ATEN_TO_COPY, in_autograd, make_wrapper_subclass
+
 _aten = torch.ops.aten
 
 
@@ -72,9 +74,7 @@ class ReducedGradient(torch.Tensor):
         cls: type[ReducedGradient], param: torch.Tensor, tensor: int, name: str, keeper: Keeper
     ) -> ReducedGradient:
         """Make a tensor without memory."""
-        return torch.Tensor._make_wrapper_subclass(
-            cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device
-        )
+        return make_wrapper_subclass(cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device)
 
     def __init__(self, param: torch.Tensor, tensor: int, name: str, keeper: Keeper) -> None:  # noqa: ARG002 - as __new__
         self._tensor, self._title, self._local = tensor, name, None
@@ -182,7 +182,7 @@ def _convert(gradient: ReducedGradient, *, dtype: Any = None, device: Any = None
 
 def _add(gradient: torch.Tensor, other: torch.Tensor, **options: object) -> torch.Tensor:
     """Add what a further backward has computed, as autograd does, and nobody else may."""
-    by_autograd = torch._C._current_graph_task_id() != -1 and not options
+    by_autograd = in_autograd() and not options
     if not by_autograd or not isinstance(gradient, ReducedGradient) or isinstance(other, ReducedGradient):
         held = next(item for item in (gradient, other) if isinstance(item, ReducedGradient))
         raise held._refusal("adding")
@@ -200,7 +200,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
     """Move this rank's own values, as DDP does between a gradient and its bucket, and nobody else may."""
     held = target if isinstance(target, ReducedGradient) else source
     assert isinstance(held, ReducedGradient)
-    if not (held._keeper.in_backward or torch._C._current_graph_task_id() != -1 or _is_rebuild()):
+    if not (held._keeper.in_backward or in_autograd() or _is_rebuild()):
         raise held._refusal("copying")
     if isinstance(target, ReducedGradient):
         # DDP copies the bucket back after the reduction; what it brings lies in the bucket.
@@ -229,9 +229,9 @@ def _is_rebuild() -> bool:
 _ALLOWED: dict[Any, Callable[..., Any]] = {
     _aten.detach.default: _detach,
     _aten.zero_.default: _zero,
-    _aten._foreach_zero_.default: _foreach_zero,
+    ATEN_FOREACH_ZERO_: _foreach_zero,
     _aten.add_.Tensor: _add,
     _aten.add.Tensor: _add,
-    _aten._to_copy.default: _convert,
+    ATEN_TO_COPY: _convert,
     _aten.copy_.default: _copy,
 }

@@ -44,7 +44,7 @@ def share_sparse(items: Sequence[SparseParameter], exchange: Exchange) -> None:
             tensor = _room(tensor, int(count))
         segments += [
             Segment(item.owner, part.contiguous().view(-1))
-            for part in (tensor._indices(), tensor._values())
+            for part in (tensor.indices(), tensor.values())
             if part.numel() > 0
         ]
         arriving.append(tensor)

@@ -19,6 +19,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from zeroshard_core import is_dense
 
+from zeroshard._torch_private import local_used_map, version_of
 from zeroshard.attendance import Attendance, Call, call_roll
 from zeroshard.clipping import clip_over_ranks
 from zeroshard.engine import Engine
@@ -159,7 +160,7 @@ class UnevenInputs:
         if self._engine.pipeline is None and not self._engine.control.alone:
             # In every step, also outside of contexts: a window may begin before one.
             grads = [*filter(_is_there, map(_grad_of, self._engine.params))]
-            self._stepped = [*map(weakref.ref, grads)], [*map(_version_of, grads)]
+            self._stepped = [*map(weakref.ref, grads)], [*map(version_of, grads)]
 
     def has_unstepped(self) -> bool:
         """Whether there are gradients other than those of the last step."""
@@ -168,7 +169,7 @@ class UnevenInputs:
         if len(grads) != len(known):
             return bool(grads)
         same = all(ref() is grad for ref, grad in zip(known, grads, strict=True))
-        return not same or [*map(_version_of, grads)] != versions
+        return not same or [*map(version_of, grads)] != versions
 
     # ------------------------------------------------------------------ a rank that has run out
 
@@ -363,8 +364,9 @@ class UnevenInputs:
         first backward they are whatever was in memory.
         """
         for model in self.partners:
-            if model.find_unused_parameters:
-                model.reducer._get_local_used_map().zero_()
+            used = local_used_map(model)
+            if model.find_unused_parameters and used is not None:
+                used.zero_()
 
     def _refusal(self) -> Exception | None:
         """Why this rank cannot take part in a step, if it cannot: it has accumulated what nobody can add any more."""
@@ -387,7 +389,7 @@ class UnevenInputs:
         return bool(self.partners) and not any(model.require_forward_param_sync for model in self.partners)
 
 
-_grad_of, _version_of, _is_there = attrgetter("grad"), attrgetter("_version"), partial(is_not, None)
+_grad_of, _is_there = attrgetter("grad"), partial(is_not, None)
 
 
 def _perhaps() -> bool:

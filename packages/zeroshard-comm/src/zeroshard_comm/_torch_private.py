@@ -1,0 +1,80 @@
+"""The private names of torch that this package uses, each with its reason, and the check that this torch has them.
+
+A package names what is private in torch in its own module of this name, or uses that of a package below, and nowhere
+else. So what a new torch has renamed is found when the package is imported, by name, and is mended in one place.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Mapping
+from datetime import timedelta
+from types import FunctionType
+
+import torch
+import torch.distributed as dist
+
+TESTED_WITH = "2.15"
+"""The newest torch in which these names were tried."""
+
+USED: Mapping[str, str] = {
+    "torch._foreach_add_": "one call for many tensors, where a loop costs a call for each",
+    "torch._foreach_copy_": "the same",
+    "torch._foreach_div_": "the same",
+    "torch.distributed.ProcessGroup._device_types": "a group does not tell its timeout, but its backends do",
+    "torch.distributed.ProcessGroup._get_backend": "the same; a public name has been there since 2.14 only",
+    "torch._C._distributed_c10d.Backend.Options._timeout": "the same",
+}
+
+
+def check_names(package: str, used: Mapping[str, str], tested_with: str) -> None:
+    """Check that this torch has the private names that a package uses.
+
+    Args:
+        package: which package, for the message.
+        used: dotted names with the reasons why they are used. The last part is an attribute of a module or class, or of
+            an instance, if it is named in a method of the class.
+        tested_with: the newest version of torch in which they were tried.
+
+    Raises:
+        ImportError: naming those that are missing.
+    """
+    missing = [name for name in used if not _is_there(name)]
+    if missing:
+        raise ImportError(
+            f"{package} uses {', '.join(missing)}, which torch {torch.__version__} does not have: install a newer "
+            f"{package}, or torch {tested_with}, the newest that it was tested with"
+        )
+
+
+def _is_there(dotted: str) -> bool:
+    place, _, name = dotted.rpartition(".")
+    try:
+        owner = pkgutil.resolve_name(place)
+    except (AttributeError, ImportError):
+        return False
+    methods = [member for member in vars(owner).values() if isinstance(member, FunctionType)]
+    return hasattr(owner, name) or any(name in method.__code__.co_names for method in methods)
+
+
+check_names("zeroshard_comm", USED, TESTED_WITH)
+
+foreach_add_ = torch._foreach_add_
+foreach_copy_ = torch._foreach_copy_
+foreach_div_ = torch._foreach_div_
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """Return after how long the operations of a group are given up; None if its backends do not tell.
+
+    Args:
+        group: any process group.
+    """
+    for device in group._device_types:
+        try:
+            timeout = group._get_backend(device).options._timeout
+        except (AttributeError, RuntimeError):
+            continue
+        if isinstance(timeout, timedelta):
+            return timeout
+    return None

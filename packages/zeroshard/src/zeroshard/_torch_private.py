@@ -1,0 +1,78 @@
+"""The private names of torch that this package uses, each with its reason; see :mod:`zeroshard_comm._torch_private`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch.distributed.algorithms.join import Joinable, _JoinConfig
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from zeroshard_comm._torch_private import check_names
+
+TESTED_WITH = "2.15"
+"""The newest torch in which these names were tried."""
+
+USED: Mapping[str, str] = {
+    "torch._foreach_mul_": "one call for many gradients, where a loop costs a call for each",
+    "torch._foreach_norm": "the same; torch.nn.utils.get_total_norm adds up in the gradients' own precision",
+    "torch._C._current_graph_task_id": "whether this thread is in a backward",
+    "torch.Tensor._indices": "of a sparse gradient as it is: the public method wants it coalesced",
+    "torch.Tensor._values": "the same",
+    "torch.Tensor._version": "whether a tensor was written to; the public function only counts up",
+    "torch.Tensor._make_wrapper_subclass": "a tensor with a shape and no memory",
+    "torch.ops.aten._foreach_zero_": "how an optimizer's zero_grad() reaches gradients without memory",
+    "torch.ops.aten._to_copy": "how a model's conversion reaches gradients without memory",
+    "torch.optim.Optimizer._optimizer_step_pre_hooks": "the user's hooks, called once where a step is made in parts",
+    "torch.optim.Optimizer._optimizer_step_post_hooks": "the same",
+    "torch.distributed.algorithms.join.Joinable._join_config": "how a joinable learns whether it is in a Join context",
+    "torch.distributed.algorithms.join._JoinConfig": "the same; what a joinable outside of any context has",
+    "torch.distributed.Reducer._get_local_used_map": "torch's Join does not clear it where a rank has run out of data",
+}
+
+check_names("zeroshard", USED, TESTED_WITH)
+
+foreach_mul_ = torch._foreach_mul_
+foreach_norm = torch._foreach_norm
+sparse_indices = torch.Tensor._indices
+sparse_values = torch.Tensor._values
+version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
+make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
+ATEN_FOREACH_ZERO_ = torch.ops.aten._foreach_zero_.default
+ATEN_TO_COPY = torch.ops.aten._to_copy.default
+JoinConfig = _JoinConfig
+_IN_NO_CONTEXT: JoinConfig = JoinConfig.construct_disabled_join_config()
+
+
+def in_autograd() -> bool:
+    """Whether autograd makes a backward in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def step_pre_hooks(optimizer: Optimizer) -> Mapping[int, Callable[..., Any]]:
+    """Return the hooks before a step that were registered with this optimizer."""
+    return optimizer._optimizer_step_pre_hooks
+
+
+def step_post_hooks(optimizer: Optimizer) -> Mapping[int, Callable[..., Any]]:
+    """Return the hooks after a step that were registered with this optimizer."""
+    return optimizer._optimizer_step_post_hooks
+
+
+def join_config(joinable: Joinable) -> JoinConfig:
+    """Return what the Join context that a joinable is in, if it is in one, has told it."""
+    found: JoinConfig = getattr(joinable, "_join_config", _IN_NO_CONTEXT)
+    return found
+
+
+def set_join_config(joinable: Joinable, config: JoinConfig | None) -> None:
+    """Tell a joinable that it is in a Join context, or with None that it is in none."""
+    joinable._join_config = _IN_NO_CONTEXT if config is None else config
+
+
+def local_used_map(ddp: DistributedDataParallel) -> torch.Tensor | None:
+    """Return DDP's own counts of who has used each parameter, int32, 1-D; None if it does not count."""
+    found: torch.Tensor | None = ddp.reducer._get_local_used_map()
+    return found

@@ -1,0 +1,166 @@
+"""Checks how large modules and classes are, and where they name what is private in torch; counts lines by package.
+
+Run as ``python tools/check_sources.py``. It reads the sources and imports nothing. The rules:
+
+- No module has more than 400 lines, and no class more than 250, except those in `OVER`. That list only shrinks: what is
+  in it may not grow, and what has become smaller is written down, or deleted from it.
+- Private names of torch are in modules named ``_torch_private`` alone.
+
+Who imports whom, and that nothing imports in a circle, is checked by ``check_imports.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import sys
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from check_imports import Violation
+from module_imports import Module, read_packages
+from torch_private_names import HOME, is_home, private_names, private_uses
+
+
+@dataclass(frozen=True)
+class Aim:
+    """How many lines a package is to have at most, and why it has more if it has."""
+
+    lines: int
+    reason: str = ""
+
+
+AIMS: Mapping[str, Aim] = {
+    "zeroshard_core": Aim(1500),
+    "zeroshard_comm": Aim(2000),
+    "zeroshard": Aim(4300),
+    "zeroshard_integrations": Aim(1200),
+    "zeroshard_testing": Aim(5200),
+}
+LONGEST_MODULE = 400
+LONGEST_CLASS = 250
+OVER: Mapping[str, int] = {
+    "zeroshard.engine": 478,
+    "zeroshard.engine.Engine": 400,
+    "zeroshard.local.LocalOptimizer": 267,
+    "zeroshard.optimizer": 623,
+    "zeroshard.optimizer.ZeroRedundancyOptimizer": 585,
+    "zeroshard.pipeline": 894,
+    "zeroshard.pipeline.Pipeline": 773,
+    "zeroshard.uneven.UnevenInputs": 345,
+    "zeroshard_integrations.join_block.JoinBlock": 252,
+    "zeroshard_integrations.join_model.ModelInJoin": 317,
+}
+"""Modules and classes that are over the limit, and how many lines they have. Nothing is added."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """How long a module or class is: its full name, where it lies, its lines, and how many it may have."""
+
+    name: str
+    path: Path
+    line: int
+    lines: int
+    limit: int
+
+
+def check(modules: Collection[Module], over: Mapping[str, int]) -> list[Violation]:
+    """Check the modules of all packages.
+
+    Args:
+        modules: The modules.
+        over: Modules and classes that may be over the limit, with their lines.
+
+    Returns:
+        The violations, sorted by file and line.
+    """
+    return sorted({*_sizes_changed(list(_sizes(modules)), over), *_private_names(modules)})
+
+
+def lines_of(module: Module) -> int:
+    """Count the lines of a source file, blank ones and comments included."""
+    return module.path.read_bytes().count(b"\n")
+
+
+def _sizes(modules: Iterable[Module]) -> Iterator[Size]:
+    for module in modules:
+        yield Size(module.name, module.path, 1, lines_of(module), LONGEST_MODULE)
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.ClassDef):
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                yield Size(f"{module.name}.{node.name}", module.path, node.lineno, lines, LONGEST_CLASS)
+
+
+def _sizes_changed(sizes: Sequence[Size], over: Mapping[str, int]) -> Iterator[Violation]:
+    for size in sizes:
+        known = over.get(size.name)
+        if size.lines > (known or size.limit):
+            text = f"{size.name} has {size.lines} lines, and may have {known or size.limit}: take something out of it"
+        elif known is not None and size.limit < size.lines < known:
+            text = f'{size.name} has {known - size.lines} lines less: write "{size.name}": {size.lines} in OVER'
+        elif known is not None and size.lines <= size.limit:
+            text = f"{size.name} has {size.lines} lines, as it may: delete it from OVER"
+        else:
+            continue
+        yield Violation(size.path, size.line, text)
+    for name in over.keys() - {size.name for size in sizes}:
+        yield Violation(Path(__file__), 1, f"{name} is no more: delete it from OVER")
+
+
+def _private_names(modules: Iterable[Module]) -> Iterator[Violation]:
+    names = private_names(modules)
+    for module in modules:
+        if not is_home(module):
+            for line, use in private_uses(module, names):
+                text = f"{use} is private in torch: reach it in {HOME}.py of {module.package}, with the reason"
+                yield Violation(module.path, line, text)
+
+
+def _table(lines: Mapping[str, int]) -> Iterator[str]:
+    yield f"{'package':24}{'lines':>6}{'aim':>6}{'over by':>9}"
+    for name, aim in AIMS.items():
+        missing = max(0, lines[name] - aim.lines)
+        yield f"{name:24}{lines[name]:6}{aim.lines:6}{missing or '-':>9}  {aim.reason if missing else ''}".rstrip()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Check a repository, print what is wrong, what is still over the limit, and the lines of each package.
+
+    Args:
+        arguments: The command line, without the program's name; that of the process if None.
+
+    Returns:
+        The exit status: 1 if a rule is broken. An aim that is missed breaks none.
+    """
+    parser = argparse.ArgumentParser(description="Check how large sources are, and private names of torch in them.")
+    parser.add_argument("root", type=Path, nargs="?", default=Path(__file__).parents[1], help="the repository")
+    parser.add_argument("--json", action="store_true", help="print all of it as JSON")
+    options = parser.parse_args(arguments)
+    try:
+        modules = read_packages(options.root, AIMS).values()
+    except (FileNotFoundError, SyntaxError) as error:
+        print(f"check_sources: {error}", file=sys.stderr)
+        return 1
+    violations = check(modules, OVER)
+    lines = Counter[str]()
+    for module in modules:
+        lines[module.package] += lines_of(module)
+    if options.json:
+        packages = {name: {"lines": lines[name], "aim": aim.lines, "reason": aim.reason} for name, aim in AIMS.items()}
+        print(json.dumps({"packages": packages, "over": dict(OVER), "violations": [*map(str, violations)]}, indent=2))
+        return 1 if violations else 0
+    for violation in violations:
+        print(violation)
+    for name, known in sorted(OVER.items()):
+        print(f"still over the limit: {name}, {known} lines")
+    print(*_table(lines), sep="\n")
+    print(f"sources: {len(violations)} violations" if violations else "sources: nothing new breaks a rule")
+    return 1 if violations else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,135 @@
+"""The checker of sizes and of private names of torch: what it finds, and what it leaves alone."""
+
+from __future__ import annotations
+
+import json
+
+import check_sources
+import pytest
+from check_sources import AIMS, check, main
+from module_imports import read_packages
+
+LINE = "number = 1\n"
+
+
+@pytest.fixture
+def root(tmp_path):
+    for package in AIMS:
+        folder = tmp_path / "packages" / package.replace("_", "-") / "src" / package
+        folder.mkdir(parents=True)
+        (folder / "__init__.py").write_text('"""A package."""\n')
+    return tmp_path
+
+
+@pytest.fixture
+def violations(root):
+    """Return a function that writes modules (name -> source) and gives the texts of the violations."""
+
+    def found(sources, over=None):
+        for name, source in sources.items():
+            package = name.partition("/")[0]
+            root.joinpath("packages", package.replace("_", "-"), "src", f"{name}.py").write_text(source)
+        return [violation.text for violation in check(read_packages(root, AIMS).values(), over or {})]
+
+    return found
+
+
+def a_class(lines):
+    return "class Long:\n" + "    number = 1\n" * (lines - 1)
+
+
+def test_a_module_of_400_lines_and_a_class_of_250_are_clean(violations):
+    assert not violations({"zeroshard/a": LINE * 400, "zeroshard/b": a_class(250)})
+
+
+def test_one_line_more_is_told(violations):
+    assert violations({"zeroshard/a": LINE * 401, "zeroshard/b": a_class(251)}) == [
+        "zeroshard.a has 401 lines, and may have 400: take something out of it",
+        "zeroshard.b.Long has 251 lines, and may have 250: take something out of it",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("lines", "texts"),
+    [
+        (451, ["zeroshard.a has 451 lines, and may have 450: take something out of it"]),
+        (450, []),
+        (449, ['zeroshard.a has 1 lines less: write "zeroshard.a": 449 in OVER']),
+        (400, ["zeroshard.a has 400 lines, as it may: delete it from OVER"]),
+    ],
+)
+def test_what_is_listed_may_not_grow_and_the_list_follows_what_shrinks(violations, lines, texts):
+    assert violations({"zeroshard/a": LINE * lines}, {"zeroshard.a": 450}) == texts
+
+
+def test_what_is_listed_and_gone_is_to_be_deleted(violations):
+    assert violations({}, {"zeroshard.a.Long": 300}) == ["zeroshard.a.Long is no more: delete it from OVER"]
+
+
+@pytest.mark.parametrize(
+    ("source", "use"),
+    [
+        ("import torch\ntorch._foreach_add_([], [])", "torch._foreach_add_"),
+        ("import torch as t\nt._C._name()", "t._C._name"),
+        ("import torch.distributed as dist\ndist.distributed_c10d._world", "dist.distributed_c10d._world"),
+        ("import torch.nn\ntorch.nn.Linear(1, 1)._hooks", "torch.nn.Linear(1, 1)._hooks"),
+        ("from torch import nn\nnn._name", "nn._name"),
+        ("import torch\nops = torch.ops.aten\nops._to_copy", "ops._to_copy"),
+        ("from torch.optim import Optimizer\nOptimizer._hooks", "Optimizer._hooks"),
+        ("from torch._C import Future", "import of torch._C.Future"),
+        ("from torch.optim.optimizer import _name", "import of torch.optim.optimizer._name"),
+        ("def f():\n    import torch._dynamo", "import of torch._dynamo"),
+        ("def f(grad):\n    return grad._version", "grad._version"),
+        ("class A:\n    def f(self):\n        return self.grad._version", "self.grad._version"),
+        ("from operator import attrgetter\nattrgetter('_version')", "the name '_version' as a string"),
+        ("vars(ddp)['_rebuilt'] = True", "the name '_rebuilt' as a string"),
+        ("name = 'torch.Tensor._version'", "the name 'torch.Tensor._version' as a string"),
+    ],
+)
+def test_a_private_name_of_torch_is_told_once(violations, source, use):
+    home = "def version_of(tensor): return tensor._version\ndef rebuilt(ddp): return vars(ddp)['_rebuilt']\n"
+    texts = violations({"zeroshard_comm/_torch_private": home, "zeroshard/a": source})
+    assert texts == [f"{use} is private in torch: reach it in _torch_private.py of zeroshard, with the reason"]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch\ntorch.Tensor.__init__",
+        "import torch\nx = torch.nn",
+        "class A:\n    def f(self):\n        return self._version",
+        "class A:\n    def _version(self): ...",
+        "def f(other):\n    return other._own",
+        '"""torch.Tensor._version"""',
+        "def f(x):\n    return f'{x}_version'",
+        "from zeroshard._torch_private import version_of\nversion_of(1)",
+    ],
+)
+def test_names_of_its_own_are_left_alone(violations, source):
+    home = "def version_of(tensor): return tensor._version\n"
+    assert not violations({"zeroshard/_torch_private": home, "zeroshard/a": source})
+
+
+def test_the_lines_of_each_package_are_printed_beside_its_aim(root, monkeypatch, capsys):
+    monkeypatch.setattr(check_sources, "OVER", {})
+    aims = dict.fromkeys(AIMS, check_sources.Aim(1)) | {"zeroshard": check_sources.Aim(1, "written twice")}
+    monkeypatch.setattr(check_sources, "AIMS", aims)
+    (root / "packages" / "zeroshard" / "src" / "zeroshard" / "a.py").write_text(LINE * 9)
+    assert main([str(root)]) == 0
+    rows = [line.split(maxsplit=4) for line in capsys.readouterr().out.splitlines()]
+    assert ["zeroshard", "10", "1", "9", "written twice"] in rows
+    assert ["zeroshard_core", "1", "1", "-"] in rows
+
+
+def test_as_json_with_a_status_that_tells_of_violations(root, monkeypatch, capsys):
+    monkeypatch.setattr(check_sources, "OVER", {"zeroshard.a": 450})
+    assert main([str(root), "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told["packages"]["zeroshard_core"] == {"lines": 1, "aim": AIMS["zeroshard_core"].lines, "reason": ""}
+    assert told["over"] == {"zeroshard.a": 450}
+    assert [text.rpartition(": ")[2] for text in told["violations"]] == ["delete it from OVER"]
+
+
+def test_a_repository_without_sources_is_an_error_and_not_clean(tmp_path, capsys):
+    assert main([str(tmp_path)]) == 1
+    assert "no source of zeroshard_core" in capsys.readouterr().err
