@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn, optim
-from training import assert_bitwise_equal, assert_same_state, set_gradients, small_model, twins
+from training import assert_bitwise_equal, assert_same_state, cutting, set_gradients, small_model, twins
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_comm import DisagreementError
 from zeroshard_testing import assert_replicas_equal
@@ -108,7 +108,11 @@ BAD_SETTINGS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "partition": ({"partition": "diagonal"}, ValueError, "diagonal.*whole"),
     "partition of no kind": ({"partition": 3}, TypeError, "a strategy must be one of 'whole'.* but is 3 \\(int\\)"),
     "cost": ({"cost": lambda spec: "heavy"}, TypeError, "cost of tensor 'param.0' should be a number, but is 'heavy'"),
-    "cuts": ({"optimizer_class": optim.Adafactor, "partition": "split"}, ValueError, "Adafactor is not known to be"),
+    "cuts": (
+        {"optimizer_class": optim.Adafactor, "partition": cutting("split")},
+        ValueError,
+        "Adafactor is not known to be",
+    ),
 }
 
 

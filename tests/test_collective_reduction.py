@@ -20,9 +20,8 @@ from zeroshard_comm import (
     RankGroup,
     Traffic,
     Words,
-    own_exchange_for,
+    choose_own_exchange,
 )
-from zeroshard_comm.own_groups import _made, own_group
 from zeroshard_comm.packing import PACK_BELOW
 from zeroshard_core import Run
 from zeroshard_testing import Faults
@@ -46,7 +45,7 @@ def test_owners_hold_the_mean(rank: int, world_size: int, dtype: torch.dtype) ->
     ranks = RankGroup.of()
     control = Control(ranks, traffic)
     bucket = values_of(rank, end, dtype)
-    reduction = CollectiveReduction(own_exchange_for(ranks, CPU, traffic), control, runs, bucket, 70)
+    reduction = CollectiveReduction(choose_own_exchange(ranks, CPU, traffic), control, runs, bucket, 70)
     for number in range(2):
         bucket = values_of(rank, end, dtype)
         note = Note((1, 2, number, rank), tuple(place == rank for place in range(70)))
@@ -79,7 +78,7 @@ def test_numbers_that_are_read_in_another_order_than_they_were_sent(rank: int) -
 @pytest.mark.ranks(5, backend="fake", fake_rank=2)
 def test_on_a_fake_group_a_rank_hears_itself_alone() -> None:
     assert Words(Control(RankGroup.of()), [7], 1, "here").wait() == [[7]]
-    assert own_exchange_for(RankGroup.of(), CPU).ranks == RankGroup.of()
+    assert choose_own_exchange(RankGroup.of(), CPU).ranks == RankGroup.of()
 
 
 @pytest.mark.ranks(2, backend="gloo")
@@ -96,14 +95,14 @@ def test_a_group_of_its_own_for_each_purpose(rank: int) -> None:
     # Subgroups too, without the others; and only once.
     halves = [dist.new_group([0, 2], timeout=timedelta(seconds=77)), dist.new_group([1, 3])]
     ranks = RankGroup.of(halves[rank % 2])
-    made = own_group(ranks, "gloo", "buckets")
-    assert made.group is own_group(ranks, "gloo", "buckets").group
+    made = ranks.private_group("gloo", "buckets")
+    assert made.group is ranks.private_group("gloo", "buckets").group
     assert made.group is not ranks.group
-    assert made.group is not own_group(ranks, "gloo", "control").group
+    assert made.group is not ranks.private_group("gloo", "control").group
     assert dist.get_process_group_ranks(made.group) == dist.get_process_group_ranks(ranks.group)
     if rank == 0:
         assert made.group._get_backend(CPU).options._timeout == timedelta(seconds=77)
-    assert ranks.group in _made
+    context = weakref.ref(ranks.context)
     gone = weakref.ref(ranks.group)
     dist.destroy_process_group(ranks.group)
     del ranks, halves
@@ -113,6 +112,7 @@ def test_a_group_of_its_own_for_each_purpose(rank: int) -> None:
         gc.collect()
         time.sleep(0.02)
     assert gone() is None
+    assert context() is None
 
 
 @pytest.mark.ranks(2, backend="gloo")
@@ -123,11 +123,11 @@ def test_a_group_that_nccl_would_split_off_without_the_others_is_refused(rank: i
         mock.patch.object(dist.group.__class__, "WORLD", world),
         pytest.raises(ValueError, match="leave out device_id"),
     ):
-        own_group(RankGroup(alone, 0, 1), "nccl", "buckets")
+        RankGroup(alone, 0, 1).private_group("nccl", "buckets")
 
 
 @pytest.mark.ranks(2, backend="gloo")
 def test_a_device_without_a_backend_is_refused(rank: int) -> None:
     cpu_only = RankGroup.of(dist.new_group(backend="cpu:gloo"))
     with pytest.raises(RuntimeError, match="no backend for tensors on 'cuda'"):
-        own_exchange_for(cpu_only, torch.device("cuda"))
+        choose_own_exchange(cpu_only, torch.device("cuda"))

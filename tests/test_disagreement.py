@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from ddp_training import Twins
 from torch import nn, optim
 from training import assert_bitwise_equal, cutting, set_gradients, small_model, twins
 from zeroshard import ZeroRedundancyOptimizer
@@ -436,3 +438,104 @@ def test_a_learning_rate_edited_before_a_group_is_added_is_kept() -> None:
         optimizer.add_param_group({"params": [late]})
         assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.001]
     go_on(pair, optimizers, range(2, 4))
+
+
+# ---------------------------------------------------------------------- several optimizers on one group
+
+
+def two_alike(**arguments: Any) -> tuple[Pair, Pair, list[tuple[Pair, Optimizers]]]:
+    """Two trainings that nothing tells apart but the order in which their optimizers were built."""
+    first, second = twins(), twins()
+    made = [
+        (
+            pair,
+            (ZeroRedundancyOptimizer(pair[0].parameters(), optim.Adam, **arguments), optim.Adam(pair[1].parameters())),
+        )
+        for pair in (first, second)
+    ]
+    return first, second, made
+
+
+MIXED_UP: dict[str, Callable[[ZeroRedundancyOptimizer], Any]] = {
+    "step()": lambda optimizer: optimizer.step(),
+    "consolidate_state_dict(to=0)": lambda optimizer: optimizer.consolidate_state_dict(),
+    "add_param_group()": lambda optimizer: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]}),
+    "load_state_dict()": lambda optimizer: optimizer.load_state_dict(
+        optim.Adam(small_model().parameters()).state_dict()
+    ),
+}
+
+
+@pytest.mark.ranks(2, 3, backend="gloo")
+@pytest.mark.parametrize("call", MIXED_UP)
+@VIEWS
+def test_two_optimizers_that_look_alike_do_not_pass_for_each_other(
+    rank: int, world_size: int, call: str, as_bucket_view: bool
+) -> None:
+    first, second, made = two_alike(parameters_as_bucket_view=as_bucket_view)
+    for number, (pair, optimizers) in enumerate(made):
+        go_on(pair, optimizers, range(number, number + 2))
+    for pair, _ in made:
+        set_gradients(pair[0].parameters(), 5)
+    before = [[param.detach().clone() for param in pair[0].parameters()] for pair in (first, second)]
+    others = "rank 0" if world_size == 2 else "ranks 0, 2"
+    told = (
+        rf"{others} called {re.escape(call)} after 2 steps of optimizer 1 \(Adam\); "
+        rf"rank 1 called {re.escape(call)} after 2 steps of optimizer 2 \(Adam\)"
+    )
+    with pytest.raises(DisagreementError, match=told):
+        MIXED_UP[call](made[rank == 1][1][0])
+    for pair, params in zip((first, second), before, strict=True):
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(pair[0].parameters(), params, strict=True))
+    # Used rightly, both go on.
+    for number, (pair, optimizers) in enumerate(made):
+        go_on(pair, optimizers, range(number + 2, number + 4))
+
+
+@pytest.mark.ranks(3, backend="gloo")
+def test_an_optimizer_that_one_rank_steps_twice(rank: int) -> None:
+    _, _, made = two_alike()
+    (pair, optimizers), (_, others) = made
+    set_gradients(pair[0].parameters(), 0)
+    for step in range(2):
+        told = r"ranks 0, 2 called step\(\) after 0 steps of optimizer 2 .* rank 1 called .* 1 steps of optimizer 1"
+        if step == 0:
+            optimizers[0].step()
+        else:
+            with pytest.raises(DisagreementError, match=told):
+                (optimizers if rank == 1 else others)[0].step()
+    optimizers[0].step()
+    others[0].step()
+    assert_replicas_equal(pair[0].parameters())
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_optimizers_of_other_shapes_that_change_places_are_an_error_on_every_rank(rank: int) -> None:
+    models = [small_model(), nn.Linear(33, 100)]
+    optimizers = [ZeroRedundancyOptimizer(model.parameters(), optim.SGD, lr=0.1) for model in models]
+    for model in models:
+        set_gradients(model.parameters(), 0)
+    with pytest.raises(DisagreementError, match=r"of optimizer 1 .* of optimizer 2"):
+        optimizers[rank].step()
+    for optimizer in optimizers:
+        optimizer.step()
+    for model in models:
+        assert_replicas_equal(model.parameters())
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_clipping_another_optimizer_on_one_rank(rank: int) -> None:
+    trainings = [Twins("owner"), Twins("owner")]
+    for number in (1, 2):
+        for training in trainings:
+            training.backward(training.ddp, number)
+        with pytest.raises(
+            DisagreementError, match=r"clip_grad_norm_\(\) .* optimizer 1 .* clip_grad_norm_\(\) .* optimizer 2"
+        ):
+            trainings[rank].optimizer.clip_grad_norm_(1.0)
+        for training in trainings:
+            training.optimizer.clip_grad_norm_(1.0)
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+    for training in trainings:
+        assert_replicas_equal(training.ddp.parameters())

@@ -20,7 +20,7 @@ from zeroshard_comm import (
     Segment,
     Shipment,
     agree,
-    exchange_for,
+    choose_exchange,
     gather,
 )
 from zeroshard_core import TensorSpec, partition
@@ -114,14 +114,14 @@ def test_a_shipment_moves_small_and_large_pieces_and_statuses(
 
 @pytest.mark.ranks(2, backend="gloo")
 def test_gloo_on_cpu_gets_its_own_exchange() -> None:
-    assert type(exchange_for(RankGroup.of(), torch.device("cpu"))) is GlooExchange
+    assert type(choose_exchange(RankGroup.of(), torch.device("cpu"))) is GlooExchange
 
 
 @pytest.mark.ranks(2, backend="gloo")
 def test_a_group_without_a_backend_for_the_device_says_so() -> None:
     cpu_only = dist.new_group(backend="cpu:gloo")
     with pytest.raises(RuntimeError, match="no backend for tensors on 'cuda'"):
-        exchange_for(RankGroup.of(cpu_only), torch.device("cuda"))
+        choose_exchange(RankGroup.of(cpu_only), torch.device("cuda"))
 
 
 @pytest.mark.ranks(16, backend="fake")
@@ -129,7 +129,7 @@ def test_a_fake_group_is_told_from_a_real_one() -> None:
     ranks = RankGroup.of()
     assert not ranks.moves_data()
     assert Control(ranks).alone
-    exchange_for(ranks, torch.device("cpu")).share_from_owners([Segment(3, torch.zeros(4))]).wait()
+    choose_exchange(ranks, torch.device("cpu")).share_from_owners([Segment(3, torch.zeros(4))]).wait()
 
 
 @pytest.mark.ranks(3, backend="gloo")
@@ -195,4 +195,4 @@ def test_a_target_without_room_is_an_error_on_every_rank(rank: int) -> None:
     control = Control(RankGroup.of())
     with pytest.raises(MemoryError, match="rank 0: no room for what rank 0 sends"):
         gather(control, Consignment(None, [torch.zeros(3)]), 0, place)
-    control.meet("afterwards")
+    control.check_consistent("afterwards")

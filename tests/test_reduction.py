@@ -10,7 +10,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from zeroshard_comm import Note, PeerLostError, RankGroup, ReceiveWindow, Reduction, Traffic, window_bytes
-from zeroshard_comm.bits import bits_as_words, bits_from_words
+from zeroshard_comm.bits import pack_bits, unpack_bits
 from zeroshard_comm.reduction import CHUNK_BYTES
 from zeroshard_core import Run
 from zeroshard_testing import Faults
@@ -139,9 +139,9 @@ def test_a_rank_that_dies_is_named(rank: int, faults: Faults) -> None:
 @settings(suppress_health_check=[HealthCheck.differing_executors])
 @given(st.lists(st.booleans(), max_size=300))
 def test_bits_come_back_from_words(bits: list[bool]) -> None:
-    words = bits_as_words(bits)
+    words = pack_bits(bits)
     assert all(0 <= word < 2**63 for word in words)
-    assert bits_from_words(words, len(bits)) == tuple(bits)
+    assert unpack_bits(words, len(bits)) == tuple(bits)
 
 
 @given(st.lists(st.integers(0, 2**32), max_size=5))

@@ -43,8 +43,8 @@ AIMS: Mapping[str, Aim] = {
 LONGEST_MODULE = 400
 LONGEST_CLASS = 250
 OVER: Mapping[str, int] = {
-    "zeroshard.engine": 478,
-    "zeroshard.engine.Engine": 400,
+    "zeroshard.engine": 457,
+    "zeroshard.engine.Engine": 397,
     "zeroshard.local.LocalOptimizer": 267,
     "zeroshard.optimizer": 623,
     "zeroshard.optimizer.ZeroRedundancyOptimizer": 585,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def bits_as_words(bits: Sequence[bool]) -> list[int]:
+def pack_bits(bits: Sequence[bool]) -> list[int]:
     """Pack bits into numbers.
 
-    >>> bits_as_words([True, False, True])
+    >>> pack_bits([True, False, True])
     [5]
     """
     return [
@@ -17,10 +17,10 @@ def bits_as_words(bits: Sequence[bool]) -> list[int]:
     ]
 
 
-def bits_from_words(words: Sequence[int], count: int) -> tuple[bool, ...]:
-    """Return the first ``count`` bits of what :func:`bits_as_words` has packed.
+def unpack_bits(words: Sequence[int], count: int) -> tuple[bool, ...]:
+    """Return the first ``count`` bits of what :func:`pack_bits` has packed.
 
-    >>> bits_from_words([5], 4)
+    >>> unpack_bits([5], 4)
     (True, False, True, False)
     """
     return tuple([bool(words[place // 63] >> place % 63 & 1) for place in range(count)])

@@ -6,13 +6,12 @@ import torch
 
 from zeroshard_comm.collective import CollectiveExchange
 from zeroshard_comm.exchange import Exchange
-from zeroshard_comm.own_groups import own_group
 from zeroshard_comm.point_to_point import GlooExchange
-from zeroshard_comm.ranks import RankGroup
+from zeroshard_comm.process_group import RankGroup
 from zeroshard_comm.traffic import Traffic
 
 
-def exchange_for(ranks: RankGroup, device: torch.device, traffic: Traffic | None = None) -> Exchange:
+def choose_exchange(ranks: RankGroup, device: torch.device, traffic: Traffic | None = None) -> Exchange:
     """Choose the fastest exchange that works for tensors on ``device``.
 
     Args:
@@ -32,7 +31,7 @@ def exchange_for(ranks: RankGroup, device: torch.device, traffic: Traffic | None
     return CollectiveExchange(ranks, traffic)
 
 
-def own_exchange_for(ranks: RankGroup, device: torch.device, traffic: Traffic | None = None) -> CollectiveExchange:
+def choose_own_exchange(ranks: RankGroup, device: torch.device, traffic: Traffic | None = None) -> CollectiveExchange:
     """Make an exchange whose collectives never meet those that anybody else issues on ``ranks``. Collective.
 
     They travel on a group of the same ranks, with the same backend and timeout, that is made once per process group.
@@ -48,7 +47,7 @@ def own_exchange_for(ranks: RankGroup, device: torch.device, traffic: Traffic | 
     """
     _refuse_without_backend(ranks, device)
     if ranks.moves_data() and ranks.world_size > 1:
-        ranks = own_group(ranks, ranks.backend(device.type), "buckets")
+        ranks = ranks.private_group(ranks.backend(device.type), "buckets")
     return CollectiveExchange(ranks, traffic)
 
 

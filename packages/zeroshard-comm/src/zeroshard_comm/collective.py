@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from zeroshard_comm.errors import PeerLostError
 from zeroshard_comm.exchange import Exchange, Pending, Segment, Share, shared_bytes
-from zeroshard_comm.failures import PeerLostError
-from zeroshard_comm.ranks import RankGroup
+from zeroshard_comm.process_group import RankGroup
 from zeroshard_comm.traffic import Traffic
 
 

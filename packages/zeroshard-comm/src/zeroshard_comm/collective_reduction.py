@@ -14,8 +14,8 @@ import torch
 from zeroshard_core import Run
 
 from zeroshard_comm._torch_private import foreach_copy_
-from zeroshard_comm.bits import bits_as_words, bits_from_words
-from zeroshard_comm.control import Control
+from zeroshard_comm.agreement import Control
+from zeroshard_comm.bits import pack_bits, unpack_bits
 from zeroshard_comm.exchange import Exchange, Pending, Segment
 from zeroshard_comm.packing import PACK_BELOW
 from zeroshard_comm.reduction import NOTE_WORDS, Note
@@ -72,7 +72,7 @@ class CollectiveReduction:
         Raises:
             PeerLostError: if a rank is gone.
         """
-        words = Words(self.control, [*note.words, *bits_as_words(note.present)], TAG_NOTES, "backward()")
+        words = Words(self.control, [*note.words, *pack_bits(note.present)], TAG_NOTES, "backward()")
         pending: Pending | None = None
         if gradients and self.exchange.ranks.world_size > 1:
             # First, as DDP does: a sum in half precision may be too large.
@@ -101,7 +101,7 @@ class CollectiveUnderway:
         """
         tensors = self._reduction.tensors
         return [
-            Note(tuple(numbers[:NOTE_WORDS]), bits_from_words(numbers[NOTE_WORDS:], tensors))
+            Note(tuple(numbers[:NOTE_WORDS]), unpack_bits(numbers[NOTE_WORDS:], tensors))
             for numbers in self._words.wait()
         ]
 

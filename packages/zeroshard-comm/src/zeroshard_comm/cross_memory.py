@@ -13,8 +13,11 @@ import ctypes
 import os
 import sys
 import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,6 +25,23 @@ SWITCH = "ZEROSHARD_CROSS_MEMORY"
 """Environment variable; ``0`` on any rank keeps that rank from reading, and from being read."""
 
 _CANNOT = "this system has no process_vm_readv"
+
+
+@dataclass(frozen=True, eq=False)
+class Readable:
+    """Who can read whose memory in a group.
+
+    Attributes:
+        processes: by peer, the process that this rank reads from.
+        readers: peers that read from this rank.
+        all_read: whether every rank reads from every other; the same on all ranks.
+        answers: what is on its way, by peer and tag; only messages change it.
+    """
+
+    processes: Mapping[int, int] = field(default_factory=dict)
+    readers: frozenset[int] = frozenset()
+    all_read: bool = False
+    answers: dict[tuple[int, int], Any] = field(default_factory=dict)
 
 
 class _IOVec(ctypes.Structure):

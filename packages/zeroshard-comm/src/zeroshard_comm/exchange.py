@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zeroshard_comm.ranks import RankGroup
+from zeroshard_comm.process_group import RankGroup
 from zeroshard_comm.traffic import Traffic
 
 

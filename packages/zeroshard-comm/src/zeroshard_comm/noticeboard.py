@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import time
-import weakref
 
-import torch.distributed as dist
-
-from zeroshard_comm._torch_private import timeout_of
-from zeroshard_comm.control import Control, lost
+from zeroshard_comm.agreement import Control
 from zeroshard_comm.cross_memory import Peephole
+from zeroshard_comm.errors import lost
 from zeroshard_comm.wire import connect, unread, wire_of
 from zeroshard_comm.words import Words
 
@@ -24,9 +21,6 @@ _SPINS = 20
 _LONGEST_NAP = 1e-3
 
 _Places = ctypes.c_uint64 * 2
-_written: weakref.WeakKeyDictionary[dist.ProcessGroup, list[object]] = weakref.WeakKeyDictionary()
-"""Where this process writes, by group; for as long as the group lives, since peers may look at any time; if a board was
-settled, for as long as the board does."""
 
 
 class Noticeboard:
@@ -59,14 +53,14 @@ class Noticeboard:
         if not wire_of(channel).all_read:
             return
         self._places = _Places()
-        _written.setdefault(channel.group, []).append(self._places)
-        told = control.collect_words([ctypes.addressof(self._places)], operation)
+        channel.context.read_by_peers.append(self._places)
+        told = control.all_gather_ints([ctypes.addressof(self._places)], operation)
         processes, size = wire_of(channel).processes, ctypes.sizeof(ctypes.c_uint64)
         self._peepholes = {
             peer: [Peephole(processes[peer], told[peer][0] + place * size) for place in range(2)]
             for peer in channel.peers
         }
-        timeout = timeout_of(channel.group)
+        timeout = channel.timeout
         self._seconds = timeout.total_seconds() if timeout is not None else float("inf")
 
     @property
@@ -124,9 +118,9 @@ class Noticeboard:
             PeerLostError: if a rank is gone.
         """
         if self._places is not None:
-            self._control.collect_words([self._number], self._operation)
+            self._control.all_gather_ints([self._number], self._operation)
             assert self._control.channel is not None
-            kept = _written[self._control.channel.group]
+            kept = self._control.channel.context.read_by_peers
             kept[:] = [places for places in kept if places is not self._places]
 
     def _look(self, peer: int, deadline: float) -> int:

@@ -14,7 +14,7 @@ import torch
 
 from zeroshard_comm.collective import CollectiveExchange
 from zeroshard_comm.exchange import Exchange, Pending, Segment, Share, shared_bytes
-from zeroshard_comm.ranks import RankGroup
+from zeroshard_comm.process_group import RankGroup
 from zeroshard_comm.traffic import Traffic
 from zeroshard_comm.wire import Message, wire_of
 

@@ -18,9 +18,9 @@ import torch
 from zeroshard_core import Run
 
 from zeroshard_comm._torch_private import foreach_add_, foreach_div_
-from zeroshard_comm.bits import bits_as_words, bits_from_words
+from zeroshard_comm.bits import pack_bits, unpack_bits
 from zeroshard_comm.packing import PACK_BELOW
-from zeroshard_comm.ranks import RankGroup
+from zeroshard_comm.process_group import RankGroup
 from zeroshard_comm.scratch import Receive, ReceiveWindow
 from zeroshard_comm.traffic import Traffic
 from zeroshard_comm.wire import Message, wire_of
@@ -57,7 +57,7 @@ class Reduction:
         dtype: of the bucket, which is on the CPU.
         tensors: number of tensors in the bucket.
         traffic: where bytes are counted, as kinds ``"reduce"`` and ``"control"``.
-        tags: offset to the tags, see :func:`zeroshard_comm.claim_tags`; the same on all ranks.
+        tags: offset to the tags, see :meth:`zeroshard_comm.GroupContext.allocate_tags`; the same on all ranks.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Underway:
         self._buffer: torch.Tensor | None = None
         self._own_note = Note((0,) * NOTE_WORDS, (False,) * reduction.tensors)
         ranks = reduction.ranks
-        words = NOTE_WORDS + len(bits_as_words(self._own_note.present))
+        words = NOTE_WORDS + len(pack_bits(self._own_note.present))
         self._notes = {peer: torch.empty(words, dtype=torch.int64, device="cpu") for peer in ranks.peers}
         self._wire = wire_of(ranks)
         self._arriving_notes = [
@@ -159,7 +159,7 @@ class Underway:
         """
         reduction, ranks = self._reduction, self._reduction.ranks
         self._buffer, self._own_note = buffer, note
-        own = torch.tensor([*note.words, *bits_as_words(note.present)], dtype=torch.int64, device="cpu")
+        own = torch.tensor([*note.words, *pack_bits(note.present)], dtype=torch.int64, device="cpu")
         self._staged.append(own)
         for peer in ranks.peers:
             self._send(peer, own, TAG_NOTE)
@@ -198,7 +198,7 @@ class Underway:
         found = {ranks.rank: self._own_note}
         for peer, words in self._notes.items():
             numbers = words.tolist()
-            found[peer] = Note(tuple(numbers[:NOTE_WORDS]), bits_from_words(numbers[NOTE_WORDS:], tensors))
+            found[peer] = Note(tuple(numbers[:NOTE_WORDS]), unpack_bits(numbers[NOTE_WORDS:], tensors))
         return [found[rank] for rank in range(ranks.world_size)]
 
     def finish(self) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from zeroshard_comm.ranks import RankGroup
+from zeroshard_comm.process_group import RankGroup
 from zeroshard_comm.wire import Message, wire_of
 
 

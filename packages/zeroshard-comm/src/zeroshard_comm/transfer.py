@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from zeroshard_core import is_dense, storage_view
 
-from zeroshard_comm.control import Control, wait_for
-from zeroshard_comm.failures import DisagreementError
+from zeroshard_comm.agreement import Control
+from zeroshard_comm.errors import DisagreementError, wait_for
 
 TAG_STATE_SIZE = 0x5A530020
 TAG_STATE_TEXT = 0x5A530021
@@ -102,7 +102,7 @@ def _send_all(control: Control, consignment: Consignment, target: int, operation
     for payload, tag in ((size, TAG_STATE_SIZE), (body, TAG_STATE_TEXT)):
         wait_for(dist.isend(payload, group=group, group_dst=target, tag=tag), target, rank, operation)
     try:
-        control.meet(f"{operation}: making room", error=failure)
+        control.check_consistent(f"{operation}: making room", error=failure)
     finally:
         # A frame that keeps an error which passes through it keeps itself alive, and the tensors.
         del failure
@@ -144,7 +144,7 @@ def _receive_all(
         except Exception as error:  # noqa: BLE001 - whatever it is, every rank must hear of it before it is raised
             failure = error
     try:
-        control.meet(f"{operation}: making room", error=failure)
+        control.check_consistent(f"{operation}: making room", error=failure)
     finally:
         # A frame that keeps an error which passes through it keeps itself alive, and the tensors.
         del failure

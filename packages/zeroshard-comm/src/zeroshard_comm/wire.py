@@ -13,20 +13,19 @@ from __future__ import annotations
 import os
 import secrets
 import threading
-import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from zeroshard_comm.bits import bits_as_words, bits_from_words
-from zeroshard_comm.control import Control, lost, wait_for
-from zeroshard_comm.cross_memory import SWITCH, machine, read_into
-from zeroshard_comm.failures import DisagreementError, PeerLostError
-from zeroshard_comm.ranks import RankGroup
+from zeroshard_comm.agreement import Control
+from zeroshard_comm.bits import pack_bits, unpack_bits
+from zeroshard_comm.cross_memory import SWITCH, Readable, machine, read_into
+from zeroshard_comm.errors import DisagreementError, PeerLostError, lost, wait_for
+from zeroshard_comm.process_group import RankGroup
 
 _ANSWER = 0x0100
 """Added to the tag of a message for the answer to it."""
@@ -82,16 +81,6 @@ class _Answers:
             self._read.remove(number)
 
 
-@dataclass(frozen=True, eq=False)
-class _Found:
-    """What was found out about a group, and what is on its way there. Only messages change it."""
-
-    processes: Mapping[int, int] = field(default_factory=dict)
-    readers: frozenset[int] = frozenset()
-    all_read: bool = False
-    answers: dict[tuple[int, int], _Answers] = field(default_factory=dict)
-
-
 @dataclass(frozen=True)
 class Wire:
     """The ways from one rank of a group to the others, and from them. Any thread may use it.
@@ -102,7 +91,7 @@ class Wire:
     """
 
     ranks: RankGroup
-    found: _Found
+    found: Readable
 
     @property
     def processes(self) -> Mapping[int, int]:
@@ -146,12 +135,9 @@ class Wire:
         return _Plain(self.ranks, peer, _receive(self.ranks, peer, buffer, tag, operation))
 
 
-_found: weakref.WeakKeyDictionary[dist.ProcessGroup, _Found] = weakref.WeakKeyDictionary()
-
-
 def wire_of(ranks: RankGroup) -> Wire:
     """Return the wire of a group: messages of the group alone, until it was connected."""
-    return Wire(ranks, _found.get(ranks.group, _Found()))
+    return Wire(ranks, ranks.context.readable or Readable())
 
 
 def connect(control: Control) -> None:
@@ -164,11 +150,11 @@ def connect(control: Control) -> None:
         PeerLostError: if a rank is gone.
     """
     ranks = control.ranks
-    if control.alone or ranks.group in _found or not ranks.sends_tagged(torch.device("cpu")):
+    if control.alone or ranks.context.readable is not None or not ranks.sends_tagged(torch.device("cpu")):
         return
     secret = torch.tensor([secrets.randbits(62)], dtype=torch.int64, device="cpu")
     mine = (machine(), os.getpid(), secret.data_ptr(), int(secret))
-    places = control.collect_words(mine, "connect()")
+    places = control.all_gather_ints(mine, "connect()")
     readable = {
         peer: process
         for peer, (theirs, process, address, expected) in enumerate(places)
@@ -176,11 +162,13 @@ def connect(control: Control) -> None:
     }
     # Until everybody has looked, the number must stay where it is.
     everyone = range(ranks.world_size)
-    told = control.collect_words(bits_as_words([peer in readable for peer in everyone]), "connect()")
-    reads = [bits_from_words(words, ranks.world_size) for words in told]
+    told = control.all_gather_ints(pack_bits([peer in readable for peer in everyone]), "connect()")
+    reads = [unpack_bits(words, ranks.world_size) for words in told]
     readers = frozenset([peer for peer in ranks.peers if reads[peer][ranks.rank]])
     all_read = all(reads[one][other] for one in everyone for other in everyone if one != other)
-    _found[ranks.group] = _Found(readable, readers, all_read)
+    # Found by all ranks or by none.
+    control.check_consistent("connect()")
+    ranks.context.readable = Readable(readable, readers, all_read)
     del secret
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from zeroshard_comm.control import Control
+from zeroshard_comm.agreement import Control
 from zeroshard_comm.wire import Message, wire_of
 
 TAG_NOTES = 0x5A530040

@@ -119,7 +119,7 @@ class JoinBlock:
         settings = {"throw_on_early_termination": self._throws, **self._arguments}
         told_settings = ", ".join([f"{name}={_told(value)}" for name, value in sorted(settings.items())])
         entered = f"Join([{told}], {told_settings})"
-        self.control.meet(
+        self.control.check_consistent(
             "entering Join",
             zlib.crc32(entered.encode()),
             error=self._prepare(),
@@ -267,7 +267,7 @@ class JoinBlock:
         running = by_status[Status.RUNNING]
         if by_status[Status.FAILED]:
             self.is_told = True
-            self.control.meet("leaving Join")
+            self.control.check_consistent("leaving Join")
             raise RuntimeError(f"rank {by_status[Status.FAILED][0]} has left the Join block with an error")
         self.running, self.joined = len(running), tuple(by_status[Status.JOINED])
         if self.joined:

@@ -111,7 +111,7 @@ def _tell(block: JoinBlock, error: Exception) -> None:
         block.is_told = True
         block.board.post(Announcement(Status.FAILED))
         block.board.answers()
-        block.control.compare("leaving Join", error=error)
+        block.control.inconsistency("leaving Join", error=error)
 
 
 def _blame(block: JoinBlock, error: Exception) -> None:

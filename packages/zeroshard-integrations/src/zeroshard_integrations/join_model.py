@@ -123,7 +123,7 @@ class ModelInJoin:
             # What was reduced, and what was not, are added alike.
             return
         grads = [param.grad for param in self.params]
-        prints = control.collect_words([fingerprint(grads)], "entering Join")
+        prints = control.all_gather_ints([fingerprint(grads)], "entering Join")
         has_grads = any(grad is not None for grad in grads)
         self._has_reduced = has_grads and all(each == prints[0] for each in prints)
         self._has_local = has_grads and not self._has_reduced

@@ -71,12 +71,12 @@ def call_roll(
     operation = "Join"
     try:
         word = int(mine) if untold is None else mine | _CANNOT_TELL
-        words = [answer for [answer] in control.collect_words([word], operation)]
+        words = [answer for [answer] in control.all_gather_ints([word], operation)]
         answers = [Call(word & ~_CANNOT_TELL) for word in words]
         if Call.REFUSED in answers:
-            control.meet(operation, error=error)
+            control.check_consistent(operation, error=error)
         if Call.JOINED in answers and any(word & _CANNOT_TELL for word in words):
-            control.meet(operation, error=untold)
+            control.check_consistent(operation, error=untold)
     finally:
         del error, untold
     running = tuple([rank for rank, answer in enumerate(answers) if answer is not Call.JOINED])

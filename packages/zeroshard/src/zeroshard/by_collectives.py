@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 from torch.futures import Future
-from zeroshard_comm import CollectiveReduction, CollectiveUnderway, Control, Note, Traffic, own_exchange_for
+from zeroshard_comm import CollectiveReduction, CollectiveUnderway, Control, Note, Traffic, choose_own_exchange
 
 from zeroshard.carrier import STEPS_EARLY, Backward, Carrier
 from zeroshard.route import Route
@@ -52,7 +52,7 @@ class CollectiveCarrier(Carrier):
 
     def __init__(self, control: Control, traffic: Traffic, device: torch.device, backward: Backward) -> None:
         self._control, self._backward = control, backward
-        self.exchange = own_exchange_for(control.ranks, device, traffic)
+        self.exchange = choose_own_exchange(control.ranks, device, traffic)
         self._side = SideStream(device)
         # Of a device with streams, a future orders those who wait for it behind the stream on which it was set.
         self._devices: list[int | str | torch.device] = [] if device.type == "cpu" else [device]

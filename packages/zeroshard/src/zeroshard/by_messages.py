@@ -21,7 +21,6 @@ from zeroshard_comm import (
     Reduction,
     Traffic,
     Underway,
-    claim_tags,
     window_bytes,
     wire_of,
 )
@@ -46,7 +45,7 @@ class MessageCarrier(Carrier):
 
     def __init__(self, control: Control, traffic: Traffic, backward: Backward) -> None:
         self._ranks, self._traffic, self._backward = control.ranks, traffic, backward
-        self.tags = claim_tags(control.ranks)
+        self.tags = control.ranks.context.allocate_tags()
         self.exchange = PointToPointExchange(control.ranks, traffic, share_tag=TAG_BUCKETS + self.tags)
         self._window = ReceiveWindow(control.ranks)
         self._worker = Worker(f"zeroshard rank {control.ranks.rank}")

@@ -53,7 +53,7 @@ def clip_over_ranks(
     except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
         failure = error
     try:
-        control.meet(
+        control.check_consistent(
             "clip_grad_norm_()",
             digest,
             error=failure,
@@ -62,7 +62,7 @@ def clip_over_ranks(
         )
     finally:
         del failure
-    parts = torch.tensor(control.collect(mine, "clip_grad_norm_()"), dtype=torch.float64, device="cpu")
+    parts = torch.tensor(control.all_gather_float(mine, "clip_grad_norm_()"), dtype=torch.float64, device="cpu")
     total = float(torch.linalg.vector_norm(parts, norm_type))
     if error_if_nonfinite and not math.isfinite(total):
         raise RuntimeError(

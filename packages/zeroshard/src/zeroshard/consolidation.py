@@ -181,7 +181,7 @@ def consolidate(
     except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
         failure = error
     try:
-        control.meet(f"{operation}: describing state", error=failure)
+        control.check_consistent(f"{operation}: describing state", error=failure)
     finally:
         # A frame that keeps an error which passes through it keeps itself alive, and the model.
         del failure

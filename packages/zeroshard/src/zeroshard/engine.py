@@ -1,8 +1,8 @@
 """A plan at work: one place that follows the model, steps this rank's shards, shares them, and agrees with the others.
 
-No other module of this package issues a step's collectives. The order is fixed: this rank looks at its parameters; if
-nothing has changed it steps its shards at once and shares them, and the others' statuses come with their shares; if
-something has changed, or is wrong, it shares without having stepped, with a status that brings every rank to a meeting.
+No other module of this package issues a step's collectives. The order is fixed: this rank looks at its parameters; all
+ranks agree that they are in the same step of the same optimizer with the same layout, and that nothing is wrong; each
+steps its shards and shares them, and whether that has failed somewhere comes with the shares.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from operator import is_
 from typing import Any
 
 import torch
-from zeroshard_comm import Control, Declaration, PeerLostError, RankGroup, Traffic, agree_over, connect
+from zeroshard_comm import Control, PeerLostError, Position, RankGroup, ShardingConfig, Traffic, check_config, connect
 
 from zeroshard.elementwise import name_of
 from zeroshard.hyperparameters import Hyperparameters
@@ -25,9 +25,10 @@ from zeroshard.local import Closure, LocalOptimizer, sync_groups
 from zeroshard.parameters import ParamGroup, activity, hyperparameters_of, parameters_of
 from zeroshard.pipeline import Pipeline, Stepping
 from zeroshard.replicas import Replicas, same_place
+from zeroshard.step_agreement import StepAgreement
 
-_FINE, _STOPPED, _FAILED = 0, 1, 2
-"""What a rank tells the others with its share: it has stepped; it must talk first and has not; its step has failed."""
+_FINE, _FAILED = 0, 1
+"""What a rank tells the others with its share: it has stepped; its step has failed."""
 
 _NOT_COMPARED = 0
 """In place of a digest of hyperparameters."""
@@ -35,25 +36,6 @@ _NOT_COMPARED = 0
 
 def _nobody_to_tell() -> None:
     pass
-
-
-class _Once:
-    """Calls something the first time; raises what it raised every time."""
-
-    def __init__(self, call: Callable[[], None]) -> None:
-        self._call: Callable[[], None] | None = call
-        self._error: Exception | None = None
-
-    def __call__(self) -> None:
-        call, self._call = self._call, None
-        if call is not None:
-            try:
-                call()
-            except Exception as error:
-                self._error = error
-                raise
-        elif self._error is not None:
-            raise self._error
 
 
 class _Found(Enum):
@@ -99,7 +81,7 @@ class Engine:
         self.control = Control(ranks, traffic)
         self._policy = policy
         built: tuple[list[ParamGroup], Layout, LocalOptimizer] | None = None
-        declaration: Declaration | None = None
+        declaration: ShardingConfig | None = None
         failure: Exception | None = None
         try:
             groups = read_groups()
@@ -109,11 +91,12 @@ class Engine:
         except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
             failure = error
         try:
-            agree_over(self.control, "ZeroRedundancyOptimizer()", declaration, error=failure)
+            check_config(self.control, "ZeroRedundancyOptimizer()", declaration, error=failure)
         finally:
             # Here and below: a frame that keeps an error which passes through it keeps itself alive, and the model.
             del failure
         assert built is not None
+        self.control.position = Position(ranks.context.number_optimizer(), name_of(policy.factory), 0)
         connect(self.control)
         groups, self.layout, self.local = built
         self.replicas = Replicas(ranks, traffic, as_bucket_view=policy.as_bucket_view)
@@ -139,7 +122,7 @@ class Engine:
         """
         try:
             self.finish_share()
-            agree_over(self.control, operation, self.layout.declaration, error=problem)
+            check_config(self.control, operation, self.layout.declaration, error=problem)
         finally:
             del problem
 
@@ -176,23 +159,19 @@ class Engine:
             self.pipeline.refuse_broken()
             problem = self.pipeline.end_abandoned() or problem
             self.finish_share()
-        attendance = _Once(attend)
-        if closure is None:
-            attendance()
-        # Also after a problem: the others' shards must arrive where parameters are now.
         layout, observed = self._begun if self._begun is not None else self._observe(groups)
         self._begun = None
         bucketwise = self.pipeline if self.pipeline is not None and self.pipeline.routed else None
         problem = observed if problem is None else problem
         declared = _NOT_COMPARED if self.shadowing else self.hyperparameters.follow(groups)
-        if problem is not None or layout is not self.layout:
-            # The others may be stepping already; they find this status in the share that they wait for.
-            attendance()
+        agreement = StepAgreement(self.control, layout.declaration, attend)
+        # A closure communicates, too: ranks agree when it has returned.
+        if closure is None or problem is not None or layout is not self.layout:
             try:
-                self._share(_STOPPED, declared, problem)
-                agree_over(self.control, "step()", layout.declaration, error=problem)
+                agreement.reach(problem)
             finally:
                 del problem, observed
+        if layout is not self.layout:
             before = self.layout.plan
             self.adopt(layout, groups)
             if bucketwise is not None:
@@ -205,12 +184,17 @@ class Engine:
             elif gradients is not None:
                 self.local.step_with(gradients, arguments)
             else:
-                watched = self._watched(closure, groups, attendance) if closure is not None else None
+                watched = self._watched(closure, groups, agreement) if closure is not None else None
                 result = self.local.step(watched, arguments)
         except Exception as error:  # noqa: BLE001 - peers wait for this rank's share, and must hear of it
             failure = error
-        # Raises, if the others have heard of it already.
-        attendance()
+        try:
+            if failure is not None and agreement.has_failed:
+                raise failure
+            agreement.reach(failure)
+        except BaseException:
+            del failure
+            raise
         if bucketwise is not None and bucketwise.defers and failure is None:
             bucketwise.begin_share((_FINE, declared, 0, 0))
             sync_groups(self.local.optim.param_groups, groups)
@@ -250,7 +234,7 @@ class Engine:
     def _compare_hyperparameters(self, error: Exception | None) -> None:
         mine = _with_hyperparameters(self.layout, self.hyperparameters.in_words())
         try:
-            agree_over(self.control, "step()", mine, error=error)
+            check_config(self.control, "step()", mine, error=error)
         finally:
             del error
 
@@ -308,7 +292,7 @@ class Engine:
         except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
             failure = error
         try:
-            agree_over(self.control, "add_param_group()", declaration, error=failure)
+            check_config(self.control, "add_param_group()", declaration, error=failure)
         except BaseException:
             del groups[before:]
             raise
@@ -374,7 +358,7 @@ class Engine:
         finally:
             self.shadowing = before
 
-    def _watched(self, closure: Closure, groups: Sequence[ParamGroup], attendance: Callable[[], None]) -> Closure:
+    def _watched(self, closure: Closure, groups: Sequence[ParamGroup], agreement: StepAgreement) -> Closure:
         """Return a closure that raises if the user's has changed what the ranks agreed upon before the step."""
 
         def evaluate() -> Any:  # noqa: ANN401 - the closure's own result
@@ -382,7 +366,7 @@ class Engine:
             if self.pipeline is not None:
                 # The closure's backward was the first that sent gradients to their owners.
                 self.pipeline.bind()
-            attendance()
+            agreement.reach()
             before, now = self.layout, self._next_layout(groups)
             for index, spec in enumerate(before.plan.tensors):
                 # What is no longer active is shared in vain this once.
@@ -432,7 +416,7 @@ class Engine:
                 statuses = self.replicas.share(words)
             if bucketwise or self.replicas.carries_status:
                 return _found(statuses)
-            raised = self.control.any_raised(status != _FINE, "step()")
+            raised = self.control.any_raised(status != _FINE, "the end of step()")
             return _Found.A_PROBLEM if raised else _Found.NOTHING
         except PeerLostError as lost:
             # The others may be lost because of this rank's error, e.g. in collectives of a closure that raised here.
@@ -473,6 +457,6 @@ def _found(statuses: Sequence[Sequence[int]]) -> _Found:
     return _Found.NOTHING if alike else _Found.OTHER_HYPERPARAMETERS
 
 
-def _with_hyperparameters(layout: Layout, hyperparameters: Mapping[str, str]) -> Declaration:
+def _with_hyperparameters(layout: Layout, hyperparameters: Mapping[str, str]) -> ShardingConfig:
     """Declare hyperparameters beside a layout: once, as they may change with every step."""
     return replace(layout.declaration, settings={**layout.declaration.settings, **hyperparameters})

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from zeroshard_comm import Declaration
+from zeroshard_comm import ShardingConfig
 from zeroshard_core import Cost, Plan, Strategy, is_dense, partition, repartition
 
 from zeroshard.elementwise import OptimizerFactory, is_elementwise, name_of, refuse_cuts
@@ -58,7 +58,7 @@ class Layout:
     plan: Plan
     active: tuple[bool, ...]
     settled: frozenset[int]
-    declaration: Declaration
+    declaration: ShardingConfig
 
 
 def first_layout(policy: Policy, groups: Sequence[ParamGroup], optimizer_name: str) -> Layout:
@@ -119,7 +119,7 @@ def _layout(
             )
     sparse = [index for index, param in enumerate(params) if param.layout is not torch.strided]
     newly = frozenset(index for index, is_heavy in enumerate(weighs) if is_heavy)
-    declaration = Declaration(
+    declaration = ShardingConfig(
         plan,
         {
             "optimizer": optimizer_name,

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import optim
-from zeroshard_comm import explain_declarations
+from zeroshard_comm import explain_configs
 from zeroshard_core import Plan, StateMapError, cut_state
 
 from zeroshard.elementwise import OptimizerFactory, class_of, is_elementwise
@@ -242,7 +242,7 @@ def local_state(by_index: Mapping[Any, Any], plan: Plan, rank: int) -> dict[Any,
 
 def what_differs(here: str, there: str, here_rank: int, there_rank: int) -> str:
     """Say how two ranks differ at a load, given the JSON of their declarations: in these, or in their checkpoints."""
-    return explain_declarations(here, there, here_rank, there_rank) or "they were handed different checkpoints"
+    return explain_configs(here, there, here_rank, there_rank) or "they were handed different checkpoints"
 
 
 def install(local: LocalOptimizer, state: Mapping[Any, Any], saved_groups: Sequence[Mapping[str, Any]]) -> None:

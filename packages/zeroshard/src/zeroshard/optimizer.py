@@ -501,7 +501,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
             failure = error
         try:
-            self._engine.control.meet(
+            self._engine.control.check_consistent(
                 "load_state_dict()",
                 digest ^ layout.declaration.digest,
                 error=failure,
@@ -519,7 +519,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             install(self._engine.local, mine, state_dict["param_groups"])
         except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
             failure = error
-        verdict = self._engine.control.compare("the end of load_state_dict()", error=failure)
+        verdict = self._engine.control.inconsistency("the end of load_state_dict()", error=failure)
         if verdict is not None:
             inner.state, inner.param_groups = before
             try:

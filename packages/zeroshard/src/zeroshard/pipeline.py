@@ -17,16 +17,16 @@ from torch.futures import Future
 from zeroshard_comm import (
     TAG_STATUSES,
     Control,
-    Declaration,
     Note,
     PackedShare,
     PeerLostError,
     Segment,
+    ShardingConfig,
     Shipment,
     Status,
     Traffic,
     Words,
-    agree_over,
+    check_config,
 )
 from zeroshard_core import Plan, is_dense, storage_view
 
@@ -278,7 +278,7 @@ class Pipeline:
         offsets = route.offsets if route is not None else []
         declaration = _with_bucket(self._layout, bucket, tensors, offsets, self._carrier.tags)
         try:
-            agree_over(self._control, "backward()", declaration, error=failure)
+            check_config(self._control, "backward()", declaration, error=failure)
         finally:
             del failure
         assert route is not None
@@ -882,7 +882,7 @@ def _check_order(bucket: Bucket, place: int, title: str) -> None:
 
 def _with_bucket(
     layout: Layout, bucket: Bucket, tensors: Sequence[int], offsets: Sequence[int], tags: int
-) -> Declaration:
+) -> ShardingConfig:
     return replace(
         layout.declaration,
         settings={

@@ -15,7 +15,7 @@ from zeroshard_comm import (
     Shipment,
     Status,
     Traffic,
-    exchange_for,
+    choose_exchange,
 )
 from zeroshard_core import BucketLayout, FlatBuffer, Plan, TensorSpec, bucket_layouts, is_dense, storage_view
 
@@ -140,7 +140,7 @@ class Replicas:
 
     def _exchange(self, device: torch.device) -> Exchange:
         if device not in self._exchanges:
-            self._exchanges[device] = exchange_for(self._ranks, device, self._traffic)
+            self._exchanges[device] = choose_exchange(self._ranks, device, self._traffic)
         return self._exchanges[device]
 
     def _pack(self, plan: Plan, active: Sequence[bool]) -> None:

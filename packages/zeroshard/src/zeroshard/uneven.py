@@ -282,7 +282,7 @@ class UnevenInputs:
         try:
             if call is not Call.STEP:
                 # All others begin with a meeting.
-                self._engine.control.meet(f"a call in {call.name.lower()}", error=error)
+                self._engine.control.check_consistent(f"a call in {call.name.lower()}", error=error)
             with self._engine.as_shadow():
                 self._engine.step(groups, None, {}, error)
         finally:
@@ -322,7 +322,7 @@ class UnevenInputs:
         params = [param for param, is_active in active if is_active and is_dense(param)]
         # One of another dtype or shape has been converted, which the step itself tells of.
         forms = zlib.crc32(repr([(param.dtype, param.shape) for param in params]).encode())
-        told = engine.control.collect_words([forms, fingerprint(params)], "a step inside Join")
+        told = engine.control.all_gather_ints([forms, fingerprint(params)], "a step inside Join")
         form, print_ = told[attendance.giver]
         stale = [rank for rank in attendance.joined if told[rank][0] == form and told[rank][1] != print_]
         if stale and engine.ranks.rank == attendance.giver:

@@ -5,21 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from zeroshard_comm import Declaration
-from zeroshard_comm.agreement import explain_declarations
+from zeroshard_comm import ShardingConfig, explain_configs
 from zeroshard_core import TensorSpec, partition
 
 SPECS = [TensorSpec("a", (4, 4), torch.float32), TensorSpec("b", (3,), torch.float32)]
 PLAN = partition(SPECS, 2)
-DECLARATION = Declaration(PLAN, {"optimizer": "Adam"}, (True, True))
+DECLARATION = ShardingConfig(PLAN, {"optimizer": "Adam"}, (True, True))
 
 
-def explained(other: Declaration) -> str | None:
-    return explain_declarations(DECLARATION.to_json(), other.to_json(), 0, 3)
+def explained(other: ShardingConfig) -> str | None:
+    return explain_configs(DECLARATION.to_json(), other.to_json(), 0, 3)
 
 
 def test_equal_declarations_have_equal_digests_and_no_difference() -> None:
-    again = Declaration.from_json(DECLARATION.to_json())
+    again = ShardingConfig.from_json(DECLARATION.to_json())
     assert again.digest == DECLARATION.digest
     assert explained(again) is None
     assert 0 <= DECLARATION.digest < 2**63
@@ -40,4 +39,4 @@ def test_each_kind_of_difference_changes_the_digest_and_is_named() -> None:
 
 
 def test_a_rank_without_a_declaration_explains_nothing() -> None:
-    assert explain_declarations(DECLARATION.to_json(), "", 0, 1) is None
+    assert explain_configs(DECLARATION.to_json(), "", 0, 1) is None

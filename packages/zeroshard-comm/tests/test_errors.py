@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from zeroshard_comm.failures import builtin_name, revive
+from zeroshard_comm.errors import builtin_name, rebuild_exception
 
 
 class DamagedError(ValueError):
@@ -11,7 +11,7 @@ class DamagedError(ValueError):
 
 
 def test_a_builtin_error_comes_back_as_itself() -> None:
-    error = revive("ZeroDivisionError", "rank 1: no")
+    error = rebuild_exception("ZeroDivisionError", "rank 1: no")
     assert type(error) is ZeroDivisionError
     assert str(error) == "rank 1: no"
 
@@ -20,7 +20,7 @@ def test_a_builtin_error_comes_back_as_itself() -> None:
     "name", ["KeyboardInterrupt", "SystemExit", "os.system", "DamagedError", "print", "UnicodeDecodeError"]
 )
 def test_nothing_else_is_made_from_a_peers_text(name: str) -> None:
-    error = revive(name, "text")
+    error = rebuild_exception(name, "text")
     assert type(error) is RuntimeError
     assert name in str(error)
 

@@ -1,0 +1,77 @@
+"""The errors of this package, how a backend's error becomes one, and how one travels to the other ranks."""
+
+from __future__ import annotations
+
+import builtins
+
+import torch.distributed as dist
+
+
+class DisagreementError(RuntimeError):
+    """Ranks of one group called different methods, or hold different plans or settings."""
+
+
+class PeerLostError(RuntimeError):
+    """A rank of the group closed its connection, died, or did not answer within the group's timeout."""
+
+
+def builtin_name(error: BaseException) -> str:
+    """Name the nearest built-in type of an error, by which other ranks can raise it too.
+
+    >>> class DamagedFile(ValueError): ...
+    >>> builtin_name(DamagedFile("x"))
+    'ValueError'
+    """
+    return next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins")
+
+
+def rebuild_exception(type_name: str, message: str) -> Exception:
+    """Make the error that another rank reported, from the name of its type and its message.
+
+    Only the built-in exception types come back as themselves; anything else becomes a RuntimeError that carries the
+    name, since a peer's text may not choose what is imported here.
+    """
+    kind = getattr(builtins, type_name, None)
+    if isinstance(kind, type) and issubclass(kind, Exception) and kind not in (UnicodeDecodeError, UnicodeEncodeError):
+        try:
+            return kind(message)
+        except TypeError:
+            return RuntimeError(f"{type_name}: {message}")
+    return RuntimeError(f"{type_name}: {message}")
+
+
+def wait_for(work: dist.Work | None, peer: int, rank: int, operation: str) -> None:
+    """Wait for one send or receive; turn the backend's error into one that names the peer.
+
+    Args:
+        work: what torch returned for the send or receive.
+        peer: group rank at the other end.
+        rank: group rank at this end.
+        operation: what the ranks were doing, for the message.
+
+    Raises:
+        PeerLostError: if the backend reports a closed connection, a timeout or any other failure.
+    """
+    if work is None:
+        return
+    try:
+        work.wait()
+    except RuntimeError as failure:
+        raise lost(failure, peer, rank, operation) from failure
+
+
+def lost(failure: RuntimeError, peer: int, rank: int, operation: str) -> PeerLostError:
+    """Make the error that names the peer out of the backend's own.
+
+    Args:
+        failure: what the backend raised.
+        peer: group rank at the other end.
+        rank: group rank at this end.
+        operation: what the ranks were doing.
+    """
+    first_line = str(failure).splitlines()[0] if str(failure) else type(failure).__name__
+    return PeerLostError(
+        f"rank {rank} lost rank {peer} during {operation}: that process has ended, was cut off, or did not call "
+        f"{operation} within the process group's timeout. Look at rank {peer}'s own output first. "
+        f"(The backend said: {first_line})"
+    )

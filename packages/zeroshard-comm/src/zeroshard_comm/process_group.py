@@ -1,0 +1,185 @@
+"""A process group as one of its ranks sees it, and what all users of this project on it have in common.
+
+Rank arithmetic in one place: group ranks inside, global ranks only at torch's own door.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from zeroshard_comm._torch_private import timeout_of
+from zeroshard_comm.cross_memory import Readable
+
+_TAG_SHIFT, _TAG_OFFSETS = 12, 1 << 16
+
+
+@dataclass
+class GroupContext:
+    """What all users of one process group share; all ranks change it in the same order. See `RankGroup.context`.
+
+    Attributes:
+        readable: whose memory this rank reads, once all ranks have found that out; None before.
+        read_by_peers: memory that peers may look at as long as the group lives, or until its owner has settled that.
+        optimizers: how many were built on the group.
+    """
+
+    readable: Readable | None = None
+    read_by_peers: list[object] = field(default_factory=list)
+    optimizers: int = 0
+    _private: dict[tuple[str, str], RankGroup] = field(default_factory=dict)
+    _tags: int = 0
+    _busy: threading.Lock = field(default_factory=threading.Lock)
+    _doing: str = ""
+
+    def number_optimizer(self) -> int:
+        """Return the number of a further optimizer, from 1."""
+        self.optimizers += 1
+        return self.optimizers
+
+    def allocate_tags(self) -> int:
+        """Return an offset to tags that nobody else has been given on this group, in 65,535 calls.
+
+        Messages of one tag and pair of ranks match in order, so who has an order of its own needs tags of its own. All
+        tags of this project are ``0x5A530...``. All ranks allocate in the same order, and should compare what they were
+        given before they use it.
+        """
+        self._tags = self._tags % (_TAG_OFFSETS - 1) + 1
+        return self._tags << _TAG_SHIFT
+
+    @contextmanager
+    def one_at_a_time(self, operation: str) -> Iterator[None]:
+        """Let one thread agree with the other ranks: two would take each other's messages.
+
+        Raises:
+            RuntimeError: if another thread is about to.
+        """
+        if not self._busy.acquire(blocking=False):
+            raise RuntimeError(
+                f"{operation} was called while another thread is in {self._doing} on the same process group: call the "
+                f"collective methods of one process group from one thread, or one after the other"
+            )
+        self._doing = operation
+        try:
+            yield
+        finally:
+            self._busy.release()
+
+
+_contexts: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupContext] = weakref.WeakKeyDictionary()
+"""The one place where a context is found by its group, for whoever comes later: the group is all that they have in
+common, and must not get a second one while it lives."""
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """A process group as one of its ranks sees it.
+
+    Attributes:
+        group: torch's process group.
+        rank: this process's rank in the group (group rank).
+        world_size: number of ranks in the group.
+    """
+
+    group: dist.ProcessGroup
+    rank: int
+    world_size: int
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None = None) -> RankGroup:
+        """Describe ``group``, or the default group.
+
+        Raises:
+            RuntimeError: if torch.distributed is not initialised, or this process is not in the group.
+        """
+        if not (dist.is_available() and dist.is_initialized()):
+            raise RuntimeError(
+                "torch.distributed is not initialised: call torch.distributed.init_process_group() first "
+                "(a script started by torchrun needs only init_process_group('gloo') or ('nccl'))"
+            )
+        found = group if group is not None else dist.group.WORLD
+        # torch answers -1 for a process that is outside, and hands such a process a marker in place of the group.
+        if found is None or not isinstance(found, dist.ProcessGroup) or dist.get_rank(found) < 0:
+            raise RuntimeError(f"global rank {dist.get_rank()} is not a member of the process group it was given")
+        return cls(found, dist.get_rank(found), dist.get_world_size(found))
+
+    @property
+    def context(self) -> GroupContext:
+        """What all users of this process group share, for as long as it lives."""
+        return _contexts.setdefault(self.group, GroupContext())
+
+    def private_group(self, backend: str, purpose: str) -> RankGroup:
+        """Return a group of the same ranks, with the same timeout, on which nobody else issues anything.
+
+        It is made once for each purpose, by a collective among these ranks alone.
+
+        Args:
+            backend: of the new group, such as ``"nccl"``.
+            purpose: what it is for; groups for different purposes never meet.
+
+        Raises:
+            ValueError: if torch would need ranks outside of the group for it.
+        """
+        made = self.context._private
+        if (backend, purpose) not in made:
+            members = dist.get_process_group_ranks(self.group)
+            _check_splits(members, backend)
+            group = dist.new_group(members, timeout=self.timeout, backend=backend, use_local_synchronization=True)
+            made[backend, purpose] = RankGroup.of(group)
+        return made[backend, purpose]
+
+    @property
+    def timeout(self) -> timedelta | None:
+        """After how long the operations of the group are given up; None if its backends do not tell."""
+        return timeout_of(self.group)
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        """The other ranks, starting behind this one, so that not all ranks turn to the same peer first."""
+        return tuple((self.rank + step) % self.world_size for step in range(1, self.world_size))
+
+    @property
+    def global_rank(self) -> int:
+        """This process's rank in the default group."""
+        return self.to_global(self.rank)
+
+    def to_global(self, rank: int) -> int:
+        """Translate a group rank to a global rank."""
+        return dist.get_global_rank(self.group, rank)
+
+    def backend(self, device_type: str) -> str:
+        """Name the backend that serves tensors of a device type, e.g. ``"gloo"``; ``""`` if none does."""
+        by_device = {}
+        for item in dist.get_backend_config(self.group).split(","):
+            device, _, name = item.partition(":")
+            by_device[device] = name
+        if device_type in by_device:
+            return by_device[device_type]
+        # A group made for one backend by name answers with that name alone.
+        named = str(dist.get_backend(self.group))
+        return named if named == "fake" or not by_device else ""
+
+    def moves_data(self) -> bool:
+        """Tell whether collectives of this group really communicate; torch's ``fake`` backend does not."""
+        return "fake" not in dist.get_backend_config(self.group) and str(dist.get_backend(self.group)) != "fake"
+
+    def sends_tagged(self, device: torch.device) -> bool:
+        """Tell whether tensors on ``device`` can be sent point to point with tags: gloo can, for CPU tensors."""
+        return device.type == "cpu" and self.backend("cpu") == "gloo"
+
+
+def _check_splits(members: list[int], backend: str) -> None:
+    """Raise where NCCL would split the default group, in which all its ranks must take part."""
+    default = dist.group.WORLD
+    if backend == "nccl" and default is not None and default.bound_device_id and len(members) < default.size():
+        raise ValueError(
+            f"a group of its own beside that of the ranks {members} cannot be made while the default process group is "
+            f"bound to a device: leave out device_id in init_process_group(), or use the default group"
+        )

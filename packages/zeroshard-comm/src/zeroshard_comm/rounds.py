@@ -1,0 +1,124 @@
+"""Messages without tensor data: rounds of doubling distance in which all ranks hear of all, and texts between two."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+import torch
+import torch.distributed as dist
+
+from zeroshard_comm.errors import PeerLostError, lost, wait_for
+from zeroshard_comm.process_group import RankGroup
+from zeroshard_comm.traffic import Traffic
+
+TAG_LENGTH = 0x5A530002
+TAG_TEXT = 0x5A530003
+
+
+class Rounds:
+    """Sends over the channel of a process group, and remembers who was lost.
+
+    Args:
+        channel: a group with gloo for CPU tensors.
+        traffic: where bytes and waiting are counted, as kind ``"control"``.
+    """
+
+    def __init__(self, channel: RankGroup, traffic: Traffic) -> None:
+        self._channel, self._traffic = channel, traffic
+        self._lost: dict[int, PeerLostError] = {}
+
+    def run(
+        self, message: Callable[[int], torch.Tensor], tag: int, operation: str, *, forward: bool
+    ) -> Iterator[torch.Tensor | int]:
+        """Send a message to the ranks at distance 1, 2, 4 ... in turn, and receive one from as far on the other side.
+
+        What was received, or which rank was lost, is yielded before the next message is asked for. After the last one,
+        whatever a rank passes on in the first round has come to all.
+
+        Args:
+            message: from a distance to what is sent there, of the same length and dtype on all ranks.
+            tag: of the messages.
+            operation: what the ranks are doing, for messages of errors.
+            forward: whether messages go to higher ranks.
+        """
+        rank, size = self._channel.rank, self._channel.world_size
+        started, sent, rounds = time.perf_counter(), 0, 0
+        sends: list[tuple[int, dist.Work | None, torch.Tensor]] = []
+        distance = 1
+        while distance < size:
+            there, here = (rank + distance) % size, (rank - distance) % size
+            target, source = (there, here) if forward else (here, there)
+            payload = message(distance)
+            room = torch.empty_like(payload)
+            # gloo starts a send only once its receive is posted, so receives come first.
+            receive = self._issued(dist.irecv, room, source, tag, operation)
+            send = self._issued(dist.isend, payload, target, tag, operation)
+            sends.append((target, send, payload))
+            try:
+                wait_for(receive, source, rank, operation)
+            except PeerLostError as error:
+                self._lost.setdefault(source, error)
+            yield next((peer for peer in (source, target) if peer in self._lost), room)
+            rounds, sent, distance = rounds + 1, sent + payload.nbytes, 2 * distance
+        for peer, work, _ in sends:
+            # Whoever is gone now is missed by the next agreement, if by nothing else.
+            with suppress(PeerLostError):
+                wait_for(work, peer, rank, operation)
+        self._traffic.add("control", sent=sent, received=sent, calls=2 * rounds, waited=time.perf_counter() - started)
+
+    def _issued(
+        self, issue: Callable[..., dist.Work | None], payload: torch.Tensor, peer: int, tag: int, operation: str
+    ) -> dist.Work | None:
+        place = {"group_src" if issue is dist.irecv else "group_dst": peer}
+        try:
+            return issue(payload, group=self._channel.group, tag=tag, **place)
+        except RuntimeError as failure:
+            self._lost[peer] = lost(failure, peer, self._channel.rank, operation)
+            return None
+
+    def error_for(self, peer: int, operation: str) -> PeerLostError:
+        """Make the error for a rank that was lost, by this rank or another one."""
+        if peer in self._lost:
+            return self._lost.pop(peer)
+        return PeerLostError(
+            f"rank {self._channel.rank} could not finish {operation}: another rank has lost rank {peer}, whose process "
+            f"has ended, was cut off, or did not call {operation} within the process group's timeout. Look at rank "
+            f"{peer}'s own output first"
+        )
+
+    def send_text(self, peer: int, text: str, operation: str) -> None:
+        """Send a text to a rank.
+
+        Raises:
+            PeerLostError: if it is gone.
+        """
+        data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        for payload, tag in ((torch.tensor([data.numel()], device="cpu"), TAG_LENGTH), (data, TAG_TEXT)):
+            try:
+                work = dist.isend(payload, group=self._channel.group, group_dst=peer, tag=tag)
+            except RuntimeError as failure:
+                raise lost(failure, peer, self._channel.rank, operation) from failure
+            wait_for(work, peer, self._channel.rank, operation)
+            self._traffic.add("control", sent=payload.nbytes, calls=1)
+
+    def receive_text(self, peer: int, operation: str) -> str:
+        """Receive a text from a rank.
+
+        Raises:
+            PeerLostError: if it is gone.
+        """
+        length = torch.zeros(1, dtype=torch.int64, device="cpu")
+        self._receive(length, peer, TAG_LENGTH, operation)
+        data = torch.zeros(int(length), dtype=torch.uint8, device="cpu")
+        self._receive(data, peer, TAG_TEXT, operation)
+        return bytes(data.tolist()).decode()
+
+    def _receive(self, room: torch.Tensor, peer: int, tag: int, operation: str) -> None:
+        try:
+            work = dist.irecv(room, group=self._channel.group, group_src=peer, tag=tag)
+        except RuntimeError as failure:
+            raise lost(failure, peer, self._channel.rank, operation) from failure
+        wait_for(work, peer, self._channel.rank, operation)
+        self._traffic.add("control", received=room.nbytes, calls=1)

@@ -1,0 +1,117 @@
+"""What ranks compare before they exchange anything: the plan, and the settings that change what is sent."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch.distributed as dist
+from zeroshard_core import Plan
+
+from zeroshard_comm.agreement import Control
+from zeroshard_comm.process_group import RankGroup
+
+Setting = str | int | float | bool | None
+
+
+@dataclass(frozen=True)
+class ShardingConfig:
+    """What decides about what a rank sends: the plan, and the settings that change what is sent.
+
+    Attributes:
+        plan: the plan this rank holds.
+        settings: named values that must be equal on all ranks, e.g. ``{"parameters_as_bucket_view": True}``.
+        active: per tensor, whether it takes part now; empty if that is not said.
+    """
+
+    plan: Plan
+    settings: Mapping[str, Setting] = field(default_factory=dict)
+    active: tuple[bool, ...] = ()
+
+    @cached_property
+    def digest(self) -> int:
+        """A 63-bit number, equal on two ranks if and (up to SHA-256 collisions cut to 63 bits) only if they agree."""
+        text = json.dumps([self.plan.fingerprint(), dict(self.settings), self.active], sort_keys=True)
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+    def to_json(self) -> str:
+        """Write the configuration as text that :meth:`from_json` reads."""
+        return json.dumps({"plan": self.plan.to_json(), "settings": dict(self.settings), "active": list(self.active)})
+
+    @classmethod
+    def from_json(cls, text: str) -> ShardingConfig:
+        """Read what :meth:`to_json` wrote.
+
+        Raises:
+            ValueError: if the text is damaged.
+        """
+        parts = json.loads(text)
+        return cls(Plan.from_json(parts["plan"]), parts["settings"], tuple(parts["active"]))
+
+
+def agree(plan: Plan, group: dist.ProcessGroup | None = None, *, settings: Mapping[str, Setting] | None = None) -> None:
+    """Make sure that every rank of ``group`` holds the same plan. Collective.
+
+    Args:
+        plan: this rank's plan.
+        group: the process group, the default group if None.
+        settings: further values that must be equal on all ranks.
+
+    Raises:
+        DisagreementError: on every rank, naming the first difference and the ranks that differ.
+        PeerLostError: if a rank is gone.
+    """
+    check_config(Control(RankGroup.of(group)), "agree()", ShardingConfig(plan, settings or {}))
+
+
+def check_config(
+    control: Control, operation: str, config: ShardingConfig | None, *, error: Exception | None = None
+) -> None:
+    """As :func:`agree`, over an existing control channel.
+
+    Args:
+        control: the channel.
+        operation: what this rank is about to do.
+        config: what it holds; None if it failed before it had anything, which ``error`` then says.
+        error: its own failure, if it had one.
+
+    Raises:
+        DisagreementError: as :func:`agree`.
+        PeerLostError: as :func:`agree`.
+        Exception: if a rank reported an error: that error, on every rank.
+    """
+    try:
+        control.check_consistent(
+            operation,
+            config.digest if config is not None else 0,
+            error=error,
+            detail=config.to_json if config is not None else str,
+            explain=explain_configs,
+        )
+    finally:
+        del error
+
+
+def explain_configs(reference: str, other: str, reference_rank: int, other_rank: int) -> str | None:
+    """Name the first difference between two configurations, given as JSON, in words; None if there is none."""
+    if not reference or not other:
+        return None
+    here, there = ShardingConfig.from_json(reference), ShardingConfig.from_json(other)
+    difference = here.plan.difference(there.plan)
+    if difference is not None:
+        return f"{difference} (here: rank {reference_rank}, there: rank {other_rank})"
+    for name in dict.fromkeys([*here.settings, *there.settings]):
+        left, right = here.settings.get(name), there.settings.get(name)
+        if left != right:
+            return f"{name} is {left!r} on rank {reference_rank} and {right!r} on rank {other_rank}"
+    for index, (left, right) in enumerate(zip(here.active, there.active, strict=False)):
+        if left != right:
+            yes, no = (reference_rank, other_rank) if left else (other_rank, reference_rank)
+            return (
+                f"tensor {index} {here.plan.tensors[index].name!r} is trainable or has a gradient on rank {yes}, but "
+                f"is frozen on rank {no}"
+            )
+    return None

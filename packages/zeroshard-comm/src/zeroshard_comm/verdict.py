@@ -1,0 +1,63 @@
+"""From what all ranks say of themselves after a difference to the one error that every rank raises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+Explain = Callable[[str, str, int, int], "str | None"]
+"""From what two ranks hold, and the two ranks, to the first difference in words; None if it finds none."""
+
+OWN = "own"
+"""In place of the name of an error: every rank has the same one, and raises its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """What a rank says of itself after a difference: what it is about to do, where it is, and what it holds."""
+
+    rank: int
+    operation: str
+    position: str
+    digest: int
+    detail: str
+    error_type: str = ""
+    error: str = ""
+
+    @property
+    def call(self) -> str:
+        """The operation and the position."""
+        return f"{self.operation} {self.position}".rstrip()
+
+
+def verdict(reasons: Sequence[Reason], explain: Explain | None) -> tuple[str, str]:
+    """The one error that every rank raises, by the reasons of all ranks: its type, or :data:`OWN`, and its message."""
+    calls = dict.fromkeys(reason.call for reason in reasons)
+    failed = [reason for reason in reasons if reason.error_type]
+    if failed:
+        first = failed[0]
+        alike = [
+            reason.rank for reason in failed if (reason.error_type, reason.error) == (first.error_type, first.error)
+        ]
+        if len(alike) == len(reasons):
+            return OWN, ""
+        return first.error_type, f"{_ranks(alike)}: {first.error}"
+    if len(calls) > 1:
+        told = "; ".join(f"{_ranks([r.rank for r in reasons if r.call == call])} called {call}" for call in calls)
+        return "DisagreementError", f"{told}. Every rank of the group must make the same calls in the same order."
+    reference = reasons[0]
+    others = [reason.rank for reason in reasons if reason.digest != reference.digest]
+    first_other = reasons[others[0]]
+    words = explain(reference.detail, first_other.detail, 0, first_other.rank) if explain is not None else None
+    return "DisagreementError", (
+        f"{reference.operation}: {_ranks(others)} {'differs' if len(others) == 1 else 'differ'} from rank 0: "
+        f"{words or 'what they hold is not the same'}. "
+        f"Build the same model and optimizer on every rank, and change them alike."
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"ranks {shown}{f' and {len(ranks) - 8} more' if len(ranks) > 8 else ''}"

@@ -1,0 +1,193 @@
+"""Agreements: every rank goes on, or every rank raises the same error."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch.distributed as dist
+from zeroshard_comm import Control, DisagreementError, PeerLostError, Position, RankGroup
+from zeroshard_testing import Faults
+
+
+class LibraryError(LookupError):
+    """An error that the other ranks may not have at all."""
+
+
+class OriginError(Exception):
+    """An error without a nearer built-in type than Exception."""
+
+
+def explain(here: str, there: str, rank: int, other: int) -> str:
+    return f"{here} on {rank}, {there} on {other}"
+
+
+@pytest.mark.ranks(1, 2, 4, 5, backend="gloo")
+def test_ranks_that_are_alike_go_on_and_send_one_word_in_each_round(world_size: int) -> None:
+    control = Control(RankGroup.of())
+    for digest in (0, 2**63 - 1):
+        control.check_consistent("step()", digest, detail=lambda: pytest.fail("nobody asked"))
+    sent = control.traffic.of("control")
+    rounds = math.ceil(math.log2(world_size))
+    assert sent.bytes_sent == sent.bytes_received == 2 * 8 * rounds
+    assert sent.calls == 2 * 2 * rounds
+
+
+ERRORS: dict[str, tuple[Callable[[], Exception], type[Exception], str]] = {
+    "built-in": (lambda: ZeroDivisionError("no"), ZeroDivisionError, "no"),
+    "of a library": (lambda: LibraryError("no"), LookupError, "no"),
+    "of nobody": (lambda: OriginError("no"), Exception, "no"),
+    "not to be made from a text": (lambda: UnicodeDecodeError("utf-8", b"x", 0, 1, "no"), RuntimeError, "no"),
+    "without a text": (ValueError, ValueError, ""),
+    "not ASCII": (lambda: OSError("kein Ger\u00e4t \U0001f4a5"), OSError, "kein Ger\u00e4t \U0001f4a5"),
+    "long": (lambda: ValueError("x" * 1_000_000), ValueError, "x{1000000}"),
+}
+
+
+@pytest.mark.ranks(3, backend="gloo")
+@pytest.mark.parametrize("name", ERRORS)
+def test_the_error_of_one_rank_is_raised_on_all(rank: int, name: str) -> None:
+    make, kind, words = ERRORS[name]
+    control = Control(RankGroup.of())
+    with pytest.raises(kind, match=f"rank 1: .*{words}"):
+        control.check_consistent("load()", error=make() if rank == 1 else None)
+    control.check_consistent("afterwards")
+
+
+@pytest.mark.ranks(3, backend="gloo")
+def test_an_error_that_all_ranks_have_is_raised_as_it_is() -> None:
+    error = LibraryError("no")
+    with pytest.raises(LibraryError, match=r"^no$") as caught:
+        Control(RankGroup.of()).check_consistent("load()", error=error)
+    assert caught.value is error
+
+
+@pytest.mark.ranks(4, backend="gloo")
+def test_of_different_errors_the_first_ranks_is_raised_with_all_who_share_it(rank: int) -> None:
+    errors = [None, ValueError("bad"), TypeError("worse"), ValueError("bad")]
+    with pytest.raises(ValueError, match=r"^ranks 1, 3: bad$"):
+        Control(RankGroup.of()).check_consistent("load()", error=errors[rank])
+
+
+@pytest.mark.ranks(3, backend="gloo")
+def test_an_error_comes_before_a_difference(rank: int) -> None:
+    with pytest.raises(MemoryError, match="rank 2: full"):
+        Control(RankGroup.of()).check_consistent(f"call {rank}", rank, error=MemoryError("full") if rank == 2 else None)
+
+
+@pytest.mark.ranks(4, backend="gloo")
+def test_different_operations_are_named_with_their_ranks(rank: int) -> None:
+    control = Control(RankGroup.of())
+    with pytest.raises(DisagreementError, match=r"ranks 0, 2, 3 called save\(\); rank 1 called load\(\)"):
+        control.check_consistent("load()" if rank == 1 else "save()")
+    control.check_consistent("afterwards")
+
+
+@pytest.mark.ranks(3, backend="gloo")
+def test_different_digests_are_explained_from_rank_0_to_the_first_other(rank: int) -> None:
+    held = ["a", "a", "b"][rank]
+    with pytest.raises(DisagreementError, match=r"save\(\): rank 2 differs from rank 0: a on 0, b on 2"):
+        Control(RankGroup.of()).check_consistent("save()", ord(held), detail=lambda: held, explain=explain)
+
+
+@pytest.mark.ranks(3, backend="gloo")
+@pytest.mark.parametrize("raising", [(), (1,), (0, 1, 2)], ids=str)
+def test_a_raised_hand_is_seen_by_all(rank: int, raising: tuple[int, ...]) -> None:
+    assert Control(RankGroup.of()).any_raised(rank in raising, "step()") == bool(raising)
+
+
+@pytest.mark.ranks(3, backend="gloo")
+def test_a_rank_that_calls_something_else_meets_those_who_look_for_hands(rank: int) -> None:
+    control = Control(RankGroup.of())
+    with pytest.raises(DisagreementError, match=r"ranks 0, 1 called step\(\); rank 2 called save\(\)"):
+        control.check_consistent("save()", 7) if rank == 2 else control.any_raised(False, "step()")
+    control.check_consistent("afterwards")
+
+
+@pytest.mark.ranks(1, 2, 3, 4, 5, 8, backend="gloo")
+def test_numbers_of_all_ranks_come_to_all_in_rank_order(rank: int, world_size: int) -> None:
+    control = Control(RankGroup.of())
+    mine = [rank, -rank, 2**62 + rank]
+    assert control.all_gather_ints(mine, "a test") == [[r, -r, 2**62 + r] for r in range(world_size)]
+    floats = control.all_gather_float(0.1 * rank if rank else float("nan"), "a test")
+    assert floats[1:] == [0.1 * r for r in range(1, world_size)]
+    assert math.isnan(floats[0])
+
+
+CALLS: dict[str, Callable[[Control, int], object]] = {
+    "check_consistent": lambda control, _: control.check_consistent("step()"),
+    "all_gather_ints": lambda control, rank: control.all_gather_ints([rank], "step()"),
+}
+
+
+@pytest.mark.ranks(2, 3, 4, 5, backend="gloo")
+@pytest.mark.parametrize("call", CALLS)
+def test_all_ranks_learn_of_a_killed_one_in_the_same_agreement(rank: int, faults: Faults, call: str) -> None:
+    # They live on: nobody's end tells the others.
+    control = Control(RankGroup.of())
+    control.check_consistent("warming up")
+    faults.kill(rank=1, at="send")
+    with pytest.raises(PeerLostError, match="rank 1"):
+        CALLS[call](control, rank)
+
+
+@pytest.mark.ranks(4, 5, backend="gloo")
+@pytest.mark.parametrize("call", CALLS)
+def test_nobody_waits_for_a_rank_that_is_killed_between_two_rounds(rank: int, faults: Faults, call: str) -> None:
+    # Its word is out, so ranks may rightly have agreed with it.
+    control = Control(RankGroup.of())
+    control.check_consistent("warming up")
+    faults.kill(rank=1, at="send#2")
+    with contextlib.suppress(PeerLostError):
+        CALLS[call](control, rank)
+
+
+@pytest.mark.ranks(3, backend="gloo")
+def test_positions_are_compared_and_told(rank: int) -> None:
+    control = Control(RankGroup.of())
+    control.position = Position(1 + (rank == 2), "Adam", 4)
+    told = r"ranks 0, 1 called step\(\) after 4 steps of optimizer 1 \(Adam\); rank 2 called step\(\) after 4 steps of"
+    with pytest.raises(DisagreementError, match=told):
+        control.check_consistent("step()", 7)
+    control.position = Position(1, "Adam", 4)
+    control.check_consistent("step()", 7)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_a_second_thread_is_refused_by_the_name_of_what_the_first_is_in(rank: int) -> None:
+    control = Control(RankGroup.of())
+    if rank == 0:
+        # Before its peer comes, this rank waits in the agreement.
+        waiting = threading.Thread(target=control.check_consistent, args=["step()"])
+        waiting.start()
+        while control.ranks.context._doing != "step()":
+            time.sleep(0.001)
+        with pytest.raises(RuntimeError, match=r"save\(\) was called while another thread is in step\(\)"):
+            Control(RankGroup.of()).check_consistent("save()")
+        dist.barrier()
+        waiting.join()
+    else:
+        dist.barrier()
+        control.check_consistent("step()")
+    control.check_consistent("afterwards")
+
+
+@pytest.mark.ranks(4, backend="gloo")
+def test_the_members_of_a_subgroup_meet_among_themselves(rank: int) -> None:
+    group = dist.new_group([1, 3])
+    if rank in (1, 3):
+        with pytest.raises(DisagreementError, match=r"rank 0 called save\(\); rank 1 called load\(\)"):
+            Control(RankGroup.of(group)).check_consistent("load()" if rank == 3 else "save()")
+
+
+@pytest.mark.ranks(8, backend="fake", fake_rank=3)
+def test_on_a_fake_group_a_rank_hears_itself_alone() -> None:
+    control = Control(RankGroup.of())
+    control.check_consistent("step()", 1)
+    assert control.any_raised(True, "step()")
+    with pytest.raises(LibraryError, match=r"^mine$"):
+        control.check_consistent("step()", error=LibraryError("mine"))
