@@ -247,7 +247,7 @@ DAMAGE: dict[str, tuple[Damage, type[Exception], str]] = {
 @pytest.mark.parametrize("name", DAMAGE)
 def test_a_damaged_checkpoint_changes_nothing(rank: int, where: str, partition: str, name: str) -> None:
     damage, error, words = DAMAGE[name]
-    run = Run(partition=partition)
+    run = Run(partition=cutting(partition))
     given = copy.deepcopy(run.plain.state_dict())
     given["param_groups"][0]["lr"] = 0.7
     if is_mine(where, rank):
@@ -408,7 +408,7 @@ def test_calls_that_differ_are_named(rank: int, first: str, second: str) -> None
 @PARTITIONS
 @VIEWS
 def test_members_exchanged_on_one_rank(rank: int, partition: str, as_bucket_view: bool) -> None:
-    run = Run(partition=partition, parameters_as_bucket_view=as_bucket_view)
+    run = Run(partition=cutting(partition), parameters_as_bucket_view=as_bucket_view)
     members = run.sharded.param_groups[0]["params"]
     if rank == 1:
         members[0], members[1] = members[1], members[0]
