@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 from test_reduction import mean, values_of
 from zeroshard_comm import (
-    CollectiveReduction,
+    BucketHeader,
+    CollectiveReducer,
     Control,
-    Note,
     PeerLostError,
     RankGroup,
     Traffic,
     Words,
-    choose_own_exchange,
+    choose_private_group,
 )
 from zeroshard_comm.packing import PACK_BELOW
 from zeroshard_core import Run
@@ -45,12 +45,12 @@ def test_owners_hold_the_mean(rank: int, world_size: int, dtype: torch.dtype) ->
     ranks = RankGroup.of()
     control = Control(ranks, traffic)
     bucket = values_of(rank, end, dtype)
-    reduction = CollectiveReduction(choose_own_exchange(ranks, CPU, traffic), control, runs, bucket, 70)
+    reduction = CollectiveReducer(choose_private_group(ranks, CPU), control, traffic, runs, bucket, 70)
     for number in range(2):
         bucket = values_of(rank, end, dtype)
-        note = Note((1, 2, number, rank), tuple(place == rank for place in range(70)))
+        note = BucketHeader((1, 2, number, rank), tuple(place == rank for place in range(70)))
         underway = reduction.begin(bucket, note)
-        notes = underway.notes()
+        notes = underway.headers()
         underway.finish()
         assert [found.words for found in notes] == [(1, 2, number, other) for other in range(world_size)]
         assert [found.present.index(True) for found in notes] == list(range(world_size))
@@ -78,7 +78,7 @@ def test_numbers_that_are_read_in_another_order_than_they_were_sent(rank: int) -
 @pytest.mark.ranks(5, backend="fake", fake_rank=2)
 def test_on_a_fake_group_a_rank_hears_itself_alone() -> None:
     assert Words(Control(RankGroup.of()), [7], 1, "here").wait() == [[7]]
-    assert choose_own_exchange(RankGroup.of(), CPU).ranks == RankGroup.of()
+    assert choose_private_group(RankGroup.of(), CPU) == RankGroup.of()
 
 
 @pytest.mark.ranks(2, backend="gloo")
@@ -130,4 +130,4 @@ def test_a_group_that_nccl_would_split_off_without_the_others_is_refused(rank: i
 def test_a_device_without_a_backend_is_refused(rank: int) -> None:
     cpu_only = RankGroup.of(dist.new_group(backend="cpu:gloo"))
     with pytest.raises(RuntimeError, match="no backend for tensors on 'cuda'"):
-        choose_own_exchange(cpu_only, torch.device("cuda"))
+        choose_private_group(cpu_only, torch.device("cuda"))

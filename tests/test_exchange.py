@@ -2,134 +2,148 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from zeroshard_comm import (
-    CollectiveExchange,
+    CollectiveBroadcaster,
     Consignment,
     Control,
     DisagreementError,
-    Exchange,
-    GlooExchange,
-    PointToPointExchange,
+    MessageBroadcaster,
+    ParameterBroadcaster,
     RankGroup,
+    SameHostBroadcaster,
     Segment,
-    Shipment,
     agree,
-    choose_exchange,
+    choose_broadcaster,
+    connect,
     gather,
+    wire_of,
 )
+from zeroshard_comm.cross_memory import Readable
 from zeroshard_core import TensorSpec, partition
 
-EXCHANGES = pytest.mark.parametrize("kind", [PointToPointExchange, GlooExchange, CollectiveExchange])
 DTYPES = [torch.float32, torch.bfloat16, torch.complex64, torch.int64, torch.bool, torch.float64]
 LENGTHS = [(0, 5), (1, 70_000), (1, 0), (0, 3), (1, 64)]
 
+Make = Callable[[Control, list[Segment]], ParameterBroadcaster]
+
+
+def same_host(control: Control, segments: list[Segment]) -> ParameterBroadcaster:
+    connect(control)
+    assert wire_of(control.ranks).all_read
+    return SameHostBroadcaster(control, segments)
+
+
+BROADCASTERS: dict[str, Make] = {
+    "messages": lambda control, segments: MessageBroadcaster(control.ranks, segments, control.traffic),
+    "messages in place": lambda control, segments: MessageBroadcaster(
+        control.ranks, segments, control.traffic, pack_below=0
+    ),
+    "collectives": lambda control, segments: CollectiveBroadcaster(control.ranks, segments, control.traffic),
+    "same host": same_host,
+}
+MADE_BY = pytest.mark.parametrize("made_by", BROADCASTERS)
+
 
 @pytest.mark.ranks(2, 4, backend="gloo")
-@EXCHANGES
+@MADE_BY
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_share_brings_every_rank_the_owners_values(rank: int, kind: type[Exchange], dtype: torch.dtype) -> None:
-    exchange = kind(RankGroup.of())
+def test_a_broadcast_brings_every_rank_the_owners_values(rank: int, made_by: str, dtype: torch.dtype) -> None:
+    control = Control(RankGroup.of())
     # Owners hold unlike amounts, and ranks 2 and 3 nothing. Their numbers differ in every dtype, bool included.
-    segments = [Segment(owner, torch.full((n,), rank).to(dtype)) for owner, n in LENGTHS]
-    exchange.share_from_owners(segments).wait()
-    for segment in segments:
-        assert torch.equal(segment.buffer, torch.full_like(segment.buffer, segment.owner))
-
-
-@pytest.mark.ranks(2, 4, backend="gloo")
-@EXCHANGES
-def test_reduce_brings_owners_the_sum(rank: int, world_size: int, kind: type[Exchange]) -> None:
-    exchange = kind(RankGroup.of())
-    segments = [Segment(owner, torch.full((n,), float(rank + 1))) for owner, n in LENGTHS]
-    exchange.reduce_to_owners(segments).wait()
-    for segment in segments:
-        if segment.owner == rank:
-            assert torch.equal(segment.buffer, torch.full_like(segment.buffer, sum(range(world_size + 1))))
-
-
-@pytest.mark.ranks(4, backend="gloo")
-@pytest.mark.parametrize("owner", range(4))
-def test_direct_sums_run_in_rank_order_whoever_owns(rank: int, owner: int) -> None:
-    terms = [torch.randn(1000, generator=torch.Generator().manual_seed(r)) for r in range(4)]
-    mine = terms[rank].clone()
-    PointToPointExchange(RankGroup.of()).reduce_to_owners([Segment(owner, mine)]).wait()
-    if rank == owner:
-        assert torch.equal(mine, ((terms[0] + terms[1]) + terms[2]) + terms[3])
+    segments = [Segment(owner, torch.empty(n, dtype=dtype)) for owner, n in LENGTHS]
+    broadcaster = BROADCASTERS[made_by](control, segments)
+    for turn in range(2):
+        for segment in segments:
+            segment.buffer.copy_(torch.full((len(segment.buffer),), (rank + turn) % 2).to(dtype))
+        broadcaster.broadcast()
+        control.check_consistent("what an owner may not write before")
+        for segment in segments:
+            assert torch.equal(segment.buffer, torch.full_like(segment.buffer, (segment.owner + turn) % 2))
 
 
 @pytest.mark.ranks(3, backend="gloo")
-@EXCHANGES
-def test_traffic_is_what_the_segments_say(rank: int, kind: type[Exchange]) -> None:
-    exchange = kind(RankGroup.of())
-    segments = [Segment(0, torch.zeros(10)), Segment(1, torch.zeros(20))]
+@MADE_BY
+def test_traffic_is_what_the_segments_say(rank: int, made_by: str) -> None:
+    control = Control(RankGroup.of())
+    broadcaster = BROADCASTERS[made_by](control, [Segment(0, torch.zeros(10)), Segment(1, torch.zeros(20))])
+    broadcaster.broadcast()
+    control.check_consistent("what an owner may not write before")
     owned, everything = (40, 80, 0)[rank], 120
-    exchange.share_from_owners(segments).wait()
-    exchange.reduce_to_owners(segments).wait()
-    share, reduce = exchange.traffic.of("share"), exchange.traffic.of("reduce")
+    share = control.traffic.of("share")
     assert (share.bytes_sent, share.bytes_received) == (owned * 2, everything - owned)
-    assert (reduce.bytes_sent, reduce.bytes_received) == (everything - owned, owned * 2)
 
 
 @pytest.mark.ranks(4, backend="gloo")
-@EXCHANGES
-def test_ranks_are_group_ranks_in_a_subgroup(rank: int, kind: type[Exchange]) -> None:
+@MADE_BY
+def test_ranks_are_group_ranks_in_a_subgroup(rank: int, made_by: str) -> None:
     group = dist.new_group([1, 3])
     if rank in (1, 3):
         ranks = RankGroup.of(group)
         assert (ranks.rank, ranks.global_rank, ranks.peers) == (rank // 2, rank, (1 - rank // 2,))
         buffer = torch.tensor([float(rank)])
-        kind(ranks).share_from_owners([Segment(1, buffer)]).wait()
+        control = Control(ranks)
+        BROADCASTERS[made_by](control, [Segment(1, buffer)]).broadcast()
+        control.check_consistent("what an owner may not write before")
         assert buffer.item() == 3.0
     else:
         with pytest.raises(RuntimeError, match="not a member"):
             RankGroup.of(group)
 
 
-@pytest.mark.ranks(2, 3, backend="gloo")
-@EXCHANGES
-@pytest.mark.parametrize("pack_below", [0, 1000])
-def test_a_shipment_moves_small_and_large_pieces_and_statuses(
-    rank: int, world_size: int, kind: type[Exchange], pack_below: int
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.parametrize(
+    ("lengths", "read", "expected"),
+    [
+        ([1000], True, CollectiveBroadcaster),
+        ([1 << 17, 1000], True, SameHostBroadcaster),
+        ([1 << 17, 1000], False, CollectiveBroadcaster),
+        ([1 << 21], False, MessageBroadcaster),
+    ],
+)
+def test_the_broadcaster_follows_from_sizes_and_from_who_can_read_whom(
+    lengths: list[int], read: bool, expected: type[ParameterBroadcaster]
 ) -> None:
-    exchange = kind(RankGroup.of())
-    segments = [Segment(owner, torch.empty(n)) for owner, n in [(0, 3), (1, 7), (0, 900), (1, 5)]]
-    shipment = Shipment(segments, rank, world_size, rooms={}, pack_below=pack_below)
-    for turn in range(2):
-        for segment in segments:
-            segment.buffer.fill_(10 * turn + rank)
-        share = shipment.prepare(exchange)
-        share.set_status((rank, turn, 0, -1))
-        share.send()
-        share.wait()
-        assert share.statuses() == [[r, turn, 0, -1] for r in range(world_size)]
-        for segment in segments:
-            assert torch.equal(segment.buffer, torch.full_like(segment.buffer, 10 * turn + segment.owner))
+    control = Control(RankGroup.of())
+    if read:
+        connect(control)
+    else:
+        control.ranks.context.readable = Readable()
+    segments = [Segment(0, torch.zeros(length)) for length in lengths]
+    assert type(choose_broadcaster(control, segments, torch.device("cpu"))) is expected
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_gloo_on_cpu_gets_its_own_exchange() -> None:
-    assert type(choose_exchange(RankGroup.of(), torch.device("cpu"))) is GlooExchange
+def test_memory_that_cannot_be_read_is_broadcast_instead(rank: int) -> None:
+    control = Control(RankGroup.of())
+    buffer = torch.full((100,), float(rank))
+    broadcaster = same_host(control, [Segment(0, buffer)])
+    with mock.patch.object(torch.Tensor, "is_pinned", return_value=rank == 1):
+        broadcaster.broadcast()
+    control.check_consistent("what an owner may not write before")
+    assert torch.equal(buffer, torch.zeros(100))
 
 
 @pytest.mark.ranks(2, backend="gloo")
 def test_a_group_without_a_backend_for_the_device_says_so() -> None:
     cpu_only = dist.new_group(backend="cpu:gloo")
     with pytest.raises(RuntimeError, match="no backend for tensors on 'cuda'"):
-        choose_exchange(RankGroup.of(cpu_only), torch.device("cuda"))
+        choose_broadcaster(Control(RankGroup.of(cpu_only)), [], torch.device("cuda"))
 
 
 @pytest.mark.ranks(16, backend="fake")
 def test_a_fake_group_is_told_from_a_real_one() -> None:
     ranks = RankGroup.of()
     assert not ranks.moves_data()
-    assert Control(ranks).alone
-    choose_exchange(ranks, torch.device("cpu")).share_from_owners([Segment(3, torch.zeros(4))]).wait()
+    control = Control(ranks)
+    assert control.alone
+    choose_broadcaster(control, [Segment(3, torch.zeros(4))], torch.device("cpu")).broadcast()
 
 
 @pytest.mark.ranks(3, backend="gloo")

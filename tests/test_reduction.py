@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from zeroshard_comm import Note, PeerLostError, RankGroup, ReceiveWindow, Reduction, Traffic, window_bytes
+from zeroshard_comm import BucketHeader, MessageReducer, PeerLostError, RankGroup, ReceiveWindow, Traffic, window_bytes
 from zeroshard_comm.bits import pack_bits, unpack_bits
-from zeroshard_comm.reduction import CHUNK_BYTES
+from zeroshard_comm.message_reducer import CHUNK_BYTES
 from zeroshard_core import Run
 from zeroshard_testing import Faults
 
@@ -21,11 +21,11 @@ def reduced(runs: list[Run], values: torch.Tensor, *, window: int = 2 * CHUNK_BY
     ranks = RankGroup.of()
     receives = ReceiveWindow(ranks)
     receives.limit(window)
-    reduction = Reduction(ranks, runs, values.dtype, tensors, Traffic())
-    note = Note((1, 2, 3, ranks.rank), tuple(place == ranks.rank for place in range(tensors)))
+    reduction = MessageReducer(ranks, runs, values.dtype, tensors, receives, Traffic())
+    note = BucketHeader((1, 2, 3, ranks.rank), tuple(place == ranks.rank for place in range(tensors)))
     bucket = values.clone()
-    underway = reduction.begin(bucket, note, receives)
-    notes = underway.notes()
+    underway = reduction.begin(bucket, note)
+    notes = underway.headers()
     assert [found.words for found in notes] == [(1, 2, 3, rank) for rank in range(ranks.world_size)]
     assert all(found.present[rank] == (rank < tensors) for rank, found in enumerate(notes) if rank < tensors)
     underway.finish()
@@ -93,11 +93,11 @@ def test_a_window_holds_no_more_than_its_limit(rank: int) -> None:
     window.limit(2 * CHUNK_BYTES)
     # Everything belongs to rank 3, whose sum of the ranks before needs a place of its own.
     numel = 5 * CHUNK_BYTES // 4
-    reduction = Reduction(ranks, [Run(3, 0, numel)], torch.float32, 1, Traffic())
+    reduction = MessageReducer(ranks, [Run(3, 0, numel)], torch.float32, 1, window, Traffic())
     bucket = torch.full((numel,), rank + 1.0)
-    underway = reduction.begin(bucket, Note((0, 0, 0, 0), (True,)), window)
+    underway = reduction.begin(bucket, BucketHeader((0, 0, 0, 0), (True,)))
     assert (0 < window._held <= 2 * CHUNK_BYTES) if rank == 3 else window._held == 0
-    underway.notes()
+    underway.headers()
     underway.finish()
     underway.close()
     assert window._held == 0
@@ -110,13 +110,13 @@ def test_buckets_follow_each_other_from_two_threads(rank: int) -> None:
     ranks = RankGroup.of()
     window = ReceiveWindow(ranks)
     window.limit(2 * CHUNK_BYTES)
-    reduction = Reduction(ranks, [Run(0, 0, 40), Run(1, 40, 100_000)], torch.float64, 1, Traffic())
+    reduction = MessageReducer(ranks, [Run(0, 0, 40), Run(1, 40, 100_000)], torch.float64, 1, window, Traffic())
     buckets = [values_of(rank, 100_000) * number for number in range(20)]
-    waiting = [reduction.begin(bucket, Note((0, 0, 0, 0), (True,)), window) for bucket in buckets]
+    waiting = [reduction.begin(bucket, BucketHeader((0, 0, 0, 0), (True,))) for bucket in buckets]
 
     def finish() -> None:
         for underway in waiting:
-            underway.notes()
+            underway.headers()
             underway.finish()
 
     worker = threading.Thread(target=finish)

@@ -1,11 +1,11 @@
-"""Timing of collective operations: contenders take turns on all ranks, and the slowest rank's time counts."""
+"""Timing of collective operations in turns: the slowest rank's time counts, or the processor time of all."""
 
 from __future__ import annotations
 
 import gc
 import statistics
 from collections.abc import Callable, Mapping
-from time import perf_counter
+from time import perf_counter, process_time
 
 import torch
 import torch.distributed as dist
@@ -16,18 +16,24 @@ Times = dict[str, list[float]]
 
 
 def take_turns(
-    contenders: Mapping[str, Callable[[], object]], rounds: int, *, warm_up: int, advance: Callable[[], None]
+    contenders: Mapping[str, Callable[[], object]],
+    rounds: int,
+    *,
+    warm_up: int,
+    advance: Callable[[], None],
+    processor_time: bool = False,
 ) -> Times:
     """Time contenders in turn, in alternating order, ``rounds`` times each. Collective.
 
-    Each call begins behind a barrier, with the garbage of the previous one collected. Its time is that of the slowest
-    rank.
+    Each call begins after a barrier, with the garbage of the previous one collected. Its time is that of the slowest
+    rank, or the processor time of all threads of a rank, on the mean over the ranks.
 
     Args:
         contenders: collective operations by name, in the same order on all ranks.
         rounds: how often each is timed.
         warm_up: untimed calls of each beforehand.
         advance: called after every call, outside of what is timed.
+        processor_time: which of the two. It does not depend on how many ranks share a processor.
 
     Returns:
         The same times on all ranks.
@@ -35,7 +41,7 @@ def take_turns(
     times: Times = {name: [] for name in contenders}
     for number in range(-warm_up, rounds):
         for name in list(contenders)[:: 1 if number % 2 == 0 else -1]:
-            seconds = _slowest(contenders[name])
+            seconds = _mean_processor_time(contenders[name]) if processor_time else _slowest(contenders[name])
             if number >= 0:
                 times[name].append(seconds)
             advance()
@@ -51,6 +57,18 @@ def compared(times: Times, a: str, b: str) -> PairedTiming:
     ratios = [x / y for x, y in zip(times[a], times[b], strict=True)]
     low, high = median_interval(ratios)
     return PairedTiming(statistics.median(ratios), low, high, statistics.median(times[a]), statistics.median(times[b]))
+
+
+def _mean_processor_time(operation: Callable[[], object]) -> float:
+    gc.collect()
+    dist.barrier()
+    start = process_time()
+    operation()
+    # Ranks that are still receiving spend this rank's time too.
+    dist.barrier()
+    seconds = torch.tensor(process_time() - start, dtype=torch.float64)
+    dist.all_reduce(seconds)
+    return seconds.item() / dist.get_world_size()
 
 
 def _slowest(operation: Callable[[], object]) -> float:

@@ -26,6 +26,7 @@ from spawned import machine, on_ranks
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 
 SLOWER_THAN_TORCH = 1.05
+MORE_PROCESSOR_TIME = 1.10
 WARM_UP = 3
 
 
@@ -48,6 +49,8 @@ MODELS = {
     "small": Model(_SMALL, fused=False),
     "small-fused": Model(_SMALL, fused=True),
     "large-fused": Model(_LARGE, fused=True),
+    "medium-fused": Model(((10_000,),) * 200, fused=True),
+    "rows-fused": Model(((512, 128),) * 200, fused=True),
 }
 
 
@@ -88,6 +91,9 @@ def main(
     pairs: Annotated[int, typer.Option(min=6, help="rounds; fewer than 6 have no interval")] = 31,
     ranks: Annotated[int, typer.Option(min=1, help="number of ranks")] = 2,
     model: Annotated[list[str] | None, typer.Option(help=f"one or more of {', '.join(MODELS)}; all by default")] = None,
+    cpu: Annotated[
+        bool, typer.Option("--cpu", help="processor time of a rank, against torch's views, at most 1.10")
+    ] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="write the figures to this file")] = None,
 ) -> None:
     """Time step() against the better of torch's two modes; the exit status is 1 if a median misses the bound."""
@@ -98,11 +104,13 @@ def main(
     met = True
     figures = []
     for name in model or list(MODELS):
-        times: Times = on_ranks(_contest, ranks, name, pairs)
-        better = min(TORCH, key=lambda contender: statistics.median(times[contender]))
+        times: Times = on_ranks(_contest, ranks, name, pairs, cpu)
+        better = "torch, views" if cpu else min(TORCH, key=lambda contender: statistics.median(times[contender]))
         timings = {contender: compared(times, contender, better) for contender in times}
-        console.print(_table(f"step(), {name}, {ranks} ranks, {pairs} rounds, against {better!r}", timings))
-        met = met and all(timings[key].ratio <= SLOWER_THAN_TORCH for key, value in OURS.items() if value.judged)
+        what = "processor time of step()" if cpu else "step()"
+        bound = MORE_PROCESSOR_TIME if cpu else SLOWER_THAN_TORCH
+        console.print(_table(f"{what}, {name}, {ranks} ranks, {pairs} rounds, against {better!r}", timings, bound))
+        met = met and all(timings[key].ratio <= bound for key, value in OURS.items() if value.judged)
         figures.append(
             {
                 "model": name,
@@ -118,7 +126,7 @@ def main(
     raise typer.Exit(0 if met else 1)
 
 
-def _table(title: str, timings: dict[str, PairedTiming]) -> Table:
+def _table(title: str, timings: dict[str, PairedTiming], bound: float) -> Table:
     table = Table(title=title)
     table.add_column("contender")
     for heading in ("ms", "ratio", "95 %", "at most", "met"):
@@ -130,13 +138,13 @@ def _table(title: str, timings: dict[str, PairedTiming]) -> Table:
             f"{timing.median_a * 1e3:.2f}",
             f"{timing.ratio:.3f}",
             f"{timing.low:.3f} - {timing.high:.3f}",
-            str(SLOWER_THAN_TORCH) if judged else "",
-            ("yes" if timing.ratio <= SLOWER_THAN_TORCH else "no") if judged else "",
+            str(bound) if judged else "",
+            ("yes" if timing.ratio <= bound else "no") if judged else "",
         )
     return table
 
 
-def _contest(name: str, rounds: int) -> Times:
+def _contest(name: str, rounds: int, cpu: bool) -> Times:
     model = MODELS[name]
     arguments: dict[str, Any] = {"lr": 1e-3} | ({"fused": True} if model.fused else {})
     generator = torch.Generator().manual_seed(0)
@@ -146,7 +154,11 @@ def _contest(name: str, rounds: int) -> Times:
     optimizers = {key: value.build(parameters[key], **arguments) for key, value in contenders.items()}
     with calls(name, len(contenders) * (rounds + WARM_UP)) as advance:
         times = take_turns(
-            {key: optimizer.step for key, optimizer in optimizers.items()}, rounds, warm_up=WARM_UP, advance=advance
+            {key: optimizer.step for key, optimizer in optimizers.items()},
+            rounds,
+            warm_up=WARM_UP,
+            advance=advance,
+            processor_time=cpu,
         )
     _check_equal(parameters.values())
     return times

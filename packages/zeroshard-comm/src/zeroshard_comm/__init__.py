@@ -1,68 +1,71 @@
-"""Moving shards between ranks: exchanges, agreement, state transfer, rank arithmetic and traffic counters."""
+"""Moving shards between ranks: reduction, broadcast, agreement, state transfer, rank arithmetic, traffic counters."""
 
 from zeroshard_comm.agreement import Control, Position
-from zeroshard_comm.choice import choose_exchange, choose_own_exchange
-from zeroshard_comm.collective import CollectiveExchange
-from zeroshard_comm.collective_reduction import CollectiveReduction, CollectiveUnderway
-from zeroshard_comm.errors import DisagreementError, PeerLostError
-from zeroshard_comm.exchange import Exchange, Pending, Segment, Share, shared_bytes
+from zeroshard_comm.broadcasters import CollectiveBroadcaster, MessageBroadcaster
+from zeroshard_comm.choice import choose_broadcaster, choose_private_group
+from zeroshard_comm.collective_reducer import CollectiveReducer
+from zeroshard_comm.errors import DifferentCallsError, DisagreementError, PeerLostError
+from zeroshard_comm.interfaces import (
+    HEADER_WORDS,
+    Broadcast,
+    BucketHeader,
+    BucketReduceWork,
+    GradientReducer,
+    ParameterBroadcaster,
+    Segment,
+)
+from zeroshard_comm.message_reducer import MessageReducer, MessageReduceWork, window_bytes
 from zeroshard_comm.noticeboard import Noticeboard
-from zeroshard_comm.packing import PACK_BELOW, STATUS_WORDS, PackedShare, Shipment, Status
-from zeroshard_comm.point_to_point import GlooExchange, PointToPointExchange
+from zeroshard_comm.packing import PACK_BELOW
 from zeroshard_comm.process_group import GroupContext, RankGroup
-from zeroshard_comm.reduction import NOTE_WORDS, Note, Reduction, Underway, window_bytes
-from zeroshard_comm.scratch import Receive, ReceiveWindow
+from zeroshard_comm.receive_window import Receive, ReceiveWindow
+from zeroshard_comm.same_host import SameHostBroadcaster
 from zeroshard_comm.sharding_config import ShardingConfig, agree, check_config, explain_configs
 from zeroshard_comm.traffic import Traffic, Volume
 from zeroshard_comm.transfer import CHUNK_BYTES, Consignment, gather
 from zeroshard_comm.wire import Message, Wire, connect, wire_of
-from zeroshard_comm.words import TAG_STATUSES, Words
+from zeroshard_comm.words import Words
 
 __all__ = [
     "CHUNK_BYTES",
-    "NOTE_WORDS",
+    "HEADER_WORDS",
     "PACK_BELOW",
-    "STATUS_WORDS",
-    "TAG_STATUSES",
-    "CollectiveExchange",
-    "CollectiveReduction",
-    "CollectiveUnderway",
+    "Broadcast",
+    "BucketHeader",
+    "BucketReduceWork",
+    "CollectiveBroadcaster",
+    "CollectiveReducer",
     "Consignment",
     "Control",
+    "DifferentCallsError",
     "DisagreementError",
-    "Exchange",
-    "GlooExchange",
+    "GradientReducer",
     "GroupContext",
     "Message",
-    "Note",
+    "MessageBroadcaster",
+    "MessageReduceWork",
+    "MessageReducer",
     "Noticeboard",
-    "PackedShare",
+    "ParameterBroadcaster",
     "PeerLostError",
-    "Pending",
-    "PointToPointExchange",
     "Position",
     "RankGroup",
     "Receive",
     "ReceiveWindow",
-    "Reduction",
+    "SameHostBroadcaster",
     "Segment",
     "ShardingConfig",
-    "Share",
-    "Shipment",
-    "Status",
     "Traffic",
-    "Underway",
     "Volume",
     "Wire",
     "Words",
     "agree",
     "check_config",
-    "choose_exchange",
-    "choose_own_exchange",
+    "choose_broadcaster",
+    "choose_private_group",
     "connect",
     "explain_configs",
     "gather",
-    "shared_bytes",
     "window_bytes",
     "wire_of",
 ]

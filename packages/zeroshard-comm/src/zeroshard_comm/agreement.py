@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zeroshard_comm.errors import DisagreementError, PeerLostError, builtin_name, rebuild_exception
+from zeroshard_comm.errors import DifferentCallsError, DisagreementError, PeerLostError, builtin_name, rebuild_exception
 from zeroshard_comm.process_group import RankGroup
 from zeroshard_comm.rounds import Rounds
 from zeroshard_comm.traffic import Traffic
@@ -38,15 +38,15 @@ _LOST = 1 << 63
 """With it, a word says only which rank was lost."""
 
 
-def word_of(digest: int, *, failed: bool) -> int:
+def word_of(digest: int | None, *, failed: bool) -> int:
     """Return what a rank puts into an agreement, 64 bits.
 
     Args:
-        digest: any number; 31 bits of it count.
+        digest: any number, of which 31 bits count; None agrees with every digest.
         failed: whether the rank has an error to report.
     """
-    bits = digest & _DIGEST
-    return bits | (bits ^ _DIGEST) << _DIGEST_BITS | (_FAILED if failed else 0)
+    bits = 0 if digest is None else digest & _DIGEST | (digest & _DIGEST ^ _DIGEST) << _DIGEST_BITS
+    return bits | (_FAILED if failed else 0)
 
 
 def is_unanimous(combined: int) -> bool:
@@ -82,10 +82,10 @@ class Position:
 class Control:
     """Agreements of the ranks of one process group.
 
-    Messages travel over gloo and CPU memory: over the group itself where it has gloo for CPU tensors, else over a gloo
-    group of the same ranks, with the same timeout, that is made once per process group (its construction is a
-    collective among those ranks alone). So no agreement ever waits for an accelerator. With torch's ``fake`` backend
-    nothing travels, and an agreement raises only what this rank itself found.
+    Messages travel over a gloo group of the same ranks, with the same timeout, that is made once per process group (its
+    construction is a collective among those ranks alone). So no agreement ever waits for an accelerator, nor for
+    connections on which a collective has failed: gloo delivers nothing there any more, even between ranks that live.
+    With torch's ``fake`` backend nothing travels, and an agreement raises only what this rank itself found.
 
     One thread at a time may call methods of all objects of this class on one process group.
 
@@ -147,13 +147,16 @@ class Control:
     def inconsistency(
         self,
         operation: str,
-        digest: int = 0,
+        digest: int | None = 0,
         *,
         error: Exception | None = None,
         detail: Callable[[], str] = str,
         explain: Explain | None = None,
     ) -> Exception | None:
-        """As :meth:`check_consistent`, but return the error instead of raising it (a lost peer still raises)."""
+        """As :meth:`check_consistent`, but return the error instead of raising it (a lost peer still raises).
+
+        A rank whose digest is None agrees with every digest, and with every operation.
+        """
         if self.alone:
             return error
         with self.ranks.context.one_at_a_time(operation):
@@ -205,10 +208,10 @@ class Control:
         gathered = self.all_gather_ints([bits], operation)
         return [struct.unpack("<d", struct.pack("<q", row[0]))[0] for row in gathered]
 
-    def _combine(self, operation: str, digest: int, *, failed: bool) -> int:
+    def _combine(self, operation: str, digest: int | None, *, failed: bool) -> int:
         """The OR of the words of all ranks."""
         code = zlib.crc32(f"{operation} {self.position} {digest}".encode())
-        word = word_of(code, failed=failed)
+        word = word_of(None if digest is None else code, failed=failed)
 
         def message(_: int) -> torch.Tensor:
             return torch.tensor([word - (1 << 64) if word & _LOST else word], dtype=torch.int64, device="cpu")
@@ -248,7 +251,7 @@ class Control:
     def _exchange_errors(
         self,
         operation: str,
-        digest: int = 0,
+        digest: int | None = 0,
         detail: str = "",
         error_type: str = "",
         message: str = "",
@@ -269,7 +272,7 @@ class Control:
         if kind == OWN:
             assert error is not None
             return error
-        known = {"PeerLostError": PeerLostError, "DisagreementError": DisagreementError}
+        known = {own.__name__: own for own in (PeerLostError, DisagreementError, DifferentCallsError)}
         return known[kind](message) if kind in known else rebuild_exception(kind, message)
 
     def _decide(self, mine: Reason, operation: str, explain: Explain | None) -> tuple[str, str]:
@@ -287,6 +290,4 @@ def _channel_of(ranks: RankGroup) -> RankGroup | None:
     """Find, or make, the gloo group that carries the messages of agreements."""
     if not ranks.moves_data() or ranks.world_size == 1:
         return None
-    if ranks.sends_tagged(torch.device("cpu")):
-        return ranks
-    return ranks.private_group("gloo", "control")
+    return ranks if ranks.context.is_private else ranks.private_group("gloo", "control")

@@ -10,10 +10,11 @@ Who may read whom is for the kernel to say, by the rules of ``ptrace``: the same
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import sys
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -23,6 +24,8 @@ import torch
 
 SWITCH = "ZEROSHARD_CROSS_MEMORY"
 """Environment variable; ``0`` on any rank keeps that rank from reading, and from being read."""
+
+_MOST_PARTS, _MOST_BYTES = 1024, 1 << 30
 
 _CANNOT = "this system has no process_vm_readv"
 
@@ -106,6 +109,49 @@ def read_into(buffer: torch.Tensor, process: int, address: int) -> None:
             number = ctypes.get_errno()
             raise OSError(number, f"reading memory of process {process}: {os.strerror(number)}")
         start, address, left = start + done, address + done, left - done
+
+
+class ProcessMemory:
+    """Places in the memory of another process that are copied here again and again, in as few calls as can be.
+
+    Args:
+        process: its number, in this process's namespace.
+        parts: addresses here and there, and numbers of bytes.
+    """
+
+    def __init__(self, process: int, parts: Sequence[tuple[int, int, int]]) -> None:
+        self._process = process
+        self._calls: list[tuple[ctypes.Array[_IOVec], ctypes.Array[_IOVec], int]] = []
+        batch: list[tuple[int, int, int]] = []
+        for here, there, nbytes in parts:
+            # The kernel copies at most 1,024 parts, and 2 GiB, in one call.
+            for start in range(0, nbytes, _MOST_BYTES):
+                size = min(_MOST_BYTES, nbytes - start)
+                if len(batch) == _MOST_PARTS or sum(part[2] for part in batch) + size > _MOST_BYTES:
+                    self._add(batch)
+                    batch = []
+                batch.append((here + start, there + start, size))
+        if batch:
+            self._add(batch)
+
+    def read(self) -> None:
+        """Copy everything; other threads run meanwhile.
+
+        Raises:
+            OSError: if that process is gone, has no such memory, or may not be read.
+        """
+        library = _libc()
+        if library is None:
+            raise OSError(_CANNOT)
+        for here, there, nbytes in self._calls:
+            done = library.process_vm_readv(self._process, here, len(here), there, len(there), 0)
+            if done != nbytes:
+                number = ctypes.get_errno() if done < 0 else errno.EFAULT
+                raise OSError(number, f"reading memory of process {self._process}: {os.strerror(number)}")
+
+    def _add(self, parts: Sequence[tuple[int, int, int]]) -> None:
+        here, there = ((_IOVec * len(parts))(*[_IOVec(part[side], part[2]) for part in parts]) for side in (0, 1))
+        self._calls.append((here, there, sum(part[2] for part in parts)))
 
 
 class Peephole:

@@ -11,6 +11,10 @@ class DisagreementError(RuntimeError):
     """Ranks of one group called different methods, or hold different plans or settings."""
 
 
+class DifferentCallsError(DisagreementError):
+    """Ranks called different methods, or the same one of different optimizers, or at different steps."""
+
+
 class PeerLostError(RuntimeError):
     """A rank of the group closed its connection, died, or did not answer within the group's timeout."""
 

@@ -19,7 +19,7 @@ class Reason:
     rank: int
     operation: str
     position: str
-    digest: int
+    digest: int | None
     detail: str
     error_type: str = ""
     error: str = ""
@@ -44,13 +44,16 @@ def verdict(reasons: Sequence[Reason], explain: Explain | None) -> tuple[str, st
         return first.error_type, f"{_ranks(alike)}: {first.error}"
     if len(calls) > 1:
         told = "; ".join(f"{_ranks([r.rank for r in reasons if r.call == call])} called {call}" for call in calls)
-        return "DisagreementError", f"{told}. Every rank of the group must make the same calls in the same order."
-    reference = reasons[0]
-    others = [reason.rank for reason in reasons if reason.digest != reference.digest]
-    first_other = reasons[others[0]]
-    words = explain(reference.detail, first_other.detail, 0, first_other.rank) if explain is not None else None
+        return "DifferentCallsError", f"{told}. Every rank of the group must make the same calls in the same order."
+    telling = [reason for reason in reasons if reason.digest is not None]
+    reference = telling[0]
+    others = [reason for reason in telling if reason.digest != reference.digest]
+    words = None
+    if explain is not None:
+        words = explain(reference.detail, others[0].detail, reference.rank, others[0].rank)
     return "DisagreementError", (
-        f"{reference.operation}: {_ranks(others)} {'differs' if len(others) == 1 else 'differ'} from rank 0: "
+        f"{reference.operation}: {_ranks([reason.rank for reason in others])} "
+        f"{'differs' if len(others) == 1 else 'differ'} from rank {reference.rank}: "
         f"{words or 'what they hold is not the same'}. "
         f"Build the same model and optimizer on every rank, and change them alike."
     )

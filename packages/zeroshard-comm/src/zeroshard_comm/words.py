@@ -15,7 +15,6 @@ from zeroshard_comm.agreement import Control
 from zeroshard_comm.wire import Message, wire_of
 
 TAG_NOTES = 0x5A530040
-TAG_STATUSES = 0x5A530041
 
 
 class Words:

@@ -17,7 +17,17 @@ from dataclasses import dataclass
 
 import torch
 from torch.futures import Future
-from zeroshard_comm import CollectiveReduction, CollectiveUnderway, Control, Note, Traffic, choose_own_exchange
+from zeroshard_comm import (
+    BucketHeader,
+    BucketReduceWork,
+    CollectiveBroadcaster,
+    CollectiveReducer,
+    Control,
+    ParameterBroadcaster,
+    Segment,
+    Traffic,
+    choose_private_group,
+)
 
 from zeroshard.carrier import STEPS_EARLY, Backward, Carrier
 from zeroshard.route import Route
@@ -29,7 +39,7 @@ class _Open:
     """A bucket whose reduction has been issued."""
 
     route: Route
-    underway: CollectiveUnderway
+    underway: BucketReduceWork
     result: Future[torch.Tensor] | None
     done: Future[torch.Tensor]
 
@@ -48,30 +58,32 @@ class CollectiveCarrier(Carrier):
         ValueError: if a group of our own cannot be made.
     """
 
-    carries_status = False
-
     def __init__(self, control: Control, traffic: Traffic, device: torch.device, backward: Backward) -> None:
         self._control, self._backward = control, backward
-        self.exchange = choose_own_exchange(control.ranks, device, traffic)
+        self._ranks, self._traffic = choose_private_group(control.ranks, device), traffic
         self._side = SideStream(device)
         # Of a device with streams, a future orders those who wait for it behind the stream on which it was set.
         self._devices: list[int | str | torch.device] = [] if device.type == "cpu" else [device]
-        self._reductions: weakref.WeakKeyDictionary[Route, CollectiveReduction] = weakref.WeakKeyDictionary()
+        self._reducers: weakref.WeakKeyDictionary[Route, CollectiveReducer] = weakref.WeakKeyDictionary()
         self._received: list[Route] = []
         self._open: list[_Open] = []
         self._all_may_step = False
 
+    def broadcaster(self, segments: Sequence[Segment]) -> ParameterBroadcaster:
+        """Make one that issues its collectives on the group of our own."""
+        return CollectiveBroadcaster(self._ranks, segments, self._traffic)
+
     def follow(self, changed: Sequence[Route], routes: Sequence[Route]) -> None:  # noqa: ARG002 - as Carrier
         """Lay out collectives."""
         for route in changed:
-            self._reductions[route] = CollectiveReduction(
-                self.exchange, self._control, route.runs, route.bucket.buffer, len(route.tensors)
+            self._reducers[route] = CollectiveReducer(
+                self._ranks, self._control, self._traffic, route.runs, route.bucket.buffer, len(route.tensors)
             )
 
     def expect(self, routes: Sequence[Route], *, gradients: bool) -> None:
         """Do nothing: a collective is issued when there is something to be reduced."""
 
-    def receive(self, route: Route, note: Note, result: Future[torch.Tensor] | None) -> Future[torch.Tensor]:
+    def receive(self, route: Route, note: BucketHeader, result: Future[torch.Tensor] | None) -> Future[torch.Tensor]:
         """Issue the reduction of a bucket, and take in those of the buckets before as far as that is of use now."""
         backward, bucket = self._backward, route.bucket
         if bucket.index == 0:
@@ -79,7 +91,7 @@ class CollectiveCarrier(Carrier):
             self._all_may_step = True
         self._received.append(route)
         done: Future[torch.Tensor] = Future(devices=self._devices)
-        underway = self._reductions[route].begin(bucket.buffer, note, gradients=result is None)
+        underway = self._reducers[route].begin(bucket.buffer, note, gradients=result is None)
         self._open.append(_Open(route, underway, result, done))
         # What is not announced may be the last, behind which DDP waits for all.
         if bucket.is_last or bucket.announced != bucket.index:
@@ -126,4 +138,4 @@ class CollectiveCarrier(Carrier):
     def _step(self, route: Route) -> None:
         """Step a bucket during backward, and share it, also if the step has failed: all ranks have agreed to."""
         self._backward.step_early(route)
-        route.send(self.exchange)
+        route.send()

@@ -14,13 +14,15 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.futures import Future
 from zeroshard_comm import (
+    BucketHeader,
     Control,
-    Note,
-    PointToPointExchange,
+    MessageBroadcaster,
+    MessageReducer,
+    MessageReduceWork,
+    ParameterBroadcaster,
     ReceiveWindow,
-    Reduction,
+    Segment,
     Traffic,
-    Underway,
     window_bytes,
     wire_of,
 )
@@ -41,18 +43,19 @@ class MessageCarrier(Carrier):
         backward: what is done with the buckets.
     """
 
-    carries_status = True
-
     def __init__(self, control: Control, traffic: Traffic, backward: Backward) -> None:
         self._ranks, self._traffic, self._backward = control.ranks, traffic, backward
         self.tags = control.ranks.context.allocate_tags()
-        self.exchange = PointToPointExchange(control.ranks, traffic, share_tag=TAG_BUCKETS + self.tags)
         self._window = ReceiveWindow(control.ranks)
         self._worker = Worker(f"zeroshard rank {control.ranks.rank}")
-        self._reductions: weakref.WeakKeyDictionary[Route, Reduction] = weakref.WeakKeyDictionary()
+        self._reducers: weakref.WeakKeyDictionary[Route, MessageReducer] = weakref.WeakKeyDictionary()
         self._received: list[Route] = []
-        self._underway: list[Underway] = []
-        self._expected: dict[Route, Underway] = {}
+        self._underway: list[MessageReduceWork] = []
+        self._expected: dict[Route, MessageReduceWork] = {}
+
+    def broadcaster(self, segments: Sequence[Segment]) -> ParameterBroadcaster:
+        """Make one whose messages may be sent by the worker."""
+        return MessageBroadcaster(self._ranks, segments, self._traffic, tag=TAG_BUCKETS + self.tags)
 
     def follow(self, changed: Sequence[Route], routes: Sequence[Route]) -> None:
         """Lay out messages, and set the limit of the memory for receives."""
@@ -63,17 +66,17 @@ class MessageCarrier(Carrier):
             )
         for route in changed:
             dtype = route.bucket.buffer.dtype
-            self._reductions[route] = Reduction(
-                self._ranks, route.runs, dtype, len(route.tensors), self._traffic, tags=self.tags
+            self._reducers[route] = MessageReducer(
+                self._ranks, route.runs, dtype, len(route.tensors), self._window, self._traffic, tags=self.tags
             )
         self._window.limit(window_bytes([route.bucket.buffer.nbytes for route in routes]))
 
     def expect(self, routes: Sequence[Route], *, gradients: bool) -> None:
         """Post receives before anything is sent: what posts a receive would wait behind it."""
         for route in routes:
-            self._expected[route] = self._reductions[route].expect(self._window, gradients=gradients)
+            self._expected[route] = self._reducers[route].expect(gradients=gradients)
 
-    def receive(self, route: Route, note: Note, result: Future[torch.Tensor] | None) -> Future[torch.Tensor]:
+    def receive(self, route: Route, note: BucketHeader, result: Future[torch.Tensor] | None) -> Future[torch.Tensor]:
         """Send this rank's values, and let the worker wait for the others'."""
         backward, bucket = self._backward, route.bucket
         if bucket.index == 0:
@@ -85,10 +88,10 @@ class MessageCarrier(Carrier):
         underway.send(bucket.buffer, note)
         if backward.steps_early:
             if backward.steps_each_bucket:
-                route.expect(self.exchange)
+                route.expect()
             elif bucket.is_last:
                 for other in self._received:
-                    other.expect(self.exchange)
+                    other.expect()
         self._underway.append(underway)
         done: Future[torch.Tensor] = Future()
         behind = self._underway[-3] if len(self._underway) > 2 else None
@@ -123,8 +126,8 @@ class MessageCarrier(Carrier):
     def _finish(
         self,
         route: Route,
-        underway: Underway,
-        behind: Underway | None,
+        underway: MessageReduceWork,
+        behind: MessageReduceWork | None,
         result: Future[torch.Tensor] | None,
         done: Future[torch.Tensor],
     ) -> None:
@@ -151,4 +154,4 @@ class MessageCarrier(Carrier):
     def _step(self, route: Route) -> None:
         """Worker: step a bucket during backward, and send it."""
         if self._backward.step_early(route):
-            route.send(self.exchange)
+            route.send()

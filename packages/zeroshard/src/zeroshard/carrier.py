@@ -12,23 +12,13 @@ from typing import Protocol
 
 import torch
 from torch.futures import Future
-from zeroshard_comm import Exchange, Note
+from zeroshard_comm import BucketHeader, BucketReduceWork, ParameterBroadcaster, Segment
 
 from zeroshard.route import Route
 
 STEPS_EARLY = 2
 """Which word of a note says whether its rank may step during this backward; before it the number of the backward and
 that of the bucket, which are the same on all ranks."""
-
-
-class Arrival(Protocol):
-    """A bucket on its way to its owners."""
-
-    def notes(self) -> list[Note]:
-        """Wait for the notes of all ranks, and return them in rank order."""
-
-    def finish(self) -> None:
-        """Wait for the means of what this rank owns (on an accelerator: order the current stream behind them)."""
 
 
 class Backward(Protocol):
@@ -50,7 +40,9 @@ class Backward(Protocol):
     def is_broken(self) -> bool:
         """Whether something has failed that cannot be finished any more."""
 
-    def reduced(self, route: Route, arrival: Arrival, result: Future[torch.Tensor] | None) -> list[Note]:
+    def reduced(
+        self, route: Route, arrival: BucketReduceWork, result: Future[torch.Tensor] | None
+    ) -> list[BucketHeader]:
         """Take in a bucket, and return the notes that came with it.
 
         Raises:
@@ -70,14 +62,14 @@ class Carrier(ABC):
     """Brings the buckets of one optimizer to their owners.
 
     Attributes:
-        exchange: brings the owners' new parameters back.
-        carries_status: whether a share may have statuses in it, which are read on the host.
         tags: offset to the tags of its messages, which must be the same on all ranks; 0 if it sends none.
     """
 
-    exchange: Exchange
-    carries_status: bool
     tags: int = 0
+
+    @abstractmethod
+    def broadcaster(self, segments: Sequence[Segment]) -> ParameterBroadcaster:
+        """Make what brings the owners' new values of some segments back."""
 
     @abstractmethod
     def follow(self, changed: Sequence[Route], routes: Sequence[Route]) -> None:
@@ -101,7 +93,7 @@ class Carrier(ABC):
         """
 
     @abstractmethod
-    def receive(self, route: Route, note: Note, result: Future[torch.Tensor] | None) -> Future[torch.Tensor]:
+    def receive(self, route: Route, note: BucketHeader, result: Future[torch.Tensor] | None) -> Future[torch.Tensor]:
         """Send a bucket on its way, of the buffer that its route has now.
 
         Args:

@@ -11,12 +11,22 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from enum import Enum
 from operator import is_
 from typing import Any
 
 import torch
-from zeroshard_comm import Control, PeerLostError, Position, RankGroup, ShardingConfig, Traffic, check_config, connect
+from zeroshard_comm import (
+    Control,
+    DifferentCallsError,
+    PeerLostError,
+    Position,
+    RankGroup,
+    ShardingConfig,
+    Traffic,
+    check_config,
+    connect,
+    explain_configs,
+)
 
 from zeroshard.elementwise import name_of
 from zeroshard.hyperparameters import Hyperparameters
@@ -27,23 +37,9 @@ from zeroshard.pipeline import Pipeline, Stepping
 from zeroshard.replicas import Replicas, same_place
 from zeroshard.step_agreement import StepAgreement
 
-_FINE, _FAILED = 0, 1
-"""What a rank tells the others with its share: it has stepped; its step has failed."""
-
-_NOT_COMPARED = 0
-"""In place of a digest of hyperparameters."""
-
 
 def _nobody_to_tell() -> None:
     pass
-
-
-class _Found(Enum):
-    """What all ranks learn from the statuses of one share."""
-
-    NOTHING = "nothing"
-    A_PROBLEM = "a problem"
-    OTHER_HYPERPARAMETERS = "other hyperparameters"
 
 
 class Engine:
@@ -99,7 +95,7 @@ class Engine:
         self.control.position = Position(ranks.context.number_optimizer(), name_of(policy.factory), 0)
         connect(self.control)
         groups, self.layout, self.local = built
-        self.replicas = Replicas(ranks, traffic, as_bucket_view=policy.as_bucket_view)
+        self.replicas = Replicas(self.control, as_bucket_view=policy.as_bucket_view)
         self.params = parameters_of(groups)
         self.hyperparameters = Hyperparameters()
         self.hyperparameters.follow(groups)
@@ -163,12 +159,20 @@ class Engine:
         self._begun = None
         bucketwise = self.pipeline if self.pipeline is not None and self.pipeline.routed else None
         problem = observed if problem is None else problem
-        declared = _NOT_COMPARED if self.shadowing else self.hyperparameters.follow(groups)
+        declared = None if self.shadowing else self.hyperparameters.follow(groups)
         agreement = StepAgreement(self.control, layout.declaration, attend)
         # A closure communicates, too: ranks agree when it has returned.
         if closure is None or problem is not None or layout is not self.layout:
             try:
                 agreement.reach(problem)
+            except (PeerLostError, DifferentCallsError):
+                raise
+            except Exception:
+                # A hook may have stepped and sent buckets on some ranks; the others wait for what is left of them.
+                if bucketwise is not None and bucketwise.stepping is not Stepping.IN_STEP:
+                    bucketwise.begin_share()
+                    bucketwise.finish_share()
+                raise
             finally:
                 del problem, observed
         if layout is not self.layout:
@@ -195,26 +199,60 @@ class Engine:
         except BaseException:
             del failure
             raise
-        if bucketwise is not None and bucketwise.defers and failure is None:
-            bucketwise.begin_share((_FINE, declared, 0, 0))
-            sync_groups(self.local.optim.param_groups, groups)
-            self.hyperparameters.written(groups)
-            return result
         try:
-            found = self._share(_FAILED if failure is not None else _FINE, declared, failure)
-            if found is _Found.A_PROBLEM:
-                # Raises: either somebody has an error to report, or somebody's layout has another digest.
-                self.meet("step()", failure)
-            elif found is _Found.OTHER_HYPERPARAMETERS:
-                self._compare_hyperparameters(failure)
+            self._share(bucketwise, declared, failure)
         finally:
             del failure
         sync_groups(self.local.optim.param_groups, groups)
         self.hyperparameters.written(groups)
         return result
 
+    def _share(self, bucketwise: Pipeline | None, declared: int | None, failure: Exception | None) -> None:
+        """Share all parameters, also after a failure, and learn whether anything was wrong on any rank. Collective.
+
+        Args:
+            bucketwise: shares bucket by bucket, if it does.
+            declared: a number for this rank's hyperparameters; None agrees with all.
+            failure: of this rank's step.
+
+        Raises:
+            DisagreementError: if ranks have stepped with different hyperparameters.
+            PeerLostError: if a rank is gone.
+            Exception: what any rank's step has met, on every rank.
+        """
+        problem, verdict = failure, None
+        try:
+            try:
+                bucketwise.begin_share() if bucketwise is not None else self.replicas.share()
+            except PeerLostError as error:
+                problem = problem or error
+            # Also where this rank has nothing to wait for: others may still be reading what it owns.
+            verdict = self.control.inconsistency(
+                "the end of step()",
+                declared,
+                error=problem,
+                detail=self._hyperparameters_in_words,
+                explain=explain_configs,
+            )
+            if bucketwise is not None and (verdict is not None or not bucketwise.defers):
+                bucketwise.finish_share()
+            if verdict is not None:
+                raise verdict
+        except PeerLostError as error:
+            if bucketwise is not None:
+                bucketwise.break_off(error)
+            # The others may be lost because of this rank's error, e.g. in collectives of a closure that raised here.
+            if failure is not None:
+                raise failure from error
+            raise
+        finally:
+            del failure, problem, verdict
+
+    def _hyperparameters_in_words(self) -> str:
+        return _with_hyperparameters(self.layout, self.hyperparameters.in_words()).to_json()
+
     def finish_share(self) -> None:
-        """Wait for parameters that are still arriving, and hear what the ranks had to say with them. Collective.
+        """Wait for parameters that are still arriving. Collective.
 
         A no-op if nothing is arriving. Ranks need not come here at the same time, but all do before the next step.
 
@@ -225,18 +263,7 @@ class Engine:
         pipeline = self.pipeline
         if pipeline is None or not pipeline.arriving:
             return
-        found = _found(pipeline.finish_share())
-        if found is _Found.A_PROBLEM:
-            self.meet("step()", None)
-        elif found is _Found.OTHER_HYPERPARAMETERS:
-            self._compare_hyperparameters(None)
-
-    def _compare_hyperparameters(self, error: Exception | None) -> None:
-        mine = _with_hyperparameters(self.layout, self.hyperparameters.in_words())
-        try:
-            check_config(self.control, "step()", mine, error=error)
-        finally:
-            del error
+        pipeline.finish_share()
 
     def attach(self, stepping: Stepping) -> Pipeline:
         """Expect gradients bucket by bucket from now on.
@@ -398,34 +425,6 @@ class Engine:
             return self.layout, error
         return layout, None
 
-    def _share(self, status: int, declared: int, own: Exception | None) -> _Found:
-        """Share all parameters, and tell what the ranks have to say to each other, the same on all. Collective.
-
-        Hyperparameters are compared where statuses travel with the parameters.
-
-        Raises:
-            PeerLostError: if a rank is gone.
-            Exception: ``own``, what this rank has to report, if a rank is gone before it could be told.
-        """
-        words = (status, declared, 0, 0)
-        bucketwise = self.pipeline is not None and self.pipeline.routed
-        try:
-            if self.pipeline is not None and bucketwise:
-                statuses = self.pipeline.share(words)
-            else:
-                statuses = self.replicas.share(words)
-            if bucketwise or self.replicas.carries_status:
-                return _found(statuses)
-            raised = self.control.any_raised(status != _FINE, "the end of step()")
-            return _Found.A_PROBLEM if raised else _Found.NOTHING
-        except PeerLostError as lost:
-            # The others may be lost because of this rank's error, e.g. in collectives of a closure that raised here.
-            if own is not None:
-                raise own from lost
-            raise
-        finally:
-            del own
-
     def adopt(self, layout: Layout, groups: Sequence[ParamGroup]) -> None:
         """Take over an agreed layout."""
         if layout.plan.shards != self.layout.plan.shards or len(groups) != len(self.local.optim.param_groups):
@@ -448,13 +447,6 @@ class Engine:
                 "the members of param_groups are not those that the optimizer was built with; "
                 "add parameters with add_param_group(), and build a new optimizer to exchange or remove them"
             )
-
-
-def _found(statuses: Sequence[Sequence[int]]) -> _Found:
-    if any(words[0] != _FINE for words in statuses):
-        return _Found.A_PROBLEM
-    alike = len({words[1] for words in statuses} - {_NOT_COMPARED}) < 2
-    return _Found.NOTHING if alike else _Found.OTHER_HYPERPARAMETERS
 
 
 def _with_hyperparameters(layout: Layout, hyperparameters: Mapping[str, str]) -> ShardingConfig:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from zeroshard_comm import Control, Message, wire_of
+from zeroshard_comm import Control, Message, Wire, wire_of
 from zeroshard_core import Plan, Shard, storage_view
 
 from zeroshard._torch_private import sparse_indices, sparse_values
@@ -330,12 +330,19 @@ def _read(value: Any) -> Any:  # noqa: ANN401 - a hyperparameter
     return (tuple if kind == "tuple" else list)(_read(part) for part in parts)
 
 
+def _wire_of(control: Control) -> Wire:
+    """The way for CPU tensors: the group itself where it can send them, for peers may be readable there."""
+    if control.ranks.sends_tagged(torch.device("cpu")):
+        return wire_of(control.ranks)
+    assert control.channel is not None
+    return wire_of(control.channel)
+
+
 class _Sender:
     """Sends to several peers at once; what is sent lives until :meth:`finish`."""
 
     def __init__(self, control: Control) -> None:
-        assert control.channel is not None
-        self._wire, self._traffic = wire_of(control.channel), control.traffic
+        self._wire, self._traffic = _wire_of(control), control.traffic
         self._under_way: list[tuple[Message, torch.Tensor]] = []
 
     def text(self, peer: int, text: bytes) -> None:
@@ -360,8 +367,7 @@ class _Receiver:
     """Receives from one peer."""
 
     def __init__(self, control: Control, giver: int) -> None:
-        assert control.channel is not None
-        self._wire, self._traffic, self._giver = wire_of(control.channel), control.traffic, giver
+        self._wire, self._traffic, self._giver = _wire_of(control), control.traffic, giver
 
     def text(self) -> bytes:
         length = torch.zeros(1, dtype=torch.int64, device="cpu")

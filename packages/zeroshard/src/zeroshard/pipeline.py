@@ -15,17 +15,14 @@ from typing import Any
 import torch
 from torch.futures import Future
 from zeroshard_comm import (
-    TAG_STATUSES,
+    Broadcast,
+    BucketHeader,
+    BucketReduceWork,
     Control,
-    Note,
-    PackedShare,
     PeerLostError,
     Segment,
     ShardingConfig,
-    Shipment,
-    Status,
     Traffic,
-    Words,
     check_config,
 )
 from zeroshard_core import Plan, is_dense, storage_view
@@ -33,7 +30,7 @@ from zeroshard_core import Plan, is_dense, storage_view
 from zeroshard._torch_private import in_autograd, version_of
 from zeroshard.by_collectives import CollectiveCarrier
 from zeroshard.by_messages import MessageCarrier
-from zeroshard.carrier import STEPS_EARLY, Arrival, Backward, Carrier
+from zeroshard.carrier import STEPS_EARLY, Backward, Carrier
 from zeroshard.layout import Layout
 from zeroshard.local import LocalOptimizer
 from zeroshard.narrowed import Portion, may_step_in_pieces
@@ -101,10 +98,9 @@ class Pipeline:
         self._alike = 0
         self._before: list[int] = []
         self._may_step = False
-        self._arriving: PackedShare | None = None
+        self._arriving: Broadcast | None = None
         self._versions: dict[int, int] = {}
         """By tensor, when it began to arrive behind a step; of those that nobody has waited for."""
-        self._statuses: Words | None = None
         self.defers = False
         """Whether steps return while parameters are still arriving; changed by who waits for them then."""
         self.divides_by_running: Callable[[], bool] = bool
@@ -158,10 +154,11 @@ class Pipeline:
             if before.of_tensor(tensor) != now.of_tensor(tensor)
             for shard in before.of_tensor(tensor)
         ]
-        self._carrier.exchange.share_from_owners(segments).wait()
+        if self._ranks.world_size > 1:
+            self._carrier.broadcaster(segments).broadcast()
 
     def _lay_out_rest(self) -> None:
-        """What is stepped and shared behind the buckets: parameters that are in none, and the statuses."""
+        """What is stepped and shared after the buckets: parameters that are in none."""
         self._place = {
             tensor: (route, place) for route in self._routes.values() for place, tensor in enumerate(route.tensors)
         }
@@ -174,8 +171,7 @@ class Pipeline:
             for i in rest
             for shard in self._layout.plan.of_tensor(i)
         ]
-        rooms: dict[int, torch.Tensor] | None = {} if self._carrier.carries_status else None
-        self._tail = Shipment(segments, self._ranks.rank, self._ranks.world_size, rooms=rooms)
+        self._tail = self._carrier.broadcaster(segments)
 
     @property
     def routed(self) -> bool:
@@ -209,7 +205,9 @@ class Pipeline:
             if bucket.index == 0 and self._alike >= _SETTLED and not self._is_changed:
                 self._carrier.expect([self._routes[index] for index in self._before], gradients=reduced is None)
             self._order.append(bucket.index)
-            note = Note((self._backwards, bucket.index, int(self.steps_early), int(bucket.is_shadow)), bucket.present)
+            note = BucketHeader(
+                (self._backwards, bucket.index, int(self.steps_early), int(bucket.is_shadow)), bucket.present
+            )
             return self._carrier.receive(route, note, reduced)
         except BaseException as error:
             self.break_off(error)
@@ -271,7 +269,8 @@ class Pipeline:
         tensors: list[int] = []
         try:
             tensors = self._checked(bucket)
-            route = Route(self._ranks, self._layout.plan, self._local, bucket, tensors)
+            make = self._carrier.broadcaster if self._ranks.world_size > 1 else None
+            route = Route(make, self._layout.plan, self._local, bucket, tensors)
             route.stand_ins = [self._stand_ins[tensor] for tensor in tensors]
         except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
             failure = error
@@ -354,10 +353,12 @@ class Pipeline:
         """See :class:`~zeroshard.carrier.Backward`."""
         return self._broken is not None
 
-    def reduced(self, route: Route, arrival: Arrival, result: Future[torch.Tensor] | None) -> list[Note]:
+    def reduced(
+        self, route: Route, arrival: BucketReduceWork, result: Future[torch.Tensor] | None
+    ) -> list[BucketHeader]:
         """Take in a bucket; see :class:`~zeroshard.carrier.Backward`."""
         buffer = route.bucket.buffer
-        notes = arrival.notes()
+        notes = arrival.headers()
         self._check(notes)
         if result is not None:
             value = result.wait()
@@ -399,7 +400,7 @@ class Pipeline:
                     gradient.add_(carried)
             self._delivered.difference_update(route.tensors)
 
-    def _check(self, notes: Sequence[Note]) -> None:
+    def _check(self, notes: Sequence[BucketHeader]) -> None:
         # On a fake group there is but one.
         rank = self._ranks.rank if len(notes) > 1 else 0
         mine = notes[rank].words[:STEPS_EARLY]
@@ -437,11 +438,11 @@ class Pipeline:
             return self._step_whole(present, arguments)
         keywords = dict(arguments)
         for route in self._in_order():
-            route.expect(self._carrier.exchange)
+            route.expect()
         for route, there in zip(self._in_order(), present, strict=True):
             if not (self._may_step and route.stepped):
                 route.step(there, keywords)
-                route.send(self._carrier.exchange)
+                route.send()
         if self._rest:
             self._local.bind_gradients(self._rest)
             try:
@@ -552,36 +553,17 @@ class Pipeline:
 
     # ------------------------------------------------------------------ sharing
 
-    def share(self, status: Status) -> list[list[int]]:
-        """Send what has not been sent yet, wait for everything, and tell what all ranks said. Collective.
-
-        Args:
-            status: what this rank has to say.
-
-        Returns:
-            What every rank said, in rank order.
-
-        Raises:
-            PeerLostError: if a rank is gone.
-        """
-        self.begin_share(status)
-        return self.finish_share()
-
-    def begin_share(self, status: Status) -> None:
+    def begin_share(self) -> None:
         """Send what has not been sent yet, and return at once: parameters arrive until :meth:`finish_share`.
-
-        Args:
-            status: what this rank has to say.
 
         Raises:
             PeerLostError: if a rank is gone.
         """
         try:
             for route in self._in_order():
-                route.send(self._carrier.exchange)
+                route.send()
             torch.autograd.graph.increment_version(self._rest_params)
-            self._arriving = self._tail.prepare(self._carrier.exchange)
-            self._arriving.set_status(status)
+            self._arriving = self._tail.begin()
             self._arriving.send()
             if self.defers:
                 self._carrier.fetch([route.fetch for route in self._in_order()] + [self._arriving.arrive])
@@ -590,24 +572,19 @@ class Pipeline:
                     for tensor, param in enumerate(self._params)
                     if self._layout.active[tensor]
                 }
-            if not self._carrier.carries_status:
-                self._statuses = Words(self._control, status, TAG_STATUSES, "share of a step")
         except BaseException as error:
             self.break_off(error)
             raise
 
-    def finish_share(self) -> list[list[int]]:
-        """Wait for all parameters, and tell what all ranks said, in rank order.
+    def finish_share(self) -> None:
+        """Wait for all parameters.
 
         Raises:
             PeerLostError: if a rank is gone.
         """
         assert self._arriving is not None
         tail, self._arriving = self._arriving, None
-        words, self._statuses = self._statuses, None
         try:
-            # First: a message that does not come names its rank, which a collective cannot.
-            statuses = words.wait() if words is not None else None
             # All that others wait for before anything that waits for others.
             for route in self._in_order():
                 route.arrive()
@@ -617,7 +594,6 @@ class Pipeline:
                 route.wait()
             tail.wait()
             self._refuse_written(list(self._versions))
-            return statuses if statuses is not None else tail.statuses()
         except BaseException as error:
             self.break_off(error)
             raise

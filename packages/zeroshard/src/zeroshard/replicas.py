@@ -3,26 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
-from zeroshard_comm import (
-    STATUS_WORDS,
-    Exchange,
-    PackedShare,
-    RankGroup,
-    Segment,
-    Shipment,
-    Status,
-    Traffic,
-    choose_exchange,
-)
+from zeroshard_comm import Broadcast, Control, ParameterBroadcaster, Segment, choose_broadcaster
 from zeroshard_core import BucketLayout, FlatBuffer, Plan, TensorSpec, bucket_layouts, is_dense, storage_view
 
 from zeroshard.sparse_parameters import SparseParameter, share_sparse
-
-_ROOM = 64
-"""Elements left free behind each owner's run of a flat buffer: room for its status, in the buffer's alignment."""
 
 
 class Replicas:
@@ -31,26 +18,21 @@ class Replicas:
     Only :meth:`follow` changes it; a step only reads it.
 
     Args:
-        ranks: the group.
-        traffic: where shared bytes are counted.
+        control: the channel of the group.
         as_bucket_view: whether parameters are packed into flat buffers and become views of them.
     """
 
-    def __init__(self, ranks: RankGroup, traffic: Traffic, *, as_bucket_view: bool) -> None:
-        self._ranks, self._traffic, self._as_bucket_view = ranks, traffic, as_bucket_view
+    def __init__(self, control: Control, *, as_bucket_view: bool) -> None:
+        self._control, self._ranks, self._as_bucket_view = control, control.ranks, as_bucket_view
         self._buffers: list[FlatBuffer] = []
         self._packed: dict[int, TensorSpec] = {}
         self._params: list[torch.Tensor] = []
         self._shared: list[torch.Tensor] = []
-        self._exchanges: dict[torch.device, Exchange] = {}
-        self._shipments: list[tuple[Exchange, Shipment]] = []
+        self._broadcasters: list[ParameterBroadcaster] = []
         self._loose: list[_Loose] = []
         self._sparse: dict[torch.device, list[SparseParameter]] = {}
         self._dense: list[torch.Tensor] = []
         self._addresses: list[int] = []
-        self.carries_status = False
-        """Whether statuses travel with a share: where all that is shared is on the CPU, the group has a backend
-        for it, and there is a peer."""
 
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:
@@ -81,36 +63,20 @@ class Replicas:
         # A sparse parameter has no address, and is never viewed.
         self._dense = [param for param in params if param.layout is torch.strided]
         self._addresses = [param.data_ptr() for param in self._dense]
-        self._shipments, self._loose, self._sparse = [], [], {}
-        self.carries_status = False
+        self._broadcasters, self._loose, self._sparse = [], [], {}
         if self._ranks.world_size == 1:
             return
-        segments, rooms = self._segments(plan, active)
-        self.carries_status = (
-            self._ranks.moves_data()
-            and self._ranks.backend("cpu") != ""
-            and all(s.buffer.device.type == "cpu" for s in segments)
-        )
         by_device: dict[torch.device, list[Segment]] = {}
-        for segment in segments:
+        for segment in self._segments(plan, active):
             by_device.setdefault(segment.buffer.device, []).append(segment)
-        if not by_device and self.carries_status:
-            # Nothing to share, but the ranks still tell each other that all is well.
-            by_device[torch.device("cpu")] = []
-        for device, of_device in by_device.items():
-            shipment = Shipment(
-                of_device, self._ranks.rank, self._ranks.world_size, rooms=rooms if self.carries_status else None
-            )
-            self._shipments.append((self._exchange(device), shipment))
+        self._broadcasters = [
+            choose_broadcaster(self._control, segments, device) for device, segments in by_device.items()
+        ]
 
-    def share(self, status: Status) -> list[list[int]]:
+    def share(self) -> None:
         """Bring every replica the owners' values of all active parameters. Collective.
 
-        Args:
-            status: what this rank has to say, where statuses are carried.
-
-        Returns:
-            What every rank said, in rank order; empty where statuses are not carried.
+        Until all ranks have agreed upon something after that, others may still be reading what this rank owns.
 
         Raises:
             PeerLostError: if a rank is gone.
@@ -118,30 +84,27 @@ class Replicas:
         for item in self._loose:
             if item.owner == self._ranks.rank:
                 item.copy.copy_(item.param)
-        shares: list[PackedShare] = []
-        for exchange, shipment in self._shipments:
-            share = shipment.prepare(exchange)
-            share.set_status(status)
-            share.send()
-            shares.append(share)
+        broadcasts: list[Broadcast] = []
+        for broadcaster in self._broadcasters:
+            broadcast = broadcaster.begin()
+            broadcast.send()
+            broadcasts.append(broadcast)
         # Receives and flat buffers write behind autograd's back; a graph that saved a parameter must notice. Now, since
         # there is nothing else to do until the messages have arrived.
         torch.autograd.graph.increment_version(self._shared)
-        for share in shares:
-            share.arrive()
-        for share in shares:
-            share.wait()
+        for broadcast in broadcasts:
+            broadcast.arrive()
+        for broadcast in broadcasts:
+            broadcast.wait()
         for item in self._loose:
             if item.owner != self._ranks.rank:
                 item.param.copy_(item.copy)
         for device, items in self._sparse.items():
-            share_sparse(items, self._exchange(device))
-        return shares[0].statuses() if shares else []
-
-    def _exchange(self, device: torch.device) -> Exchange:
-        if device not in self._exchanges:
-            self._exchanges[device] = choose_exchange(self._ranks, device, self._traffic)
-        return self._exchanges[device]
+            share_sparse(
+                items,
+                self._ranks.rank,
+                lambda segments, device=device: choose_broadcaster(self._control, segments, device),  # type: ignore[misc]
+            )
 
     def _pack(self, plan: Plan, active: Sequence[bool]) -> None:
         """Pack what became active; repack what was rebound; start over what changed its dtype or shape."""
@@ -169,8 +132,7 @@ class Replicas:
             for i, is_active in enumerate(active)
             if is_active and i not in packed and self._params[i].layout is torch.strided
         ]
-        for tight in bucket_layouts(plan, tensors=wanted):
-            layout = _with_rooms(tight, plan)
+        for layout in bucket_layouts(plan, tensors=wanted):
             members = [slot.tensor for slot in layout.slots]
             buffer = FlatBuffer(layout, plan.tensors, self._params[members[0]].device)
             buffer.adopt({i: self._params[i] for i in members})
@@ -178,26 +140,23 @@ class Replicas:
             packed.update({i: plan.tensors[i] for i in members})
         self._buffers, self._packed = kept, packed
 
-    def _segments(self, plan: Plan, active: Sequence[bool]) -> tuple[list[Segment], dict[int, torch.Tensor]]:
-        """The pieces that travel, in an order that follows from plan and activity alone, and the rooms among them."""
+    def _segments(self, plan: Plan, active: Sequence[bool]) -> list[Segment]:
+        """The pieces that travel, in an order that follows from plan and activity alone."""
         segments: list[Segment] = []
-        rooms: dict[int, torch.Tensor] = {}
         alone = [i for i, is_active in enumerate(active) if is_active and i not in self._packed]
         for buffer in self._buffers:
             for owner, members, start, stop in _runs(buffer.layout, plan):
                 if owner is None or not all(active[i] for i in members):
                     alone += [i for i in members if active[i]]
-                    continue
-                segments.append(Segment(owner, buffer.storage[start:stop]))
-                room = buffer.storage[stop - _ROOM : stop].view(torch.uint8)[: 8 * STATUS_WORDS].view(torch.int64)
-                rooms.setdefault(owner, room)
+                else:
+                    segments.append(Segment(owner, buffer.storage[start:stop]))
         for i in alone:
             if self._params[i].layout is torch.strided:
                 segments += self._pieces(plan, i)
             else:
                 item = SparseParameter(plan.of_tensor(i)[0].rank, self._params[i])
                 self._sparse.setdefault(self._params[i].device, []).append(item)
-        return segments, rooms
+        return segments
 
     def _pieces(self, plan: Plan, tensor: int) -> list[Segment]:
         param = self._params[tensor].detach()
@@ -218,17 +177,6 @@ class _Loose:
     owner: int
     param: torch.Tensor
     copy: torch.Tensor
-
-
-def _with_rooms(layout: BucketLayout, plan: Plan) -> BucketLayout:
-    """Push the slots apart so that there is room for a status behind each owner's run."""
-    shift, slots = 0, []
-    for number, (_, members, _, _) in enumerate(_runs(layout, plan)):
-        shift = number * _ROOM
-        chosen = set(members)
-        slots += [replace(slot, offset=slot.offset + shift) for slot in layout.slots if slot.tensor in chosen]
-    filled = -(-layout.numel // _ROOM) * _ROOM
-    return replace(layout, slots=tuple(slots), numel=filled + shift + _ROOM)
 
 
 def _runs(layout: BucketLayout, plan: Plan) -> list[tuple[int | None, list[int], int, int]]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, is_
 
 import torch
-from zeroshard_comm import Exchange, PackedShare, RankGroup, Segment, Shipment
+from zeroshard_comm import Broadcast, ParameterBroadcaster, Segment
 from zeroshard_core import Plan, Run, storage_view
 
 from zeroshard.local import LocalOptimizer
@@ -46,7 +46,7 @@ class Route:
     """What is made once per bucket and plan, and used in every step. Only the pipeline changes it.
 
     Args:
-        ranks: the group.
+        make: makes what brings the owners' new values to all; None if there is nobody to bring them to.
         plan: who owns what.
         local: the local optimizer, its pieces set apart from the parameters.
         bucket: the bucket.
@@ -67,13 +67,13 @@ class Route:
 
     def __init__(
         self,
-        ranks: RankGroup,
+        make: Callable[[Sequence[Segment]], ParameterBroadcaster] | None,
         plan: Plan,
         local: LocalOptimizer,
         bucket: Bucket,
         tensors: Sequence[int],
     ) -> None:
-        self.ranks = ranks
+        self._make = make
         self.tensors = tuple(tensors)
         self.params = list(bucket.params)
         self.bucket = bucket
@@ -102,17 +102,15 @@ class Route:
         self._owned = {place: local.pieces[i] for place, i in enumerate(self.tensors) if i in local.pieces}
         self._pieces = [piece.tensor for piece in self._owned.values()]
         self.portion = Portion(local, list(self._owned.values()))
-        self._share: PackedShare | None = None
+        self._share: Broadcast | None = None
         self._sent = self._arrived = False
         self._wanted: tuple[tuple[int, tuple[bool, ...]], list[torch.Tensor | None]] | None = None
         segments: list[Segment] = []
-        # A rank alone has nobody to share with.
-        shared = zip(self.tensors, self.params, strict=True) if self.ranks.world_size > 1 else ()
-        for index, param in shared:
+        for index, param in zip(self.tensors, self.params, strict=True) if self._make is not None else ():
             # Not counted as a write when it arrives, but when it is expected.
             flat = storage_view(param.data)
             segments += [Segment(shard.rank, flat[shard.flat]) for shard in plan.of_tensor(index)]
-        self._shipment = Shipment(segments, self.ranks.rank, self.ranks.world_size)
+        self._broadcaster = self._make(segments) if self._make is not None else None
 
     def takes(self, bucket: Bucket) -> None:
         """Take over the buffer of a further backward; the parameters are the same."""
@@ -154,18 +152,17 @@ class Route:
         self.stepped = True
         self.portion.step(arguments)
 
-    def expect(self, exchange: Exchange) -> None:
+    def expect(self) -> None:
         """Post the receives of the owners' new values; from now on autograd may not use the old ones. No-op if done."""
         if self._share is None:
             torch.autograd.graph.increment_version(self.params)
-            self._share = self._shipment.prepare(exchange)
+            self._share = self._broadcaster.begin() if self._broadcaster is not None else None
             self._sent = self._arrived = False
 
-    def send(self, exchange: Exchange) -> None:
+    def send(self) -> None:
         """Send this rank's values of what it owns. No-op if done."""
-        self.expect(exchange)
-        assert self._share is not None
-        if not self._sent:
+        self.expect()
+        if self._share is not None and not self._sent:
             self._sent = True
             self._share.send()
 

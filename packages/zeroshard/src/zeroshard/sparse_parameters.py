@@ -6,11 +6,11 @@ its count of elements, then their indices and values.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from zeroshard_comm import Exchange, Segment
+from zeroshard_comm import ParameterBroadcaster, Segment
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,22 +21,24 @@ class SparseParameter:
     param: torch.Tensor
 
 
-def share_sparse(items: Sequence[SparseParameter], exchange: Exchange) -> None:
+def share_sparse(
+    items: Sequence[SparseParameter], rank: int, make: Callable[[Sequence[Segment]], ParameterBroadcaster]
+) -> None:
     """Bring every replica the owners' sparse parameters, coalesced. Collective.
 
     Args:
         items: the same parameters in the same order on every rank, on one device.
-        exchange: makes the moves on that device.
+        rank: this rank.
+        make: makes what moves segments on that device.
 
     Raises:
         PeerLostError: if a rank is gone.
     """
     if not items:
         return
-    rank = exchange.ranks.rank
     held = [item.param.detach().coalesce() for item in items]
     counts = [torch.tensor([tensor.indices().shape[1]], device=tensor.device) for tensor in held]
-    exchange.share_from_owners([Segment(item.owner, count) for item, count in zip(items, counts, strict=True)]).wait()
+    make([Segment(item.owner, count) for item, count in zip(items, counts, strict=True)]).broadcast()
     segments: list[Segment] = []
     arriving: list[torch.Tensor] = []
     for item, tensor, count in zip(items, held, counts, strict=True):
@@ -48,7 +50,7 @@ def share_sparse(items: Sequence[SparseParameter], exchange: Exchange) -> None:
             if part.numel() > 0
         ]
         arriving.append(tensor)
-    exchange.share_from_owners(segments).wait()
+    make(segments).broadcast()
     # Into the parameter itself: a detached sparse tensor takes new elements for itself alone.
     with torch.no_grad():
         for item, tensor in zip(items, arriving, strict=True):

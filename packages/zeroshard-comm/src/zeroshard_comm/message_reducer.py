@@ -2,10 +2,10 @@
 
 Every rank sends each owner its values of what that rank owns, straight from the bucket where they lie together, packed
 where they are small; owners add up what arrives, in ascending rank order, so that sums do not depend on the plan.
-Ahead goes a *note* from every rank to every other: a few numbers, and one byte per tensor of the bucket.
+Ahead goes a *header* from every rank to every other: a few numbers, and one byte per tensor of the bucket.
 
-Messages are tagged, and of one tag and pair of ranks they are matched in order. Notes and gradients have a tag each,
-and both are posted bucket by bucket in the order of :meth:`Reduction.begin`, which must be the same on all ranks.
+Messages are tagged, and of one tag and pair of ranks they are matched in order. Headers and gradients have a tag each,
+and both are posted bucket by bucket in the order of :meth:`MessageReducer.begin`, which must be the same on all ranks.
 """
 
 from __future__ import annotations
@@ -19,36 +19,21 @@ from zeroshard_core import Run
 
 from zeroshard_comm._torch_private import foreach_add_, foreach_div_
 from zeroshard_comm.bits import pack_bits, unpack_bits
+from zeroshard_comm.interfaces import HEADER_WORDS, BucketHeader, BucketReduceWork, GradientReducer
 from zeroshard_comm.packing import PACK_BELOW
 from zeroshard_comm.process_group import RankGroup
-from zeroshard_comm.scratch import Receive, ReceiveWindow
+from zeroshard_comm.receive_window import Receive, ReceiveWindow
 from zeroshard_comm.traffic import Traffic
 from zeroshard_comm.wire import Message, wire_of
 
-TAG_NOTE = 0x5A530030
+TAG_HEADER = 0x5A530030
 TAG_GRADIENTS = 0x5A530031
 
 CHUNK_BYTES = 4 * 1024 * 1024
 """Largest message of gradients, in bytes: what has arrived is added while the rest is on its way."""
 
-NOTE_WORDS = 4
-"""Numbers in a note, 64-bit integers."""
 
-
-@dataclass(frozen=True)
-class Note:
-    """What a rank tells the others with a bucket.
-
-    Attributes:
-        words: ``NOTE_WORDS`` numbers.
-        present: per tensor of the bucket, whether this rank has a gradient for it.
-    """
-
-    words: tuple[int, ...]
-    present: tuple[bool, ...]
-
-
-class Reduction:
+class MessageReducer(GradientReducer):
     """The messages of one bucket.
 
     Args:
@@ -56,6 +41,7 @@ class Reduction:
         runs: ranges of elements of the bucket and who owns them, in bucket order; what lies between belongs to nobody.
         dtype: of the bucket, which is on the CPU.
         tensors: number of tensors in the bucket.
+        window: posts the receives of gradients.
         traffic: where bytes are counted, as kinds ``"reduce"`` and ``"control"``.
         tags: offset to the tags, see :meth:`zeroshard_comm.GroupContext.allocate_tags`; the same on all ranks.
     """
@@ -66,45 +52,37 @@ class Reduction:
         runs: Sequence[Run],
         dtype: torch.dtype,
         tensors: int,
+        window: ReceiveWindow,
         traffic: Traffic,
         *,
         tags: int = 0,
     ) -> None:
         self.ranks, self.traffic, self.tensors, self.tags = ranks, traffic, tensors, tags
+        self.window = window
         self._messages: dict[int, list[_Message]] = {owner: [] for owner in range(ranks.world_size)}
         for owner, messages in self._messages.items():
             messages += _messages([run for run in runs if run.rank == owner], dtype.itemsize)
         self._views: tuple[torch.Tensor, dict[_Message, tuple[torch.Tensor, ...]]] | None = None
 
-    def expect(self, window: ReceiveWindow, *, gradients: bool = True) -> Underway:
-        """Post the receives of notes, and those of gradients as the window allows.
+    def expect(self, *, gradients: bool = True) -> MessageReduceWork:
+        """Post the receives of headers, and those of gradients as the window allows.
 
         The sooner the better, also before there is anything to send: that a receive has been posted is told to the
         sender behind all that this rank is sending already.
 
         Args:
-            window: posts the receives of gradients.
-            gradients: False to exchange notes alone, which all ranks must do then.
+            gradients: False to exchange headers alone, which all ranks must do then.
 
         Raises:
             PeerLostError: if a rank is gone.
         """
-        return Underway(self, window, gradients=gradients)
+        return MessageReduceWork(self, gradients=gradients)
 
-    def begin(self, buffer: torch.Tensor, note: Note, window: ReceiveWindow) -> Underway:
-        """Expect and send at once.
-
-        Args:
-            buffer: the bucket, see :meth:`Underway.send`.
-            note: what this rank has to say.
-            window: posts the receives.
-
-        Raises:
-            PeerLostError: if a rank is gone.
-        """
-        underway = self.expect(window)
-        underway.send(buffer, note)
-        return underway
+    def begin(self, buffer: torch.Tensor, header: BucketHeader, *, gradients: bool = True) -> MessageReduceWork:
+        """Expect and send at once."""
+        work = self.expect(gradients=gradients)
+        work.send(buffer, header)
+        return work
 
     def messages_of(self, owner: int) -> Sequence[_Message]:
         """Return what every other rank sends to ``owner``."""
@@ -120,20 +98,20 @@ class Reduction:
         return views[message]
 
 
-class Underway:
-    """One bucket on its way to its owners; see :meth:`Reduction.expect`. Sent once, then finished once, and closed."""
+class MessageReduceWork(BucketReduceWork):
+    """One bucket on its way; see :meth:`MessageReducer.expect`. Sent once, then finished once, and closed."""
 
-    def __init__(self, reduction: Reduction, window: ReceiveWindow, *, gradients: bool) -> None:
-        self._reduction, self._window, self._gradients = reduction, window, gradients
+    def __init__(self, reducer: MessageReducer, *, gradients: bool) -> None:
+        self._reducer, self._window, self._gradients = reducer, reducer.window, gradients
         self._buffer: torch.Tensor | None = None
-        self._own_note = Note((0,) * NOTE_WORDS, (False,) * reduction.tensors)
-        ranks = reduction.ranks
-        words = NOTE_WORDS + len(pack_bits(self._own_note.present))
-        self._notes = {peer: torch.empty(words, dtype=torch.int64, device="cpu") for peer in ranks.peers}
+        self._own_header = BucketHeader((0,) * HEADER_WORDS, (False,) * reducer.tensors)
+        ranks = reducer.ranks
+        words = HEADER_WORDS + len(pack_bits(self._own_header.present))
+        self._headers = {peer: torch.empty(words, dtype=torch.int64, device="cpu") for peer in ranks.peers}
         self._wire = wire_of(ranks)
-        self._arriving_notes = [
-            self._wire.receive(peer, arriving, TAG_NOTE + reduction.tags, "backward()")
-            for peer, arriving in self._notes.items()
+        self._arriving_headers = [
+            self._wire.receive(peer, arriving, TAG_HEADER + reducer.tags, "backward()")
+            for peer, arriving in self._headers.items()
         ]
         self._sends: list[Message] = []
         # What is sent must live as long as the sends.
@@ -142,40 +120,40 @@ class Underway:
         if gradients:
             ascending = [rank for rank in range(ranks.world_size) if rank != ranks.rank]
             self._arrivals = [
-                (message, [Receive(peer, message.nbytes, TAG_GRADIENTS + reduction.tags) for peer in ascending])
-                for message in reduction.messages_of(ranks.rank)
+                (message, [Receive(peer, message.nbytes, TAG_GRADIENTS + reducer.tags) for peer in ascending])
+                for message in reducer.messages_of(ranks.rank)
             ]
-            window.extend([receive for _, receives in self._arrivals for receive in receives])
+            self._window.extend([receive for _, receives in self._arrivals for receive in receives])
 
-    def send(self, buffer: torch.Tensor, note: Note) -> None:
-        """Send this rank's note, and its values of what others own.
+    def send(self, buffer: torch.Tensor, header: BucketHeader) -> None:
+        """Send this rank's header, and its values of what others own.
 
         Args:
             buffer: the bucket, 1-D; it belongs to the reduction until :meth:`close` has returned.
-            note: what this rank has to say.
+            header: what this rank has to say.
 
         Raises:
             PeerLostError: if a rank is gone.
         """
-        reduction, ranks = self._reduction, self._reduction.ranks
-        self._buffer, self._own_note = buffer, note
-        own = torch.tensor([*note.words, *pack_bits(note.present)], dtype=torch.int64, device="cpu")
+        reducer, ranks = self._reducer, self._reducer.ranks
+        self._buffer, self._own_header = buffer, header
+        own = torch.tensor([*header.words, *pack_bits(header.present)], dtype=torch.int64, device="cpu")
         self._staged.append(own)
         for peer in ranks.peers:
-            self._send(peer, own, TAG_NOTE)
+            self._send(peer, own, TAG_HEADER)
         peers = len(ranks.peers)
-        reduction.traffic.add("control", sent=own.nbytes * peers, received=own.nbytes * peers, calls=2 * peers)
+        reducer.traffic.add("control", sent=own.nbytes * peers, received=own.nbytes * peers, calls=2 * peers)
         if not self._gradients:
             return
         sent = 0
         for peer in ranks.peers:
-            for message in reduction.messages_of(peer):
-                pieces = reduction.pieces(buffer, message)
+            for message in reducer.messages_of(peer):
+                pieces = reducer.pieces(buffer, message)
                 if len(pieces) > 1:
                     self._staged.append(torch.cat(pieces))
                 self._send(peer, (self._staged[-1] if len(pieces) > 1 else pieces[0]).view(torch.uint8), TAG_GRADIENTS)
                 sent += message.nbytes
-        reduction.traffic.add(
+        reducer.traffic.add(
             "reduce",
             sent=sent,
             received=sum(receive.nbytes for _, receives in self._arrivals for receive in receives),
@@ -183,22 +161,22 @@ class Underway:
         )
 
     def _send(self, peer: int, payload: torch.Tensor, tag: int) -> None:
-        self._sends.append(self._wire.send(peer, payload, tag + self._reduction.tags, "backward()"))
+        self._sends.append(self._wire.send(peer, payload, tag + self._reducer.tags, "backward()"))
 
-    def notes(self) -> list[Note]:
-        """Wait for the notes of all ranks, and return them in rank order.
+    def headers(self) -> list[BucketHeader]:
+        """Wait for the headers of all ranks, and return them in rank order.
 
         Raises:
             PeerLostError: if a rank is gone.
         """
-        ranks, tensors = self._reduction.ranks, self._reduction.tensors
-        for message in self._arriving_notes:
+        ranks, tensors = self._reducer.ranks, self._reducer.tensors
+        for message in self._arriving_headers:
             message.wait("backward()")
-        self._arriving_notes = []
-        found = {ranks.rank: self._own_note}
-        for peer, words in self._notes.items():
+        self._arriving_headers = []
+        found = {ranks.rank: self._own_header}
+        for peer, words in self._headers.items():
             numbers = words.tolist()
-            found[peer] = Note(tuple(numbers[:NOTE_WORDS]), unpack_bits(numbers[NOTE_WORDS:], tensors))
+            found[peer] = BucketHeader(tuple(numbers[:HEADER_WORDS]), unpack_bits(numbers[HEADER_WORDS:], tensors))
         return [found[rank] for rank in range(ranks.world_size)]
 
     def finish(self) -> None:
@@ -213,9 +191,9 @@ class Underway:
         adding = 0.0
         if self._buffer is not None:
             for message, receives in self._arrivals:
-                adding += self._add_up(self._reduction.pieces(self._buffer, message), receives)
+                adding += self._add_up(self._reducer.pieces(self._buffer, message), receives)
         self._arrivals = []
-        self._reduction.traffic.add("reduce", waited=time.perf_counter() - started - adding)
+        self._reducer.traffic.add("reduce", waited=time.perf_counter() - started - adding)
 
     def close(self) -> None:
         """Wait until this rank's values have been sent.
@@ -227,11 +205,11 @@ class Underway:
         for message in self._sends:
             message.wait("backward()")
         self._sends, self._staged = [], []
-        self._reduction.traffic.add("reduce", waited=time.perf_counter() - started)
+        self._reducer.traffic.add("reduce", waited=time.perf_counter() - started)
 
     def _add_up(self, own: tuple[torch.Tensor, ...], receives: Sequence[Receive]) -> float:
         """Make the mean in ascending rank order, whoever owns it; return the seconds that were not spent waiting."""
-        rank, world_size = self._reduction.ranks.rank, self._reduction.ranks.world_size
+        rank, world_size = self._reducer.ranks.rank, self._reducer.ranks.world_size
         # Scaling by a power of two is exact, so it can be done while adding.
         exact = world_size & (world_size - 1) == 0
         spent = 0.0

@@ -1,0 +1,181 @@
+"""Parameters from their owners to all ranks: by tagged messages, and by collectives."""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import abstractmethod
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from zeroshard_comm.errors import PeerLostError
+from zeroshard_comm.interfaces import Broadcast, ParameterBroadcaster, Segment
+from zeroshard_comm.packing import PACK_BELOW, pack_pieces
+from zeroshard_comm.process_group import RankGroup
+from zeroshard_comm.traffic import Traffic
+from zeroshard_comm.wire import Message, wire_of
+
+TAG_SHARE = 0x5A530010
+
+_OPERATION = "a step"
+
+
+class _Packed(ParameterBroadcaster):
+    """Packs small segments; ``messages`` are what travels."""
+
+    def __init__(
+        self,
+        ranks: RankGroup,
+        segments: Sequence[Segment],
+        traffic: Traffic | None = None,
+        *,
+        pack_below: int = PACK_BELOW,
+    ) -> None:
+        super().__init__(ranks, segments, traffic)
+        # A rank alone has nobody to tell.
+        pieces = [(segment.owner, segment.buffer) for segment in self.segments] if ranks.world_size > 1 else []
+        self.messages = pack_pieces(pieces, pack_below)
+        self.unpacks = ranks.moves_data()
+
+
+class _Arriving(Broadcast):
+    """Waits for messages in their order, and unpacks each while the rest arrives."""
+
+    def __init__(self, broadcaster: _Packed) -> None:
+        self._broadcaster, self._rank = broadcaster, broadcaster.ranks.rank
+        self._lock, self._arrived = threading.Lock(), False
+
+    def arrive(self) -> None:
+        with self._lock:
+            if self._arrived:
+                return
+            started = time.perf_counter()
+            for place, message in enumerate(self._broadcaster.messages):
+                self._wait_for(place)
+                if message.owner != self._rank and self._broadcaster.unpacks:
+                    message.unpack()
+            self._arrived = True
+            self._broadcaster.traffic.add("share", waited=time.perf_counter() - started)
+
+    @abstractmethod
+    def _wait_for(self, place: int) -> None:
+        """Wait until a message of another rank has arrived."""
+
+
+class MessageBroadcaster(_Packed):
+    """Sends each message to every peer. Tags keep them from meeting anything else on the group, whoever sends when.
+
+    Args:
+        ranks: the group; its backend matches messages by tag (gloo, CPU tensors).
+        segments: as for :class:`ParameterBroadcaster`.
+        traffic: as there.
+        tag: of the messages. Of one tag and pair of ranks, messages are matched in order: broadcasters that are not
+            used in the same order on all ranks need tags of their own.
+        pack_below: as for :func:`~zeroshard_comm.packing.pack_pieces`.
+    """
+
+    def __init__(
+        self,
+        ranks: RankGroup,
+        segments: Sequence[Segment],
+        traffic: Traffic | None = None,
+        *,
+        tag: int = TAG_SHARE,
+        pack_below: int = PACK_BELOW,
+    ) -> None:
+        super().__init__(ranks, segments, traffic, pack_below=pack_below)
+        self.tag = tag
+
+    def begin(self) -> Broadcast:
+        """Post the receives of all that peers own."""
+        return _Sent(self)
+
+
+class _Sent(_Arriving):
+    def __init__(self, broadcaster: MessageBroadcaster) -> None:
+        super().__init__(broadcaster)
+        self._wire, self._tag = wire_of(broadcaster.ranks), broadcaster.tag
+        self._receives = {
+            place: self._wire.receive(message.owner, message.data, self._tag, _OPERATION)
+            for place, message in enumerate(broadcaster.messages)
+            if message.owner != self._rank
+        }
+        self._sends: list[Message] = []
+        broadcaster.traffic.add("share", received=broadcaster.received, calls=len(self._receives))
+
+    def send(self) -> None:
+        broadcaster = self._broadcaster
+        for message in broadcaster.messages:
+            if message.owner == self._rank:
+                message.pack()
+                self._sends += [
+                    self._wire.send(peer, message.data, self._tag, _OPERATION) for peer in broadcaster.ranks.peers
+                ]
+        broadcaster.traffic.add("share", sent=broadcaster.sent, calls=len(self._sends))
+
+    def wait(self) -> None:
+        self.arrive()
+        started = time.perf_counter()
+        while self._sends:
+            # Also if a later one fails: what has been sent is not waited for again.
+            self._sends.pop(0).wait(_OPERATION)
+        self._broadcaster.traffic.add("share", waited=time.perf_counter() - started)
+
+    def _wait_for(self, place: int) -> None:
+        receive = self._receives.pop(place, None)
+        if receive is not None:
+            receive.wait(_OPERATION)
+
+
+class CollectiveBroadcaster(_Packed):
+    """One broadcast for each message, all in flight at once, issued in one order by the thread that calls."""
+
+    def begin(self) -> Broadcast:
+        """Issue nothing yet: collectives are issued in one order, when there is something to be sent."""
+        return _Issued(self)
+
+
+class _Issued(_Arriving):
+    def __init__(self, broadcaster: CollectiveBroadcaster) -> None:
+        super().__init__(broadcaster)
+        self._works: list[dist.Work | None] = []
+
+    def send(self) -> None:
+        broadcaster, group = self._broadcaster, self._broadcaster.ranks.group
+        for message in broadcaster.messages:
+            if message.owner == self._rank:
+                message.pack()
+            # As bytes: backends refuse some dtypes that they would move without looking at them.
+            work = dist.broadcast(message.data, group=group, group_src=message.owner, async_op=True)
+            self._works.append(work)
+        broadcaster.traffic.add("share", sent=broadcaster.sent, received=broadcaster.received, calls=len(self._works))
+
+    def wait(self) -> None:
+        self.arrive()
+
+    def _wait_for(self, place: int) -> None:
+        wait_for_collective(self._works[place], self._broadcaster.ranks, "share")
+
+
+def wait_for_collective(work: dist.Work | None, ranks: RankGroup, kind: str) -> None:
+    """Wait for one collective; turn the backend's error into one that says what to look at.
+
+    Args:
+        work: what torch returned for it.
+        ranks: its group.
+        kind: of move, for the message.
+
+    Raises:
+        PeerLostError: if the backend reports a failure.
+    """
+    if work is None:
+        return
+    try:
+        work.wait()
+    except RuntimeError as failure:
+        raise PeerLostError(
+            f"rank {ranks.rank} could not finish the {kind} of a step: another rank has ended, was cut off, or did not "
+            f"call step() within the process group's timeout. Look at the other ranks' output first. (The backend "
+            f"said: {str(failure).splitlines()[0]})"
+        ) from failure

@@ -1,0 +1,158 @@
+"""The two moves of a sharded step as interfaces: gradients to their owners, and the owners' new values to all.
+
+Each is made once for a layout and used in every step. Which implementation makes it is chosen by what the backend can
+do, see :mod:`zeroshard_comm.choice`: tagged messages, collectives, or reads of the memory of peers on the same host.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zeroshard_comm.process_group import RankGroup
+from zeroshard_comm.traffic import Traffic
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A buffer that one rank owns and all ranks have.
+
+    Attributes:
+        owner: group rank.
+        buffer: 1-D contiguous tensor; the same length and dtype on every rank.
+    """
+
+    owner: int
+    buffer: torch.Tensor
+
+
+HEADER_WORDS = 4
+"""Numbers in a header, 64-bit integers."""
+
+
+@dataclass(frozen=True)
+class BucketHeader:
+    """What a rank tells the others with a bucket.
+
+    Attributes:
+        words: ``HEADER_WORDS`` numbers.
+        present: per tensor of the bucket, whether this rank has a gradient for it.
+    """
+
+    words: tuple[int, ...]
+    present: tuple[bool, ...]
+
+
+class BucketReduceWork(ABC):
+    """One bucket on its way to its owners. The bucket belongs to it until it is closed."""
+
+    @abstractmethod
+    def headers(self) -> list[BucketHeader]:
+        """Wait on the host for the headers of all ranks, in rank order; on a fake group there is this rank's own.
+
+        Raises:
+            PeerLostError: if a rank is gone.
+        """
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Wait for what this rank owns; the bucket then holds there the mean over all ranks, elsewhere anything.
+
+        On an accelerator the current stream is ordered behind that.
+
+        Raises:
+            PeerLostError: if a rank is gone.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Wait until this rank's values have been sent.
+
+        Raises:
+            PeerLostError: if a rank is gone.
+        """
+
+
+class GradientReducer(ABC):
+    """Brings the owners the mean over all ranks of one bucket, in every backward.
+
+    All ranks begin their buckets in the same order.
+    """
+
+    @abstractmethod
+    def begin(self, buffer: torch.Tensor, header: BucketHeader, *, gradients: bool = True) -> BucketReduceWork:
+        """Send a header to all ranks, and this rank's values to their owners.
+
+        Args:
+            buffer: the bucket, 1-D.
+            header: what this rank has to say.
+            gradients: False to exchange headers alone, which all ranks must do then.
+
+        Raises:
+            PeerLostError: if a rank is gone.
+        """
+
+
+class Broadcast(ABC):
+    """One broadcast of a :class:`ParameterBroadcaster`. The segments belong to it until :meth:`wait` has returned."""
+
+    @abstractmethod
+    def send(self) -> None:
+        """Send this rank's segments. Every rank must call it, also one that owns nothing.
+
+        Raises:
+            PeerLostError: if a rank is gone.
+        """
+
+    @abstractmethod
+    def arrive(self) -> None:
+        """Return when the segments of peers hold their values; this rank's own may still be read. No-op when done.
+
+        Any thread may call it, and ranks may call it for their broadcasts in different orders.
+
+        Raises:
+            PeerLostError: if a rank is gone.
+        """
+
+    @abstractmethod
+    def wait(self) -> None:
+        """As :meth:`arrive`, and until this rank's own segments may be changed.
+
+        On an accelerator both return when the current stream is ordered behind that.
+
+        Raises:
+            PeerLostError: if a rank is gone.
+        """
+
+
+class ParameterBroadcaster(ABC):
+    """Brings every rank the owners' values of the same segments, as often as asked.
+
+    All methods are collective: every rank calls them in the same order.
+
+    Args:
+        ranks: the group.
+        segments: the same list on every rank, up to the addresses of the buffers, which are all on one device. Agree on
+            that first.
+        traffic: where bytes are counted, as kind ``"share"``.
+    """
+
+    def __init__(self, ranks: RankGroup, segments: Sequence[Segment], traffic: Traffic | None = None) -> None:
+        self.ranks, self.traffic = ranks, traffic if traffic is not None else Traffic()
+        self.segments = tuple([segment for segment in segments if segment.buffer.nbytes])
+        owned = sum(segment.buffer.nbytes for segment in self.segments if segment.owner == ranks.rank)
+        self.sent = owned * len(ranks.peers)
+        self.received = sum(segment.buffer.nbytes for segment in self.segments) - owned
+
+    @abstractmethod
+    def begin(self) -> Broadcast:
+        """Begin. Segments of peers may be written from now on, this rank's own are read from ``send()`` on."""
+
+    def broadcast(self) -> None:
+        """Begin, send and wait."""
+        broadcast = self.begin()
+        broadcast.send()
+        broadcast.wait()
