@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from operator import is_
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ from zeroshard.elementwise import name_of
 from zeroshard.hyperparameters import Hyperparameters
 from zeroshard.layout import Layout, Policy, first_layout, next_layout
 from zeroshard.local import Closure, LocalOptimizer, sync_groups
-from zeroshard.parameters import ParamGroup, activity, hyperparameters_of, parameters_of
+from zeroshard.parameters import ParamGroup, activity, check_members, hyperparameters_of, parameters_of
 from zeroshard.pipeline import Pipeline, Stepping
 from zeroshard.replicas import Replicas, same_place
 from zeroshard.step_agreement import StepAgreement
@@ -356,7 +355,7 @@ class Engine:
             Exception: what is wrong with the parameters or groups; the other ranks must hear of it.
         """
         self.finish_share()
-        self._check_members(groups)
+        check_members(groups, self.params)
         layout = self._next_layout(groups)
         sync_groups(groups, self.local.optim.param_groups)
         return layout
@@ -438,15 +437,6 @@ class Engine:
         self.local.rebind()
         if self.pipeline is not None:
             self.pipeline.follow(self.params, self.layout, self.local)
-
-    def _check_members(self, groups: Sequence[ParamGroup]) -> None:
-        """Raise if somebody has exchanged parameters or groups behind the optimizer's back."""
-        members = [param for group in groups for param in group["params"]]
-        if len(members) != len(self.params) or not all(map(is_, members, self.params)):
-            raise RuntimeError(
-                "the members of param_groups are not those that the optimizer was built with; "
-                "add parameters with add_param_group(), and build a new optimizer to exchange or remove them"
-            )
 
 
 def _with_hyperparameters(layout: Layout, hyperparameters: Mapping[str, str]) -> ShardingConfig:

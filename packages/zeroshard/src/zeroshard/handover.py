@@ -332,10 +332,9 @@ def _read(value: Any) -> Any:  # noqa: ANN401 - a hyperparameter
 
 def _wire_of(control: Control) -> Wire:
     """The way for CPU tensors: the group itself where it can send them, for peers may be readable there."""
-    if control.ranks.sends_tagged(torch.device("cpu")):
-        return wire_of(control.ranks)
-    assert control.channel is not None
-    return wire_of(control.channel)
+    return wire_of(
+        control.ranks if control.channel is None or control.ranks.backend("cpu") == "gloo" else control.channel
+    )
 
 
 class _Sender:

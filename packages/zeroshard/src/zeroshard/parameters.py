@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
+from operator import is_
 from typing import Any
 
 import torch
@@ -81,6 +82,24 @@ def read_group(group: Mapping[str, Any]) -> ParamGroup:
 def parameters_of(groups: Iterable[Mapping[str, Any]]) -> list[torch.Tensor]:
     """Return all parameters in the order of the groups; their positions are the tensor indices of the plan."""
     return [param for group in groups for param in group["params"]]
+
+
+def check_members(groups: Sequence[ParamGroup], params: Sequence[torch.Tensor]) -> None:
+    """Raise if somebody has exchanged parameters or groups without the optimizer.
+
+    Args:
+        groups: the public param groups.
+        params: the members that they should have.
+
+    Raises:
+        RuntimeError: if they do not.
+    """
+    members = parameters_of(groups)
+    if len(members) != len(params) or not all(map(is_, members, params)):
+        raise RuntimeError(
+            "the members of param_groups are not those that the optimizer was built with; "
+            "add parameters with add_param_group(), and build a new optimizer to exchange or remove them"
+        )
 
 
 def activity(params: Iterable[torch.Tensor]) -> tuple[bool, ...]:
