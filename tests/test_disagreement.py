@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn, optim
@@ -141,6 +142,7 @@ HYPERPARAMETERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a tensor": ({"lr": torch.tensor(0.5)}, {"lr": torch.tensor(0.25)}, "lr of group 0 is '0.5' .* '0.25' on rank 1"),
     "a pair": ({"betas": (0.5, 0.5)}, {"betas": (0.5, 0.25)}, r"betas of group 0 is '\(0.5, 0.5\)' .* '\(0.5, 0.25\)'"),
     "a flag": ({"amsgrad": True}, {}, "amsgrad of group 0 is 'True' on rank 0 and 'False' on rank 1"),
+    "NumPy's number": ({"lr": np.float32(0.5)}, {"lr": np.float32(0.25)}, "lr of group 0 is '0.5' .* '0.25' on rank 1"),
 }
 
 
@@ -385,11 +387,59 @@ def test_a_learning_rate_that_one_rank_alone_has_changed_is_named(rank: int, as_
     go_on(pair, optimizers, range(2, 4))
 
 
+EDITED: dict[str, tuple[Any, Any, str]] = {
+    "a number of 32 bits": (np.float32(0.5), np.float32(0.25), "'0.5' on rank 0 and '0.25' on rank 1"),
+    "a number of 64 bits": (np.float64(0.1), np.float64(0.2), "'0.1' on rank 0 and '0.2' on rank 1"),
+    "an integer": (np.int64(3), np.int64(4), "'3' on rank 0 and '4' on rank 1"),
+    "a flag": (np.bool_(True), np.bool_(False), "'True' on rank 0 and 'False' on rank 1"),
+    "an array": (np.array([0.5, 1.0]), np.array([0.5, 2.0]), r"'\(0.5, 1\)' on rank 0 and '\(0.5, 2\)' on rank 1"),
+    "a list": ([0.5, [1, None]], [0.5, [2, None]], r"'\(0.5, \(1, None\)\)' on rank 0 .* '\(0.5, \(2, None\)\)'"),
+    "a tuple of NumPy's": ((np.float32(0.5),), (np.float32(0.25),), r"'\(0.5\)' on rank 0 and '\(0.25\)' on rank 1"),
+    "a dict": ({"b": 2, "a": [1.5]}, {"a": [2.5], "b": 2}, r"\{'a': \(1.5\), 'b': 2\}\\?.* on rank 0 and .*2.5"),
+    "another kind": (np.float32(0.5), [0.5], r"'0.5' on rank 0 and '\(0.5\)' on rank 1"),
+    "complex": (1 + 2j, 1 + 3j, r"\(1\+2j\).* on rank 0 and .*\(1\+3j\)"),
+}
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.parametrize("name", EDITED)
+def test_numbers_of_numpy_lists_and_dicts_that_one_rank_alone_has_changed_are_named(rank: int, name: str) -> None:
+    *values, words = EDITED[name]
+    pair, optimizers = trained()
+    optimizers[0].param_groups[0]["schedule"] = values[rank]
+    set_gradients(pair[0].parameters(), 2)
+    with pytest.raises(DisagreementError, match=f"schedule of group 0 is .*{words}"):
+        optimizers[0].step()
+    assert_replicas_equal(pair[0].parameters())
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_a_list_that_one_rank_alone_has_changed_in_place_is_named(rank: int) -> None:
+    pair, optimizers = trained()
+    for optimizer in optimizers:
+        optimizer.param_groups[0]["schedule"] = {"milestones": [10, 20]}
+    go_on(pair, optimizers, range(2, 4))
+    if rank == 1:
+        optimizers[0].param_groups[0]["schedule"]["milestones"].append(30)
+    set_gradients(pair[0].parameters(), 4)
+    with pytest.raises(DisagreementError, match=r"schedule of group 0 .*\(10, 20\).* on rank 0 and .*\(10, 20, 30\)"):
+        optimizers[0].step()
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_hyperparameters_of_other_classes_that_mean_the_same_are_equal(rank: int) -> None:
+    pair, optimizers = trained()
+    same = [{"eps": 1e-8, "betas": (0.9, 0.999)}, {"eps": np.float64(1e-8), "betas": [np.float64(0.9), 0.999]}]
+    optimizers[0].param_groups[0].update(same[rank])
+    go_on(pair, optimizers, range(2, 4))
+
+
 @pytest.mark.ranks(2, backend="gloo")
 def test_what_ranks_need_not_have_alike_may_differ(rank: int) -> None:
     pair, optimizers = trained()
     optimizers[0].param_groups[0]["note"] = object()
     optimizers[0].param_groups[0]["counts"] = torch.tensor(float(rank))
+    optimizers[0].param_groups[0]["notes"] = [rank, object()]
     set_gradients(pair[0].parameters(), 2)
     optimizers[0].step()
     assert_replicas_equal(pair[0].parameters())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
+from numbers import Number
 from typing import Any
 
 import torch
@@ -172,28 +173,40 @@ def hyperparameters_of(
         first: the number of the first group.
 
     Returns:
-        Values by name and group. Of what is neither a number, a string, a tensor nor a sequence of these, only the type
-        is written: two ranks' objects need not look alike.
+        Values by name and group, as :func:`in_words` writes them.
     """
     return {
-        f"{key} of group {number}": _in_words(value)
+        f"{key} of group {number}": in_words(value)
         for number, group in enumerate(groups, first)
         for key, value in {**defaults, **group}.items()
         if key not in ("params", "param_names")
     }
 
 
-def _in_words(value: object) -> str:
+def in_words(value: object) -> str:
+    """Write a value so that ranks can compare it: alike where it means the same, whatever its class.
+
+    Of what is neither a number, a string, a tensor nor a list, tuple or dict of these, only the type is written: two
+    ranks' objects need not look alike.
+    """
+    value = without_numpy(value)
     if isinstance(value, (list, tuple)):
-        return f"({', '.join(map(_in_words, value))})"
+        return f"({', '.join(map(in_words, value))})"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(sorted(f'{in_words(key)}: {in_words(part)}' for key, part in value.items()))}}}"
     if isinstance(value, torch.Tensor):
         if value.numel() == 1 and value.device.type != "meta":
-            return _in_words(value.item())
+            return in_words(value.item())
         return f"a tensor of shape {tuple(value.shape)}"
     if isinstance(value, float):
         # As an integer if it is one: 0 and 0.0 mean the same.
         return repr(int(value)) if value.is_integer() else float.__repr__(value)
-    return repr(value) if isinstance(value, (int, str, type(None))) else type(value).__name__
+    return repr(value) if isinstance(value, (Number, str, torch.dtype, type(None))) else type(value).__name__
+
+
+def without_numpy(value: Any) -> Any:  # noqa: ANN401 - a hyperparameter
+    """Return NumPy's scalars and arrays as Python's numbers and lists, and everything else as it is."""
+    return value.tolist() if hasattr(value, "tolist") and not isinstance(value, (torch.Tensor, type)) else value
 
 
 def _stride(param: torch.Tensor) -> tuple[int, ...] | None:
