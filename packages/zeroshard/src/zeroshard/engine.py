@@ -19,6 +19,7 @@ import torch
 from zeroshard_comm import Control, Declaration, PeerLostError, RankGroup, Traffic, agree_over, connect
 
 from zeroshard.elementwise import name_of
+from zeroshard.handed_order import HandedOrder
 from zeroshard.hyperparameters import Hyperparameters
 from zeroshard.layout import Layout, Policy, first_layout, next_layout
 from zeroshard.local import Closure, LocalOptimizer, sync_groups
@@ -100,12 +101,14 @@ class Engine:
         self._policy = policy
         built: tuple[list[ParamGroup], Layout, LocalOptimizer] | None = None
         declaration: Declaration | None = None
+        order = HandedOrder((), (), ())
         failure: Exception | None = None
         try:
             groups = read_groups()
             layout = first_layout(policy, groups, name_of(policy.factory))
             built = groups, layout, LocalOptimizer(policy.factory, groups, layout.plan, ranks.rank, defaults)
             declaration = _with_hyperparameters(layout, hyperparameters_of(groups, built[2].optim.defaults))
+            order = HandedOrder.of(layout.plan.tensors, parameters_of(groups))
         except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
             failure = error
         try:
@@ -113,6 +116,7 @@ class Engine:
         finally:
             # Here and below: a frame that keeps an error which passes through it keeps itself alive, and the model.
             del failure
+        order.compare(self.control, "ZeroRedundancyOptimizer()")
         assert built is not None
         connect(self.control)
         groups, self.layout, self.local = built
@@ -298,6 +302,7 @@ class Engine:
         before = len(groups)
         layout, failure = self.layout, None
         declaration = layout.declaration
+        order = HandedOrder((), (), ())
         try:
             append()
             layout = next_layout(self._policy, layout, groups)
@@ -305,10 +310,12 @@ class Engine:
             self.local.rehearse(groups, layout.plan)
             hyperparameters = hyperparameters_of(groups[before:], self.local.optim.defaults, first=before)
             declaration = _with_hyperparameters(layout, hyperparameters)
+            order = HandedOrder.of(layout.plan.tensors, parameters_of(groups))
         except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
             failure = error
         try:
             agree_over(self.control, "add_param_group()", declaration, error=failure)
+            order.compare(self.control, "add_param_group()")
         except BaseException:
             del groups[before:]
             raise
