@@ -79,7 +79,7 @@ def test_tensors_with_gaps_in_memory_can_be_dealt_out_but_not_cut(partition: str
         torch.manual_seed(0)
         return nn.ParameterList([nn.Parameter(torch.randn(64, 64)[:, ::2]), nn.Parameter(torch.zeros(3))])
 
-    with pytest.raises(ValueError, match=f"'{partition}' cuts tensor 0 'param.0', which has gaps or overlaps"):
+    with pytest.raises(ValueError, match=f"'{partition}' cuts tensor 0 'param.0', which has gaps"):
         ZeroRedundancyOptimizer(gapped().parameters(), optim.Adam, partition=partition)
     pair = twins(gapped)
     go_on(pair, (ZeroRedundancyOptimizer(pair[0].parameters(), optim.Adam), optim.Adam(pair[1].parameters())), range(3))

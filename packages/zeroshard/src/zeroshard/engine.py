@@ -24,7 +24,7 @@ from zeroshard.hyperparameters import Hyperparameters
 from zeroshard.layout import Layout, Policy, first_layout, next_layout
 from zeroshard.local import Closure, LocalOptimizer, sync_groups
 from zeroshard.parameters import ParamGroup, activity, hyperparameters_of, parameters_of
-from zeroshard.pipeline import Pipeline, Stepping
+from zeroshard.pipeline import Pipeline, Stepping, common_device
 from zeroshard.replicas import Replicas, same_place
 
 _FINE, _STOPPED, _FAILED = 0, 1, 2
@@ -259,12 +259,22 @@ class Engine:
             del error
 
     def attach(self, stepping: Stepping) -> Pipeline:
-        """Expect gradients bucket by bucket from now on.
+        """Expect gradients bucket by bucket from now on. Collective, the first time.
 
         Raises:
-            ValueError: if they are expected in another way already, or parameters cannot be exchanged in buckets.
+            ValueError: if they are expected in another way already, or parameters cannot be exchanged in buckets; that
+                on every rank.
         """
         if self.pipeline is None:
+            failure: Exception | None = None
+            try:
+                common_device(self.params, self.layout)
+            except ValueError as error:
+                failure = error
+            try:
+                self.control.meet("a communication hook's first call", error=failure)
+            finally:
+                del failure
             self.pipeline = Pipeline(self.control, self._traffic, self.local, self.params, self.layout, stepping)
             self_of = weakref.ref(self)
             self.pipeline.divides_by_running = lambda: (engine := self_of()) is not None and engine.divides_by_running
@@ -308,6 +318,8 @@ class Engine:
             layout = next_layout(self._policy, layout, groups)
             self.local.refuse_reordered(self.layout.plan, layout.plan)
             self.local.rehearse(groups, layout.plan)
+            if self.pipeline is not None:
+                self.pipeline.check(parameters_of(groups), layout)
             hyperparameters = hyperparameters_of(groups[before:], self.local.optim.defaults, first=before)
             declaration = _with_hyperparameters(layout, hyperparameters)
             order = HandedOrder.of(layout.plan.tensors, parameters_of(groups))
@@ -363,6 +375,8 @@ class Engine:
         moved = self.replicas.moved()
         if moved or activity(self.params) != layout.active:
             layout = next_layout(self._policy, layout, groups)
+            if self.pipeline is not None:
+                self.pipeline.check(self.params, layout)
             if moved and all(map(same_place, self.layout.plan.tensors, layout.plan.tensors)):
                 # Also where ranks have to talk first: until then, shares must arrive where parameters are now.
                 self._lay_out()

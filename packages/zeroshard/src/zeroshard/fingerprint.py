@@ -80,6 +80,7 @@ def _ordered_sum(tensor: torch.Tensor, weights: dict[torch.device, torch.Tensor]
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.resolve_conj().resolve_neg()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     return tensor.view(_INTEGERS[tensor.element_size()])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
 from numbers import Number
 from typing import Any
 
@@ -97,6 +96,7 @@ def specs_of(groups: Sequence[Mapping[str, Any]], active: Sequence[bool]) -> tup
         active: per parameter, whether it counts as trainable.
 
     Raises:
+        TypeError: for an active parameter that is a DTensor.
         ValueError: for a parameter in another layout than strided and COO.
 
     Returns:
@@ -112,6 +112,11 @@ def specs_of(groups: Sequence[Mapping[str, Any]], active: Sequence[bool]) -> tup
                 raise ValueError(
                     f"parameter {position} of group {number}, of shape {tuple(param.shape)}, is a {param.layout} "
                     f"tensor; only strided and sparse_coo parameters can be sharded"
+                )
+            if active[len(specs)] and hasattr(param, "device_mesh"):
+                raise TypeError(
+                    f"parameter {position} of group {number}, of shape {tuple(param.shape)}, is a DTensor: who holds "
+                    f"which of its elements is settled already; give it to an optimizer that does not shard"
                 )
             device = param.device
             if device not in logical:
@@ -129,37 +134,6 @@ def specs_of(groups: Sequence[Mapping[str, Any]], active: Sequence[bool]) -> tup
                 )
             )
     return tuple(specs)
-
-
-def refuse_shared_memory(groups: Sequence[Mapping[str, Any]], active: Sequence[bool]) -> None:
-    """Raise if two parameters lie in the same memory: two owners would both step it, each from the other's values.
-
-    Args:
-        groups: param groups.
-        active: per parameter, whether a step may change it; others may lie anywhere.
-
-    Raises:
-        ValueError: naming the two. Only parameters without gaps in memory are looked at.
-    """
-    spans: list[tuple[str, int, int, int, str]] = []
-    index = 0
-    for number, group in enumerate(groups):
-        names = group.get("param_names")
-        for position, param in enumerate(group["params"]):
-            on_record = param.layout is torch.strided and param.device.type != "meta" and param.numel() > 0
-            if active[index] and on_record and is_dense(param):
-                start = param.data_ptr()
-                title = f"{position} of group {number}" + (f" ({names[position]!r})" if names is not None else "")
-                spans.append((str(param.device), start, start + param.numel() * param.element_size(), index, title))
-            index += 1
-    spans.sort()
-    for one, other in pairwise(spans):
-        if one[0] == other[0] and other[1] < one[2]:
-            first, second = sorted((one[3:], other[3:]))
-            raise ValueError(
-                f"parameter {first[1]} and parameter {second[1]} share memory: use one Parameter in both places of the "
-                f"model, which then has one owner, or give one of them memory of its own"
-            )
 
 
 def hyperparameters_of(

@@ -17,9 +17,12 @@ from zeroshard_comm import (
     Traffic,
     exchange_for,
 )
-from zeroshard_core import BucketLayout, FlatBuffer, Plan, TensorSpec, bucket_layouts, is_dense, storage_view
+from zeroshard_core import BucketLayout, FlatBuffer, Plan, TensorSpec, bucket_layouts, storage_view
 
+from zeroshard.memory import lies_flat
 from zeroshard.sparse_parameters import SparseParameter, share_sparse
+
+_Places = tuple[list[int], list[torch.Size], list[tuple[int, ...]]]
 
 _ROOM = 64
 """Elements left free behind each owner's run of a flat buffer: room for its status, in the buffer's alignment."""
@@ -47,7 +50,7 @@ class Replicas:
         self._loose: list[_Loose] = []
         self._sparse: dict[torch.device, list[SparseParameter]] = {}
         self._dense: list[torch.Tensor] = []
-        self._addresses: list[int] = []
+        self._found: _Places = ([], [], [])
         self.carries_status = False
         """Whether statuses travel with a share: where all that is shared is on the CPU, the group has a backend
         for it, and there is a peer."""
@@ -58,11 +61,8 @@ class Replicas:
         return tuple(buffer.storage for buffer in self._buffers)
 
     def moved(self) -> bool:
-        """Tell whether some parameter's ``.data`` was rebound to another address since :meth:`follow`.
-
-        Data that was narrowed or transposed in place is not noticed: every step would pay for reading all shapes.
-        """
-        return list(map(torch.Tensor.data_ptr, self._dense)) != self._addresses
+        """Tell whether some parameter's ``.data`` was rebound since :meth:`follow`: elsewhere, or read otherwise."""
+        return _places(self._dense) != self._found
 
     def follow(self, params: Sequence[torch.Tensor], plan: Plan, active: Sequence[bool]) -> None:
         """Lay out and prepare everything for these parameters and this plan.
@@ -80,7 +80,7 @@ class Replicas:
         self._shared = [param for param, is_shared in zip(params, active, strict=True) if is_shared]
         # A sparse parameter has no address, and is never viewed.
         self._dense = [param for param in params if param.layout is torch.strided]
-        self._addresses = [param.data_ptr() for param in self._dense]
+        self._found = _places(self._dense)
         self._shipments, self._loose, self._sparse = [], [], {}
         self.carries_status = False
         if self._ranks.world_size == 1:
@@ -201,10 +201,10 @@ class Replicas:
 
     def _pieces(self, plan: Plan, tensor: int) -> list[Segment]:
         param = self._params[tensor].detach()
-        if is_dense(param):
+        if lies_flat(param):
             flat = storage_view(param)
             return [Segment(shard.rank, flat[shard.start : shard.stop]) for shard in plan.of_tensor(tensor)]
-        # Gaps or overlaps in memory: such a tensor travels as a contiguous copy.
+        # Such a tensor travels as a contiguous copy.
         owner = plan.of_tensor(tensor)[0].rank
         loose = _Loose(owner, param, torch.empty(param.shape, dtype=param.dtype, device=param.device))
         self._loose.append(loose)
@@ -218,6 +218,15 @@ class _Loose:
     owner: int
     param: torch.Tensor
     copy: torch.Tensor
+
+
+def _places(tensors: Sequence[torch.Tensor]) -> _Places:
+    """Addresses, sizes and strides: read in every step, and so without a loop in Python."""
+    return (
+        list(map(torch.Tensor.data_ptr, tensors)),
+        list(map(torch.Tensor.size, tensors)),
+        list(map(torch.Tensor.stride, tensors)),
+    )
 
 
 def _with_rooms(layout: BucketLayout, plan: Plan) -> BucketLayout:
