@@ -315,6 +315,33 @@ def test_checkpoints_of_different_runs(rank: int, what: str) -> None:
     run.assert_goes_on()
 
 
+class Note:
+    """An object whose repr differs between two ranks, as one that names an address does."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __repr__(self) -> str:
+        return f"<Note at {self.rank}>"
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_equal_checkpoints_with_objects_are_equal(rank: int) -> None:
+    run = Run()
+    given = copy.deepcopy(run.plain.state_dict())
+    group = given["param_groups"][0]
+    group.update(note=Note(rank), notes=[Note(rank), {"at": (Note(rank), 1)}], names={"b", "a"}, dtype=torch.float32)
+    run.sharded.load_state_dict(given)
+    run.step(2, first=10)
+    assert_bitwise_equal(run.model, run.reference, "after the load")
+    group["note"] = Note(rank) if rank == 0 else "text"
+    with pytest.raises(DisagreementError, match="rank 1 differs from rank 0: they were handed different checkpoints"):
+        run.sharded.load_state_dict(given)
+    group.update(note=Note(rank), notes=[Note(rank), {"at": (Note(rank), 1 + rank)}])
+    with pytest.raises(DisagreementError, match="rank 1 differs from rank 0: they were handed different checkpoints"):
+        run.sharded.load_state_dict(given)
+
+
 class FailsToLoad(optim.SGD):
     """Takes its state, and then finds something wrong with it, where it owns anything of three axes."""
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import subprocess
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from ending_ranks import WAYS
 from torch import optim
 from torch.nn.parallel import DistributedDataParallel
 from training import assert_bitwise_equal, assert_same_state, cutting, set_gradients, small_model, twins
@@ -193,6 +197,13 @@ def test_a_first_step_that_failed_on_one_rank_leaves_no_garbage_in_a_checkpoint(
     sharded.consolidate_state_dict()
     if rank == 0:
         assert_same_state(sharded.state_dict(), plain.state_dict())
+
+
+def test_a_rank_that_ends_after_its_last_step_costs_the_others_nothing() -> None:
+    program = Path(__file__).with_name("ending_ranks.py")
+    ended = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=300)
+    expected = [f"{' '.join(map(str, way))} 4 4 True" for way in WAYS]
+    assert ended.stdout.splitlines() == expected, ended.stderr
 
 
 def refuse(*_: object) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copyreg
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from torch import nn
@@ -12,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from zeroshard import BackwardFollower
+from zeroshard_comm import PeerLostError
 
 _waits: weakref.WeakKeyDictionary[nn.Module, ForwardWaits] = weakref.WeakKeyDictionary()
 
@@ -58,6 +60,8 @@ class ForwardWaits:
 
         self._handle = register_optimizer_step_pre_hook(before_any_step)
         weakref.finalize(self, self._handle.remove)
+        # Also when the process ends: the others need what this rank has stepped, though it waits for nothing itself.
+        weakref.finalize(self, _deliver, follower)
         follower.defer()
 
     def settle(self) -> None:
@@ -84,6 +88,13 @@ class ForwardWaits:
 
     def _before_reading(self, *_: object) -> None:
         self.settle()
+
+
+def _deliver(follower: BackwardFollower) -> None:
+    """Finish what is on its way, for a model that nobody uses any more; a peer that is gone needs nothing."""
+    with suppress(PeerLostError):
+        if follower.arriving:
+            follower.settle()
 
 
 class _Call:

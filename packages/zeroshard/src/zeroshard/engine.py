@@ -28,12 +28,13 @@ from zeroshard_comm import (
 )
 
 from zeroshard.elementwise import name_of
+from zeroshard.handed_order import HandedOrder
 from zeroshard.hyperparameters import Hyperparameters
-from zeroshard.layout import Layout, Policy, first_layout, next_layout
+from zeroshard.layout import Layout, Policy, check_unchanged, first_layout, next_layout, same_place
 from zeroshard.local import Closure, LocalOptimizer, sync_groups
 from zeroshard.parameters import ParamGroup, activity, check_members, hyperparameters_of, parameters_of
-from zeroshard.pipeline import Pipeline, Stepping
-from zeroshard.replicas import Replicas, same_place
+from zeroshard.pipeline import Pipeline, Stepping, common_device
+from zeroshard.replicas import Replicas
 from zeroshard.step_agreement import StepAgreement
 
 
@@ -77,12 +78,14 @@ class Engine:
         self._policy = policy
         built: tuple[list[ParamGroup], Layout, LocalOptimizer] | None = None
         declaration: ShardingConfig | None = None
+        order = HandedOrder((), (), ())
         failure: Exception | None = None
         try:
             groups = read_groups()
             layout = first_layout(policy, groups, name_of(policy.factory))
             built = groups, layout, LocalOptimizer(policy.factory, groups, layout.plan, ranks.rank, defaults)
             declaration = _with_hyperparameters(layout, hyperparameters_of(groups, built[2].optim.defaults))
+            order = HandedOrder.of(layout.plan.tensors, parameters_of(groups))
         except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
             failure = error
         try:
@@ -90,6 +93,7 @@ class Engine:
         finally:
             # Here and below: a frame that keeps an error which passes through it keeps itself alive, and the model.
             del failure
+        order.compare(self.control, "ZeroRedundancyOptimizer()")
         assert built is not None
         self.control.position = Position(ranks.context.number_optimizer(), name_of(policy.factory), 0)
         connect(self.control)
@@ -209,10 +213,7 @@ class Engine:
     def _share(self, bucketwise: Pipeline | None, declared: int | None, failure: Exception | None) -> None:
         """Share all parameters, also after a failure, and learn whether anything was wrong on any rank. Collective.
 
-        Args:
-            bucketwise: shares bucket by bucket, if it does.
-            declared: a number for this rank's hyperparameters; None agrees with all.
-            failure: of this rank's step.
+        The number for this rank's hyperparameters agrees with all others if it is None; the failure is this rank's own.
 
         Raises:
             DisagreementError: if ranks have stepped with different hyperparameters.
@@ -230,10 +231,10 @@ class Engine:
                 "the end of step()",
                 declared,
                 error=problem,
-                detail=self._hyperparameters_in_words,
+                detail=lambda: _with_hyperparameters(self.layout, self.hyperparameters.in_words()).to_json(),
                 explain=explain_configs,
             )
-            if bucketwise is not None and (verdict is not None or not bucketwise.defers):
+            if bucketwise is not None and bucketwise.arriving and (verdict is not None or not bucketwise.defers):
                 bucketwise.finish_share()
             if verdict is not None:
                 raise verdict
@@ -246,9 +247,6 @@ class Engine:
             raise
         finally:
             del failure, problem, verdict
-
-    def _hyperparameters_in_words(self) -> str:
-        return _with_hyperparameters(self.layout, self.hyperparameters.in_words()).to_json()
 
     def finish_share(self) -> None:
         """Wait for parameters that are still arriving. Collective.
@@ -265,12 +263,22 @@ class Engine:
         pipeline.finish_share()
 
     def attach(self, stepping: Stepping) -> Pipeline:
-        """Expect gradients bucket by bucket from now on.
+        """Expect gradients bucket by bucket from now on. Collective, the first time.
 
         Raises:
-            ValueError: if they are expected in another way already, or parameters cannot be exchanged in buckets.
+            ValueError: if they are expected in another way already, or parameters cannot be exchanged in buckets; that
+                on every rank.
         """
         if self.pipeline is None:
+            failure: Exception | None = None
+            try:
+                common_device(self.params, self.layout)
+            except ValueError as error:
+                failure = error
+            try:
+                self.control.check_consistent("a communication hook's first call", error=failure)
+            finally:
+                del failure
             self.pipeline = Pipeline(self.control, self._traffic, self.local, self.params, self.layout, stepping)
             self_of = weakref.ref(self)
             self.pipeline.divides_by_running = lambda: (engine := self_of()) is not None and engine.divides_by_running
@@ -308,17 +316,22 @@ class Engine:
         before = len(groups)
         layout, failure = self.layout, None
         declaration = layout.declaration
+        order = HandedOrder((), (), ())
         try:
             append()
             layout = next_layout(self._policy, layout, groups)
             self.local.refuse_reordered(self.layout.plan, layout.plan)
             self.local.rehearse(groups, layout.plan)
+            if self.pipeline is not None:
+                self.pipeline.check(parameters_of(groups), layout)
             hyperparameters = hyperparameters_of(groups[before:], self.local.optim.defaults, first=before)
             declaration = _with_hyperparameters(layout, hyperparameters)
+            order = HandedOrder.of(layout.plan.tensors, parameters_of(groups))
         except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
             failure = error
         try:
             check_config(self.control, "add_param_group()", declaration, error=failure)
+            order.compare(self.control, "add_param_group()")
         except BaseException:
             del groups[before:]
             raise
@@ -366,6 +379,8 @@ class Engine:
         moved = self.replicas.moved()
         if moved or activity(self.params) != layout.active:
             layout = next_layout(self._policy, layout, groups)
+            if self.pipeline is not None:
+                self.pipeline.check(self.params, layout)
             if moved and all(map(same_place, self.layout.plan.tensors, layout.plan.tensors)):
                 # Also where ranks have to talk first: until then, shares must arrive where parameters are now.
                 self._lay_out()
@@ -393,19 +408,7 @@ class Engine:
                 # The closure's backward was the first that sent gradients to their owners.
                 self.pipeline.bind()
             agreement.reach()
-            before, now = self.layout, self._next_layout(groups)
-            for index, spec in enumerate(before.plan.tensors):
-                # What is no longer active is shared in vain this once.
-                if now.active[index] and not before.active[index]:
-                    raise RuntimeError(
-                        f"tensor {index} {spec.name!r} was frozen when step() began, and the closure has unfrozen it, "
-                        f"or given it a gradient. All ranks have to agree on that first: unfreeze it before step()"
-                    )
-                if not same_place(spec, now.plan.tensors[index]):
-                    raise RuntimeError(
-                        f"the closure has changed the dtype, device or memory format of tensor {index} {spec.name!r}. "
-                        f"All ranks have to agree on that first: convert the model before step()"
-                    )
+            check_unchanged(self.layout, self._next_layout(groups))
             return result
 
         return evaluate

@@ -332,9 +332,7 @@ def _read(value: Any) -> Any:  # noqa: ANN401 - a hyperparameter
 
 def _wire_of(control: Control) -> Wire:
     """The way for CPU tensors: the group itself where it can send them, for peers may be readable there."""
-    return wire_of(
-        control.ranks if control.channel is None or control.ranks.backend("cpu") == "gloo" else control.channel
-    )
+    return wire_of(control.ranks if control.ranks.backend("cpu") == "gloo" else control.channel or control.ranks)
 
 
 class _Sender:

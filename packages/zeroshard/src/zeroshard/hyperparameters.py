@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
+from numbers import Number
 from typing import Any
 
-from zeroshard.parameters import hyperparameters_of
+from zeroshard.parameters import hyperparameters_of, without_numpy
 
 _PLAIN = (int, float, str, type(None))
 
@@ -18,8 +19,8 @@ _PLAIN = (int, float, str, type(None))
 class Hyperparameters:
     """What the ranks should agree upon, and a number for it, made anew only when the user has changed something.
 
-    What is no number, string or tuple of these is left out: reading a tensor would wait for its device, and other
-    objects need not look alike on two ranks. Only the engine that owns it calls it.
+    What is no number, string or list, tuple or dict of these is left out: reading a tensor would wait for its device,
+    and other objects need not look alike on two ranks. Only the engine that owns it calls it.
     """
 
     def __init__(self) -> None:
@@ -94,7 +95,16 @@ def _values(groups: Sequence[Mapping[str, Any]]) -> list[list[object]]:
 
 
 def _plain(value: object) -> object:
-    """A tuple of plain values as it is, and one same object for everything else."""
-    if isinstance(value, tuple) and all(isinstance(part, _PLAIN) for part in value):
+    """Python's own values as they are, lists and dicts of them copied, and one same object for everything else."""
+    value = without_numpy(value)
+    if isinstance(value, _PLAIN):
         return value
+    if isinstance(value, Number):
+        return repr(value)
+    if isinstance(value, (list, tuple)):
+        parts = tuple(map(_plain, value))
+        return _LEFT_OUT if _LEFT_OUT in parts else parts
+    if isinstance(value, Mapping) and all(isinstance(key, _PLAIN) for key in value):
+        entries = {key: _plain(part) for key, part in value.items()}
+        return _LEFT_OUT if _LEFT_OUT in entries.values() else entries
     return _LEFT_OUT

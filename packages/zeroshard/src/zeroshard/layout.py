@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 import torch
 from zeroshard_comm import ShardingConfig
-from zeroshard_core import Cost, Plan, Strategy, is_dense, partition, repartition
+from zeroshard_core import Cost, Plan, Strategy, TensorSpec, is_dense, partition, repartition
 
 from zeroshard.elementwise import OptimizerFactory, is_elementwise, name_of, refuse_cuts
-from zeroshard.parameters import ParamGroup, activity, parameters_of, refuse_shared_memory, specs_of
+from zeroshard.memory import lies_flat, refuse_shared_memory
+from zeroshard.parameters import ParamGroup, activity, parameters_of, specs_of
 
 
 @dataclass(frozen=True)
@@ -82,14 +83,39 @@ def next_layout(policy: Policy, layout: Layout, groups: Sequence[ParamGroup]) ->
     return _layout(policy, groups, layout.plan, layout.settled, str(layout.declaration.settings["optimizer"]))
 
 
+def check_unchanged(before: Layout, now: Layout) -> None:
+    """Raise if a closure has changed what ranks agreed upon before the step.
+
+    Raises:
+        RuntimeError: naming the tensor.
+    """
+    for index, spec in enumerate(before.plan.tensors):
+        # What is no longer active is shared in vain this once.
+        if now.active[index] and not before.active[index]:
+            raise RuntimeError(
+                f"tensor {index} {spec.name!r} was frozen when step() began, and the closure has unfrozen it, "
+                f"or given it a gradient. All ranks have to agree on that first: unfreeze it before step()"
+            )
+        if not same_place(spec, now.plan.tensors[index]):
+            raise RuntimeError(
+                f"the closure has changed the dtype, device or memory format of tensor {index} {spec.name!r}. "
+                f"All ranks have to agree on that first: convert the model before step()"
+            )
+
+
+def same_place(old: TensorSpec, new: TensorSpec) -> bool:
+    """Whether a tensor described by ``new`` fits where ``old`` lies."""
+    return (old.shape, old.dtype, old.device, old.stride) == (new.shape, new.dtype, new.device, new.stride)
+
+
 def _layout(
     policy: Policy, groups: Sequence[ParamGroup], old: Plan | None, settled: frozenset[int], optimizer_name: str
 ) -> Layout:
     active = activity(parameters_of(groups))
-    refuse_shared_memory(groups, active)
     # A tensor that was trainable once keeps its weight: its state is still held.
     weighs = [is_active or index in settled for index, is_active in enumerate(active)]
     specs = specs_of(groups, weighs)
+    refuse_shared_memory(groups, active)
     if old is None:
         plan = partition(specs, policy.world_size, strategy=policy.strategy, cost=policy.cost)
     else:
@@ -110,9 +136,14 @@ def _layout(
     ):
         refuse_cuts(policy.factory, policy.name)
     params = parameters_of(groups)
+    # A flat buffer takes over the values that a view shows; gaps it closes only after the shards have been made.
+    can_be_cut = is_dense if policy.as_bucket_view else lies_flat
     for index, param in enumerate(params):
-        if plan.is_cut(index) and not is_dense(param):
-            what = "has gaps or overlaps in memory" if param.layout is torch.strided else "is sparse"
+        if plan.is_cut(index) and not can_be_cut(param):
+            if param.layout is not torch.strided:
+                what = "is sparse"
+            else:
+                what = "is a conjugate or negative view" if is_dense(param) else "has gaps in memory"
             raise ValueError(
                 f"partition={policy.name!r} cuts tensor {index} {specs[index].name!r}, which {what}; use "
                 f"partition='whole'"

@@ -14,7 +14,7 @@ from zeroshard_core import Plan, StateMapError, cut_state
 
 from zeroshard.elementwise import OptimizerFactory, class_of, is_elementwise
 from zeroshard.local import NOT_SYNCED, LocalOptimizer
-from zeroshard.parameters import ParamGroup, parameters_of
+from zeroshard.parameters import ParamGroup, in_words, parameters_of
 from zeroshard.statevalues import copy_value
 
 StateDict = dict[str, Any]
@@ -352,7 +352,7 @@ def _outline(value: object) -> str:
         return f"{tuple(value.shape)}{value.dtype}" + (
             f"={value.item()!r}" if value.numel() == 1 and value.device.type == "cpu" else ""
         )
-    return repr(value)
+    return in_words(value)
 
 
 __all__ = ["Expectations", "StateMapError", "checked", "digest_of", "install", "local_state", "what_differs"]

@@ -199,7 +199,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Update this rank's shards and bring every rank the new values of the others'. Collective.
 
         What was done to parameters since the last step is followed: frozen or unfrozen, converted, ``.data`` rebound.
-        Only ``.data`` that still begins at the same address, but has another shape or other strides, is not noticed.
 
         Args:
             closure: re-evaluates the model and returns the loss. It may not unfreeze or convert parameters. That every

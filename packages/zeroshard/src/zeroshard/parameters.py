@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
+from numbers import Number
 from operator import is_
 from typing import Any
 
@@ -115,6 +115,7 @@ def specs_of(groups: Sequence[Mapping[str, Any]], active: Sequence[bool]) -> tup
         active: per parameter, whether it counts as trainable.
 
     Raises:
+        TypeError: for an active parameter that is a DTensor.
         ValueError: for a parameter in another layout than strided and COO.
 
     Returns:
@@ -130,6 +131,11 @@ def specs_of(groups: Sequence[Mapping[str, Any]], active: Sequence[bool]) -> tup
                 raise ValueError(
                     f"parameter {position} of group {number}, of shape {tuple(param.shape)}, is a {param.layout} "
                     f"tensor; only strided and sparse_coo parameters can be sharded"
+                )
+            if active[len(specs)] and hasattr(param, "device_mesh"):
+                raise TypeError(
+                    f"parameter {position} of group {number}, of shape {tuple(param.shape)}, is a DTensor: who holds "
+                    f"which of its elements is settled already; give it to an optimizer that does not shard"
                 )
             device = param.device
             if device not in logical:
@@ -149,37 +155,6 @@ def specs_of(groups: Sequence[Mapping[str, Any]], active: Sequence[bool]) -> tup
     return tuple(specs)
 
 
-def refuse_shared_memory(groups: Sequence[Mapping[str, Any]], active: Sequence[bool]) -> None:
-    """Raise if two parameters lie in the same memory: two owners would both step it, each from the other's values.
-
-    Args:
-        groups: param groups.
-        active: per parameter, whether a step may change it; others may lie anywhere.
-
-    Raises:
-        ValueError: naming the two. Only parameters without gaps in memory are looked at.
-    """
-    spans: list[tuple[str, int, int, int, str]] = []
-    index = 0
-    for number, group in enumerate(groups):
-        names = group.get("param_names")
-        for position, param in enumerate(group["params"]):
-            on_record = param.layout is torch.strided and param.device.type != "meta" and param.numel() > 0
-            if active[index] and on_record and is_dense(param):
-                start = param.data_ptr()
-                title = f"{position} of group {number}" + (f" ({names[position]!r})" if names is not None else "")
-                spans.append((str(param.device), start, start + param.numel() * param.element_size(), index, title))
-            index += 1
-    spans.sort()
-    for one, other in pairwise(spans):
-        if one[0] == other[0] and other[1] < one[2]:
-            first, second = sorted((one[3:], other[3:]))
-            raise ValueError(
-                f"parameter {first[1]} and parameter {second[1]} share memory: use one Parameter in both places of the "
-                f"model, which then has one owner, or give one of them memory of its own"
-            )
-
-
 def hyperparameters_of(
     groups: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any], *, first: int = 0
 ) -> dict[str, str]:
@@ -191,28 +166,40 @@ def hyperparameters_of(
         first: the number of the first group.
 
     Returns:
-        Values by name and group. Of what is neither a number, a string, a tensor nor a sequence of these, only the type
-        is written: two ranks' objects need not look alike.
+        Values by name and group, as :func:`in_words` writes them.
     """
     return {
-        f"{key} of group {number}": _in_words(value)
+        f"{key} of group {number}": in_words(value)
         for number, group in enumerate(groups, first)
         for key, value in {**defaults, **group}.items()
         if key not in ("params", "param_names")
     }
 
 
-def _in_words(value: object) -> str:
+def in_words(value: object) -> str:
+    """Write a value so that ranks can compare it: alike where it means the same, whatever its class.
+
+    Of what is neither a number, a string, a tensor nor a list, tuple or dict of these, only the type is written: two
+    ranks' objects need not look alike.
+    """
+    value = without_numpy(value)
     if isinstance(value, (list, tuple)):
-        return f"({', '.join(map(_in_words, value))})"
+        return f"({', '.join(map(in_words, value))})"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(sorted(f'{in_words(key)}: {in_words(part)}' for key, part in value.items()))}}}"
     if isinstance(value, torch.Tensor):
         if value.numel() == 1 and value.device.type != "meta":
-            return _in_words(value.item())
+            return in_words(value.item())
         return f"a tensor of shape {tuple(value.shape)}"
     if isinstance(value, float):
         # As an integer if it is one: 0 and 0.0 mean the same.
         return repr(int(value)) if value.is_integer() else float.__repr__(value)
-    return repr(value) if isinstance(value, (int, str, type(None))) else type(value).__name__
+    return repr(value) if isinstance(value, (Number, str, torch.dtype, type(None))) else type(value).__name__
+
+
+def without_numpy(value: Any) -> Any:  # noqa: ANN401 - a hyperparameter
+    """Return NumPy's scalars and arrays as Python's numbers and lists, and everything else as it is."""
+    return value.tolist() if hasattr(value, "tolist") and not isinstance(value, (torch.Tensor, type)) else value
 
 
 def _stride(param: torch.Tensor) -> tuple[int, ...] | None:

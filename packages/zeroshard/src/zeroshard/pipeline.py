@@ -25,7 +25,7 @@ from zeroshard_comm import (
     Traffic,
     check_config,
 )
-from zeroshard_core import Plan, is_dense, storage_view
+from zeroshard_core import Plan, storage_view
 
 from zeroshard._torch_private import in_autograd, version_of
 from zeroshard.by_collectives import CollectiveCarrier
@@ -33,6 +33,7 @@ from zeroshard.by_messages import MessageCarrier
 from zeroshard.carrier import STEPS_EARLY, Backward, Carrier
 from zeroshard.layout import Layout
 from zeroshard.local import LocalOptimizer
+from zeroshard.memory import lies_flat
 from zeroshard.narrowed import Portion, may_step_in_pieces
 from zeroshard.reduced_gradient import ReducedGradient
 from zeroshard.route import Bucket, Route, gradient_view
@@ -81,7 +82,7 @@ class Pipeline:
     ) -> None:
         self.stepping = stepping
         self._control, self._ranks = control, control.ranks
-        self._device = _device_of(params, layout)
+        self._device = common_device(params, layout)
         self._carrier = _carrier_for(control, traffic, self._device, self)
         self._routes: dict[int, Route] = {}
         self._order: list[int] = []
@@ -118,11 +119,7 @@ class Pipeline:
         Raises:
             ValueError: if parameters cannot be exchanged in this way; nothing has changed then.
         """
-        if _device_of(params, layout) != self._device:
-            raise ValueError(
-                f"parameters were on {self._device} when the communication hook began to work, and have been moved: "
-                f"move the model before DistributedDataParallel and the optimizer are built"
-            )
+        self.check(params, layout)
         self._params, self._layout, self._local = list(params), layout, local
         self._index_of = {param: index for index, param in enumerate(params)}
         names = [spec.name for spec in layout.plan.tensors]
@@ -136,6 +133,18 @@ class Pipeline:
             route.stand_ins = [self._stand_ins[tensor] for tensor in route.tensors]
         self._carrier.follow(list(self._routes.values()), list(self._routes.values()))
         self._lay_out_rest()
+
+    def check(self, params: Sequence[torch.Tensor], layout: Layout) -> None:
+        """Raise what :meth:`follow` would, for what this rank alone may find: before the ranks agree on a layout.
+
+        Raises:
+            ValueError: if parameters cannot be exchanged in this way.
+        """
+        if common_device(params, layout) != self._device:
+            raise ValueError(
+                f"parameters were on {self._device} when the communication hook began to work, and have been moved: "
+                f"move the model before DistributedDataParallel and the optimizer are built"
+            )
 
     def move_gradients(self, before: Plan, now: Plan) -> None:
         """Bring gradients to their new owners, where a plan gives tensors others than they were reduced to. Collective.
@@ -815,7 +824,7 @@ def _carrier_for(control: Control, traffic: Traffic, device: torch.device, backw
     return CollectiveCarrier(control, traffic, device, backward)
 
 
-def _device_of(params: Sequence[torch.Tensor], layout: Layout) -> torch.device:
+def common_device(params: Sequence[torch.Tensor], layout: Layout) -> torch.device:
     """Return the device of all parameters that take part.
 
     Raises:
@@ -824,10 +833,10 @@ def _device_of(params: Sequence[torch.Tensor], layout: Layout) -> torch.device:
     first: tuple[str, torch.device] | None = None
     for index, (param, is_active) in enumerate(zip(params, layout.active, strict=True)):
         title = f"tensor {index} {layout.plan.tensors[index].name!r}"
-        if is_active and not is_dense(param):
+        if is_active and not lies_flat(param):
             raise ValueError(
-                f"{title} is sparse, or has gaps or overlaps in memory: it cannot be exchanged by a "
-                f"communication hook; make it contiguous, or train without a hook"
+                f"{title} is sparse, has gaps in memory, or is a conjugate or negative view: it cannot be exchanged by "
+                f"a communication hook; make it contiguous, or train without a hook"
             )
         if is_active and first is None:
             first = title, param.device

@@ -7,9 +7,13 @@ from dataclasses import dataclass
 
 import torch
 from zeroshard_comm import Broadcast, Control, ParameterBroadcaster, Segment, choose_broadcaster
-from zeroshard_core import BucketLayout, FlatBuffer, Plan, TensorSpec, bucket_layouts, is_dense, storage_view
+from zeroshard_core import BucketLayout, FlatBuffer, Plan, TensorSpec, bucket_layouts, storage_view
 
+from zeroshard.layout import same_place
+from zeroshard.memory import lies_flat
 from zeroshard.sparse_parameters import SparseParameter, share_sparse
+
+_Places = tuple[list[int], list[torch.Size], list[tuple[int, ...]]]
 
 
 class Replicas:
@@ -32,7 +36,7 @@ class Replicas:
         self._loose: list[_Loose] = []
         self._sparse: dict[torch.device, list[SparseParameter]] = {}
         self._dense: list[torch.Tensor] = []
-        self._addresses: list[int] = []
+        self._found: _Places = ([], [], [])
 
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:
@@ -40,11 +44,8 @@ class Replicas:
         return tuple(buffer.storage for buffer in self._buffers)
 
     def moved(self) -> bool:
-        """Tell whether some parameter's ``.data`` was rebound to another address since :meth:`follow`.
-
-        Data that was narrowed or transposed in place is not noticed: every step would pay for reading all shapes.
-        """
-        return list(map(torch.Tensor.data_ptr, self._dense)) != self._addresses
+        """Tell whether some parameter's ``.data`` was rebound since :meth:`follow`: elsewhere, or read otherwise."""
+        return _places(self._dense) != self._found
 
     def follow(self, params: Sequence[torch.Tensor], plan: Plan, active: Sequence[bool]) -> None:
         """Lay out and prepare everything for these parameters and this plan.
@@ -62,7 +63,7 @@ class Replicas:
         self._shared = [param for param, is_shared in zip(params, active, strict=True) if is_shared]
         # A sparse parameter has no address, and is never viewed.
         self._dense = [param for param in params if param.layout is torch.strided]
-        self._addresses = [param.data_ptr() for param in self._dense]
+        self._found = _places(self._dense)
         self._broadcasters, self._loose, self._sparse = [], [], {}
         if self._ranks.world_size == 1:
             return
@@ -160,10 +161,10 @@ class Replicas:
 
     def _pieces(self, plan: Plan, tensor: int) -> list[Segment]:
         param = self._params[tensor].detach()
-        if is_dense(param):
+        if lies_flat(param):
             flat = storage_view(param)
             return [Segment(shard.rank, flat[shard.flat]) for shard in plan.of_tensor(tensor)]
-        # Gaps or overlaps in memory: such a tensor travels as a contiguous copy.
+        # Such a tensor travels as a contiguous copy.
         owner = plan.of_tensor(tensor)[0].rank
         loose = _Loose(owner, param, torch.empty(param.shape, dtype=param.dtype, device=param.device))
         self._loose.append(loose)
@@ -179,6 +180,15 @@ class _Loose:
     copy: torch.Tensor
 
 
+def _places(tensors: Sequence[torch.Tensor]) -> _Places:
+    """Addresses, sizes and strides: read in every step, and so without a loop in Python."""
+    return (
+        list(map(torch.Tensor.data_ptr, tensors)),
+        list(map(torch.Tensor.size, tensors)),
+        list(map(torch.Tensor.stride, tensors)),
+    )
+
+
 def _runs(layout: BucketLayout, plan: Plan) -> list[tuple[int | None, list[int], int, int]]:
     """Cut a buffer into runs of whole tensors of one owner: owner (None: cut), tensors, start, stop in elements."""
     runs: list[tuple[int | None, list[int], int]] = []
@@ -191,8 +201,3 @@ def _runs(layout: BucketLayout, plan: Plan) -> list[tuple[int | None, list[int],
             runs.append((owner, [slot.tensor], slot.offset))
     stops = [start for _, _, start in runs[1:]] + [layout.numel]
     return [(owner, members, start, stop) for (owner, members, start), stop in zip(runs, stops, strict=True)]
-
-
-def same_place(old: TensorSpec, new: TensorSpec) -> bool:
-    """Whether a tensor described by ``new`` fits where ``old`` was packed."""
-    return (old.shape, old.dtype, old.device, old.stride) == (new.shape, new.dtype, new.device, new.stride)

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from zeroshard_core import is_dense
 
 from zeroshard._torch_private import local_used_map, version_of
 from zeroshard.attendance import Attendance, Call, call_roll
@@ -33,6 +32,7 @@ from zeroshard.handover import (
     take_parameters,
     unwritable,
 )
+from zeroshard.memory import lies_flat
 from zeroshard.parameters import ParamGroup
 from zeroshard.pipeline import Stepping
 from zeroshard.reduced_gradient import ReducedGradient
@@ -319,7 +319,7 @@ class UnevenInputs:
             return
         engine = self._engine
         active = zip(engine.params, engine.layout.active, strict=True)
-        params = [param for param, is_active in active if is_active and is_dense(param)]
+        params = [param for param, is_active in active if is_active and lies_flat(param)]
         # One of another dtype or shape has been converted, which the step itself tells of.
         forms = zlib.crc32(repr([(param.dtype, param.shape) for param in params]).encode())
         told = engine.control.all_gather_ints([forms, fingerprint(params)], "a step inside Join")
