@@ -126,6 +126,8 @@ class Engine:
         self.hyperparameters.follow(groups)
         self.pipeline: Pipeline | None = None
         """Moves gradients and parameters bucket by bucket, once gradients come that way; see :meth:`attach`."""
+        self._interrupted_by = ""
+        """What has ended an exchange with the others before its time, and not as an error does: by Ctrl-C."""
         self._begun: tuple[Layout, Exception | None] | None = None
         self.shadowing = False
         """Whether steps are those of a rank that has run out of data: its schedulers no longer run with the others'."""
@@ -142,17 +144,46 @@ class Engine:
             Exception: a rank's problem.
         """
         try:
-            self.finish_share()
-            agree_over(self.control, operation, self.layout.declaration, error=problem)
+            with self._exchange():
+                self.finish_share()
+                agree_over(self.control, operation, self.layout.declaration, error=problem)
         finally:
             del problem
+
+    def refuse_interrupted(self) -> None:
+        """Raise if an exchange was interrupted on this rank: its messages would be taken for those of the next one.
+
+        Raises:
+            RuntimeError: with what to do.
+        """
+        if self._interrupted_by:
+            raise RuntimeError(
+                f"rank {self.ranks.rank} was interrupted by {self._interrupted_by} while it exchanged with the others, "
+                f"who may have gone on or not: what is on its way cannot be called back. End all ranks, and start "
+                f"again from a checkpoint"
+            )
+
+    @contextmanager
+    def _exchange(self) -> Iterator[None]:
+        """Raise if an exchange before was interrupted, and take note if this one is."""
+        self.refuse_interrupted()
+        try:
+            yield
+        except Exception:
+            raise
+        except BaseException as interruption:
+            if not self.control.alone:
+                self._interrupted_by = type(interruption).__name__
+                if self.pipeline is not None:
+                    self.pipeline.break_off(interruption)
+            raise
 
     def step(
         self,
         groups: Sequence[ParamGroup],
         closure: Closure | None,
         arguments: Mapping[str, Any],
-        problem: Exception | None = None,
+        problem: BaseException | None = None,
         attend: Callable[[], None] = _nobody_to_tell,
         gradients: Mapping[int, torch.Tensor] | None = None,
     ) -> Any:  # noqa: ANN401 - what the inner step returns
@@ -175,7 +206,33 @@ class Engine:
             PeerLostError: if a rank is gone.
             Exception: what any rank met, on every rank. Replicas are equal then, but for parameters that a rank has
                 converted or exchanged.
+            BaseException: what has interrupted this rank, as Ctrl-C does. Before and in the local step the others
+                raise a RuntimeError, and all may go on; else :meth:`refuse_interrupted` raises from now on.
         """
+        interruptions: list[BaseException] = []
+        try:
+            failure = _as_error(problem, interruptions) if problem is not None else None
+            with self._exchange():
+                return self._step(groups, closure, arguments, failure, attend, gradients, interruptions)
+        except Exception as error:
+            if interruptions:
+                raise interruptions[0] from error
+            raise
+        finally:
+            interruptions.clear()
+            failure = problem = None
+
+    def _step(
+        self,
+        groups: Sequence[ParamGroup],
+        closure: Closure | None,
+        arguments: Mapping[str, Any],
+        problem: Exception | None,
+        attend: Callable[[], None],
+        gradients: Mapping[int, torch.Tensor] | None,
+        interruptions: list[BaseException],
+    ) -> Any:  # noqa: ANN401 - what the inner step returns
+        """As :meth:`step`; what interrupts the local step is raised as an error, and kept in ``interruptions``."""
         if self.pipeline is not None:
             self.pipeline.refuse_broken()
             problem = self.pipeline.end_abandoned() or problem
@@ -211,8 +268,11 @@ class Engine:
             else:
                 watched = self._watched(closure, groups, attendance) if closure is not None else None
                 result = self.local.step(watched, arguments)
-        except Exception as error:  # noqa: BLE001 - peers wait for this rank's share, and must hear of it
-            failure = error
+        except BaseException as error:
+            # Peers wait for this rank's share, and must hear of it; or for what a closure was to send.
+            if closure is not None and not isinstance(error, Exception):
+                raise
+            failure = _as_error(error, interruptions)
         # Raises, if the others have heard of it already.
         attendance()
         if bucketwise is not None and bucketwise.defers and failure is None:
@@ -245,11 +305,12 @@ class Engine:
         pipeline = self.pipeline
         if pipeline is None or not pipeline.arriving:
             return
-        found = _found(pipeline.finish_share())
-        if found is _Found.A_PROBLEM:
-            self.meet("step()", None)
-        elif found is _Found.OTHER_HYPERPARAMETERS:
-            self._compare_hyperparameters(None)
+        with self._exchange():
+            found = _found(pipeline.finish_share())
+            if found is _Found.A_PROBLEM:
+                self.meet("step()", None)
+            elif found is _Found.OTHER_HYPERPARAMETERS:
+                self._compare_hyperparameters(None)
 
     def _compare_hyperparameters(self, error: Exception | None) -> None:
         mine = _with_hyperparameters(self.layout, self.hyperparameters.in_words())
@@ -485,6 +546,17 @@ class Engine:
                 "the members of param_groups are not those that the optimizer was built with; "
                 "add parameters with add_param_group(), and build a new optimizer to exchange or remove them"
             )
+
+
+def _as_error(error: BaseException, interruptions: list[BaseException]) -> Exception:
+    """What the other ranks are told: an error as it is, and an interruption in words, which is kept."""
+    if isinstance(error, Exception):
+        return error
+    interruptions.append(error)
+    return RuntimeError(
+        f"step() was interrupted by {type(error).__name__}: parameters are equal on all ranks, but some may have been "
+        f"stepped; go on with the next step, or load a checkpoint"
+    )
 
 
 def _found(statuses: Sequence[Sequence[int]]) -> _Found:
