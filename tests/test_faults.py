@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import signal
 import subprocess
 import sys
 import threading
@@ -19,9 +20,11 @@ import torch.distributed as dist
 from ending_ranks import WAYS
 from torch import optim
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 from training import assert_bitwise_equal, assert_same_state, cutting, set_gradients, small_model, twins
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_comm import DisagreementError, PeerLostError
+from zeroshard_integrations.ddp import register_reduce_to_owner
 from zeroshard_testing import Faults, assert_replicas_equal
 
 
@@ -197,6 +200,105 @@ def test_a_first_step_that_failed_on_one_rank_leaves_no_garbage_in_a_checkpoint(
     sharded.consolidate_state_dict()
     if rank == 0:
         assert_same_state(sharded.state_dict(), plain.state_dict())
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+PLACES: dict[str, Callable[[ZeroRedundancyOptimizer], RemovableHandle]] = {
+    "before the step": lambda sharded: sharded.register_step_pre_hook(interrupt),
+    "in the local step": lambda sharded: sharded.optim.register_step_pre_hook(interrupt),
+    "after the local step": lambda sharded: sharded.optim.register_step_post_hook(interrupt),
+}
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.parametrize("where", ["on all ranks", "on rank 1"])
+@pytest.mark.parametrize("as_bucket_view", [False, True], ids=["params", "views"])
+@pytest.mark.parametrize("hook", ["none", "owner"])
+@pytest.mark.parametrize("place", PLACES)
+def test_the_step_after_one_that_was_interrupted_works(
+    rank: int, where: str, as_bucket_view: bool, hook: str, place: str
+) -> None:
+    model = small_model()
+    ddp = DistributedDataParallel(model)
+    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, parameters_as_bucket_view=as_bucket_view)
+    if hook == "owner":
+        register_reduce_to_owner(ddp, sharded)
+    for step in range(5):
+        sharded.zero_grad()
+        ddp(torch.full((4, 40), 1.0 + step + rank)).square().mean().backward()
+        is_mine = step == 2 and (where == "on all ranks" or rank == 1)
+        handle = PLACES[place](sharded) if is_mine else None
+        before = [param.detach().clone() for param in model.parameters()]
+        if step == 2:
+            with pytest.raises(KeyboardInterrupt if is_mine else RuntimeError) as caught:
+                sharded.step()
+            told = "rank 1: step() was interrupted by KeyboardInterrupt: parameters are equal on all ranks"
+            assert is_mine or str(caught.value).startswith(told)
+        else:
+            sharded.step()
+        if handle is not None:
+            handle.remove()
+        assert_replicas_equal(model.parameters())
+        stays = step == 2 and (
+            place == "before the step" or (where == "on all ranks" and place != "after the local step")
+        )
+        assert all(map(torch.equal, before, model.parameters())) == stays
+
+
+AFTER_AN_INTERRUPTION: dict[str, Callable[[ZeroRedundancyOptimizer], object]] = {
+    "step": lambda sharded: sharded.step(),
+    "consolidate_state_dict": lambda sharded: sharded.consolidate_state_dict(),
+    "load_state_dict": lambda sharded: sharded.load_state_dict({"state": {}, "param_groups": []}),
+    "add_param_group": lambda sharded: sharded.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]}),
+}
+
+
+def step_twice(sharded: ZeroRedundancyOptimizer) -> None:
+    """What a peer has sent before it was interrupted may do for one step."""
+    sharded.step()
+    sharded.step()
+
+
+@pytest.mark.ranks(2, backend="gloo", isolation="process")
+@pytest.mark.parametrize(
+    ("how", "where"),
+    [
+        ("while it sends", "on all ranks"),
+        ("while it sends", "on rank 1"),
+        ("while it waits", "on rank 1"),
+        ("in a closure", "on all ranks"),
+        ("in a closure", "on rank 1"),
+    ],
+)
+def test_an_exchange_that_was_interrupted_says_what_to_do(rank: int, where: str, how: str, faults: Faults) -> None:
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    model = small_model()
+    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, process_group=group)
+    set_gradients(model.parameters(), 0)
+    sharded.step()
+    is_mine = where == "on all ranks" or rank == 1
+    if how == "while it sends":
+        for each in (0, 1) if where == "on all ranks" else (1,):
+            faults.raise_(each, at="broadcast", error=KeyboardInterrupt())
+    elif how == "while it waits":
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if is_mine:
+            threading.Timer(0.2, signal.raise_signal, [signal.SIGINT]).start()
+        else:
+            time.sleep(0.6)
+    if is_mine:
+        with pytest.raises(KeyboardInterrupt):
+            sharded.step(interrupt if how == "in a closure" else None)
+        for call in AFTER_AN_INTERRUPTION.values():
+            with pytest.raises(RuntimeError, match=rf"rank {rank} was interrupted by KeyboardInterrupt .*checkpoint"):
+                call(sharded)
+    else:
+        with pytest.raises(PeerLostError, match="rank 0"):
+            step_twice(sharded)
+    dist.barrier()
 
 
 def test_a_rank_that_ends_after_its_last_step_costs_the_others_nothing() -> None:

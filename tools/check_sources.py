@@ -43,8 +43,8 @@ AIMS: Mapping[str, Aim] = {
 LONGEST_MODULE = 400
 LONGEST_CLASS = 250
 OVER: Mapping[str, int] = {
-    "zeroshard.engine": 447,
-    "zeroshard.engine.Engine": 398,
+    "zeroshard.engine": 446,
+    "zeroshard.engine.Engine": 397,
     "zeroshard.local.LocalOptimizer": 267,
     "zeroshard.optimizer": 622,
     "zeroshard.optimizer.ZeroRedundancyOptimizer": 584,

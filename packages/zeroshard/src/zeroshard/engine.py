@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -24,18 +24,18 @@ from zeroshard_comm import (
     Traffic,
     check_config,
     connect,
-    explain_configs,
 )
 
 from zeroshard.elementwise import name_of
 from zeroshard.handed_order import HandedOrder
 from zeroshard.hyperparameters import Hyperparameters
+from zeroshard.interruptions import Interruptions
 from zeroshard.layout import Layout, Policy, check_unchanged, first_layout, next_layout, same_place
 from zeroshard.local import Closure, LocalOptimizer, sync_groups
 from zeroshard.parameters import ParamGroup, activity, check_members, hyperparameters_of, parameters_of
 from zeroshard.pipeline import Pipeline, Stepping, common_device
 from zeroshard.replicas import Replicas
-from zeroshard.step_agreement import StepAgreement
+from zeroshard.step_agreement import StepAgreement, share_parameters
 
 
 def _nobody_to_tell() -> None:
@@ -104,6 +104,7 @@ class Engine:
         self.hyperparameters.follow(groups)
         self.pipeline: Pipeline | None = None
         """Moves gradients and parameters bucket by bucket, once gradients come that way; see :meth:`attach`."""
+        self._interruptions = Interruptions(self.control)
         self._begun: tuple[Layout, Exception | None] | None = None
         self.shadowing = False
         """Whether steps are those of a rank that has run out of data: its schedulers no longer run with the others'."""
@@ -120,17 +121,27 @@ class Engine:
             Exception: a rank's problem.
         """
         try:
-            self.finish_share()
-            check_config(self.control, operation, self.layout.declaration, error=problem)
+            with self._exchange():
+                self.finish_share()
+                check_config(self.control, operation, self.layout.declaration, error=problem)
         finally:
             del problem
+
+    def refuse_interrupted(self) -> None:
+        """Raise if an exchange was interrupted on this rank; see :class:`~zeroshard.interruptions.Interruptions`."""
+        self._interruptions.refuse()
+
+    def _exchange(self) -> AbstractContextManager[None]:
+        return self._interruptions.exchange(
+            lambda by: self.pipeline.break_off(by) if self.pipeline is not None else None
+        )
 
     def step(
         self,
         groups: Sequence[ParamGroup],
         closure: Closure | None,
         arguments: Mapping[str, Any],
-        problem: Exception | None = None,
+        problem: BaseException | None = None,
         attend: Callable[[], None] = _nobody_to_tell,
         gradients: Mapping[int, torch.Tensor] | None = None,
     ) -> Any:  # noqa: ANN401 - what the inner step returns
@@ -153,7 +164,26 @@ class Engine:
             PeerLostError: if a rank is gone.
             Exception: what any rank met, on every rank. Replicas are equal then, but for parameters that a rank has
                 converted or exchanged.
+            BaseException: what has interrupted this rank, as Ctrl-C does. Before and in the local step the others
+                raise a RuntimeError, and all may go on; else :meth:`refuse_interrupted` raises from now on.
         """
+        with self._exchange():
+            try:
+                failure = self._interruptions.as_error(problem) if problem is not None else None
+                return self._step(groups, closure, arguments, failure, attend, gradients)
+            finally:
+                failure = problem = None
+
+    def _step(
+        self,
+        groups: Sequence[ParamGroup],
+        closure: Closure | None,
+        arguments: Mapping[str, Any],
+        problem: Exception | None,
+        attend: Callable[[], None],
+        gradients: Mapping[int, torch.Tensor] | None,
+    ) -> Any:  # noqa: ANN401 - what the inner step returns
+        """As :meth:`step`; what interrupts the local step is raised as an error."""
         if self.pipeline is not None:
             self.pipeline.refuse_broken()
             problem = self.pipeline.end_abandoned() or problem
@@ -193,8 +223,11 @@ class Engine:
             else:
                 watched = self._watched(closure, groups, agreement) if closure is not None else None
                 result = self.local.step(watched, arguments)
-        except Exception as error:  # noqa: BLE001 - peers wait for this rank's share, and must hear of it
-            failure = error
+        except BaseException as error:
+            # Peers wait for this rank's share, and must hear of it; or for what a closure was to send.
+            if closure is not None and not isinstance(error, Exception):
+                raise
+            failure = self._interruptions.as_error(error)
         try:
             if failure is not None and agreement.has_failed:
                 raise failure
@@ -203,50 +236,15 @@ class Engine:
             del failure
             raise
         try:
-            self._share(bucketwise, declared, failure)
+            share_parameters(self.control, self.replicas, bucketwise, declared, failure, self._hyperparameters_in_words)
         finally:
             del failure
         sync_groups(self.local.optim.param_groups, groups)
         self.hyperparameters.written(groups)
         return result
 
-    def _share(self, bucketwise: Pipeline | None, declared: int | None, failure: Exception | None) -> None:
-        """Share all parameters, also after a failure, and learn whether anything was wrong on any rank. Collective.
-
-        The number for this rank's hyperparameters agrees with all others if it is None; the failure is this rank's own.
-
-        Raises:
-            DisagreementError: if ranks have stepped with different hyperparameters.
-            PeerLostError: if a rank is gone.
-            Exception: what any rank's step has met, on every rank.
-        """
-        problem, verdict = failure, None
-        try:
-            try:
-                bucketwise.begin_share() if bucketwise is not None else self.replicas.share()
-            except PeerLostError as error:
-                problem = problem or error
-            # Also where this rank has nothing to wait for: others may still be reading what it owns.
-            verdict = self.control.inconsistency(
-                "the end of step()",
-                declared,
-                error=problem,
-                detail=lambda: _with_hyperparameters(self.layout, self.hyperparameters.in_words()).to_json(),
-                explain=explain_configs,
-            )
-            if bucketwise is not None and bucketwise.arriving and (verdict is not None or not bucketwise.defers):
-                bucketwise.finish_share()
-            if verdict is not None:
-                raise verdict
-        except PeerLostError as error:
-            if bucketwise is not None:
-                bucketwise.break_off(error)
-            # The others may be lost because of this rank's error, e.g. in collectives of a closure that raised here.
-            if failure is not None:
-                raise failure from error
-            raise
-        finally:
-            del failure, problem, verdict
+    def _hyperparameters_in_words(self) -> str:
+        return _with_hyperparameters(self.layout, self.hyperparameters.in_words()).to_json()
 
     def finish_share(self) -> None:
         """Wait for parameters that are still arriving. Collective.
@@ -260,7 +258,8 @@ class Engine:
         pipeline = self.pipeline
         if pipeline is None or not pipeline.arriving:
             return
-        pipeline.finish_share()
+        with self._exchange():
+            pipeline.finish_share()
 
     def attach(self, stepping: Stepping) -> Pipeline:
         """Expect gradients bucket by bucket from now on. Collective, the first time.

@@ -123,7 +123,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._overlap_with_ddp = overlap_with_ddp
         self._consolidated: StateDict | None = None
         self._holds_state = False
-        self._hook_failure: Exception | None = None
+        self._hook_failure: BaseException | None = None
         self._follower: BackwardFollower | None = None
         policy = Policy(partition, cost, optimizer_class, elementwise, parameters_as_bucket_view, self.world_size)
 
@@ -212,10 +212,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Raises:
             DisagreementError: if ranks differ in their parameters' trainability, dtypes or memory formats.
             PeerLostError: if a rank is gone.
-            Exception: what a rank met, or its local step or a hook before it raised, on every rank.
-
-            In all cases but a lost peer, replicas are equal afterwards, but for parameters that a rank has converted or
-            exchanged; shards of ranks that noticed nothing themselves may have been stepped.
+            Exception: what a rank met, or its local step or a hook before it raised, on every rank. After a Ctrl-C in
+                these all may go on; after one elsewhere the next call says what to do.
+            In all cases but a lost peer, replicas are equal afterwards, but for parameters that a rank has converted.
         """
         failure, self._hook_failure = self._hook_failure, None
         pipeline = self._engine.pipeline
@@ -239,6 +238,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def _begin_call(self, call: Call) -> None:
         """Tell a Join context that this rank is about to communicate; ``calling`` is set to None behind the call."""
+        self._engine.refuse_interrupted()
         self._uneven.calling = call
         Join.notify_join_context(self)
 
@@ -253,7 +253,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._uneven.attend(Call.OTHER, self.param_groups, impossible=refusal)
 
     def _step_after_backward(
-        self, pipeline: Pipeline, closure: Closure | None, arguments: Mapping[str, Any], failure: Exception | None
+        self, pipeline: Pipeline, closure: Closure | None, arguments: Mapping[str, Any], failure: BaseException | None
     ) -> None:
         """Do nothing, since backward has stepped; refuse what comes too late."""
         pipeline.refuse_broken()
@@ -363,7 +363,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                     raise RuntimeError(
                         f"a step pre-hook must return None or a tuple of (new_args, new_kwargs), but got {changed}"
                     )
-            except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
+            except BaseException as error:  # noqa: BLE001 - every rank must hear of it, whatever it is, Ctrl-C too
                 optimizer._hook_failure = error
                 return None
             return changed

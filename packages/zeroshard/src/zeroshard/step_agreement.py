@@ -1,11 +1,14 @@
-"""The agreement with which a step begins: every rank is at the same step of the same optimizer, and none has failed."""
+"""The two agreements of a step: all ranks are at the same one, and none has failed; it has succeeded on all of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
 
-from zeroshard_comm import Control, PeerLostError, ShardingConfig, check_config
+from zeroshard_comm import Control, PeerLostError, ShardingConfig, check_config, explain_configs
+
+from zeroshard.pipeline import Pipeline
+from zeroshard.replicas import Replicas
 
 
 class StepAgreement:
@@ -53,3 +56,51 @@ class StepAgreement:
         if position is not None:
             self._control.position = replace(position, steps=position.steps + 1)
         self.has_failed = False
+
+
+def share_parameters(
+    control: Control,
+    replicas: Replicas,
+    pipeline: Pipeline | None,
+    declared: int | None,
+    failure: Exception | None,
+    in_words: Callable[[], str],
+) -> None:
+    """Share all parameters, also after a failure, and learn whether anything was wrong on any rank. Collective.
+
+    Args:
+        control: the channel of the ranks.
+        replicas: shares all parameters at once.
+        pipeline: shares bucket by bucket, if that is how.
+        declared: a number for this rank's hyperparameters; None agrees with all.
+        failure: of this rank's step.
+        in_words: called only after a difference: a configuration with the hyperparameters, as JSON.
+
+    Raises:
+        DisagreementError: if ranks have stepped with different hyperparameters.
+        PeerLostError: if a rank is gone, and this one's step has not failed.
+        Exception: what any rank's step has met, on every rank.
+    """
+    problem, verdict = failure, None
+    try:
+        try:
+            pipeline.begin_share() if pipeline is not None else replicas.share()
+        except PeerLostError as error:
+            problem = problem or error
+        # Also where this rank has nothing to wait for: others may still be reading what it owns.
+        verdict = control.inconsistency(
+            "the end of step()", declared, error=problem, detail=in_words, explain=explain_configs
+        )
+        if pipeline is not None and pipeline.arriving and (verdict is not None or not pipeline.defers):
+            pipeline.finish_share()
+        if verdict is not None:
+            raise verdict
+    except PeerLostError as error:
+        if pipeline is not None:
+            pipeline.break_off(error)
+        # The others may be lost because of this rank's error, e.g. in collectives of a closure that raised here.
+        if failure is not None:
+            raise failure from error
+        raise
+    finally:
+        del failure, problem, verdict
