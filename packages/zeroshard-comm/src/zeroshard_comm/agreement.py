@@ -82,10 +82,10 @@ class Position:
 class Control:
     """Agreements of the ranks of one process group.
 
-    Messages travel over a gloo group of the same ranks, with the same timeout, that is made once per process group (its
-    construction is a collective among those ranks alone). So no agreement ever waits for an accelerator, nor for
-    connections on which a collective has failed: gloo delivers nothing there any more, even between ranks that live.
-    With torch's ``fake`` backend nothing travels, and an agreement raises only what this rank itself found.
+    Messages travel over gloo and CPU memory: over the group itself where it has gloo for CPU tensors, else over a gloo
+    group of the same ranks, with the same timeout, that is made once per process group (its construction is a
+    collective among those ranks alone). So no agreement ever waits for an accelerator. With torch's ``fake`` backend
+    nothing travels, and an agreement raises only what this rank itself found.
 
     One thread at a time may call methods of all objects of this class on one process group.
 
@@ -160,6 +160,10 @@ class Control:
         if self.alone:
             return error
         with self.ranks.context.one_at_a_time(operation):
+            if isinstance(error, PeerLostError):
+                # The others are to know of it, too, though this rank has nothing to hear.
+                self._combine(operation, digest, failed=True, lost=error.peer)
+                return error
             combined = self._combine(operation, digest, failed=error is not None)
             if is_unanimous(combined) and not combined & _FAILED:
                 return None
@@ -208,18 +212,21 @@ class Control:
         gathered = self.all_gather_ints([bits], operation)
         return [struct.unpack("<d", struct.pack("<q", row[0]))[0] for row in gathered]
 
-    def _combine(self, operation: str, digest: int | None, *, failed: bool) -> int:
-        """The OR of the words of all ranks."""
+    def _combine(self, operation: str, digest: int | None, *, failed: bool, lost: int | None = None) -> int:
+        """The OR of the words of all ranks; if this one has lost another one, that is passed on."""
         code = zlib.crc32(f"{operation} {self.position} {digest}".encode())
-        word = word_of(None if digest is None else code, failed=failed)
+        word = word_of(None if digest is None else code, failed=failed) if lost is None else _LOST | lost
 
         def message(_: int) -> torch.Tensor:
             return torch.tensor([word - (1 << 64) if word & _LOST else word], dtype=torch.int64, device="cpu")
 
-        for received in self._rounds.run(message, TAG_WORD, operation, forward=True):
+        def is_lost() -> bool:
+            return word >= _LOST
+
+        for received in self._rounds.run(message, is_lost, TAG_WORD, operation, forward=True):
             theirs = int(received) & (1 << 64) - 1 if isinstance(received, torch.Tensor) else _LOST | received
             word = theirs if theirs & _LOST else word if word & _LOST else word | theirs
-        if word & _LOST:
+        if word & _LOST and lost is None:
             raise self._rounds.error_for(word & ~_LOST, operation)
         return word
 
@@ -236,8 +243,11 @@ class Control:
             passed = [*rows, *[torch.zeros_like(mine)] * (count - len(rows))][:count]
             return torch.cat([torch.tensor([gone], dtype=torch.int64, device="cpu"), *passed])
 
+        def is_lost() -> bool:
+            return gone > 0
+
         with self.ranks.context.one_at_a_time(operation):
-            for received in self._rounds.run(message, TAG_INTS, operation, forward=False):
+            for received in self._rounds.run(message, is_lost, TAG_INTS, operation, forward=False):
                 if isinstance(received, int):
                     gone = received + 1
                 else:
@@ -290,4 +300,4 @@ def _channel_of(ranks: RankGroup) -> RankGroup | None:
     """Find, or make, the gloo group that carries the messages of agreements."""
     if not ranks.moves_data() or ranks.world_size == 1:
         return None
-    return ranks if ranks.context.is_private else ranks.private_group("gloo", "control")
+    return ranks if ranks.sends_tagged(torch.device("cpu")) else ranks.private_group("gloo", "control")

@@ -16,7 +16,13 @@ class DifferentCallsError(DisagreementError):
 
 
 class PeerLostError(RuntimeError):
-    """A rank of the group closed its connection, died, or did not answer within the group's timeout."""
+    """A rank of the group closed its connection, died, or did not answer within the group's timeout.
+
+    Attributes:
+        peer: which one, a group rank; 0 if that is not known.
+    """
+
+    peer: int = 0
 
 
 def builtin_name(error: BaseException) -> str:
@@ -74,8 +80,10 @@ def lost(failure: RuntimeError, peer: int, rank: int, operation: str) -> PeerLos
         operation: what the ranks were doing.
     """
     first_line = str(failure).splitlines()[0] if str(failure) else type(failure).__name__
-    return PeerLostError(
+    error = PeerLostError(
         f"rank {rank} lost rank {peer} during {operation}: that process has ended, was cut off, or did not call "
         f"{operation} within the process group's timeout. Look at rank {peer}'s own output first. "
         f"(The backend said: {first_line})"
     )
+    error.peer = peer
+    return error

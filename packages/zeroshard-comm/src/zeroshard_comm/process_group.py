@@ -28,14 +28,14 @@ class GroupContext:
     Attributes:
         readable: whose memory this rank reads, once all ranks have found that out; None before.
         read_by_peers: memory that peers may look at as long as the group lives, or until its owner has settled that.
+        abandoned: messages that nobody waits for after a rank was lost, and what they send.
         optimizers: how many were built on the group.
-        is_private: whether the group was made by :meth:`RankGroup.private_group`.
     """
 
     readable: Readable | None = None
     read_by_peers: list[object] = field(default_factory=list)
+    abandoned: list[object] = field(default_factory=list)
     optimizers: int = 0
-    is_private: bool = False
     _private: dict[tuple[str, str], RankGroup] = field(default_factory=dict)
     _tags: int = 0
     _busy: threading.Lock = field(default_factory=threading.Lock)
@@ -135,7 +135,6 @@ class RankGroup:
             _check_splits(members, backend)
             group = dist.new_group(members, timeout=self.timeout, backend=backend, use_local_synchronization=True)
             made[backend, purpose] = RankGroup.of(group)
-            made[backend, purpose].context.is_private = True
         return made[backend, purpose]
 
     @property

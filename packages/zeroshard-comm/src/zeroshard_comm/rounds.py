@@ -30,7 +30,13 @@ class Rounds:
         self._lost: dict[int, PeerLostError] = {}
 
     def run(
-        self, message: Callable[[int], torch.Tensor], tag: int, operation: str, *, forward: bool
+        self,
+        message: Callable[[int], torch.Tensor],
+        is_lost: Callable[[], bool],
+        tag: int,
+        operation: str,
+        *,
+        forward: bool,
     ) -> Iterator[torch.Tensor | int]:
         """Send a message to the ranks at distance 1, 2, 4 ... in turn, and receive one from as far on the other side.
 
@@ -39,6 +45,8 @@ class Rounds:
 
         Args:
             message: from a distance to what is sent there, of the same length and dtype on all ranks.
+            is_lost: tells whether a rank was lost, here or elsewhere: then this rank tells the others, and waits for
+                nobody any more.
             tag: of the messages.
             operation: what the ranks are doing, for messages of errors.
             forward: whether messages go to higher ranks.
@@ -56,12 +64,20 @@ class Rounds:
             receive = self._issued(dist.irecv, room, source, tag, operation)
             send = self._issued(dist.isend, payload, target, tag, operation)
             sends.append((target, send, payload))
-            try:
-                wait_for(receive, source, rank, operation)
-            except PeerLostError as error:
-                self._lost.setdefault(source, error)
-            yield next((peer for peer in (source, target) if peer in self._lost), room)
+            if is_lost():
+                # Posted all the same: whoever sends that waits until it is received.
+                self._channel.context.abandoned.append((receive, room))
+            else:
+                try:
+                    wait_for(receive, source, rank, operation)
+                except PeerLostError as error:
+                    self._lost.setdefault(source, error)
+                yield next((peer for peer in (source, target) if peer in self._lost), room)
             rounds, sent, distance = rounds + 1, sent + payload.nbytes, 2 * distance
+        if is_lost():
+            # They may arrive when this object is gone, or never.
+            self._channel.context.abandoned += sends
+            sends = []
         for peer, work, _ in sends:
             # Whoever is gone now is missed by the next agreement, if by nothing else.
             with suppress(PeerLostError):

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 
 from zeroshard_comm.agreement import Control
-from zeroshard_comm.broadcasters import CollectiveBroadcaster
+from zeroshard_comm.broadcasters import MessageBroadcaster
 from zeroshard_comm.cross_memory import ProcessMemory
 from zeroshard_comm.interfaces import Broadcast, ParameterBroadcaster, Segment
 from zeroshard_comm.wire import unread, wire_of
@@ -40,13 +40,13 @@ class SameHostBroadcaster(ParameterBroadcaster):
         self.control = control
         self._is_new = True
         self._reads: list[tuple[int, ProcessMemory]] = []
-        self._instead: CollectiveBroadcaster | None = None
+        self._instead: MessageBroadcaster | None = None
 
     def begin(self) -> Broadcast:
         """Begin. After :meth:`Broadcast.wait` all ranks must agree once more before an owner writes to its segments."""
         return _Read(self)
 
-    def meet(self) -> CollectiveBroadcaster | None:
+    def meet(self) -> MessageBroadcaster | None:
         """Agree that all owners have their values, and on where, if that is new. Collective.
 
         Returns:
@@ -58,7 +58,7 @@ class SameHostBroadcaster(ParameterBroadcaster):
             mine = [0 if s.buffer.is_pinned() else s.buffer.data_ptr() for s in self.segments]
             places = self.control.all_gather_ints(mine, _READY)
             readable = all(map(all, places))
-            self._instead = None if readable else CollectiveBroadcaster(self.ranks, self.segments, self.traffic)
+            self._instead = None if readable else MessageBroadcaster(self.ranks, self.segments, self.traffic)
             processes = wire_of(self.ranks).processes
             self._reads = [
                 (peer, ProcessMemory(processes[peer], self._parts_of(peer, places[peer]))) for peer in self.ranks.peers
