@@ -30,6 +30,22 @@ Bytes and memory are means over the ranks.
 """
 
 
+_WORDS = """## Messages without tensor data
+
+What a rank sends in one `step()` without a hook beside the parameters, on any number of bytes: words of 64 bits, one for
+each round of an agreement, and as many come to it. `tests/test_costs.py` counts them.
+
+| ranks | between hosts | on one host, where memory is read |
+| ---: | ---: | ---: |
+| 2 | 2 | 3 |
+| 4 | 4 | 6 |
+| 8 | 6 | 9 |
+| 16 | 8 | 12 |
+
+With a hook that reduces gradients to their owners every rank sends every other one a header with each bucket besides.
+"""
+
+
 def main(
     files: Annotated[
         list[Path] | None, typer.Argument(help="written by training.py --json, in the order of the page")
@@ -53,7 +69,7 @@ def main(
 
 def page_of(results: list[Result]) -> str:
     """Return the page."""
-    return "\n".join([_HEAD, *(markdown(result) for result in results)])
+    return "\n".join([_HEAD, *(markdown(result) for result in results), _WORDS])
 
 
 if __name__ == "__main__":

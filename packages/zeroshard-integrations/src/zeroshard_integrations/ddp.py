@@ -224,7 +224,7 @@ def _receive(
     if is_shadow:
         found = follower.contributed(found)
     begins = not follower.in_backward
-    done = follower.receive(found, reduce() if reduce is not None else None)
+    done = follower.receive(found, reduce)
     if found.is_last:
         if is_shadow:
             follower.end_shadow()

@@ -42,13 +42,14 @@ class BackwardFollower:
         self._unseen: frozenset[torch.Tensor] = frozenset()
         """Parameters that had not been waited for when backward began."""
 
-    def receive(self, bucket: Bucket, reduced: Future[torch.Tensor] | None = None) -> Future[torch.Tensor]:
+    def receive(self, bucket: Bucket, reduce: Callable[[], Future[torch.Tensor]] | None = None) -> Future[torch.Tensor]:
         """Send a bucket of gradients to their owners, and step them if that is to be done during backward.
 
         Args:
             bucket: the buckets of a backward come by ascending index, the first with the index 0, in the same order on
                 every rank.
-            reduced: if somebody else averages it over the ranks, the result to come, of the bucket's length.
+            reduce: if somebody else averages it over the ranks, begins that, and returns the result to come, of the
+                bucket's length.
 
         Returns:
             The bucket's buffer to come, when this rank's parts of it hold the means over all ranks. Other parts of it
@@ -74,7 +75,7 @@ class BackwardFollower:
             else:
                 self._uneven.attend(Call.BACKWARD, self._groups())
             may_step = self._engine.begin_backward(self._groups())
-        return self._pipeline.receive(bucket, reduced=reduced, may_step=may_step)
+        return self._pipeline.receive(bucket, reduce=reduce, may_step=may_step)
 
     def contributed(self, bucket: Bucket) -> Bucket:
         """Put into a bucket what this rank contributes to a backward that it does not make: what it had accumulated.

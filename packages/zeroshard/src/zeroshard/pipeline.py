@@ -189,12 +189,15 @@ class Pipeline:
 
     # ------------------------------------------------------------------ backward
 
-    def receive(self, bucket: Bucket, *, reduced: Future[torch.Tensor] | None, may_step: bool) -> Future[torch.Tensor]:
+    def receive(
+        self, bucket: Bucket, *, reduce: Callable[[], Future[torch.Tensor]] | None, may_step: bool
+    ) -> Future[torch.Tensor]:
         """Send a bucket of gradients to their owners. The first bucket of a backward has the index 0.
 
         Args:
             bucket: of this backward.
-            reduced: if somebody else reduces it on all ranks, the result to come, as long as the bucket.
+            reduce: if somebody else reduces it on all ranks, begins that, and returns the result to come, as long as
+                the bucket.
             may_step: whether this rank's shards may be stepped during this backward.
 
         Returns:
@@ -212,12 +215,13 @@ class Pipeline:
                 self._begin(may_step=may_step)
             route = self._route(bucket)
             if bucket.index == 0 and self._alike >= _SETTLED and not self._is_changed:
-                self._carrier.expect([self._routes[index] for index in self._before], gradients=reduced is None)
+                self._carrier.expect([self._routes[index] for index in self._before], gradients=reduce is None)
             self._order.append(bucket.index)
             note = BucketHeader(
                 (self._backwards, bucket.index, int(self.steps_early), int(bucket.is_shadow)), bucket.present
             )
-            return self._carrier.receive(route, note, reduced)
+            # Now that nobody looks at the gradients in it any more: it may begin to write at once, in a thread.
+            return self._carrier.receive(route, note, reduce() if reduce is not None else None)
         except BaseException as error:
             self.break_off(error)
             raise
