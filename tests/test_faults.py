@@ -110,7 +110,7 @@ def test_a_call_beside_a_step_is_told_from_it(rank: int) -> None:
     sharded.step()
 
 
-@pytest.mark.ranks(3, backend="gloo")
+@pytest.mark.ranks(3, 4, backend="gloo")
 @pytest.mark.parametrize("call", ["step", "consolidate_state_dict"])
 def test_a_killed_rank_is_an_error_on_the_others(rank: int, faults: Faults, call: str) -> None:
     model = small_model()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -278,3 +279,33 @@ def test_bytes_are_counted_alike_in_both_ways(rank: int, way: str) -> None:
     sharded.step()
     shared = sum(4 * shard.numel for shard in sharded.plan.of_rank(rank))
     assert sharded.traffic.of("share").bytes_sent - before == shared
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_a_slow_reader_never_sees_what_an_owner_has_freed(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    reading()
+
+    class Doubling(optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for param in group["params"]:
+                    param.mul_(2)
+
+    def slowly(memory: ProcessMemory) -> None:
+        time.sleep(0.3)
+        read(memory)
+
+    read = ProcessMemory.read
+    if rank == 1:
+        monkeypatch.setattr(ProcessMemory, "read", slowly)
+    indices = torch.arange(4000).repeat(2)[None]
+    sparse = torch.nn.Parameter(torch.sparse_coo_tensor(indices, torch.ones(8000, 64), (4000, 64)))
+    dense = torch.nn.Parameter(torch.ones(1 << 18))
+    for param in (sparse, dense):
+        param.grad = torch.zeros_like(param)
+    sharded = ZeroRedundancyOptimizer([sparse, dense], Doubling, lr=0.1)
+    for step in (1, 2):
+        sharded.step()
+        assert torch.equal(sparse.detach().to_dense(), torch.full((4000, 64), 2.0 * 2**step))
+        assert torch.equal(dense.detach(), torch.full((1 << 18,), 2.0**step))

@@ -32,8 +32,8 @@ Bytes and memory are means over the ranks.
 
 _WORDS = """## Messages without tensor data
 
-What a rank sends in one `step()` without a hook beside the parameters, on any number of bytes: words of 64 bits, one for
-each round of an agreement, and as many come to it. `tests/test_costs.py` counts them.
+What a rank sends in one `step()` without a hook beside the parameters, however many: words of 64 bits, one for each
+round of an agreement, and as many come to it. `tests/test_costs.py` counts them.
 
 | ranks | between hosts | on one host, where memory is read |
 | ---: | ---: | ---: |

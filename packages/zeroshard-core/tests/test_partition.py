@@ -145,6 +145,11 @@ def test_cuts_lie_along_the_dimension_with_the_largest_stride(shape, stride, dim
     assert TensorSpec("w", shape, torch.float32, stride=stride).cut_dim == dim
 
 
+def test_parts_have_an_element():
+    with pytest.raises(ValueError, match="at least 1 element, but has 0"):
+        partition(vectors(100), 2, strategy=partial(split, smallest_part=0))
+
+
 def test_split_leaves_whole_what_would_make_small_parts():
     sizes = [2 * SMALLEST_PART - 1, 2 * SMALLEST_PART, 5 * SMALLEST_PART]
     plan = partition(vectors(*sizes), 4, strategy="split")

@@ -9,7 +9,8 @@ every rank has the words of all (the dissemination barrier: D. Hensgen, R. Finke
 synchronization, 1988). Only after a difference texts follow: to rank 0, which decides, and back.
 
 A rank that is lost is noticed by those that wait for its words. They go on with a word that says so, and since that is
-done in every round, all ranks learn of it in the same agreement.
+done in every round, all ranks learn of one that has sent none in the same agreement. Of one that is lost between two
+rounds some may learn later: its word is out, and they have agreed with it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import json
 import struct
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -278,7 +280,9 @@ class Control:
         else:
             kind, message = self._decide(mine, operation, explain)
             for peer in self.ranks.peers:
-                self._rounds.send_text(peer, json.dumps([kind, message]), operation)
+                # The others are to hear of it all the same.
+                with suppress(PeerLostError):
+                    self._rounds.send_text(peer, json.dumps([kind, message]), operation)
         if kind == OWN:
             assert error is not None
             return error
@@ -287,13 +291,13 @@ class Control:
 
     def _decide(self, mine: Reason, operation: str, explain: Explain | None) -> tuple[str, str]:
         """Rank 0: the name of the error, and its message, for all ranks."""
-        reasons = [mine]
-        try:
-            for peer in range(1, self.ranks.world_size):
+        reasons, gone = [mine], ""
+        for peer in range(1, self.ranks.world_size):
+            try:
                 reasons.append(Reason(peer, *json.loads(self._rounds.receive_text(peer, operation))))
-        except PeerLostError as error:
-            return "PeerLostError", str(error)
-        return verdict(reasons, explain)
+            except PeerLostError as error:
+                gone = gone or str(error)
+        return ("PeerLostError", gone) if gone else verdict(reasons, explain)
 
 
 def _channel_of(ranks: RankGroup) -> RankGroup | None:

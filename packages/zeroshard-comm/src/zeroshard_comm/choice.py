@@ -14,13 +14,17 @@ from zeroshard_comm.same_host import WORTH_READING, SameHostBroadcaster
 from zeroshard_comm.wire import wire_of
 
 
-def choose_broadcaster(control: Control, segments: Sequence[Segment], device: torch.device) -> ParameterBroadcaster:
+def choose_broadcaster(
+    control: Control, segments: Sequence[Segment], device: torch.device, *, by_reading: bool = True
+) -> ParameterBroadcaster:
     """Choose the fastest broadcaster that works for tensors on ``device``, for the thread that calls a step.
 
     Args:
         control: the channel, and the group.
         segments: the same on all ranks, as for :class:`~zeroshard_comm.ParameterBroadcaster`.
         device: where they are.
+        by_reading: whether peers may read the segments until the ranks agree once more; else an owner may write to
+            them when its broadcast has ended.
 
     Raises:
         RuntimeError: if the group has no backend for this device type.
@@ -29,7 +33,7 @@ def choose_broadcaster(control: Control, segments: Sequence[Segment], device: to
     if not ranks.sends_tagged(device):
         check_backend(ranks, device)
         return CollectiveBroadcaster(ranks, segments, control.traffic)
-    if wire_of(ranks).all_read and sum(segment.buffer.nbytes for segment in segments) >= WORTH_READING:
+    if by_reading and wire_of(ranks).all_read and sum(segment.buffer.nbytes for segment in segments) >= WORTH_READING:
         return SameHostBroadcaster(control, segments)
     # No collectives: where one has failed gloo delivers nothing any more, even between ranks that live.
     return MessageBroadcaster(ranks, segments, control.traffic)

@@ -40,6 +40,7 @@ class GroupContext:
     _tags: int = 0
     _busy: threading.Lock = field(default_factory=threading.Lock)
     _doing: str = ""
+    _interrupted_by: str = ""
 
     def number_optimizer(self) -> int:
         """Return the number of a further optimizer, from 1."""
@@ -61,8 +62,13 @@ class GroupContext:
         """Let one thread agree with the other ranks: two would take each other's messages.
 
         Raises:
-            RuntimeError: if another thread is about to.
+            RuntimeError: if another thread is about to, or this was interrupted before, as by Ctrl-C.
         """
+        if self._interrupted_by:
+            raise RuntimeError(
+                f"{operation}: this rank was interrupted by {self._interrupted_by} while it agreed with the others, "
+                f"who may have gone on or not. End all ranks, and start again from a checkpoint"
+            )
         if not self._busy.acquire(blocking=False):
             raise RuntimeError(
                 f"{operation} was called while another thread is in {self._doing} on the same process group: call the "
@@ -71,6 +77,10 @@ class GroupContext:
         self._doing = operation
         try:
             yield
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                self._interrupted_by = type(error).__name__
+            raise
         finally:
             self._busy.release()
 

@@ -52,7 +52,7 @@ class Traffic:
     """Running totals of one object's communication; the exchanges and the control channel it was handed to add to it.
 
     Kinds are ``"share"`` (parameters from owners), ``"reduce"`` (gradients to owners), ``"state"`` (optimizer state)
-    and ``"control"`` (agreement and status). Bytes are counted as the plan predicts them: an owner that shares ``b``
+    and ``"control"`` (agreements and headers). Bytes are counted as the plan predicts them: an owner that shares ``b``
     bytes with ``n`` ranks counts ``b * (n - 1)`` bytes sent, also where a backend forwards them along a tree or a ring.
     """
 

@@ -157,6 +157,9 @@ def split(
 
     Returns:
         The owners of each tensor.
+
+    Raises:
+        ValueError: if ``smallest_part`` is less than 1.
     """
     heap = [(load, rank) for rank, load in enumerate(loads)]
     heapq.heapify(heap)
@@ -206,6 +209,8 @@ STRATEGIES: Mapping[str, Strategy] = MappingProxyType({"whole": whole, "split": 
 
 def _parts(spec: TensorSpec, world_size: int, smallest_part: int) -> int:
     """Into how many parts a tensor is cut."""
+    if smallest_part < 1:
+        raise ValueError(f"the smallest part of a cut tensor should have at least 1 element, but has {smallest_part}")
     if spec.numel < 2 * smallest_part or spec.numel == 0:
         return 1
     step = spec.cut_step

@@ -17,7 +17,7 @@ from zeroshard_comm import BucketHeader, BucketReduceWork, ParameterBroadcaster,
 from zeroshard.route import Route
 
 STEPS_EARLY = 2
-"""Which word of a note says whether its rank may step during this backward; before it the number of the backward and
+"""Which word of a header says whether its rank may step during this backward; before it the number of the backward and
 that of the bucket, which are the same on all ranks."""
 
 
@@ -43,7 +43,7 @@ class Backward(Protocol):
     def reduced(
         self, route: Route, arrival: BucketReduceWork, result: Future[torch.Tensor] | None
     ) -> list[BucketHeader]:
-        """Take in a bucket, and return the notes that came with it.
+        """Take in a bucket, and return the headers that came with it.
 
         Raises:
             PeerLostError: if a rank is gone.

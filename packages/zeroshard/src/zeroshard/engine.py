@@ -2,7 +2,7 @@
 
 No other module of this package issues a step's collectives. The order is fixed: this rank looks at its parameters; all
 ranks agree that they are in the same step of the same optimizer with the same layout, and that nothing is wrong; each
-steps its shards and shares them, and whether that has failed somewhere comes with the shares.
+steps its shards and shares them; and they agree that this has succeeded everywhere.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from zeroshard.elementwise import name_of
 from zeroshard.handed_order import HandedOrder
 from zeroshard.hyperparameters import Hyperparameters
 from zeroshard.interruptions import Interruptions
-from zeroshard.layout import Layout, Policy, check_unchanged, first_layout, next_layout, same_place
+from zeroshard.layout import Layout, Policy, check_unchanged, first_layout, next_layout, same_place, same_shards
 from zeroshard.local import Closure, LocalOptimizer, sync_groups
 from zeroshard.parameters import ParamGroup, activity, check_members, hyperparameters_of, parameters_of
 from zeroshard.pipeline import Pipeline, Stepping, common_device
@@ -160,7 +160,7 @@ class Engine:
 
         Raises:
             DisagreementError: if ranks follow different changes of their models, or step with different hyperparameters
-                (numbers and strings; on the CPU, or with a communication hook).
+                (numbers, strings, lists and dicts of them).
             PeerLostError: if a rank is gone.
             Exception: what any rank met, on every rank. Replicas are equal then, but for parameters that a rank has
                 converted or exchanged.
@@ -428,7 +428,7 @@ class Engine:
 
     def adopt(self, layout: Layout, groups: Sequence[ParamGroup]) -> None:
         """Take over an agreed layout."""
-        if layout.plan.shards != self.layout.plan.shards or len(groups) != len(self.local.optim.param_groups):
+        if not same_shards(layout.plan, self.layout.plan) or len(groups) != len(self.local.optim.param_groups):
             self.local.follow(groups, layout.plan)
         self.layout = layout
         self.params = parameters_of(groups)

@@ -103,6 +103,12 @@ def check_unchanged(before: Layout, now: Layout) -> None:
             )
 
 
+def same_shards(one: Plan, other: Plan) -> bool:
+    """Whether the same ranks own the same rows of the same tensors."""
+    rows = ([(spec.shape, spec.cut_dim) for spec in plan.tensors] for plan in (one, other))
+    return one.owners == other.owners and next(rows) == next(rows)
+
+
 def same_place(old: TensorSpec, new: TensorSpec) -> bool:
     """Whether a tensor described by ``new`` fits where ``old`` lies."""
     return (old.shape, old.dtype, old.device, old.stride) == (new.shape, new.dtype, new.device, new.stride)

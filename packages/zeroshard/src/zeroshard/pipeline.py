@@ -397,7 +397,7 @@ class Pipeline:
             return False
         try:
             route.step(route.present, {})
-        except Exception as error:  # noqa: BLE001 - reported with the statuses, when all have sent what they owe
+        except Exception as error:  # noqa: BLE001 - reported when all have sent what they owe
             self._failure = error
             return False
         return True

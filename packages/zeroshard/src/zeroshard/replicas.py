@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from zeroshard_comm import Broadcast, Control, ParameterBroadcaster, Segment, choose_broadcaster
@@ -101,11 +102,9 @@ class Replicas:
             if item.owner != self._ranks.rank:
                 item.param.copy_(item.copy)
         for device, items in self._sparse.items():
-            share_sparse(
-                items,
-                self._ranks.rank,
-                lambda segments, device=device: choose_broadcaster(self._control, segments, device),  # type: ignore[misc]
-            )
+            # What is sent is made for it, and gone when it has been sent.
+            make = partial(choose_broadcaster, self._control, device=device, by_reading=False)
+            share_sparse(items, self._ranks.rank, make)
 
     def _pack(self, plan: Plan, active: Sequence[bool]) -> None:
         """Pack what became active; repack what was rebound; start over what changed its dtype or shape."""
