@@ -110,7 +110,7 @@ def test_the_page_has_a_section_for_each_run(tmp_path):
     assert done.returncode == 0, done.stderr
     text = (tmp_path / "page.md").read_text()
     assert text.startswith("# Benchmarks\n")
-    assert text.count("\n## ") == 2
+    assert text.count("\n## ") == 3
     assert text.index("loopback") < text.index("links of 1gbit")
     assert text.count("Command: `python tools/bench/training.py`") == 2
 
