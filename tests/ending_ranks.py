@@ -23,11 +23,13 @@ from torch.nn.parallel import DistributedDataParallel
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_integrations import ddp as hooks
 
-HOOKS = ("owner", "behind", "interleaved")
 WAYS = [
-    *(("none", views, False, destroys) for views in (False, True) for destroys in (False, True)),
-    *((hook, False, False, True) for hook in HOOKS),
-    *((hook, True, True, destroys) for hook in HOOKS for destroys in (False, True)),
+    ("none", False, False, True),
+    ("none", True, False, False),
+    ("owner", False, False, True),
+    ("interleaved", False, False, True),
+    ("owner", True, True, False),
+    ("behind", True, True, True),
 ]
 """The hook, whether there are bucket views, whether forwards overlap, and whether rank 1 destroys its group."""
 

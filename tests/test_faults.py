@@ -217,7 +217,9 @@ PLACES: dict[str, Callable[[ZeroRedundancyOptimizer], RemovableHandle]] = {
 
 @pytest.mark.ranks(2, backend="gloo")
 @pytest.mark.parametrize("where", ["on all ranks", "on rank 1"])
-@pytest.mark.parametrize("as_bucket_view", [False, True], ids=["params", "views"])
+@pytest.mark.parametrize(
+    "as_bucket_view", [pytest.param(False, id="params"), pytest.param(True, id="views", marks=pytest.mark.exhaustive)]
+)
 @pytest.mark.parametrize("hook", ["none", "owner"])
 @pytest.mark.parametrize("place", PLACES)
 def test_the_step_after_one_that_was_interrupted_works(

@@ -20,6 +20,9 @@ from zeroshard_testing import assert_replicas_equal
 WHERE = pytest.mark.parametrize("where", ["on all ranks", "on rank 1"])
 PARTITIONS = pytest.mark.parametrize("partition", ["whole", "split"])
 VIEWS = pytest.mark.parametrize("as_bucket_view", [False, True], ids=["params", "views"])
+REFUSED_VIEWS = pytest.mark.parametrize(
+    "as_bucket_view", [pytest.param(False, id="params"), pytest.param(True, id="views", marks=pytest.mark.exhaustive)]
+)
 EVERY_HOOK = pytest.mark.parametrize("hook", HOOKS)
 
 Tensors = list[torch.Tensor]
@@ -142,7 +145,7 @@ def refused(name: str, *, unusual: bool) -> nn.ParameterList:
 @pytest.mark.ranks(2, backend="gloo")
 @WHERE
 @PARTITIONS
-@VIEWS
+@REFUSED_VIEWS
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused_at_construction(
     rank: int, where: str, partition: str, as_bucket_view: bool, name: str
@@ -162,7 +165,7 @@ def test_what_is_refused_at_construction(
 
 @pytest.mark.ranks(2, backend="gloo")
 @WHERE
-@VIEWS
+@REFUSED_VIEWS
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused_as_a_group(rank: int, where: str, as_bucket_view: bool, name: str) -> None:
     *_, error, words = REFUSED[name]
@@ -201,7 +204,7 @@ REBOUND: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[torch
 @pytest.mark.ranks(2, backend="gloo")
 @WHERE
 @PARTITIONS
-@VIEWS
+@REFUSED_VIEWS
 @pytest.mark.parametrize("name", REBOUND)
 def test_data_that_is_read_otherwise_from_the_same_address(
     rank: int, where: str, partition: str, as_bucket_view: bool, name: str
