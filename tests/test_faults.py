@@ -272,10 +272,10 @@ def step_twice(sharded: ZeroRedundancyOptimizer) -> None:
     ("how", "where"),
     [
         ("while it sends", "on all ranks"),
-        ("while it sends", "on rank 1"),
+        pytest.param("while it sends", "on rank 1", marks=pytest.mark.exhaustive),
         ("while it waits", "on rank 1"),
         ("in a closure", "on all ranks"),
-        ("in a closure", "on rank 1"),
+        pytest.param("in a closure", "on rank 1", marks=pytest.mark.exhaustive),
     ],
 )
 def test_an_exchange_that_was_interrupted_says_what_to_do(rank: int, where: str, how: str, faults: Faults) -> None:
