@@ -14,6 +14,7 @@ from typing import Any
 from zeroshard.parameters import hyperparameters_of, without_numpy
 
 _PLAIN = (int, float, str, type(None))
+_MEMBERS = ("params", "param_names")
 
 
 class Hyperparameters:
@@ -91,11 +92,14 @@ _LEFT_OUT = object()
 
 
 def _values(groups: Sequence[Mapping[str, Any]]) -> list[list[object]]:
-    return [[value if isinstance(value, _PLAIN) else _plain(value) for value in group.values()] for group in groups]
+    # Members are compared with the plan; there are many of them.
+    return [[_LEFT_OUT if key in _MEMBERS else _plain(value) for key, value in group.items()] for group in groups]
 
 
 def _plain(value: object) -> object:
     """Python's own values as they are, lists and dicts of them copied, and one same object for everything else."""
+    if isinstance(value, _PLAIN):
+        return value
     value = without_numpy(value)
     if isinstance(value, _PLAIN):
         return value
