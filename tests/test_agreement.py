@@ -191,3 +191,13 @@ def test_on_a_fake_group_a_rank_hears_itself_alone() -> None:
     assert control.any_raised(True, "step()")
     with pytest.raises(LibraryError, match=r"^mine$"):
         control.check_consistent("step()", error=LibraryError("mine"))
+
+
+@pytest.mark.ranks(2, 3, backend="gloo", checks="no:messages")
+def test_nobody_is_blamed_where_it_is_not_known_who_was_lost(rank: int) -> None:
+    control = Control(RankGroup.of())
+    error = PeerLostError("some collective could not be finished") if rank == 1 else None
+    told = "some collective" if rank == 1 else "another rank has lost a rank, whose process"
+    with pytest.raises(PeerLostError, match=told):
+        control.check_consistent("the end of step()", error=error)
+    dist.barrier()

@@ -40,6 +40,10 @@ _LOST = 1 << 63
 """With it, a word says only which rank was lost."""
 
 
+_SOMEBODY = _DIGEST
+"""In place of the rank that was lost, where it is not known."""
+
+
 def word_of(digest: int | None, *, failed: bool) -> int:
     """Return what a rank puts into an agreement, 64 bits.
 
@@ -164,7 +168,7 @@ class Control:
         with self.ranks.context.one_at_a_time(operation):
             if isinstance(error, PeerLostError):
                 # The others are to know of it, too, though this rank has nothing to hear.
-                self._combine(operation, digest, failed=True, lost=error.peer)
+                self._combine(operation, digest, failed=True, lost=_SOMEBODY if error.peer is None else error.peer)
                 return error
             combined = self._combine(operation, digest, failed=error is not None)
             if is_unanimous(combined) and not combined & _FAILED:
@@ -229,7 +233,8 @@ class Control:
             theirs = int(received) & (1 << 64) - 1 if isinstance(received, torch.Tensor) else _LOST | received
             word = theirs if theirs & _LOST else word if word & _LOST else word | theirs
         if word & _LOST and lost is None:
-            raise self._rounds.error_for(word & ~_LOST, operation)
+            peer = word & ~_LOST
+            raise self._rounds.error_for(None if peer == _SOMEBODY else peer, operation)
         return word
 
     def _all_gather(self, mine: torch.Tensor, operation: str) -> list[torch.Tensor]:

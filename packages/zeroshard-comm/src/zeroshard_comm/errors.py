@@ -19,10 +19,10 @@ class PeerLostError(RuntimeError):
     """A rank of the group closed its connection, died, or did not answer within the group's timeout.
 
     Attributes:
-        peer: which one, a group rank; 0 if that is not known.
+        peer: which one, a group rank; None if that is not known.
     """
 
-    peer: int = 0
+    peer: int | None = None
 
 
 def builtin_name(error: BaseException) -> str:

@@ -94,14 +94,15 @@ class Rounds:
             self._lost[peer] = lost(failure, peer, self._channel.rank, operation)
             return None
 
-    def error_for(self, peer: int, operation: str) -> PeerLostError:
-        """Make the error for a rank that was lost, by this rank or another one."""
+    def error_for(self, peer: int | None, operation: str) -> PeerLostError:
+        """Make the error for a rank that was lost, by this rank or another one; None if nobody knows which."""
         if peer in self._lost:
             return self._lost.pop(peer)
+        who = "a rank" if peer is None else f"rank {peer}"
         return PeerLostError(
-            f"rank {self._channel.rank} could not finish {operation}: another rank has lost rank {peer}, whose process "
-            f"has ended, was cut off, or did not call {operation} within the process group's timeout. Look at rank "
-            f"{peer}'s own output first"
+            f"rank {self._channel.rank} could not finish {operation}: another rank has lost {who}, whose process has "
+            f"ended, was cut off, or did not call {operation} within the process group's timeout. Look at the output "
+            f"of {who if peer is not None else 'all ranks'} first"
         )
 
     def send_text(self, peer: int, text: str, operation: str) -> None:
