@@ -87,12 +87,20 @@ class Rounds:
     def _issued(
         self, issue: Callable[..., dist.Work | None], payload: torch.Tensor, peer: int, tag: int, operation: str
     ) -> dist.Work | None:
+        try:
+            return self._post(issue, payload, peer, tag, operation)
+        except PeerLostError as error:
+            self._lost[peer] = error
+            return None
+
+    def _post(
+        self, issue: Callable[..., dist.Work | None], payload: torch.Tensor, peer: int, tag: int, operation: str
+    ) -> dist.Work | None:
         place = {"group_src" if issue is dist.irecv else "group_dst": peer}
         try:
             return issue(payload, group=self._channel.group, tag=tag, **place)
         except RuntimeError as failure:
-            self._lost[peer] = lost(failure, peer, self._channel.rank, operation)
-            return None
+            raise lost(failure, peer, self._channel.rank, operation) from failure
 
     def error_for(self, peer: int | None, operation: str) -> PeerLostError:
         """Make the error for a rank that was lost, by this rank or another one; None if nobody knows which."""
@@ -113,10 +121,7 @@ class Rounds:
         """
         data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
         for payload, tag in ((torch.tensor([data.numel()], device="cpu"), TAG_LENGTH), (data, TAG_TEXT)):
-            try:
-                work = dist.isend(payload, group=self._channel.group, group_dst=peer, tag=tag)
-            except RuntimeError as failure:
-                raise lost(failure, peer, self._channel.rank, operation) from failure
+            work = self._post(dist.isend, payload, peer, tag, operation)
             wait_for(work, peer, self._channel.rank, operation)
             self._traffic.add("control", sent=payload.nbytes, calls=1)
 
@@ -133,9 +138,5 @@ class Rounds:
         return bytes(data.tolist()).decode()
 
     def _receive(self, room: torch.Tensor, peer: int, tag: int, operation: str) -> None:
-        try:
-            work = dist.irecv(room, group=self._channel.group, group_src=peer, tag=tag)
-        except RuntimeError as failure:
-            raise lost(failure, peer, self._channel.rank, operation) from failure
-        wait_for(work, peer, self._channel.rank, operation)
+        wait_for(self._post(dist.irecv, room, peer, tag, operation), peer, self._channel.rank, operation)
         self._traffic.add("control", received=room.nbytes, calls=1)
