@@ -24,17 +24,17 @@ from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_integrations import ddp as hooks
 
 WAYS = [
-    ("none", False, False, True),
-    ("none", True, False, False),
-    ("owner", False, False, True),
-    ("interleaved", False, False, True),
-    ("owner", True, True, False),
-    ("behind", True, True, True),
+    ("none", False, True),
+    ("none", True, False),
+    ("owner", False, True),
+    ("interleaved", False, True),
+    ("owner", True, False),
+    ("behind", True, True),
 ]
-"""The hook, whether there are bucket views, whether forwards overlap, and whether rank 1 destroys its group."""
+"""The hook, whether there are bucket views, and whether rank 1 destroys its group."""
 
 
-def train(rank: int, hook: str, views: bool, overlap: bool) -> tuple[DistributedDataParallel, ZeroRedundancyOptimizer]:
+def train(rank: int, hook: str, views: bool) -> tuple[DistributedDataParallel, ZeroRedundancyOptimizer]:
     torch.manual_seed(0)
     ddp = DistributedDataParallel(nn.Sequential(nn.Linear(400, 400), nn.Linear(400, 2)), bucket_cap_mb=0.1)
     sharded = ZeroRedundancyOptimizer(
@@ -44,10 +44,10 @@ def train(rank: int, hook: str, views: bool, overlap: bool) -> tuple[Distributed
         overlap_with_ddp=hook in ("behind", "interleaved"),
     )
     if hook == "owner":
-        hooks.register_reduce_to_owner(ddp, sharded, overlap_forward=overlap)
+        hooks.register_reduce_to_owner(ddp, sharded)
     elif hook != "none":
         make = hooks.hook_with_zero_step if hook == "behind" else hooks.hook_with_zero_step_interleaved
-        ddp.register_comm_hook(None, make(allreduce_hook, ddp, sharded, overlap_forward=overlap))
+        ddp.register_comm_hook(None, make(allreduce_hook, ddp, sharded))
     for step in range(3):
         ddp(torch.ones(4, 400)).square().sum().backward()
         if step == 2:
@@ -58,12 +58,12 @@ def train(rank: int, hook: str, views: bool, overlap: bool) -> tuple[Distributed
     return ddp, sharded
 
 
-def run(rank: int, store: str, ended: int, hook: str, views: bool, overlap: bool, destroys: bool) -> None:
+def run(rank: int, store: str, ended: int, hook: str, views: bool, destroys: bool) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2, timeout=timedelta(seconds=20)
     )
-    trained = train(rank, hook, views, overlap)
+    trained = train(rank, hook, views)
     if rank == 1:
         if destroys:
             dist.destroy_process_group()
@@ -75,7 +75,7 @@ def run(rank: int, store: str, ended: int, hook: str, views: bool, overlap: bool
     ddp, sharded = trained
     saved, weights = sharded.state_dict(), ddp.state_dict()
     finite = all(bool(value.isfinite().all()) for value in weights.values())
-    print(hook, views, overlap, destroys, len(saved["state"]), len(weights), finite, flush=True)
+    print(hook, views, destroys, len(saved["state"]), len(weights), finite, flush=True)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 from training import cutting, set_gradients, twins
 from zeroshard import ZeroRedundancyOptimizer
-from zeroshard_comm import CHUNK_BYTES, RankGroup, wire_of
-from zeroshard_comm.cross_memory import SWITCH
+from zeroshard_comm import CHUNK_BYTES, RankGroup, all_read
+from zeroshard_comm.process_memory import SWITCH
 
 VIEWS = pytest.mark.parametrize("as_bucket_view", [False, True], ids=["params", "views"])
 PARTITIONS = pytest.mark.parametrize("partition", ["whole", "split", "hybrid"])
@@ -201,7 +201,7 @@ def test_a_step_sends_two_words_in_each_round_and_a_third_where_memory_is_read(
     # As much as is worth reading.
     model, _ = twins(layers)
     sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, partition=partition)
-    if way == "read" and not wire_of(RankGroup.of()).all_read:
+    if way == "read" and not all_read(RankGroup.of()):
         pytest.skip("this kernel does not let processes of one user read each other's memory")
     # The first step tells where parameters lie.
     for step in range(2):

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import test_ddp_forward
 import torch
 import torch.distributed as dist
 from ddp_by_collectives import STEPPING, CollectiveTwins
@@ -221,28 +220,6 @@ def test_models_and_groups_that_change(hook: str) -> None:
 def test_subgroups(rank: int, hook: str) -> None:
     halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     train(CollectiveTwins(hook, process_group=halves[rank % 2]), last=4)
-
-
-class Overlapped(CollectiveTwins):
-    """Shares are still under way when the next forward begins; the sharded side comes last, for any step waits."""
-
-    @property
-    def sides(self) -> Any:
-        return super().sides[::-1]
-
-    def register(self, hook: str, inner: Any, inner_state: object) -> None:
-        test_ddp_forward.Overlapped.register(self, hook, inner, inner_state)
-
-
-@pytest.mark.ranks(2, 3, backend="gloo")
-@EVERY_HOOK
-@PARTITIONS
-def test_parameters_that_arrive_during_the_next_forward(hook: str, partition: str) -> None:
-    twins = Overlapped(hook, partition=partition)
-    for number in range(1, 11):
-        twins.iterate(number)
-        if number in (1, 2, 3, 10):
-            twins.check(f"after iteration {number}")
 
 
 @pytest.mark.ranks(2, 3, backend="gloo")

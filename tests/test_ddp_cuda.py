@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from ddp_training import HOOKS, Twins, batch
-from test_ddp_forward import Overlapped
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from training import small_model
@@ -49,12 +48,6 @@ def test_parity_on_gloo(hook: str, partition: str) -> None:
 @pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
 def test_parity_on_nccl(hook: str, partition: str, views: bool) -> None:
     train(Twins(hook, model=model, partition=partition, ddp={"gradient_as_bucket_view": views}))
-
-
-@pytest.mark.ranks(1, 2, backend="nccl")
-@EVERY_HOOK
-def test_parameters_that_arrive_during_the_next_forward(hook: str) -> None:
-    train(Overlapped(hook, model=model))
 
 
 @pytest.mark.ranks(2, backend=["gloo-cuda", "nccl"])

@@ -17,7 +17,6 @@ from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.nn.parallel import DistributedDataParallel
 from training import small_model
 from zeroshard import ZeroRedundancyOptimizer
-from zeroshard_integrations.ddp import register_reduce_to_owner
 from zeroshard_integrations.join import Join
 
 CONTEXTS: dict[str, Any] = {"torchs": TorchJoin, "ours": Join}
@@ -275,15 +274,6 @@ def test_models_called_without_gradients_inside_the_block(rank: int) -> None:
     uneven.reference()
     assert uneven.distance() < 1e-12
     assert isinstance(uneven.ddp, DistributedDataParallel)
-
-
-@pytest.mark.ranks(2, 3, backend="gloo")
-@EVERY_CONTEXT
-def test_parameters_that_arrive_during_the_next_forward(world_size: int, context: str) -> None:
-    for numbers in (lengths(world_size, 4), lengths(world_size, 4)[::-1]):
-        uneven = Uneven(numbers, "none")
-        register_reduce_to_owner(uneven.ddp, uneven.optimizer, overlap_forward=True)
-        uneven.check(CONTEXTS[context])
 
 
 @pytest.mark.ranks(2, backend="gloo")

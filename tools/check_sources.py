@@ -43,15 +43,14 @@ AIMS: Mapping[str, Aim] = {
 LONGEST_MODULE = 400
 LONGEST_CLASS = 250
 OVER: Mapping[str, int] = {
-    "zeroshard.engine": 446,
-    "zeroshard.engine.Engine": 397,
+    "zeroshard.engine": 426,
+    "zeroshard.engine.Engine": 377,
     "zeroshard.local.LocalOptimizer": 267,
     "zeroshard.optimizer": 622,
     "zeroshard.optimizer.ZeroRedundancyOptimizer": 584,
-    "zeroshard.pipeline": 883,
-    "zeroshard.pipeline.Pipeline": 764,
-    "zeroshard.uneven.UnevenInputs": 345,
-    "zeroshard_integrations.join_block.JoinBlock": 252,
+    "zeroshard.pipeline": 817,
+    "zeroshard.pipeline.Pipeline": 692,
+    "zeroshard.uneven.UnevenInputs": 343,
     "zeroshard_integrations.join_model.ModelInJoin": 317,
 }
 """Modules and classes that are over the limit, and how many lines they have. Nothing is added."""

@@ -192,10 +192,6 @@ _WAYS: dict[str, tuple[str, Callable[..., None] | None]] = {
         "stepped in the hook of each bucket",
         partial(_step_in_hook, maker=hook_with_zero_step_interleaved),
     ),
-    "forward": (
-        "the same, and parameters arrive during the next forward",
-        partial(_step_in_hook, maker=partial(hook_with_zero_step_interleaved, overlap_forward=True)),
-    ),
 }
 
 CONTENDERS: dict[str, Contender] = {
@@ -212,9 +208,7 @@ CONTENDERS: dict[str, Contender] = {
     **{
         f"{way}-{partition}": Contender(
             f"zeroshard, {partition}: {what}",
-            partial(
-                _ours, partition=partition, register=register, overlaps=way in ("overlap", "interleaved", "forward")
-            ),
+            partial(_ours, partition=partition, register=register, overlaps=way in ("overlap", "interleaved")),
         )
         for way, (what, register) in _WAYS.items()
         for partition in ("whole", "split")

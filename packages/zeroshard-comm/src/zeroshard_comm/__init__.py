@@ -15,21 +15,21 @@ from zeroshard_comm.interfaces import (
     Segment,
 )
 from zeroshard_comm.message_reducer import MessageReducer, MessageReduceWork, window_bytes
-from zeroshard_comm.noticeboard import Noticeboard
+from zeroshard_comm.messages import Message, receive, send
 from zeroshard_comm.packing import PACK_BELOW
 from zeroshard_comm.process_group import GroupContext, RankGroup
 from zeroshard_comm.receive_window import Receive, ReceiveWindow
-from zeroshard_comm.same_host import SameHostBroadcaster
+from zeroshard_comm.same_host import WORTH_READING, SameHostBroadcaster, SameHostReducer, all_read, connect
 from zeroshard_comm.sharding_config import ShardingConfig, agree, check_config, explain_configs
 from zeroshard_comm.traffic import Traffic, Volume
 from zeroshard_comm.transfer import CHUNK_BYTES, Consignment, gather
-from zeroshard_comm.wire import Message, Wire, connect, wire_of
 from zeroshard_comm.words import Words
 
 __all__ = [
     "CHUNK_BYTES",
     "HEADER_WORDS",
     "PACK_BELOW",
+    "WORTH_READING",
     "Broadcast",
     "BucketHeader",
     "BucketReduceWork",
@@ -45,7 +45,6 @@ __all__ = [
     "MessageBroadcaster",
     "MessageReduceWork",
     "MessageReducer",
-    "Noticeboard",
     "ParameterBroadcaster",
     "PeerLostError",
     "Position",
@@ -53,19 +52,21 @@ __all__ = [
     "Receive",
     "ReceiveWindow",
     "SameHostBroadcaster",
+    "SameHostReducer",
     "Segment",
     "ShardingConfig",
     "Traffic",
     "Volume",
-    "Wire",
     "Words",
     "agree",
+    "all_read",
     "check_config",
     "choose_broadcaster",
     "choose_private_group",
     "connect",
     "explain_configs",
     "gather",
+    "receive",
+    "send",
     "window_bytes",
-    "wire_of",
 ]

@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from zeroshard_comm.errors import PeerLostError
 from zeroshard_comm.interfaces import Broadcast, ParameterBroadcaster, Segment
+from zeroshard_comm.messages import Message, receive, send
 from zeroshard_comm.packing import PACK_BELOW, pack_pieces
 from zeroshard_comm.process_group import RankGroup
 from zeroshard_comm.traffic import Traffic
-from zeroshard_comm.wire import Message, wire_of
 
 TAG_SHARE = 0x5A530010
 
@@ -95,12 +95,12 @@ class MessageBroadcaster(_Packed):
 class _Sent(_Arriving):
     def __init__(self, broadcaster: MessageBroadcaster) -> None:
         super().__init__(broadcaster)
-        self._wire, self._tag = wire_of(broadcaster.ranks), broadcaster.tag
         self._receives = {
-            place: self._wire.receive(message.owner, message.data, self._tag, _OPERATION)
+            place: receive(broadcaster.ranks, message.owner, message.data, broadcaster.tag, _OPERATION)
             for place, message in enumerate(broadcaster.messages)
             if message.owner != self._rank
         }
+        self._broadcaster: MessageBroadcaster = broadcaster
         self._sends: list[Message] = []
         broadcaster.traffic.add("share", received=broadcaster.received, calls=len(self._receives))
 
@@ -110,7 +110,8 @@ class _Sent(_Arriving):
             if message.owner == self._rank:
                 message.pack()
                 self._sends += [
-                    self._wire.send(peer, message.data, self._tag, _OPERATION) for peer in broadcaster.ranks.peers
+                    send(broadcaster.ranks, peer, message.data, broadcaster.tag, _OPERATION)
+                    for peer in broadcaster.ranks.peers
                 ]
         broadcaster.traffic.add("share", sent=broadcaster.sent, calls=len(self._sends))
 
@@ -123,9 +124,9 @@ class _Sent(_Arriving):
         self._broadcaster.traffic.add("share", waited=time.perf_counter() - started)
 
     def _wait_for(self, place: int) -> None:
-        receive = self._receives.pop(place, None)
-        if receive is not None:
-            receive.wait(_OPERATION)
+        arriving = self._receives.pop(place, None)
+        if arriving is not None:
+            arriving.wait(_OPERATION)
 
 
 class CollectiveBroadcaster(_Packed):

@@ -10,8 +10,7 @@ from zeroshard_comm.agreement import Control
 from zeroshard_comm.broadcasters import CollectiveBroadcaster, MessageBroadcaster
 from zeroshard_comm.interfaces import ParameterBroadcaster, Segment
 from zeroshard_comm.process_group import RankGroup
-from zeroshard_comm.same_host import WORTH_READING, SameHostBroadcaster
-from zeroshard_comm.wire import wire_of
+from zeroshard_comm.same_host import WORTH_READING, SameHostBroadcaster, all_read
 
 
 def choose_broadcaster(
@@ -33,7 +32,7 @@ def choose_broadcaster(
     if not ranks.sends_tagged(device):
         check_backend(ranks, device)
         return CollectiveBroadcaster(ranks, segments, control.traffic)
-    if by_reading and wire_of(ranks).all_read and sum(segment.buffer.nbytes for segment in segments) >= WORTH_READING:
+    if by_reading and all_read(ranks) and sum(segment.buffer.nbytes for segment in segments) >= WORTH_READING:
         return SameHostBroadcaster(control, segments)
     # No collectives: where one has failed gloo delivers nothing any more, even between ranks that live.
     return MessageBroadcaster(ranks, segments, control.traffic)

@@ -17,9 +17,8 @@ from zeroshard_core import Run
 
 from zeroshard_comm._torch_private import foreach_copy_
 from zeroshard_comm.agreement import Control
-from zeroshard_comm.bits import pack_bits, unpack_bits
 from zeroshard_comm.broadcasters import wait_for_collective
-from zeroshard_comm.interfaces import HEADER_WORDS, BucketHeader, BucketReduceWork, GradientReducer
+from zeroshard_comm.interfaces import BucketHeader, BucketReduceWork, GradientReducer
 from zeroshard_comm.packing import PACK_BELOW
 from zeroshard_comm.process_group import RankGroup
 from zeroshard_comm.traffic import Traffic
@@ -73,7 +72,7 @@ class CollectiveReducer(GradientReducer):
 
     def begin(self, buffer: torch.Tensor, header: BucketHeader, *, gradients: bool = True) -> BucketReduceWork:
         """Send a header, and issue the reductions of a bucket behind what the current stream is doing."""
-        words = Words(self.control, [*header.words, *pack_bits(header.present)], TAG_NOTES, "backward()")
+        words = Words(self.control, header.to_words(), TAG_NOTES, "backward()")
         works: list[dist.Work | None] = []
         if gradients and self.ranks.world_size > 1:
             # First, as DDP does: a sum in half precision may be too large.
@@ -98,10 +97,7 @@ class _CollectiveWork(BucketReduceWork):
 
     def headers(self) -> list[BucketHeader]:
         tensors = self._reducer.tensors
-        return [
-            BucketHeader(tuple(numbers[:HEADER_WORDS]), unpack_bits(numbers[HEADER_WORDS:], tensors))
-            for numbers in self._words.wait()
-        ]
+        return [BucketHeader.from_words(words, tensors) for words in self._words.wait()]
 
     def finish(self) -> None:
         if not self._works:

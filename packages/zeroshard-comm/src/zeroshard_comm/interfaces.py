@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from zeroshard_comm.bits import pack_bits, unpack_bits
 from zeroshard_comm.process_group import RankGroup
 from zeroshard_comm.traffic import Traffic
 
@@ -45,6 +46,15 @@ class BucketHeader:
     words: tuple[int, ...]
     present: tuple[bool, ...]
 
+    def to_words(self) -> list[int]:
+        """Return it as 64-bit integers."""
+        return [*self.words, *pack_bits(self.present)]
+
+    @classmethod
+    def from_words(cls, words: Sequence[int], tensors: int) -> BucketHeader:
+        """Return what :meth:`to_words` has written, of a bucket of so many tensors."""
+        return cls(tuple(words[:HEADER_WORDS]), unpack_bits(words[HEADER_WORDS:], tensors))
+
 
 class BucketReduceWork(ABC):
     """One bucket on its way to its owners. The bucket belongs to it until it is closed."""
@@ -69,7 +79,7 @@ class BucketReduceWork(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Wait until this rank's values have been sent.
+        """Wait until this rank's values have been sent, or read, so that the bucket may be written to again.
 
         Raises:
             PeerLostError: if a rank is gone.

@@ -11,26 +11,21 @@ and both are posted bucket by bucket in the order of :meth:`MessageReducer.begin
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from zeroshard_core import Run
 
-from zeroshard_comm._torch_private import foreach_add_, foreach_div_
-from zeroshard_comm.bits import pack_bits, unpack_bits
 from zeroshard_comm.interfaces import HEADER_WORDS, BucketHeader, BucketReduceWork, GradientReducer
-from zeroshard_comm.packing import PACK_BELOW
+from zeroshard_comm.messages import Message, receive, send
+from zeroshard_comm.packing import CHUNK_BYTES, BucketMessage, bucket_messages
 from zeroshard_comm.process_group import RankGroup
+from zeroshard_comm.rank_order import mean_in_rank_order
 from zeroshard_comm.receive_window import Receive, ReceiveWindow
 from zeroshard_comm.traffic import Traffic
-from zeroshard_comm.wire import Message, wire_of
 
 TAG_HEADER = 0x5A530030
 TAG_GRADIENTS = 0x5A530031
-
-CHUNK_BYTES = 4 * 1024 * 1024
-"""Largest message of gradients, in bytes: what has arrived is added while the rest is on its way."""
 
 
 class MessageReducer(GradientReducer):
@@ -59,10 +54,10 @@ class MessageReducer(GradientReducer):
     ) -> None:
         self.ranks, self.traffic, self.tensors, self.tags = ranks, traffic, tensors, tags
         self.window = window
-        self._messages: dict[int, list[_Message]] = {owner: [] for owner in range(ranks.world_size)}
+        self._messages: dict[int, list[BucketMessage]] = {owner: [] for owner in range(ranks.world_size)}
         for owner, messages in self._messages.items():
-            messages += _messages([run for run in runs if run.rank == owner], dtype.itemsize)
-        self._views: tuple[torch.Tensor, dict[_Message, tuple[torch.Tensor, ...]]] | None = None
+            messages += bucket_messages([run for run in runs if run.rank == owner], dtype.itemsize)
+        self._views: tuple[torch.Tensor, dict[BucketMessage, tuple[torch.Tensor, ...]]] | None = None
 
     def expect(self, *, gradients: bool = True) -> MessageReduceWork:
         """Post the receives of headers, and those of gradients as the window allows.
@@ -84,11 +79,11 @@ class MessageReducer(GradientReducer):
         work.send(buffer, header)
         return work
 
-    def messages_of(self, owner: int) -> Sequence[_Message]:
+    def messages_of(self, owner: int) -> Sequence[BucketMessage]:
         """Return what every other rank sends to ``owner``."""
         return self._messages[owner]
 
-    def pieces(self, buffer: torch.Tensor, message: _Message) -> tuple[torch.Tensor, ...]:
+    def pieces(self, buffer: torch.Tensor, message: BucketMessage) -> tuple[torch.Tensor, ...]:
         """Return the views of ``buffer`` that travel in a message."""
         if self._views is None or self._views[0].data_ptr() != buffer.data_ptr():
             self._views = (buffer, {})
@@ -106,17 +101,16 @@ class MessageReduceWork(BucketReduceWork):
         self._buffer: torch.Tensor | None = None
         self._own_header = BucketHeader((0,) * HEADER_WORDS, (False,) * reducer.tensors)
         ranks = reducer.ranks
-        words = HEADER_WORDS + len(pack_bits(self._own_header.present))
+        words = len(self._own_header.to_words())
         self._headers = {peer: torch.empty(words, dtype=torch.int64, device="cpu") for peer in ranks.peers}
-        self._wire = wire_of(ranks)
         self._arriving_headers = [
-            self._wire.receive(peer, arriving, TAG_HEADER + reducer.tags, "backward()")
+            receive(ranks, peer, arriving, TAG_HEADER + reducer.tags, "backward()")
             for peer, arriving in self._headers.items()
         ]
         self._sends: list[Message] = []
         # What is sent must live as long as the sends.
         self._staged: list[torch.Tensor] = []
-        self._arrivals: list[tuple[_Message, list[Receive]]] = []
+        self._arrivals: list[tuple[BucketMessage, list[Receive]]] = []
         if gradients:
             ascending = [rank for rank in range(ranks.world_size) if rank != ranks.rank]
             self._arrivals = [
@@ -137,7 +131,7 @@ class MessageReduceWork(BucketReduceWork):
         """
         reducer, ranks = self._reducer, self._reducer.ranks
         self._buffer, self._own_header = buffer, header
-        own = torch.tensor([*header.words, *pack_bits(header.present)], dtype=torch.int64, device="cpu")
+        own = torch.tensor(header.to_words(), dtype=torch.int64, device="cpu")
         self._staged.append(own)
         for peer in ranks.peers:
             self._send(peer, own, TAG_HEADER)
@@ -161,7 +155,7 @@ class MessageReduceWork(BucketReduceWork):
         )
 
     def _send(self, peer: int, payload: torch.Tensor, tag: int) -> None:
-        self._sends.append(self._wire.send(peer, payload, tag + self._reducer.tags, "backward()"))
+        self._sends.append(send(self._reducer.ranks, peer, payload, tag + self._reducer.tags, "backward()"))
 
     def headers(self) -> list[BucketHeader]:
         """Wait for the headers of all ranks, and return them in rank order.
@@ -175,8 +169,7 @@ class MessageReduceWork(BucketReduceWork):
         self._arriving_headers = []
         found = {ranks.rank: self._own_header}
         for peer, words in self._headers.items():
-            numbers = words.tolist()
-            found[peer] = BucketHeader(tuple(numbers[:HEADER_WORDS]), unpack_bits(numbers[HEADER_WORDS:], tensors))
+            found[peer] = BucketHeader.from_words(words.tolist(), tensors)
         return [found[rank] for rank in range(ranks.world_size)]
 
     def finish(self) -> None:
@@ -187,13 +180,12 @@ class MessageReduceWork(BucketReduceWork):
         Raises:
             PeerLostError: if a rank is gone.
         """
-        started = time.perf_counter()
-        adding = 0.0
+        waited = 0.0
         if self._buffer is not None:
             for message, receives in self._arrivals:
-                adding += self._add_up(self._reducer.pieces(self._buffer, message), receives)
+                waited += self._add_up(self._reducer.pieces(self._buffer, message), receives)
         self._arrivals = []
-        self._reducer.traffic.add("reduce", waited=time.perf_counter() - started - adding)
+        self._reducer.traffic.add("reduce", waited=waited)
 
     def close(self) -> None:
         """Wait until this rank's values have been sent.
@@ -208,46 +200,18 @@ class MessageReduceWork(BucketReduceWork):
         self._reducer.traffic.add("reduce", waited=time.perf_counter() - started)
 
     def _add_up(self, own: tuple[torch.Tensor, ...], receives: Sequence[Receive]) -> float:
-        """Make the mean in ascending rank order, whoever owns it; return the seconds that were not spent waiting."""
-        rank, world_size = self._reducer.ranks.rank, self._reducer.ranks.world_size
-        # Scaling by a power of two is exact, so it can be done while adding.
-        exact = world_size & (world_size - 1) == 0
-        spent = 0.0
-        # Two terms can be added in either order: only from rank 2 on the sum of those before needs a place of its own.
-        before = [receive for receive in receives if receive.peer < rank]
-        first: Receive | None = None
-        _divide(own, world_size)
-        for number, receive in enumerate(receives):
-            term = _cut(self._window.wait(receive, "backward()"), own)
+        """Make the mean; return the seconds that were spent waiting."""
+        by_peer, waited = {receive.peer: receive for receive in receives}, 0.0
+
+        def take(peer: int) -> torch.Tensor:
+            nonlocal waited
             started = time.perf_counter()
-            if len(before) > 1 and number < len(before):
-                _divide(term, world_size)
-                if first is None:
-                    first = receive
-                    spent += time.perf_counter() - started
-                    continue
-                assert first.scratch is not None
-                total = _cut(first.scratch, own)
-                foreach_add_(total, term)
-                if number == len(before) - 1:
-                    foreach_add_(own, total)
-                    self._window.release(first)
-            elif exact:
-                foreach_add_(own, term, alpha=1 / world_size)
-            else:
-                _divide(term, world_size)
-                foreach_add_(own, term)
-            spent += time.perf_counter() - started
-            self._window.release(receive)
-        return spent
+            values = self._window.wait(by_peer[peer], "backward()")
+            waited += time.perf_counter() - started
+            return values
 
-
-@dataclass(frozen=True)
-class _Message:
-    """One message to one owner: ranges of elements of the bucket, behind each other."""
-
-    ranges: tuple[tuple[int, int], ...]
-    nbytes: int
+        mean_in_rank_order(self._reducer.ranks, own, take, lambda peer: self._window.release(by_peer[peer]))
+        return waited
 
 
 def window_bytes(bucket_bytes: Sequence[int]) -> int:
@@ -259,33 +223,3 @@ def window_bytes(bucket_bytes: Sequence[int]) -> int:
     """
     largest = max(bucket_bytes, default=0)
     return max(2 * CHUNK_BYTES, min(16 * CHUNK_BYTES, 2 * largest - CHUNK_BYTES))
-
-
-def _messages(runs: Sequence[Run], itemsize: int) -> Iterator[_Message]:
-    small: list[tuple[int, int]] = []
-    filled = 0
-    for run in runs:
-        nbytes = (run.stop - run.start) * itemsize
-        if nbytes >= PACK_BELOW:
-            step = CHUNK_BYTES // itemsize
-            for start in range(run.start, run.stop, step):
-                stop = min(start + step, run.stop)
-                yield _Message(((start, stop),), (stop - start) * itemsize)
-            continue
-        if filled + nbytes > CHUNK_BYTES:
-            yield _Message(tuple(small), filled)
-            small, filled = [], 0
-        small.append((run.start, run.stop))
-        filled += nbytes
-    if small:
-        yield _Message(tuple(small), filled)
-
-
-def _divide(tensors: tuple[torch.Tensor, ...], world_size: int) -> None:
-    # In bfloat16 a factor would be rounded before it is used, the number of ranks is not.
-    foreach_div_(tensors, world_size)
-
-
-def _cut(received: torch.Tensor, like: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    flat = received.view(like[0].dtype)
-    return (flat,) if len(like) == 1 else flat.split([piece.numel() for piece in like])

@@ -8,15 +8,19 @@ agree on the plan agree on the messages.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from zeroshard_core import Run
 
 from zeroshard_comm._torch_private import foreach_copy_
 
 PACK_BELOW = 256 * 1024
 """Pieces of fewer bytes than this are packed."""
+
+CHUNK_BYTES = 4 * 1024 * 1024
+"""Largest message of gradients, in bytes: what has arrived is added while the rest is on its way."""
 
 STAGING_LIMIT = 8 * 1024 * 1024
 """A staging buffer holds at most this many bytes (one piece always fits, being smaller)."""
@@ -86,3 +90,42 @@ def _staged(owner: int, pieces: Sequence[torch.Tensor]) -> PackedMessage:
     staging = torch.empty(sum(piece.numel() for piece in pieces), dtype=pieces[0].dtype, device=pieces[0].device)
     slots = staging.split([piece.numel() for piece in pieces])
     return PackedMessage(owner, staging.view(torch.uint8), tuple(slots), tuple(pieces))
+
+
+@dataclass(frozen=True)
+class BucketMessage:
+    """Gradients that travel together to one owner.
+
+    Attributes:
+        ranges: of elements of the bucket, one behind the other.
+        nbytes: of all of them.
+    """
+
+    ranges: tuple[tuple[int, int], ...]
+    nbytes: int
+
+
+def bucket_messages(runs: Sequence[Run], itemsize: int) -> Iterator[BucketMessage]:
+    """Lay out the gradients of one owner as messages: large runs by chunks, small ones together.
+
+    Args:
+        runs: of the owner, in bucket order.
+        itemsize: bytes of an element.
+    """
+    small: list[tuple[int, int]] = []
+    filled = 0
+    for run in runs:
+        nbytes = (run.stop - run.start) * itemsize
+        if nbytes >= PACK_BELOW:
+            step = CHUNK_BYTES // itemsize
+            for start in range(run.start, run.stop, step):
+                stop = min(start + step, run.stop)
+                yield BucketMessage(((start, stop),), (stop - start) * itemsize)
+            continue
+        if filled + nbytes > CHUNK_BYTES:
+            yield BucketMessage(tuple(small), filled)
+            small, filled = [], 0
+        small.append((run.start, run.stop))
+        filled += nbytes
+    if small:
+        yield BucketMessage(tuple(small), filled)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from zeroshard_comm._torch_private import timeout_of
-from zeroshard_comm.cross_memory import Readable
 
 _TAG_SHIFT, _TAG_OFFSETS = 12, 1 << 16
 
@@ -26,14 +25,13 @@ class GroupContext:
     """What all users of one process group share; all ranks change it in the same order. See `RankGroup.context`.
 
     Attributes:
-        readable: whose memory this rank reads, once all ranks have found that out; None before.
-        read_by_peers: memory that peers may look at as long as the group lives, or until its owner has settled that.
+        readable: the processes of peers whose memory this rank reads: of all where every rank reads from every other,
+            else of none; None before they have tried.
         abandoned: messages that nobody waits for after a rank was lost, and what they send.
         optimizers: how many were built on the group.
     """
 
-    readable: Readable | None = None
-    read_by_peers: list[object] = field(default_factory=list)
+    readable: Mapping[int, int] | None = None
     abandoned: list[object] = field(default_factory=list)
     optimizers: int = 0
     _private: dict[tuple[str, str], RankGroup] = field(default_factory=dict)

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from zeroshard_comm import messages
+from zeroshard_comm.messages import Message
 from zeroshard_comm.process_group import RankGroup
-from zeroshard_comm.wire import Message, wire_of
 
 
 @dataclass(eq=False)
@@ -42,7 +43,7 @@ class ReceiveWindow:
     """
 
     def __init__(self, ranks: RankGroup) -> None:
-        self._wire = wire_of(ranks)
+        self._ranks = ranks
         self._lock = threading.Lock()
         self._waiting: deque[Receive] = deque()
         self._free: dict[int, list[torch.Tensor]] = {}
@@ -95,4 +96,4 @@ class ReceiveWindow:
             free = self._free.get(receive.nbytes)
             receive.scratch = free.pop() if free else torch.empty(receive.nbytes, dtype=torch.uint8, device="cpu")
             self._held += receive.nbytes
-            receive.message = self._wire.receive(receive.peer, receive.scratch, receive.tag, "backward()")
+            receive.message = messages.receive(self._ranks, receive.peer, receive.scratch, receive.tag, "backward()")

@@ -1,69 +1,122 @@
-"""Parameters from their owners to all ranks of one host, by reads of the owners' memory.
+"""The two moves between processes of one host: reads of the owners' or contributors' memory (``process_vm_readv``).
 
 Over loopback a byte is copied into the kernel by one process and out of it by the other, by threads that must be woken.
-A read across processes is one copy, made by whoever needs the bytes. All ranks tell each other once per layout where
-their segments lie. Then a broadcast is two agreements of one word and one call of the kernel per peer: *ready*, when
-all owners have their new values; the reads; and *done*, when all have read, before any owner may write or free its
-memory. The second one is whatever the ranks agree upon next, see :meth:`SameHostBroadcaster.begin`.
+A read across processes is one copy, made by whoever needs the bytes. Ranks say where their memory lies, once per layout
+with parameters, with the header of a bucket with gradients. Then a move is two agreements and one call of the kernel
+per peer: *ready*, when all ranks have their values; the reads; and *done*, when all have read, before any rank may
+write to or free its memory. All three belong to the thread that calls a collective method, or in which a framework
+calls a communication hook. After an agreement that has failed a rank may go on, and what others read then may be
+anything; but they cannot agree that they are done, so that nobody takes it for good.
 """
 
 from __future__ import annotations
 
+import os
+import secrets
 import time
 from collections.abc import Sequence
 
+import torch
+from zeroshard_core import Run
+
 from zeroshard_comm.agreement import Control
-from zeroshard_comm.broadcasters import MessageBroadcaster
-from zeroshard_comm.cross_memory import ProcessMemory
-from zeroshard_comm.interfaces import Broadcast, ParameterBroadcaster, Segment
-from zeroshard_comm.wire import unread, wire_of
+from zeroshard_comm.errors import PeerLostError, lost
+from zeroshard_comm.interfaces import (
+    Broadcast,
+    BucketHeader,
+    BucketReduceWork,
+    GradientReducer,
+    ParameterBroadcaster,
+    Segment,
+)
+from zeroshard_comm.packing import BucketMessage, bucket_messages
+from zeroshard_comm.process_group import RankGroup
+from zeroshard_comm.process_memory import SWITCH, ProcessMemory, machine
+from zeroshard_comm.rank_order import mean_in_rank_order
 
 WORTH_READING = 512 * 1024
-"""Fewer bytes in all are broadcast: agreeing costs more than the copies."""
+"""Fewer bytes in all travel in messages: agreeing costs more than the copies."""
 
-_READY = "step(), where all ranks have their new values"
+_READY, _DONE = "step(), where all ranks have their new values", "backward(), where all ranks have read gradients"
+
+
+def connect(control: Control) -> None:
+    """Find out whether all ranks can read each other's memory, once per process group. Collective.
+
+    Args:
+        control: the channel of a group whose ranks have just met.
+
+    Raises:
+        PeerLostError: if a rank is gone.
+    """
+    ranks = control.ranks
+    if control.alone or ranks.context.readable is not None or not ranks.sends_tagged(torch.device("cpu")):
+        return
+    secret = torch.tensor([secrets.randbits(62)], dtype=torch.int64, device="cpu")
+    mine = (machine(), os.getpid(), secret.data_ptr(), int(secret))
+    places = control.all_gather_ints(mine, "connect()")
+    reads = mine[0] > 0 and all(place[0] == mine[0] and _reads(*place[1:]) for place in places)
+    # Until all ranks have looked, the number must stay where it is.
+    reads = not control.any_raised(not reads, "connect()")
+    ranks.context.readable = {peer: places[peer][1] for peer in ranks.peers} if reads else {}
+    del secret
+
+
+def _reads(process: int, address: int, expected: int) -> bool:
+    found = torch.zeros(1, dtype=torch.int64, device="cpu")
+    try:
+        ProcessMemory(process, [(found.data_ptr(), address, found.nbytes)]).read()
+    except OSError:
+        return False
+    return int(found) == expected
+
+
+def all_read(ranks: RankGroup) -> bool:
+    """Tell whether :func:`connect` has found that every rank of a group reads from every other; alike on all ranks."""
+    return bool(ranks.context.readable)
+
+
+def _read(memory: ProcessMemory, peer: int, rank: int, operation: str) -> None:
+    try:
+        memory.read()
+    except ProcessLookupError as failure:
+        raise lost(RuntimeError(str(failure)), peer, rank, operation) from failure
+    except OSError as failure:
+        raise PeerLostError(
+            f"rank {rank} could not read memory of rank {peer} during {operation} ({failure}). Set {SWITCH}=0 in the "
+            f"environment of all ranks, and they will send instead"
+        ) from failure
 
 
 class SameHostBroadcaster(ParameterBroadcaster):
     """Reads segments where their owners have them.
 
-    Only for ranks of which every one reads from every other (:attr:`~zeroshard_comm.Wire.all_read`), and for use by the
-    thread that calls a collective method: it agrees.
+    After :meth:`Broadcast.wait` all ranks must agree once more before an owner writes to its segments.
 
     Args:
-        control: the channel, and the group.
+        control: the channel, and the group, of which :func:`all_read` is true.
         segments: as for :class:`ParameterBroadcaster`, on the CPU.
     """
 
     def __init__(self, control: Control, segments: Sequence[Segment]) -> None:
         super().__init__(control.ranks, segments, control.traffic)
         self.control = control
-        self._is_new = True
-        self._reads: list[tuple[int, ProcessMemory]] = []
-        self._instead: MessageBroadcaster | None = None
+        self._reads: list[tuple[int, ProcessMemory]] | None = None
 
     def begin(self) -> Broadcast:
-        """Begin. After :meth:`Broadcast.wait` all ranks must agree once more before an owner writes to its segments."""
-        return _Read(self)
+        """Begin; nothing is read yet."""
+        return _Reading(self)
 
-    def meet(self) -> MessageBroadcaster | None:
-        """Agree that all owners have their values, and on where, if that is new. Collective.
-
-        Returns:
-            What moves them if some memory cannot be read: a device driver's, for instance.
-        """
-        if self.control.any_raised(self._is_new, _READY):
-            self._is_new = False
-            # The memory of a driver cannot be read by other processes.
-            mine = [0 if s.buffer.is_pinned() else s.buffer.data_ptr() for s in self.segments]
-            places = self.control.all_gather_ints(mine, _READY)
-            readable = all(map(all, places))
-            self._instead = None if readable else MessageBroadcaster(self.ranks, self.segments, self.traffic)
-            processes = wire_of(self.ranks).processes
+    def meet(self) -> None:
+        """Agree that all owners have their values, and learn where, if some rank does not know yet. Collective."""
+        processes = self.ranks.context.readable
+        assert processes is not None
+        if self.control.any_raised(self._reads is None, _READY):
+            places = self.control.all_gather_ints([0, *[s.buffer.data_ptr() for s in self.segments]], _READY)
             self._reads = [
-                (peer, ProcessMemory(processes[peer], self._parts_of(peer, places[peer]))) for peer in self.ranks.peers
+                (peer, ProcessMemory(processes[peer], self._parts_of(peer, places[peer][1:])))
+                for peer in self.ranks.peers
             ]
-        return self._instead
 
     def read(self) -> None:
         """Read from every peer what it owns.
@@ -72,52 +125,128 @@ class SameHostBroadcaster(ParameterBroadcaster):
             PeerLostError: if a rank is gone, or may not be read any more.
         """
         started = time.perf_counter()
-        for peer, memory in self._reads:
-            try:
-                memory.read()
-            except OSError as failure:
-                raise unread(failure, peer, self.ranks.rank, "step()") from failure
-        self.traffic.add(
-            "share",
-            sent=self.sent,
-            received=self.received,
-            calls=len(self._reads),
-            waited=time.perf_counter() - started,
-        )
+        for peer, memory in self._reads or ():
+            _read(memory, peer, self.ranks.rank, "step()")
+        waited = time.perf_counter() - started
+        self.traffic.add("share", sent=self.sent, received=self.received, calls=len(self.ranks.peers), waited=waited)
 
     def _parts_of(self, peer: int, places: Sequence[int]) -> list[tuple[int, int, int]]:
         """Where a peer's segments lie here and there, and their bytes; as few as possible."""
         parts: list[tuple[int, int, int]] = []
         for segment, there in zip(self.segments, places, strict=True):
-            if segment.owner != peer:
-                continue
-            here, nbytes = segment.buffer.data_ptr(), segment.buffer.nbytes
-            if parts and (parts[-1][0] + parts[-1][2], parts[-1][1] + parts[-1][2]) == (here, there):
-                here, there, nbytes = parts[-1][0], parts[-1][1], parts.pop()[2] + nbytes
-            parts.append((here, there, nbytes))
+            if segment.owner == peer:
+                here, nbytes = segment.buffer.data_ptr(), segment.buffer.nbytes
+                if parts and (parts[-1][0] + parts[-1][2], parts[-1][1] + parts[-1][2]) == (here, there):
+                    here, there, nbytes = parts[-1][0], parts[-1][1], parts.pop()[2] + nbytes
+                parts.append((here, there, nbytes))
         return parts
 
 
-class _Read(Broadcast):
+class _Reading(Broadcast):
     def __init__(self, broadcaster: SameHostBroadcaster) -> None:
         self._broadcaster: SameHostBroadcaster | None = broadcaster
-        self._instead: Broadcast | None = None
 
     def send(self) -> None:
         assert self._broadcaster is not None
-        instead = self._broadcaster.meet()
-        if instead is not None:
-            self._broadcaster, self._instead = None, instead.begin()
-            self._instead.send()
+        self._broadcaster.meet()
 
     def arrive(self) -> None:
         broadcaster, self._broadcaster = self._broadcaster, None
         if broadcaster is not None:
             broadcaster.read()
-        elif self._instead is not None:
-            self._instead.arrive()
 
     def wait(self) -> None:
         self.arrive()
-        if self._instead is not None:
-            self._instead.wait()
+
+
+class SameHostReducer(GradientReducer):
+    """Reads what this rank owns of a bucket where the others have it, and adds it up.
+
+    Nothing is done before :meth:`BucketReduceWork.headers`, which agrees, as :meth:`BucketReduceWork.close` does.
+
+    Args:
+        control: the channel, and the group, of which :func:`all_read` is true.
+        runs: ranges of elements of the bucket and who owns them, in bucket order; what lies between belongs to nobody.
+        dtype: of the bucket, which is on the CPU.
+        tensors: number of tensors in the bucket.
+    """
+
+    def __init__(self, control: Control, runs: Sequence[Run], dtype: torch.dtype, tensors: int) -> None:
+        self.control, self.ranks, self.dtype, self.tensors = control, control.ranks, dtype, tensors
+        self._messages = list(bucket_messages([run for run in runs if run.rank == self.ranks.rank], dtype.itemsize))
+        owned = sum(message.nbytes for message in self._messages)
+        self._received = owned * len(self.ranks.peers)
+        self._sent = sum(run.stop - run.start for run in runs) * dtype.itemsize - owned
+        largest = max((message.nbytes for message in self._messages), default=0)
+        # The sum over the ranks before this one needs a place beside that of the next term.
+        self._scratch = torch.empty((2, largest), dtype=torch.uint8, device="cpu")
+        self._reads: dict[int, tuple[int, list[ProcessMemory]]] = {}
+
+    def begin(self, buffer: torch.Tensor, header: BucketHeader, *, gradients: bool = True) -> BucketReduceWork:
+        """Keep the bucket; nothing is sent yet."""
+        return _Gathering(self, buffer, header, gradients=gradients)
+
+    def add_up(self, buffer: torch.Tensor, places: Sequence[int]) -> None:
+        """Make the mean of what this rank owns.
+
+        Args:
+            buffer: this rank's bucket.
+            places: by rank, the address of the bucket there.
+
+        Raises:
+            PeerLostError: if a rank is gone, or may not be read any more.
+        """
+        waited = 0.0
+        for number, message in enumerate(self._messages):
+
+            def take(peer: int, number: int = number, nbytes: int = message.nbytes) -> torch.Tensor:
+                nonlocal waited
+                started = time.perf_counter()
+                _read(self._memory(peer, places[peer])[number], peer, self.ranks.rank, "backward()")
+                waited += time.perf_counter() - started
+                return self._scratch[min(peer, 1), :nbytes]
+
+            own = tuple([buffer[start:stop] for start, stop in message.ranges])
+            mean_in_rank_order(self.ranks, own, take, lambda _: None)
+        calls = len(self._messages) * len(self.ranks.peers)
+        self.control.traffic.add("reduce", sent=self._sent, received=self._received, calls=calls, waited=waited)
+
+    def _memory(self, peer: int, place: int) -> list[ProcessMemory]:
+        known = self._reads.get(peer)
+        if known is None or known[0] != place:
+            processes = self.ranks.context.readable
+            assert processes is not None
+            known = self._reads[peer] = place, [self._of(processes[peer], peer, place, it) for it in self._messages]
+        return known[1]
+
+    def _of(self, process: int, peer: int, place: int, message: BucketMessage) -> ProcessMemory:
+        here, parts = self._scratch[min(peer, 1)].data_ptr(), list[tuple[int, int, int]]()
+        for start, stop in message.ranges:
+            nbytes = (stop - start) * self.dtype.itemsize
+            parts.append((here, place + start * self.dtype.itemsize, nbytes))
+            here += nbytes
+        return ProcessMemory(process, parts)
+
+
+class _Gathering(BucketReduceWork):
+    def __init__(
+        self, reducer: SameHostReducer, buffer: torch.Tensor, header: BucketHeader, *, gradients: bool
+    ) -> None:
+        self._reducer, self._buffer, self._header = reducer, buffer, header
+        self._lends, self._places = gradients, list[int]()
+
+    def headers(self) -> list[BucketHeader]:
+        told = self._reducer.control.all_gather_ints(
+            [self._buffer.data_ptr(), *self._header.to_words()], "backward(), with the gradients of a bucket"
+        )
+        self._places = [place for place, *_ in told]
+        return [BucketHeader.from_words(words, self._reducer.tensors) for _, *words in told]
+
+    def finish(self) -> None:
+        if self._lends:
+            self._reducer.add_up(self._buffer, self._places)
+
+    def close(self) -> None:
+        if self._lends:
+            self._lends = False
+            self._reducer.control.any_raised(False, _DONE)

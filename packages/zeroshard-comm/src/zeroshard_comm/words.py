@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from zeroshard_comm.agreement import Control
-from zeroshard_comm.wire import Message, wire_of
+from zeroshard_comm.messages import Message, receive, send
 
 TAG_NOTES = 0x5A530040
 
@@ -37,12 +37,11 @@ class Words:
         channel = control.channel
         if channel is None:
             return
-        wire = wire_of(channel)
         # What is sent must live as long as the sends.
         self._own = torch.tensor(self._words, dtype=torch.int64, device="cpu")
         self._arriving = {peer: torch.empty_like(self._own) for peer in channel.peers}
-        self._messages = [wire.receive(peer, theirs, tag, operation) for peer, theirs in self._arriving.items()]
-        self._messages += [wire.send(peer, self._own, tag, operation) for peer in channel.peers]
+        self._messages = [receive(channel, peer, theirs, tag, operation) for peer, theirs in self._arriving.items()]
+        self._messages += [send(channel, peer, self._own, tag, operation) for peer in channel.peers]
         peers = len(channel.peers)
         nbytes = self._own.nbytes * peers
         control.traffic.add("control", sent=nbytes, received=nbytes, calls=2 * peers)

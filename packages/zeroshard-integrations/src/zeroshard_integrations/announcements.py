@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cache
 
-from zeroshard_comm import Control, Noticeboard
+from zeroshard_comm import Control, Words
 
 TAG_ANNOUNCEMENT = 0x5A530060
 
@@ -73,22 +73,18 @@ class Announcement:
 class Announcements:
     """Sends announcements and receives those of the peers, one at a time. It belongs to the thread that trains.
 
-    Making one is collective.
-
     Args:
         control: the channel.
-
-    Raises:
-        PeerLostError: if a rank is gone.
     """
 
     def __init__(self, control: Control) -> None:
-        self._board = Noticeboard(control, TAG_ANNOUNCEMENT, "an iteration inside Join")
+        self._control = control
+        self._posted: Words | None = None
 
     @property
     def is_posted(self) -> bool:
         """Whether an announcement has been posted whose answers were not waited for."""
-        return self._board.is_posted
+        return self._posted is not None
 
     def post(self, announcement: Announcement) -> None:
         """Tell the others, and expect their announcements, without waiting.
@@ -96,7 +92,8 @@ class Announcements:
         Raises:
             PeerLostError: if a rank is gone.
         """
-        self._board.post(_written(announcement))
+        assert self._posted is None
+        self._posted = Words(self._control, [_written(announcement)], TAG_ANNOUNCEMENT, "an iteration inside Join")
 
     def answers(self) -> Sequence[Announcement]:
         """Wait for the announcements of all ranks, and return them in rank order.
@@ -104,15 +101,9 @@ class Announcements:
         Raises:
             PeerLostError: if a rank is gone, or announces nothing within the timeout.
         """
-        return [_read(word) for word in self._board.read()]
-
-    def settle(self) -> None:
-        """Wait until all ranks have read what was announced last. Collective.
-
-        Raises:
-            PeerLostError: if a rank is gone.
-        """
-        self._board.settle()
+        assert self._posted is not None
+        posted, self._posted = self._posted, None
+        return [_read(word) for [word] in posted.wait()]
 
 
 def _written(announcement: Announcement) -> int:

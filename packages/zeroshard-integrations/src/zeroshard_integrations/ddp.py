@@ -21,7 +21,6 @@ from zeroshard import BackwardFollower, Bucket, Stepping, ZeroRedundancyOptimize
 from zeroshard._torch_private import in_autograd
 
 from zeroshard_integrations._torch_private import comm_hooks, queue_callback
-from zeroshard_integrations.forward import ForwardWaits
 
 Hook = Callable[[Any, GradBucket], Future[torch.Tensor]]
 
@@ -68,16 +67,12 @@ def reduce_to_owner_hook(state: ZeroRedundancyOptimizer, bucket: GradBucket) -> 
     return _receive(state.follow_backward(Stepping.IN_STEP), bucket)
 
 
-def register_reduce_to_owner(
-    ddp: DistributedDataParallel, optimizer: ZeroRedundancyOptimizer, *, overlap_forward: bool = False
-) -> None:
+def register_reduce_to_owner(ddp: DistributedDataParallel, optimizer: ZeroRedundancyOptimizer) -> None:
     """Register :func:`reduce_to_owner_hook`, with its conditions checked at once.
 
     Args:
         ddp: the model.
         optimizer: has all parameters that DDP reduces, and the same ranks.
-        overlap_forward: let ``optimizer.step()`` return while parameters are still arriving, see
-            :class:`zeroshard_integrations.forward.ForwardWaits`.
 
     Raises:
         ValueError: if the optimizer lacks a parameter, has other ranks, or was built with ``overlap_with_ddp=True``.
@@ -89,10 +84,8 @@ def register_reduce_to_owner(
         )
     _check_ranks(ddp, optimizer)
     _check_parameters(ddp, optimizer)
-    follower = optimizer.follow_backward(Stepping.IN_STEP)
+    optimizer.follow_backward(Stepping.IN_STEP)
     ddp.register_comm_hook(optimizer, reduce_to_owner_hook)
-    if overlap_forward:
-        ForwardWaits(ddp, follower)
 
 
 def hook_with_zero_step(
@@ -100,8 +93,6 @@ def hook_with_zero_step(
     ddp: DistributedDataParallel,
     zero: ZeroRedundancyOptimizer,
     shard_buckets: bool = False,  # noqa: ARG001 - torch's signature; the optimizer's partition decides who owns what
-    *,
-    overlap_forward: bool = False,
 ) -> Hook:
     """Return a hook that steps the optimizer during backward, behind the last bucket.
 
@@ -116,8 +107,6 @@ def hook_with_zero_step(
         zero: its optimizer, built with ``overlap_with_ddp=True``, with all parameters that DDP reduces, over the same
             ranks. ``step()`` may stay in the training loop, or not; it takes no closure.
         shard_buckets: accepted for compatibility, without effect: the optimizer's ``partition`` decides who owns what.
-        overlap_forward: let backward return while parameters are still arriving, see
-            :class:`zeroshard_integrations.forward.ForwardWaits`.
 
     Returns:
         The hook to be registered, with the state that ``hook`` wants: ``ddp.register_comm_hook(state, ...)``.
@@ -125,7 +114,7 @@ def hook_with_zero_step(
     Raises:
         ValueError: if the optimizer was built without ``overlap_with_ddp=True``, lacks a parameter, or has other ranks.
     """
-    return _stepping(hook, ddp, zero, Stepping.BEHIND_BACKWARD, overlap_forward=overlap_forward)
+    return _stepping(hook, ddp, zero, Stepping.BEHIND_BACKWARD)
 
 
 def hook_with_zero_step_interleaved(
@@ -133,8 +122,6 @@ def hook_with_zero_step_interleaved(
     ddp: DistributedDataParallel,
     zero: ZeroRedundancyOptimizer,
     shard_buckets: bool = False,  # noqa: ARG001 - as above
-    *,
-    overlap_forward: bool = False,
 ) -> Hook:
     """Return a hook that steps each bucket during backward, as soon as it is reduced.
 
@@ -146,7 +133,6 @@ def hook_with_zero_step_interleaved(
         ddp: the model.
         zero: its optimizer.
         shard_buckets: accepted for compatibility, without effect.
-        overlap_forward: let backward return while parameters are still arriving, see :func:`hook_with_zero_step`.
 
     Returns:
         The hook to be registered.
@@ -154,7 +140,7 @@ def hook_with_zero_step_interleaved(
     Raises:
         ValueError: as :func:`hook_with_zero_step`.
     """
-    return _stepping(hook, ddp, zero, Stepping.IN_BACKWARD, overlap_forward=overlap_forward)
+    return _stepping(hook, ddp, zero, Stepping.IN_BACKWARD)
 
 
 _stepped_by: weakref.WeakKeyDictionary[Hook, weakref.ref[ZeroRedundancyOptimizer]] = weakref.WeakKeyDictionary()
@@ -177,8 +163,6 @@ def _stepping(
     ddp: DistributedDataParallel,
     zero: ZeroRedundancyOptimizer,
     stepping: Stepping,
-    *,
-    overlap_forward: bool,
 ) -> Hook:
     if not zero._overlap_with_ddp:
         raise ValueError(
@@ -188,8 +172,6 @@ def _stepping(
     _check_ranks(ddp, zero)
     _check_parameters(ddp, zero)
     follower = zero.follow_backward(stepping)
-    if overlap_forward:
-        ForwardWaits(ddp, follower)
     # DDP keeps the hook: a reference to the optimizer from there would be a cycle through C++.
     reduces_elsewhere = hook is not allreduce_hook
     zero_of = weakref.ref(zero)

@@ -275,7 +275,6 @@ class JoinBlock:
                 model.expect_shadows()
         if self._throws and running and self.joined:
             self.is_told = True
-            self.board.settle()
             raise RuntimeError(
                 f"rank {self.joined[0]} has run out of data, and throw_on_early_termination is set: an error on every "
                 f"rank. Catch it around the block to stop training here, or leave the setting out to go on"
@@ -283,7 +282,6 @@ class JoinBlock:
         for rank in running:
             if answers[rank] != answers[running[0]]:
                 self.is_told = True
-                self.board.settle()
                 names = [type(joinable).__name__ for joinable in self.joinables]
                 raise DisagreementError(difference(answers, running[0], rank, names))
 

@@ -47,7 +47,6 @@ class Shadow:
             if before:
                 for model in block.models.values():
                     self._hold_as_the_last(model, before)
-            block.board.settle()
         finally:
             block.is_shadow = False
         return block.rank not in before

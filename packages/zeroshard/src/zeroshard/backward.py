@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -39,8 +39,6 @@ class BackwardFollower:
     ) -> None:
         self._engine, self._uneven, self._groups, self.stepping = engine, uneven, groups, stepping
         self._pipeline = engine.attach(stepping)
-        self._unseen: frozenset[torch.Tensor] = frozenset()
-        """Parameters that had not been waited for when backward began."""
 
     def receive(self, bucket: Bucket, reduce: Callable[[], Future[torch.Tensor]] | None = None) -> Future[torch.Tensor]:
         """Send a bucket of gradients to their owners, and step them if that is to be done during backward.
@@ -63,11 +61,6 @@ class BackwardFollower:
         """
         bucket = self._numbered(bucket)
         may_step = False
-        if bucket.index == 0:
-            self._unseen = self._pipeline.still_arriving()
-            self._engine.finish_share()
-        if self._unseen:
-            self._refuse_unseen(bucket)
         if bucket.index == 0 and self.stepping is not Stepping.IN_STEP:
             self._engine.shadowing = bucket.is_shadow
             if bucket.is_shadow:
@@ -120,45 +113,6 @@ class BackwardFollower:
     def in_backward(self) -> bool:
         """Whether a backward hands over buckets."""
         return self._pipeline.in_backward
-
-    @property
-    def arriving(self) -> bool:
-        """Whether parameters are still arriving; only after :meth:`defer`."""
-        return self._pipeline.arriving
-
-    def defer(self) -> None:
-        """Let steps return while parameters are still arriving: the caller sees to it that nobody reads them before.
-
-        What a rank meets in its step is then raised by the others when they wait for all, at the next backward or step
-        at the latest.
-        """
-        self._pipeline.defers = True
-
-    def wait_for(self, params: Sequence[torch.Tensor]) -> None:
-        """Wait until these parameters have arrived. Passes over those that the optimizer does not have.
-
-        Raises:
-            PeerLostError: if a rank is gone.
-        """
-        self._pipeline.wait_for(self._pipeline.indices_of(params))
-
-    def settle(self) -> None:
-        """Wait until all parameters have arrived. A no-op if nothing is arriving.
-
-        Raises:
-            PeerLostError: if a rank is gone.
-            Exception: what a rank has met in its step.
-        """
-        self._engine.finish_share()
-
-    def _refuse_unseen(self, bucket: Bucket) -> None:
-        for param, is_present in zip(bucket.params, bucket.present, strict=True):
-            if is_present and param in self._unseen:
-                raise RuntimeError(
-                    f"a parameter of shape {tuple(param.shape)} was used in a forward before its new values had "
-                    f"arrived: it was read although its module was not called. Build the hook with "
-                    f"overlap_forward=False"
-                )
 
     def end_shadow(self) -> None:
         """Finish a backward that this rank has shadowed; inside a Join context, when all of it has been shadowed.

@@ -1,6 +1,6 @@
-"""The carrier of collectives, for every backend (NCCL, gloo on CUDA, torch's fake one).
+"""The carriers of one thread, which work in one order: by collectives, for every backend, and by reads of memory.
 
-All collectives are issued on a group of our own, by the thread that runs backward or the step, in one order that does
+All is issued by the thread that runs backward or the step, in one order that does
 not depend on timing: the reduction of a bucket; then, if each bucket is stepped as soon as it is reduced, the shares of
 the bucket before. Whether shards are stepped during a backward is a matter of all ranks, for it decides about that
 order: a rank says with each bucket whether it may, and a bucket is shared early only if all ranks said so.
@@ -12,7 +12,8 @@ behind their reductions, while backward computes on its own.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +24,10 @@ from zeroshard_comm import (
     CollectiveBroadcaster,
     CollectiveReducer,
     Control,
+    GradientReducer,
     ParameterBroadcaster,
+    SameHostBroadcaster,
+    SameHostReducer,
     Segment,
     Traffic,
     choose_private_group,
@@ -44,41 +48,27 @@ class _Open:
     done: Future[torch.Tensor]
 
 
-class CollectiveCarrier(Carrier):
-    """Reduces every owner's part to it, by collectives on a group of its own. Made by all ranks together.
+class _OrderedCarrier(Carrier):
+    """Takes buckets in when the last one has come, or one by one, if each is stepped as soon as it is reduced."""
 
-    Args:
-        control: has the group, and the channel of the notes.
-        traffic: where bytes are counted.
-        device: where parameters and buckets are.
-        backward: what is done with the buckets.
-
-    Raises:
-        RuntimeError: if the group has no backend for the device.
-        ValueError: if a group of our own cannot be made.
-    """
-
-    def __init__(self, control: Control, traffic: Traffic, device: torch.device, backward: Backward) -> None:
+    def __init__(self, control: Control, device: torch.device, backward: Backward) -> None:
         self._control, self._backward = control, backward
-        self._ranks, self._traffic = choose_private_group(control.ranks, device), traffic
         self._side = SideStream(device)
         # Of a device with streams, a future orders those who wait for it behind the stream on which it was set.
         self._devices: list[int | str | torch.device] = [] if device.type == "cpu" else [device]
-        self._reducers: weakref.WeakKeyDictionary[Route, CollectiveReducer] = weakref.WeakKeyDictionary()
+        self._reducers: weakref.WeakKeyDictionary[Route, GradientReducer] = weakref.WeakKeyDictionary()
         self._received: list[Route] = []
         self._open: list[_Open] = []
         self._all_may_step = False
 
-    def broadcaster(self, segments: Sequence[Segment]) -> ParameterBroadcaster:
-        """Make one that issues its collectives on the group of our own."""
-        return CollectiveBroadcaster(self._ranks, segments, self._traffic)
+    @abstractmethod
+    def _reducer(self, route: Route) -> GradientReducer:
+        """Make what brings the gradients of a bucket to their owners."""
 
     def follow(self, changed: Sequence[Route], routes: Sequence[Route]) -> None:  # noqa: ARG002 - as Carrier
-        """Lay out collectives."""
+        """Lay out reductions."""
         for route in changed:
-            self._reducers[route] = CollectiveReducer(
-                self._ranks, self._control, self._traffic, route.runs, route.bucket.buffer, len(route.tensors)
-            )
+            self._reducers[route] = self._reducer(route)
 
     def expect(self, routes: Sequence[Route], *, gradients: bool) -> None:
         """Do nothing: a collective is issued when there is something to be reduced."""
@@ -104,12 +94,6 @@ class CollectiveCarrier(Carrier):
                     self._step(other)
         return done
 
-    def fetch(self, waits: Sequence[Callable[[], None]]) -> None:
-        """Do nothing: collectives go on by themselves."""
-
-    def end_fetching(self) -> None:
-        """Do nothing, as :meth:`fetch`."""
-
     def finish(self) -> None:
         """Take in what has not been, and order the current stream behind it."""
         self._take_in(leave=0)
@@ -121,11 +105,11 @@ class CollectiveCarrier(Carrier):
 
     def _take_in(self, *, leave: int) -> None:
         """Finish reductions in the order in which they were issued, all but the last few."""
-        if len(self._open) <= leave:
-            return
+        taken: list[BucketReduceWork] = []
         with self._side.behind_current():
             while len(self._open) > leave:
                 item = self._open.pop(0)
+                taken.append(item.underway)
                 buffer = item.route.bucket.buffer
                 self.keep(buffer)
                 notes = self._backward.reduced(item.route, item.underway, item.result)
@@ -134,8 +118,58 @@ class CollectiveCarrier(Carrier):
                 self._all_may_step = self._all_may_step and may_step
                 if self._backward.steps_each_bucket and may_step:
                     self._step(item.route)
+            for underway in taken:
+                underway.close()
 
     def _step(self, route: Route) -> None:
         """Step a bucket during backward, and share it, also if the step has failed: all ranks have agreed to."""
         self._backward.step_early(route)
         route.send()
+
+
+class CollectiveCarrier(_OrderedCarrier):
+    """Reduces every owner's part to it, by collectives on a group of its own. Made by all ranks together.
+
+    Args:
+        control: has the group, and the channel of the headers.
+        traffic: where bytes are counted.
+        device: where parameters and buckets are.
+        backward: what is done with the buckets.
+
+    Raises:
+        RuntimeError: if the group has no backend for the device.
+        ValueError: if a group of our own cannot be made.
+    """
+
+    def __init__(self, control: Control, traffic: Traffic, device: torch.device, backward: Backward) -> None:
+        super().__init__(control, device, backward)
+        self._ranks, self._traffic = choose_private_group(control.ranks, device), traffic
+
+    def broadcaster(self, segments: Sequence[Segment]) -> ParameterBroadcaster:
+        """Make one that issues its collectives on the group of our own."""
+        return CollectiveBroadcaster(self._ranks, segments, self._traffic)
+
+    def _reducer(self, route: Route) -> GradientReducer:
+        buffer, tensors = route.bucket.buffer, len(route.tensors)
+        return CollectiveReducer(self._ranks, self._control, self._traffic, route.runs, buffer, tensors)
+
+
+class SameHostCarrier(_OrderedCarrier):
+    """Has every owner read its part where the others have it. Parameters travel together, in one read from each peer.
+
+    Args:
+        control: has the group, all of whose ranks read each other's memory, and its channel.
+        backward: what is done with the buckets.
+    """
+
+    shares_buckets = False
+
+    def __init__(self, control: Control, backward: Backward) -> None:
+        super().__init__(control, torch.device("cpu"), backward)
+
+    def broadcaster(self, segments: Sequence[Segment]) -> ParameterBroadcaster:
+        """Make one for the thread that calls a step."""
+        return SameHostBroadcaster(self._control, segments)
+
+    def _reducer(self, route: Route) -> GradientReducer:
+        return SameHostReducer(self._control, route.runs, route.bucket.buffer.dtype, len(route.tensors))

@@ -9,7 +9,7 @@ same group.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch.futures import Future
@@ -24,7 +24,6 @@ from zeroshard_comm import (
     Segment,
     Traffic,
     window_bytes,
-    wire_of,
 )
 
 from zeroshard.carrier import Backward, Carrier
@@ -100,16 +99,6 @@ class MessageCarrier(Carrier):
             for other in self._received:
                 self._worker.submit(lambda other=other: self._step(other))  # type: ignore[misc]
         return done
-
-    def fetch(self, waits: Sequence[Callable[[], None]]) -> None:
-        """Let the worker read what lies in the memory of peers: they wait until that has been done."""
-        if wire_of(self._ranks).reads:
-            for wait in waits:
-                self._worker.submit(wait)
-
-    def end_fetching(self) -> None:
-        """Let the worker end: it finds that everything has been read."""
-        self._worker.drain()
 
     def finish(self) -> None:
         """Wait for the worker, and until everything has been sent."""

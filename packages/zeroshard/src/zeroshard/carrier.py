@@ -7,7 +7,7 @@ meanwhile, if that is wanted. There is one for backends that match messages by t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -63,9 +63,11 @@ class Carrier(ABC):
 
     Attributes:
         tags: offset to the tags of its messages, which must be the same on all ranks; 0 if it sends none.
+        shares_buckets: whether the parameters of a bucket travel as soon as they are stepped, or all of them together.
     """
 
     tags: int = 0
+    shares_buckets: bool = True
 
     @abstractmethod
     def broadcaster(self, segments: Sequence[Segment]) -> ParameterBroadcaster:
@@ -103,22 +105,6 @@ class Carrier(ABC):
 
         Returns:
             The bucket's buffer to come, when this rank's parts of it are reduced.
-
-        Raises:
-            PeerLostError: if a rank is gone.
-        """
-
-    @abstractmethod
-    def fetch(self, waits: Sequence[Callable[[], None]]) -> None:
-        """Let parameters arrive whatever this thread does next, if they do not by themselves.
-
-        Args:
-            waits: each returns when some have arrived; any thread may call them.
-        """
-
-    @abstractmethod
-    def end_fetching(self) -> None:
-        """Return when nothing is fetched any more, behind a call of all that was given to :meth:`fetch`.
 
         Raises:
             PeerLostError: if a rank is gone.

@@ -122,7 +122,6 @@ class Engine:
         """
         try:
             with self._exchange():
-                self.finish_share()
                 check_config(self.control, operation, self.layout.declaration, error=problem)
         finally:
             del problem
@@ -187,7 +186,6 @@ class Engine:
         if self.pipeline is not None:
             self.pipeline.refuse_broken()
             problem = self.pipeline.end_abandoned() or problem
-            self.finish_share()
         layout, observed = self._begun if self._begun is not None else self._observe(groups)
         self._begun = None
         bucketwise = self.pipeline if self.pipeline is not None and self.pipeline.routed else None
@@ -203,8 +201,7 @@ class Engine:
             except Exception:
                 # A hook may have stepped and sent buckets on some ranks; the others wait for what is left of them.
                 if bucketwise is not None and bucketwise.stepping is not Stepping.IN_STEP:
-                    bucketwise.begin_share()
-                    bucketwise.finish_share()
+                    bucketwise.share()
                 raise
             finally:
                 del problem, observed
@@ -245,21 +242,6 @@ class Engine:
 
     def _hyperparameters_in_words(self) -> str:
         return _with_hyperparameters(self.layout, self.hyperparameters.in_words()).to_json()
-
-    def finish_share(self) -> None:
-        """Wait for parameters that are still arriving. Collective.
-
-        A no-op if nothing is arriving. Ranks need not come here at the same time, but all do before the next step.
-
-        Raises:
-            PeerLostError: if a rank is gone.
-            Exception: what a rank has met in its step.
-        """
-        pipeline = self.pipeline
-        if pipeline is None or not pipeline.arriving:
-            return
-        with self._exchange():
-            pipeline.finish_share()
 
     def attach(self, stepping: Stepping) -> Pipeline:
         """Expect gradients bucket by bucket from now on. Collective, the first time.
@@ -311,7 +293,6 @@ class Engine:
             PeerLostError: if a rank is gone.
             Exception: what any rank met, on every rank. ``groups`` is as before in every case.
         """
-        self.finish_share()
         before = len(groups)
         layout, failure = self.layout, None
         declaration = layout.declaration
@@ -366,7 +347,6 @@ class Engine:
         Raises:
             Exception: what is wrong with the parameters or groups; the other ranks must hear of it.
         """
-        self.finish_share()
         check_members(groups, self.params)
         layout = self._next_layout(groups)
         sync_groups(groups, self.local.optim.param_groups)

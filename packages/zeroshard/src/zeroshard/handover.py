@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from zeroshard_comm import Control, Message, Wire, wire_of
+from zeroshard_comm import Control, Message, RankGroup, receive, send
 from zeroshard_core import Plan, Shard, storage_view
 
 from zeroshard._torch_private import sparse_indices, sparse_values
@@ -330,16 +330,16 @@ def _read(value: Any) -> Any:  # noqa: ANN401 - a hyperparameter
     return (tuple if kind == "tuple" else list)(_read(part) for part in parts)
 
 
-def _wire_of(control: Control) -> Wire:
-    """The way for CPU tensors: the group itself where it can send them, for peers may be readable there."""
-    return wire_of(control.ranks if control.ranks.backend("cpu") == "gloo" else control.channel or control.ranks)
+def _way_of(control: Control) -> RankGroup:
+    """The group for messages of CPU tensors."""
+    return control.channel or control.ranks
 
 
 class _Sender:
     """Sends to several peers at once; what is sent lives until :meth:`finish`."""
 
     def __init__(self, control: Control) -> None:
-        self._wire, self._traffic = _wire_of(control), control.traffic
+        self._ranks, self._traffic = _way_of(control), control.traffic
         self._under_way: list[tuple[Message, torch.Tensor]] = []
 
     def text(self, peer: int, text: bytes) -> None:
@@ -356,7 +356,7 @@ class _Sender:
         self._under_way = []
 
     def _send(self, peer: int, payload: torch.Tensor, tag: int) -> None:
-        self._under_way.append((self._wire.send(peer, payload, tag, _OPERATION), payload))
+        self._under_way.append((send(self._ranks, peer, payload, tag, _OPERATION), payload))
         self._traffic.add("control", sent=payload.nbytes, calls=1)
 
 
@@ -364,7 +364,7 @@ class _Receiver:
     """Receives from one peer."""
 
     def __init__(self, control: Control, giver: int) -> None:
-        self._wire, self._traffic, self._giver = _wire_of(control), control.traffic, giver
+        self._ranks, self._traffic, self._giver = _way_of(control), control.traffic, giver
 
     def text(self) -> bytes:
         length = torch.zeros(1, dtype=torch.int64, device="cpu")
@@ -396,5 +396,5 @@ class _Receiver:
         return part
 
     def _receive(self, target: torch.Tensor, tag: int) -> None:
-        self._wire.receive(self._giver, target, tag, _OPERATION).wait(_OPERATION)
+        receive(self._ranks, self._giver, target, tag, _OPERATION).wait(_OPERATION)
         self._traffic.add("control", received=target.nbytes, calls=1)

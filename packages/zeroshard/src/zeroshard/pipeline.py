@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.futures import Future
 from zeroshard_comm import (
-    Broadcast,
+    WORTH_READING,
     BucketHeader,
     BucketReduceWork,
     Control,
@@ -23,12 +23,14 @@ from zeroshard_comm import (
     Segment,
     ShardingConfig,
     Traffic,
+    all_read,
     check_config,
+    choose_broadcaster,
 )
 from zeroshard_core import Plan, storage_view
 
-from zeroshard._torch_private import in_autograd, version_of
-from zeroshard.by_collectives import CollectiveCarrier
+from zeroshard._torch_private import in_autograd
+from zeroshard.by_collectives import CollectiveCarrier, SameHostCarrier
 from zeroshard.by_messages import MessageCarrier
 from zeroshard.carrier import STEPS_EARLY, Backward, Carrier
 from zeroshard.layout import Layout
@@ -83,7 +85,9 @@ class Pipeline:
         self.stepping = stepping
         self._control, self._ranks = control, control.ranks
         self._device = common_device(params, layout)
-        self._carrier = _carrier_for(control, traffic, self._device, self)
+        reads = self._device.type == "cpu" and all_read(control.ranks)
+        reads = reads and sum(spec.nbytes for spec in layout.plan.tensors) >= WORTH_READING
+        self._carrier = _carrier_for(control, traffic, self._device, self, reads=reads)
         self._routes: dict[int, Route] = {}
         self._order: list[int] = []
         self._carried: dict[int, torch.Tensor] = {}
@@ -99,11 +103,6 @@ class Pipeline:
         self._alike = 0
         self._before: list[int] = []
         self._may_step = False
-        self._arriving: Broadcast | None = None
-        self._versions: dict[int, int] = {}
-        """By tensor, when it began to arrive behind a step; of those that nobody has waited for."""
-        self.defers = False
-        """Whether steps return while parameters are still arriving; changed by who waits for them then."""
         self.divides_by_running: Callable[[], bool] = bool
         """Whether gradients are averaged over the ranks that still have data; False unless changed."""
         self._failure: Exception | None = None
@@ -164,20 +163,21 @@ class Pipeline:
             for shard in before.of_tensor(tensor)
         ]
         if self._ranks.world_size > 1:
-            self._carrier.broadcaster(segments).broadcast()
+            choose_broadcaster(self._control, segments, self._device, by_reading=False).broadcast()
 
     def _lay_out_rest(self) -> None:
         """What is stepped and shared after the buckets: parameters that are in none."""
         self._place = {
             tensor: (route, place) for route in self._routes.values() for place, tensor in enumerate(route.tensors)
         }
-        rest = [i for i, is_active in enumerate(self._layout.active) if is_active and i not in self._place]
+        active = [i for i, is_active in enumerate(self._layout.active) if is_active]
+        rest = [i for i in active if i not in self._place]
         self._rest = [self._local.pieces[i] for i in rest if i in self._local.pieces]
         self._rest_params = [self._params[i] for i in rest]
         self._rest_portion = Portion(self._local, self._rest)
         segments = [
             Segment(shard.rank, storage_view(self._params[i].data)[shard.flat])
-            for i in rest
+            for i in (rest if self._carrier.shares_buckets else active)
             for shard in self._layout.plan.of_tensor(i)
         ]
         self._tail = self._carrier.broadcaster(segments)
@@ -282,7 +282,8 @@ class Pipeline:
         tensors: list[int] = []
         try:
             tensors = self._checked(bucket)
-            make = self._carrier.broadcaster if self._ranks.world_size > 1 else None
+            shares = self._carrier.shares_buckets and self._ranks.world_size > 1
+            make = self._carrier.broadcaster if shares else None
             route = Route(make, self._layout.plan, self._local, bucket, tensors)
             route.stand_ins = [self._stand_ins[tensor] for tensor in tensors]
         except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
@@ -566,8 +567,10 @@ class Pipeline:
 
     # ------------------------------------------------------------------ sharing
 
-    def begin_share(self) -> None:
-        """Send what has not been sent yet, and return at once: parameters arrive until :meth:`finish_share`.
+    def share(self) -> None:
+        """Send what has not been sent yet, and wait for all parameters. Collective.
+
+        Until all ranks have agreed upon something after that, others may still be reading what this rank owns.
 
         Raises:
             PeerLostError: if a rank is gone.
@@ -576,95 +579,22 @@ class Pipeline:
             for route in self._in_order():
                 route.send()
             torch.autograd.graph.increment_version(self._rest_params)
-            self._arriving = self._tail.begin()
-            self._arriving.send()
-            if self.defers:
-                self._carrier.fetch([route.fetch for route in self._in_order()] + [self._arriving.arrive])
-                self._versions = {
-                    tensor: version_of(param)
-                    for tensor, param in enumerate(self._params)
-                    if self._layout.active[tensor]
-                }
-        except BaseException as error:
-            self.break_off(error)
-            raise
-
-    def finish_share(self) -> None:
-        """Wait for all parameters.
-
-        Raises:
-            PeerLostError: if a rank is gone.
-        """
-        assert self._arriving is not None
-        tail, self._arriving = self._arriving, None
-        try:
+            tail = self._tail.begin()
+            tail.send()
             # All that others wait for before anything that waits for others.
             for route in self._in_order():
                 route.arrive()
             tail.arrive()
-            self._carrier.end_fetching()
             for route in self._in_order():
                 route.wait()
             tail.wait()
-            self._refuse_written(list(self._versions))
         except BaseException as error:
             self.break_off(error)
             raise
-
-    def _refuse_written(self, tensors: Sequence[int]) -> None:
-        """Raise if one of these was changed before it was waited for: ranks may have got other values than this one.
-
-        Raises:
-            RuntimeError: naming the parameter.
-        """
-        for tensor in tensors:
-            version = self._versions.pop(tensor, None)
-            if version is not None and version_of(self._params[tensor]) != version:
-                raise RuntimeError(
-                    f"tensor {tensor} {self._layout.plan.tensors[tensor].name!r} was changed on rank "
-                    f"{self._ranks.rank} while its new values were on their way. Change parameters in the forward of "
-                    f"their own module, or behind a call of state_dict() or train(); or build the hook with "
-                    f"overlap_forward=False"
-                )
-
-    @property
-    def arriving(self) -> bool:
-        """Whether a share has begun and not been finished."""
-        return self._arriving is not None
 
     def indices_of(self, params: Sequence[torch.Tensor]) -> list[int]:
         """Return the indices of those of these parameters that the optimizer has."""
         return [self._index_of[param] for param in params if param in self._index_of]
-
-    def wait_for(self, tensors: Sequence[int]) -> None:
-        """Wait until the new values of these tensors have arrived; for others than those of buckets, that of all.
-
-        Raises:
-            PeerLostError: if a rank is gone.
-        """
-        if self._arriving is None:
-            return
-        try:
-            for tensor in tensors:
-                place = self._place.get(tensor)
-                if place is None:
-                    for route in self._in_order():
-                        route.wait()
-                    self._arriving.wait()
-                    self._refuse_written(list(self._versions))
-                    return
-                # Also until peers have what this rank owns: a module may change its own weights.
-                place[0].wait()
-                self._refuse_written(place[0].tensors)
-        except BaseException as error:
-            self.break_off(error)
-            raise
-
-    def still_arriving(self) -> frozenset[torch.Tensor]:
-        """Return the parameters of buckets that are on their way, and that nobody has waited for yet."""
-        if self._arriving is None:
-            return frozenset()
-        return frozenset([param for route in self._in_order() if route.is_arriving for param in route.params])
 
     # ------------------------------------------------------------------ gradients
 
@@ -821,8 +751,12 @@ class Pipeline:
             )
 
 
-def _carrier_for(control: Control, traffic: Traffic, device: torch.device, backward: Backward) -> Carrier:
+def _carrier_for(
+    control: Control, traffic: Traffic, device: torch.device, backward: Backward, *, reads: bool
+) -> Carrier:
     """Choose by what the group can do with tensors on a device."""
+    if reads:
+        return SameHostCarrier(control, backward)
     if control.ranks.sends_tagged(device):
         return MessageCarrier(control, traffic, backward)
     return CollectiveCarrier(control, traffic, device, backward)

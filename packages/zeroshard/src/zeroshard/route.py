@@ -103,7 +103,7 @@ class Route:
         self._pieces = [piece.tensor for piece in self._owned.values()]
         self.portion = Portion(local, list(self._owned.values()))
         self._share: Broadcast | None = None
-        self._sent = self._arrived = False
+        self._sent = False
         self._wanted: tuple[tuple[int, tuple[bool, ...]], list[torch.Tensor | None]] | None = None
         segments: list[Segment] = []
         for index, param in zip(self.tensors, self.params, strict=True) if self._make is not None else ():
@@ -157,7 +157,7 @@ class Route:
         if self._share is None:
             torch.autograd.graph.increment_version(self.params)
             self._share = self._broadcaster.begin() if self._broadcaster is not None else None
-            self._sent = self._arrived = False
+            self._sent = False
 
     def send(self) -> None:
         """Send this rank's values of what it owns. No-op if done."""
@@ -165,20 +165,6 @@ class Route:
         if self._share is not None and not self._sent:
             self._sent = True
             self._share.send()
-
-    @property
-    def is_arriving(self) -> bool:
-        """Whether new values of parameters are on their way that nobody has waited for."""
-        return self._share is not None and self._sent and not self._arrived
-
-    def fetch(self) -> None:
-        """As :meth:`arrive`, on behalf of peers that wait for their values to be read: nobody here has waited for them.
-
-        Another thread may call it.
-        """
-        share = self._share
-        if share is not None:
-            share.arrive()
 
     def arrive(self) -> None:
         """Wait until the others' values have arrived. No-op if nothing is on its way.
@@ -188,7 +174,6 @@ class Route:
         """
         if self._share is not None:
             self._share.arrive()
-            self._arrived = True
 
     def wait(self) -> None:
         """As :meth:`arrive`, and until this rank's own values may be changed.

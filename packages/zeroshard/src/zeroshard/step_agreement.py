@@ -84,15 +84,13 @@ def share_parameters(
     problem, verdict = failure, None
     try:
         try:
-            pipeline.begin_share() if pipeline is not None else replicas.share()
+            pipeline.share() if pipeline is not None else replicas.share()
         except PeerLostError as error:
             problem = problem or error
         # Also where this rank has nothing to wait for: others may still be reading what it owns.
         verdict = control.inconsistency(
             "the end of step()", declared, error=problem, detail=in_words, explain=explain_configs
         )
-        if pipeline is not None and pipeline.arriving and (verdict is not None or not pipeline.defers):
-            pipeline.finish_share()
         if verdict is not None:
             raise verdict
     except PeerLostError as error:

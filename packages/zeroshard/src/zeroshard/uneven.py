@@ -354,8 +354,6 @@ class UnevenInputs:
         self.has_shadowed = True
         with engine.as_shadow():
             engine.step(groups, None, given.arguments, gradients=given.gradients if engine.pipeline is None else None)
-        # Nobody reads parameters of a rank without data before the others' next call.
-        engine.finish_share()
 
     def forget_what_others_used(self) -> None:
         """Take the others' marks out of what DDP contributes the next time of this rank's used parameters.

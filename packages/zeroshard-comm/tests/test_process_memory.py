@@ -10,11 +10,15 @@ import sys
 
 import pytest
 import torch
-from zeroshard_comm import cross_memory
-from zeroshard_comm.cross_memory import SWITCH, machine, read_into
+from zeroshard_comm import process_memory
+from zeroshard_comm.process_memory import SWITCH, ProcessMemory, machine
 
 HAS_IT = sys.platform.startswith("linux") and hasattr(ctypes.CDLL(None), "process_vm_readv")
 pytestmark = pytest.mark.skipif(not HAS_IT, reason="this system has no process_vm_readv")
+
+
+def read_into(buffer: torch.Tensor, process: int, address: int) -> None:
+    ProcessMemory(process, [(buffer.data_ptr(), address, buffer.nbytes)]).read()
 
 
 def test_memory_is_read_as_it_is() -> None:
@@ -54,13 +58,13 @@ def test_a_process_that_has_ended() -> None:
 
 def test_the_switch_and_systems_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(SWITCH, raising=False)
-    program = "from zeroshard_comm.cross_memory import machine; print(machine())"
+    program = "from zeroshard_comm.process_memory import machine; print(machine())"
     other = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert machine() == int(other.stdout) != 0
     monkeypatch.setenv(SWITCH, "0")
     assert machine() == 0
     monkeypatch.delenv(SWITCH)
-    monkeypatch.setattr(cross_memory, "_libc", lambda: None)
+    monkeypatch.setattr(process_memory, "_libc", lambda: None)
     assert machine() == 0
     with pytest.raises(OSError, match="no process_vm_readv"):
         read_into(torch.zeros(10), os.getpid(), 16)

@@ -1,0 +1,70 @@
+"""Tagged messages from one rank to another: of one tag and pair of ranks they are matched in order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from zeroshard_comm.errors import lost, wait_for
+from zeroshard_comm.process_group import RankGroup
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Message:
+    """A send or a receive under way. Its buffer belongs to it until :meth:`wait` has returned.
+
+    Attributes:
+        ranks: the group.
+        peer: group rank at the other end.
+        work: what torch returned.
+    """
+
+    ranks: RankGroup
+    peer: int
+    work: dist.Work | None
+
+    def wait(self, operation: str) -> None:
+        """Return when the buffer has been filled, or may be changed.
+
+        Args:
+            operation: what the ranks are doing, for the message of an error.
+
+        Raises:
+            PeerLostError: if the peer is gone, or was too late.
+        """
+        wait_for(self.work, self.peer, self.ranks.rank, operation)
+
+
+def send(ranks: RankGroup, peer: int, buffer: torch.Tensor, tag: int, operation: str) -> Message:
+    """Send a tensor.
+
+    Args:
+        ranks: the group; its backend matches messages by tag.
+        peer: group rank.
+        buffer: contiguous.
+        tag: of the message.
+        operation: what the ranks are doing, for the message of an error.
+
+    Raises:
+        PeerLostError: if the peer is gone.
+    """
+    try:
+        return Message(ranks, peer, dist.isend(buffer, group=ranks.group, group_dst=peer, tag=tag))
+    except RuntimeError as failure:
+        raise lost(failure, peer, ranks.rank, operation) from failure
+
+
+def receive(ranks: RankGroup, peer: int, buffer: torch.Tensor, tag: int, operation: str) -> Message:
+    """Receive a tensor, of the length that the peer sends; as :func:`send`.
+
+    gloo starts a send only once its receive is posted, so receives come first.
+
+    Raises:
+        PeerLostError: if the peer is gone.
+    """
+    try:
+        return Message(ranks, peer, dist.irecv(buffer, group=ranks.group, group_src=peer, tag=tag))
+    except RuntimeError as failure:
+        raise lost(failure, peer, ranks.rank, operation) from failure
