@@ -9,8 +9,9 @@ import time
 from collections.abc import Callable
 
 import pytest
+import torch
 import torch.distributed as dist
-from zeroshard_comm import Control, DisagreementError, PeerLostError, Position, RankGroup
+from zeroshard_comm import Control, DisagreementError, PeerLostError, Position, RankGroup, word_ring
 from zeroshard_testing import Faults
 
 
@@ -26,15 +27,30 @@ def explain(here: str, there: str, rank: int, other: int) -> str:
     return f"{here} on {rank}, {there} on {other}"
 
 
+@pytest.fixture(params=["ring", "rounds"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How ranks agree from the second time on."""
+    way: str = request.param
+    monkeypatch.setattr(word_ring, "MOST_RANKS", 16 if way == "ring" else 1)
+    return way
+
+
 @pytest.mark.ranks(1, 2, 4, 5, backend="gloo")
-def test_ranks_that_are_alike_go_on_and_send_one_word_in_each_round(world_size: int) -> None:
+def test_ranks_that_are_alike_go_on_and_send_a_word_in_each_round_or_make_one_collective(
+    world_size: int, way: str
+) -> None:
     control = Control(RankGroup.of())
-    for digest in (0, 2**63 - 1):
+    for number, digest in enumerate((0, 2**63 - 1)):
+        before = control.traffic.of("control")
         control.check_consistent("step()", digest, detail=lambda: pytest.fail("nobody asked"))
-    sent = control.traffic.of("control")
-    rounds = math.ceil(math.log2(world_size))
-    assert sent.bytes_sent == sent.bytes_received == 2 * 8 * rounds
-    assert sent.calls == 2 * 2 * rounds
+        sent = control.traffic.of("control") - before
+        rounds = math.ceil(math.log2(world_size))
+        if number and way == "ring" and world_size > 1:
+            assert (sent.bytes_sent, sent.bytes_received, sent.calls) == (8, 8, 1)
+        else:
+            # The word, and which rank was lost, if any.
+            assert sent.bytes_sent == sent.bytes_received == 16 * rounds
+            assert sent.calls == 2 * rounds
 
 
 ERRORS: dict[str, tuple[Callable[[], Exception], type[Exception], str]] = {
@@ -109,8 +125,10 @@ def test_a_rank_that_calls_something_else_meets_those_who_look_for_hands(rank: i
 
 
 @pytest.mark.ranks(1, 2, 3, 4, 5, 8, backend="gloo")
+@pytest.mark.usefixtures("way")
 def test_numbers_of_all_ranks_come_to_all_in_rank_order(rank: int, world_size: int) -> None:
     control = Control(RankGroup.of())
+    control.check_consistent("a test")
     mine = [rank, -rank, 2**62 + rank]
     assert control.all_gather_ints(mine, "a test") == [[r, -r, 2**62 + r] for r in range(world_size)]
     floats = control.all_gather_float(0.1 * rank if rank else float("nan"), "a test")
@@ -126,18 +144,25 @@ CALLS: dict[str, Callable[[Control, int], object]] = {
 
 @pytest.mark.ranks(2, 3, 4, 5, backend="gloo")
 @pytest.mark.parametrize("call", CALLS)
-def test_all_ranks_learn_of_a_killed_one_in_the_same_agreement(rank: int, faults: Faults, call: str) -> None:
+def test_all_ranks_learn_of_a_killed_one_in_the_same_agreement(rank: int, faults: Faults, call: str, way: str) -> None:
     # They live on: nobody's end tells the others.
     control = Control(RankGroup.of())
     control.check_consistent("warming up")
     faults.kill(rank=1, at="send")
-    with pytest.raises(PeerLostError, match="rank 1"):
+    if way == "ring" and rank == 1:
+        dist.isend(torch.zeros(1), 0)
+    with pytest.raises(PeerLostError, match="lost rank 1"):
+        CALLS[call](control, rank)
+    with pytest.raises(PeerLostError):
         CALLS[call](control, rank)
 
 
 @pytest.mark.ranks(4, 5, backend="gloo")
 @pytest.mark.parametrize("call", CALLS)
-def test_nobody_waits_for_a_rank_that_is_killed_between_two_rounds(rank: int, faults: Faults, call: str) -> None:
+def test_nobody_waits_for_a_rank_that_is_killed_between_two_rounds(
+    rank: int, faults: Faults, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(word_ring, "MOST_RANKS", 1)
     # Its word is out, so ranks may rightly have agreed with it.
     control = Control(RankGroup.of())
     control.check_consistent("warming up")
@@ -194,10 +219,12 @@ def test_on_a_fake_group_a_rank_hears_itself_alone() -> None:
 
 
 @pytest.mark.ranks(2, 3, backend="gloo", checks="no:messages")
-def test_nobody_is_blamed_where_it_is_not_known_who_was_lost(rank: int) -> None:
+def test_nobody_is_blamed_where_it_is_not_known_who_was_lost(rank: int, way: str) -> None:
     control = Control(RankGroup.of())
+    control.check_consistent("warming up")
     error = PeerLostError("some collective could not be finished") if rank == 1 else None
-    told = "some collective" if rank == 1 else "another rank has lost a rank, whose process"
+    others = "lost another rank during" if way == "ring" else "another rank has lost a rank, whose process"
+    told = "some collective" if rank == 1 else others
     with pytest.raises(PeerLostError, match=told):
         control.check_consistent("the end of step()", error=error)
     dist.barrier()

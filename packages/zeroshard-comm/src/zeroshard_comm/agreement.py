@@ -3,20 +3,21 @@
 A rank that finds its input bad must not simply raise: its peers would wait for it. So every collective method of an
 object begins with an *agreement*. The ranks combine one 64-bit word: 31 bits of a digest of what each is about to do,
 the complement of these bits, and one bit that says "failed". After a bitwise OR no bit of the digest stands beside the
-same bit of the complement exactly if all digests are equal. The OR travels in rounds of doubling distance: in round k
-each rank sends what it has to the rank 2^k further on, so after log2 N rounds, of one message sent and one received,
-every rank has the words of all (the dissemination barrier: D. Hensgen, R. Finkel, U. Manber, Two algorithms for barrier
-synchronization, 1988). Only after a difference texts follow: to rank 0, which decides, and back.
+same bit of the complement exactly if all digests are equal. Few ranks combine their words by one all-reduce, see
+:mod:`zeroshard_comm.word_ring`; the first agreement, and those of many ranks, travel in rounds of doubling distance: in
+round k each rank sends what it has to the rank 2^k further on, so after log2 N rounds, of one message sent and one
+received, every rank has the words of all (the dissemination barrier: D. Hensgen, R. Finkel, U. Manber, Two algorithms
+for barrier synchronization, 1988). Only after a difference texts follow: to rank 0, which decides, and back.
 
-A rank that is lost is noticed by those that wait for its words. They go on with a word that says so, and since that is
-done in every round, all ranks learn of one that has sent none in the same agreement. Of one that is lost between two
-rounds some may learn later: its word is out, and they have agreed with it.
+A rank that is lost is noticed by those that wait for its words, and they tell the others in the same agreement. Of one
+that is lost between two rounds some may learn later: its word is out, and they have agreed with it.
 """
 
 from __future__ import annotations
 
 import json
 import struct
+import time
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -24,11 +25,13 @@ from dataclasses import dataclass
 
 import torch
 
+from zeroshard_comm import word_ring
 from zeroshard_comm.errors import DifferentCallsError, DisagreementError, PeerLostError, builtin_name, rebuild_exception
 from zeroshard_comm.process_group import RankGroup
-from zeroshard_comm.rounds import Rounds
+from zeroshard_comm.rounds import SOMEBODY, Rounds
 from zeroshard_comm.traffic import Traffic
 from zeroshard_comm.verdict import OWN, Explain, Reason, verdict
+from zeroshard_comm.word_ring import WordRing
 
 TAG_WORD = 0x5A530001
 TAG_INTS = 0x5A530004
@@ -36,12 +39,6 @@ TAG_INTS = 0x5A530004
 _DIGEST_BITS = 31
 _DIGEST = (1 << _DIGEST_BITS) - 1
 _FAILED = 1 << 62
-_LOST = 1 << 63
-"""With it, a word says only which rank was lost."""
-
-
-_SOMEBODY = _DIGEST
-"""In place of the rank that was lost, where it is not known."""
 
 
 def word_of(digest: int | None, *, failed: bool) -> int:
@@ -167,11 +164,11 @@ class Control:
             return error
         with self.ranks.context.one_at_a_time(operation):
             if isinstance(error, PeerLostError):
-                # The others are to know of it, too, though this rank has nothing to hear.
-                self._combine(operation, digest, failed=True, lost=_SOMEBODY if error.peer is None else error.peer)
+                self._tell_of(error, operation)
                 return error
             combined = self._combine(operation, digest, failed=error is not None)
             if is_unanimous(combined) and not combined & _FAILED:
+                self._connect()
                 return None
             kind, text = (builtin_name(error), str(error)) if error is not None else ("", "")
             held = "" if is_unanimous(combined) else detail()
@@ -205,8 +202,13 @@ class Control:
         Raises:
             PeerLostError: if a rank is gone.
         """
-        gathered = self._all_gather(torch.tensor(numbers, dtype=torch.int64, device="cpu"), operation)
-        return [row.tolist() for row in gathered]
+        if self.alone:
+            return [list(numbers)]
+        rows = torch.zeros((self.ranks.world_size, len(numbers)), dtype=torch.int64, device="cpu")
+        rows[self.ranks.rank] = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        with self.ranks.context.one_at_a_time(operation):
+            combined: list[list[int]] = self._or(rows.view(-1), TAG_INTS, operation).view_as(rows).tolist()
+        return combined
 
     def all_gather_float(self, number: float, operation: str) -> list[float]:
         """Bring a number of every rank to every rank, as :meth:`all_gather_ints`.
@@ -218,52 +220,37 @@ class Control:
         gathered = self.all_gather_ints([bits], operation)
         return [struct.unpack("<d", struct.pack("<q", row[0]))[0] for row in gathered]
 
-    def _combine(self, operation: str, digest: int | None, *, failed: bool, lost: int | None = None) -> int:
-        """The OR of the words of all ranks; if this one has lost another one, that is passed on."""
+    def _combine(self, operation: str, digest: int | None, *, failed: bool) -> int:
+        """The OR of the words of all ranks."""
         code = zlib.crc32(f"{operation} {self.position} {digest}".encode())
-        word = word_of(None if digest is None else code, failed=failed) if lost is None else _LOST | lost
+        word = word_of(None if digest is None else code, failed=failed)
+        return int(self._or(torch.tensor([word], dtype=torch.int64, device="cpu"), TAG_WORD, operation))
 
-        def message(_: int) -> torch.Tensor:
-            return torch.tensor([word - (1 << 64) if word & _LOST else word], dtype=torch.int64, device="cpu")
+    def _or(self, numbers: torch.Tensor, tag: int, operation: str) -> torch.Tensor:
+        ring = self.ranks.context.ring
+        if ring is None:
+            return self._rounds.combine(numbers, tag, operation)
+        started = time.perf_counter()
+        ring.combine(numbers, operation)
+        nbytes, waited = numbers.nbytes, time.perf_counter() - started
+        self.traffic.add("control", sent=nbytes, received=nbytes, calls=1, waited=waited)
+        return numbers
 
-        def is_lost() -> bool:
-            return word >= _LOST
+    def _tell_of(self, error: PeerLostError, operation: str) -> None:
+        """Let the others know that a rank was lost; this one has nothing to hear."""
+        ring = self.ranks.context.ring
+        if ring is not None:
+            ring.close()
+            return
+        with suppress(PeerLostError):
+            lost = SOMEBODY if error.peer is None else 1 + error.peer
+            self._rounds.combine(torch.zeros(1, dtype=torch.int64, device="cpu"), TAG_WORD, operation, lost=lost)
 
-        for received in self._rounds.run(message, is_lost, TAG_WORD, operation, forward=True):
-            theirs = int(received) & (1 << 64) - 1 if isinstance(received, torch.Tensor) else _LOST | received
-            word = theirs if theirs & _LOST else word if word & _LOST else word | theirs
-        if word & _LOST and lost is None:
-            peer = word & ~_LOST
-            raise self._rounds.error_for(None if peer == _SOMEBODY else peer, operation)
-        return word
-
-    def _all_gather(self, mine: torch.Tensor, operation: str) -> list[torch.Tensor]:
-        """Rows of all ranks: in round k each rank passes on those of the 2^k ranks from itself on (Bruck's way)."""
-        if self.alone:
-            return [mine]
-        size = self.ranks.world_size
-        # The first number of each message is the rank that was lost, counted from 1, if one was.
-        rows, gone = [mine], 0
-
-        def message(distance: int) -> torch.Tensor:
-            count = min(distance, size - distance)
-            passed = [*rows, *[torch.zeros_like(mine)] * (count - len(rows))][:count]
-            return torch.cat([torch.tensor([gone], dtype=torch.int64, device="cpu"), *passed])
-
-        def is_lost() -> bool:
-            return gone > 0
-
-        with self.ranks.context.one_at_a_time(operation):
-            for received in self._rounds.run(message, is_lost, TAG_INTS, operation, forward=False):
-                if isinstance(received, int):
-                    gone = received + 1
-                else:
-                    gone = gone or int(received[0])
-                    rows += received[1:].split(mine.numel())
-        if gone:
-            raise self._rounds.error_for(gone - 1, operation)
-        rank = self.ranks.rank
-        return [rows[(other - rank) % size] for other in range(size)]
+    def _connect(self) -> None:
+        """Go on with a ring, now that all ranks have agreed in rounds, if they are few."""
+        context, channel = self.ranks.context, self.channel
+        if context.ring is None and channel is not None and channel.world_size <= word_ring.MOST_RANKS:
+            context.ring = WordRing(channel)
 
     def _exchange_errors(
         self,

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,16 @@ from zeroshard_comm._torch_private import timeout_of
 _TAG_SHIFT, _TAG_OFFSETS = 12, 1 << 16
 
 
+class Ring(Protocol):
+    """Combines numbers of all ranks; see :class:`zeroshard_comm.word_ring.WordRing`."""
+
+    def combine(self, numbers: torch.Tensor, operation: str) -> None:
+        """Replace numbers by those of all ranks."""
+
+    def close(self) -> None:
+        """Let all others know that a rank was lost."""
+
+
 @dataclass
 class GroupContext:
     """What all users of one process group share; all ranks change it in the same order. See `RankGroup.context`.
@@ -27,11 +38,13 @@ class GroupContext:
     Attributes:
         readable: the processes of peers whose memory this rank reads: of all where every rank reads from every other,
             else of none; None before they have tried.
+        ring: combines words of all ranks, once they have agreed for the first time and are few.
         abandoned: messages that nobody waits for after a rank was lost, and what they send.
         optimizers: how many were built on the group.
     """
 
     readable: Mapping[int, int] | None = None
+    ring: Ring | None = None
     abandoned: list[object] = field(default_factory=list)
     optimizers: int = 0
     _private: dict[tuple[str, str], RankGroup] = field(default_factory=dict)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 
 import torch
@@ -15,6 +16,9 @@ from zeroshard_comm.traffic import Traffic
 
 TAG_LENGTH = 0x5A530002
 TAG_TEXT = 0x5A530003
+
+SOMEBODY = 1 << 32
+"""In place of the rank that was lost, where it is not known."""
 
 
 class Rounds:
@@ -29,52 +33,43 @@ class Rounds:
         self._channel, self._traffic = channel, traffic
         self._lost: dict[int, PeerLostError] = {}
 
-    def run(
-        self,
-        message: Callable[[int], torch.Tensor],
-        is_lost: Callable[[], bool],
-        tag: int,
-        operation: str,
-        *,
-        forward: bool,
-    ) -> Iterator[torch.Tensor | int]:
-        """Send a message to the ranks at distance 1, 2, 4 ... in turn, and receive one from as far on the other side.
+    def combine(self, numbers: torch.Tensor, tag: int, operation: str, *, lost: int = 0) -> torch.Tensor:
+        """Return the bitwise OR over all ranks. Collective, in log2 N rounds of one message sent and one received.
 
-        What was received, or which rank was lost, is yielded before the next message is asked for. After the last one,
-        whatever a rank passes on in the first round has come to all.
+        In round k each rank sends what it has to the rank 2^k further on. A rank that has lost another one says so in
+        place of numbers, and waits for nobody any more.
 
         Args:
-            message: from a distance to what is sent there, of the same length and dtype on all ranks.
-            is_lost: tells whether a rank was lost, here or elsewhere: then this rank tells the others, and waits for
-                nobody any more.
+            numbers: 64-bit integers, as many on every rank.
             tag: of the messages.
             operation: what the ranks are doing, for messages of errors.
-            forward: whether messages go to higher ranks.
+            lost: 1 + a rank that this one has lost before, or :data:`SOMEBODY`.
+
+        Raises:
+            PeerLostError: if a rank is gone.
         """
         rank, size = self._channel.rank, self._channel.world_size
-        started, sent, rounds = time.perf_counter(), 0, 0
+        mine = torch.cat([torch.tensor([lost], dtype=torch.int64, device="cpu"), numbers])
+        started = time.perf_counter()
         sends: list[tuple[int, dist.Work | None, torch.Tensor]] = []
-        distance = 1
-        while distance < size:
-            there, here = (rank + distance) % size, (rank - distance) % size
-            target, source = (there, here) if forward else (here, there)
-            payload = message(distance)
-            room = torch.empty_like(payload)
+        for number in range(math.ceil(math.log2(size))):
+            target, source = (rank + (1 << number)) % size, (rank - (1 << number)) % size
+            payload, room = mine.clone(), torch.empty_like(mine)
             # gloo starts a send only once its receive is posted, so receives come first.
             receive = self._issued(dist.irecv, room, source, tag, operation)
-            send = self._issued(dist.isend, payload, target, tag, operation)
-            sends.append((target, send, payload))
-            if is_lost():
+            sends.append((target, self._issued(dist.isend, payload, target, tag, operation), payload))
+            if lost:
                 # Posted all the same: whoever sends that waits until it is received.
                 self._channel.context.abandoned.append((receive, room))
-            else:
-                try:
-                    wait_for(receive, source, rank, operation)
-                except PeerLostError as error:
-                    self._lost.setdefault(source, error)
-                yield next((peer for peer in (source, target) if peer in self._lost), room)
-            rounds, sent, distance = rounds + 1, sent + payload.nbytes, 2 * distance
-        if is_lost():
+                continue
+            try:
+                wait_for(receive, source, rank, operation)
+            except PeerLostError as error:
+                self._lost.setdefault(source, error)
+            lost = next((1 + peer for peer in (source, target) if peer in self._lost), int(room[0]))
+            mine |= room
+            mine[0] = lost
+        if lost:
             # They may arrive when this object is gone, or never.
             self._channel.context.abandoned += sends
             sends = []
@@ -82,7 +77,12 @@ class Rounds:
             # Whoever is gone now is missed by the next agreement, if by nothing else.
             with suppress(PeerLostError):
                 wait_for(work, peer, rank, operation)
-        self._traffic.add("control", sent=sent, received=sent, calls=2 * rounds, waited=time.perf_counter() - started)
+        calls = 2 * math.ceil(math.log2(size))
+        nbytes = mine.nbytes * calls // 2
+        self._traffic.add("control", sent=nbytes, received=nbytes, calls=calls, waited=time.perf_counter() - started)
+        if lost:
+            raise self._error_for(None if lost == SOMEBODY else lost - 1, operation)
+        return mine[1:]
 
     def _issued(
         self, issue: Callable[..., dist.Work | None], payload: torch.Tensor, peer: int, tag: int, operation: str
@@ -102,7 +102,7 @@ class Rounds:
         except RuntimeError as failure:
             raise lost(failure, peer, self._channel.rank, operation) from failure
 
-    def error_for(self, peer: int | None, operation: str) -> PeerLostError:
+    def _error_for(self, peer: int | None, operation: str) -> PeerLostError:
         """Make the error for a rank that was lost, by this rank or another one; None if nobody knows which."""
         if peer in self._lost:
             return self._lost.pop(peer)
