@@ -48,11 +48,11 @@ def test_owners_hold_the_mean(rank: int, world_size: int, dtype: torch.dtype) ->
     reduction = CollectiveReducer(choose_private_group(ranks, CPU), control, traffic, runs, bucket, 70)
     for number in range(2):
         bucket = values_of(rank, end, dtype)
-        note = BucketHeader((1, 2, number, rank), tuple(place == rank for place in range(70)))
+        note = BucketHeader(1, number, tuple(place == rank for place in range(70)), may_step=rank == 1)
         underway = reduction.begin(bucket, note)
-        notes = underway.headers()
-        underway.finish()
-        assert [found.words for found in notes] == [(1, 2, number, other) for other in range(world_size)]
+        notes = underway.finish()
+        assert [(found.backward, found.bucket) for found in notes] == [(1, number)] * world_size
+        assert [found.may_step for found in notes] == [other == 1 for other in range(world_size)]
         assert [found.present.index(True) for found in notes] == list(range(world_size))
         expected = mean(world_size, end, dtype)
         for run in runs:

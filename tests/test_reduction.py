@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from zeroshard_comm import BucketHeader, MessageReducer, PeerLostError, RankGroup, ReceiveWindow, Traffic, window_bytes
 from zeroshard_comm.bits import pack_bits, unpack_bits
-from zeroshard_comm.message_reducer import CHUNK_BYTES
+from zeroshard_comm.packing import CHUNK_BYTES
 from zeroshard_core import Run
 from zeroshard_testing import Faults
 
@@ -22,13 +22,16 @@ def reduced(runs: list[Run], values: torch.Tensor, *, window: int = 2 * CHUNK_BY
     receives = ReceiveWindow(ranks)
     receives.limit(window)
     reduction = MessageReducer(ranks, runs, values.dtype, tensors, receives, Traffic())
-    note = BucketHeader((1, 2, 3, ranks.rank), tuple(place == ranks.rank for place in range(tensors)))
+    note = BucketHeader(1, 3, tuple(place == ranks.rank for place in range(tensors)), is_shadow=ranks.rank == 1)
     bucket = values.clone()
     underway = reduction.begin(bucket, note)
-    notes = underway.headers()
-    assert [found.words for found in notes] == [(1, 2, 3, rank) for rank in range(ranks.world_size)]
-    assert all(found.present[rank] == (rank < tensors) for rank, found in enumerate(notes) if rank < tensors)
-    underway.finish()
+    notes = underway.finish()
+    if any(run.rank == ranks.rank for run in runs):
+        assert [(found.backward, found.bucket) for found in notes] == [(1, 3)] * ranks.world_size
+        assert [found.is_shadow for found in notes] == [rank == 1 for rank in range(ranks.world_size)]
+        assert all(found.present[rank] for rank, found in enumerate(notes) if rank < tensors)
+    else:
+        assert notes == [note]
     underway.close()
     return bucket
 
@@ -95,14 +98,13 @@ def test_a_window_holds_no_more_than_its_limit(rank: int) -> None:
     numel = 5 * CHUNK_BYTES // 4
     reduction = MessageReducer(ranks, [Run(3, 0, numel)], torch.float32, 1, window, Traffic())
     bucket = torch.full((numel,), rank + 1.0)
-    underway = reduction.begin(bucket, BucketHeader((0, 0, 0, 0), (True,)))
+    underway = reduction.begin(bucket, BucketHeader(1, 0, (True,)))
     assert (0 < window._held <= 2 * CHUNK_BYTES) if rank == 3 else window._held == 0
-    underway.headers()
     underway.finish()
     underway.close()
     assert window._held == 0
     assert torch.equal(bucket, torch.full((numel,), 2.5 if rank == 3 else rank + 1.0))
-    assert sum(map(len, window._free.values())) <= 2
+    assert len(window._free[CHUNK_BYTES]) <= 2
 
 
 @pytest.mark.ranks(2, backend="gloo")
@@ -112,11 +114,10 @@ def test_buckets_follow_each_other_from_two_threads(rank: int) -> None:
     window.limit(2 * CHUNK_BYTES)
     reduction = MessageReducer(ranks, [Run(0, 0, 40), Run(1, 40, 100_000)], torch.float64, 1, window, Traffic())
     buckets = [values_of(rank, 100_000) * number for number in range(20)]
-    waiting = [reduction.begin(bucket, BucketHeader((0, 0, 0, 0), (True,))) for bucket in buckets]
+    waiting = [reduction.begin(bucket, BucketHeader(1, 0, (True,))) for bucket in buckets]
 
     def finish() -> None:
         for underway in waiting:
-            underway.headers()
             underway.finish()
 
     worker = threading.Thread(target=finish)

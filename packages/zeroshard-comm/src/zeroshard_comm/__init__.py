@@ -6,7 +6,6 @@ from zeroshard_comm.choice import choose_broadcaster, choose_private_group
 from zeroshard_comm.collective_reducer import CollectiveReducer
 from zeroshard_comm.errors import DifferentCallsError, DisagreementError, PeerLostError
 from zeroshard_comm.interfaces import (
-    HEADER_WORDS,
     Broadcast,
     BucketHeader,
     BucketReduceWork,
@@ -27,7 +26,6 @@ from zeroshard_comm.words import Words
 
 __all__ = [
     "CHUNK_BYTES",
-    "HEADER_WORDS",
     "PACK_BELOW",
     "WORTH_READING",
     "Broadcast",

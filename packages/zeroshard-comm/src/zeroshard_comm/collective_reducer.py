@@ -95,13 +95,10 @@ class _CollectiveWork(BucketReduceWork):
     ) -> None:
         self._reducer, self._buffer, self._words, self._works = reducer, buffer, words, works
 
-    def headers(self) -> list[BucketHeader]:
-        tensors = self._reducer.tensors
-        return [BucketHeader.from_words(words, tensors) for words in self._words.wait()]
-
-    def finish(self) -> None:
+    def finish(self) -> list[BucketHeader]:
+        headers = [BucketHeader.from_words(words, self._reducer.tensors) for words in self._words.wait()]
         if not self._works:
-            return
+            return headers
         started = time.perf_counter()
         works, self._works = self._works, []
         for work in works:
@@ -110,6 +107,7 @@ class _CollectiveWork(BucketReduceWork):
         for crate in self._reducer.crates:
             if crate.owner == self._reducer.ranks.rank:
                 foreach_copy_([self._buffer[start:stop] for start, stop in crate.ranges], crate.slots)
+        return headers
 
     def close(self) -> None:
         """Do nothing: a collective that has been finished has been sent."""

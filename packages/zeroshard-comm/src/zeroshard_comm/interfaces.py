@@ -30,48 +30,47 @@ class Segment:
     buffer: torch.Tensor
 
 
-HEADER_WORDS = 4
-"""Numbers in a header, 64-bit integers."""
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class BucketHeader:
     """What a rank tells the others with a bucket.
 
     Attributes:
-        words: ``HEADER_WORDS`` numbers.
+        backward: number of the backward, from 1.
+        bucket: number of the bucket in it, from 0.
         present: per tensor of the bucket, whether this rank has a gradient for it.
+        may_step: whether this rank may step during this backward.
+        is_shadow: whether this rank has no backward of its own, since it has run out of data.
     """
 
-    words: tuple[int, ...]
+    backward: int
+    bucket: int
     present: tuple[bool, ...]
+    may_step: bool = False
+    is_shadow: bool = False
 
     def to_words(self) -> list[int]:
-        """Return it as 64-bit integers."""
-        return [*self.words, *pack_bits(self.present)]
+        """Return it as 64-bit integers; as many for each bucket of as many tensors."""
+        return [self.backward, self.bucket, *pack_bits((self.may_step, self.is_shadow, *self.present))]
 
     @classmethod
     def from_words(cls, words: Sequence[int], tensors: int) -> BucketHeader:
         """Return what :meth:`to_words` has written, of a bucket of so many tensors."""
-        return cls(tuple(words[:HEADER_WORDS]), unpack_bits(words[HEADER_WORDS:], tensors))
+        may_step, is_shadow, *present = unpack_bits(words[2:], 2 + tensors)
+        return cls(words[0], words[1], tuple(present), may_step, is_shadow)
 
 
 class BucketReduceWork(ABC):
     """One bucket on its way to its owners. The bucket belongs to it until it is closed."""
 
     @abstractmethod
-    def headers(self) -> list[BucketHeader]:
-        """Wait on the host for the headers of all ranks, in rank order; on a fake group there is this rank's own.
-
-        Raises:
-            PeerLostError: if a rank is gone.
-        """
-
-    @abstractmethod
-    def finish(self) -> None:
+    def finish(self) -> list[BucketHeader]:
         """Wait for what this rank owns; the bucket then holds there the mean over all ranks, elsewhere anything.
 
         On an accelerator the current stream is ordered behind that.
+
+        Returns:
+            The headers of all ranks, in rank order. Where a rank owns nothing of the bucket, they may be its own alone,
+            as on a fake group.
 
         Raises:
             PeerLostError: if a rank is gone.

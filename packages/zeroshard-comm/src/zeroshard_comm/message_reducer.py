@@ -2,10 +2,10 @@
 
 Every rank sends each owner its values of what that rank owns, straight from the bucket where they lie together, packed
 where they are small; owners add up what arrives, in ascending rank order, so that sums do not depend on the plan.
-Ahead goes a *header* from every rank to every other: a few numbers, and one byte per tensor of the bucket.
+A *header* travels with the first message to each owner: a few numbers, and one bit per tensor of the bucket.
 
-Messages are tagged, and of one tag and pair of ranks they are matched in order. Headers and gradients have a tag each,
-and both are posted bucket by bucket in the order of :meth:`MessageReducer.begin`, which must be the same on all ranks.
+Messages are tagged, and of one tag and pair of ranks they are matched in order: bucket by bucket in the order of
+:meth:`MessageReducer.begin`, which must be the same on all ranks.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ from collections.abc import Sequence
 import torch
 from zeroshard_core import Run
 
-from zeroshard_comm.interfaces import HEADER_WORDS, BucketHeader, BucketReduceWork, GradientReducer
-from zeroshard_comm.messages import Message, receive, send
+from zeroshard_comm.interfaces import BucketHeader, BucketReduceWork, GradientReducer
+from zeroshard_comm.messages import Message, send
 from zeroshard_comm.packing import CHUNK_BYTES, BucketMessage, bucket_messages
 from zeroshard_comm.process_group import RankGroup
-from zeroshard_comm.rank_order import mean_in_rank_order
+from zeroshard_comm.rank_order import Pieces, mean_in_rank_order
 from zeroshard_comm.receive_window import Receive, ReceiveWindow
 from zeroshard_comm.traffic import Traffic
 
-TAG_HEADER = 0x5A530030
 TAG_GRADIENTS = 0x5A530031
 
 
@@ -57,10 +56,13 @@ class MessageReducer(GradientReducer):
         self._messages: dict[int, list[BucketMessage]] = {owner: [] for owner in range(ranks.world_size)}
         for owner, messages in self._messages.items():
             messages += bucket_messages([run for run in runs if run.rank == owner], dtype.itemsize)
+        # So long that every dtype's elements may lie behind it.
+        self.header_words = len(BucketHeader(0, 0, (False,) * tensors).to_words())
+        self.header_words += self.header_words % 2
         self._views: tuple[torch.Tensor, dict[BucketMessage, tuple[torch.Tensor, ...]]] | None = None
 
     def expect(self, *, gradients: bool = True) -> MessageReduceWork:
-        """Post the receives of headers, and those of gradients as the window allows.
+        """Post the receives as the window allows.
 
         The sooner the better, also before there is anything to send: that a receive has been posted is told to the
         sender behind all that this rank is sending already.
@@ -97,27 +99,21 @@ class MessageReduceWork(BucketReduceWork):
     """One bucket on its way; see :meth:`MessageReducer.expect`. Sent once, then finished once, and closed."""
 
     def __init__(self, reducer: MessageReducer, *, gradients: bool) -> None:
-        self._reducer, self._window, self._gradients = reducer, reducer.window, gradients
+        self._reducer, self._window = reducer, reducer.window
         self._buffer: torch.Tensor | None = None
-        self._own_header = BucketHeader((0,) * HEADER_WORDS, (False,) * reducer.tensors)
-        ranks = reducer.ranks
-        words = len(self._own_header.to_words())
-        self._headers = {peer: torch.empty(words, dtype=torch.int64, device="cpu") for peer in ranks.peers}
-        self._arriving_headers = [
-            receive(ranks, peer, arriving, TAG_HEADER + reducer.tags, "backward()")
-            for peer, arriving in self._headers.items()
-        ]
+        self._headers: dict[int, BucketHeader] = {}
         self._sends: list[Message] = []
         # What is sent must live as long as the sends.
         self._staged: list[torch.Tensor] = []
+        # Where somebody else reduces, ranks tell each other headers alone.
+        self._of = reducer.messages_of if gradients else lambda _: (_NOTHING,)
+        ranks, tag = reducer.ranks, TAG_GRADIENTS + reducer.tags
+        ascending = [rank for rank in range(ranks.world_size) if rank != ranks.rank]
         self._arrivals: list[tuple[BucketMessage, list[Receive]]] = []
-        if gradients:
-            ascending = [rank for rank in range(ranks.world_size) if rank != ranks.rank]
-            self._arrivals = [
-                (message, [Receive(peer, message.nbytes, TAG_GRADIENTS + reducer.tags) for peer in ascending])
-                for message in reducer.messages_of(ranks.rank)
-            ]
-            self._window.extend([receive for _, receives in self._arrivals for receive in receives])
+        for message in self._of(ranks.rank):
+            nbytes = message.nbytes + (0 if self._arrivals else 8 * reducer.header_words)
+            self._arrivals.append((message, [Receive(peer, nbytes, tag) for peer in ascending]))
+        self._window.extend([receive for _, receives in self._arrivals for receive in receives])
 
     def send(self, buffer: torch.Tensor, header: BucketHeader) -> None:
         """Send this rank's header, and its values of what others own.
@@ -130,49 +126,28 @@ class MessageReduceWork(BucketReduceWork):
             PeerLostError: if a rank is gone.
         """
         reducer, ranks = self._reducer, self._reducer.ranks
-        self._buffer, self._own_header = buffer, header
-        own = torch.tensor(header.to_words(), dtype=torch.int64, device="cpu")
-        self._staged.append(own)
+        self._buffer, self._headers[ranks.rank] = buffer, header
+        words = header.to_words()
+        words += [0] * (reducer.header_words - len(words))
+        own = torch.tensor(words, dtype=torch.int64, device="cpu").view(buffer.dtype)
+        sent = told = 0
         for peer in ranks.peers:
-            self._send(peer, own, TAG_HEADER)
-        peers = len(ranks.peers)
-        reducer.traffic.add("control", sent=own.nbytes * peers, received=own.nbytes * peers, calls=2 * peers)
-        if not self._gradients:
-            return
-        sent = 0
-        for peer in ranks.peers:
-            for message in reducer.messages_of(peer):
+            first = True
+            for message in self._of(peer):
                 pieces = reducer.pieces(buffer, message)
-                if len(pieces) > 1:
-                    self._staged.append(torch.cat(pieces))
-                self._send(peer, (self._staged[-1] if len(pieces) > 1 else pieces[0]).view(torch.uint8), TAG_GRADIENTS)
-                sent += message.nbytes
-        reducer.traffic.add(
-            "reduce",
-            sent=sent,
-            received=sum(receive.nbytes for _, receives in self._arrivals for receive in receives),
-            calls=len(self._sends) - peers + sum(len(receives) for _, receives in self._arrivals),
-        )
+                if first or len(pieces) > 1:
+                    self._staged.append(torch.cat((own, *pieces) if first else pieces))
+                    pieces = (self._staged[-1],)
+                payload, tag = pieces[0].view(torch.uint8), TAG_GRADIENTS + reducer.tags
+                self._sends.append(send(ranks, peer, payload, tag, "backward()"))
+                sent, told, first = sent + message.nbytes, told + first * own.nbytes, False
+        arriving = [receive.nbytes for _, receives in self._arrivals for receive in receives]
+        heard = own.nbytes * len(ranks.peers) if arriving else 0
+        reducer.traffic.add("control", sent=told, received=heard)
+        calls = len(self._sends) + len(arriving)
+        reducer.traffic.add("reduce", sent=sent, received=sum(arriving) - heard, calls=calls)
 
-    def _send(self, peer: int, payload: torch.Tensor, tag: int) -> None:
-        self._sends.append(send(self._reducer.ranks, peer, payload, tag + self._reducer.tags, "backward()"))
-
-    def headers(self) -> list[BucketHeader]:
-        """Wait for the headers of all ranks, and return them in rank order.
-
-        Raises:
-            PeerLostError: if a rank is gone.
-        """
-        ranks, tensors = self._reducer.ranks, self._reducer.tensors
-        for message in self._arriving_headers:
-            message.wait("backward()")
-        self._arriving_headers = []
-        found = {ranks.rank: self._own_header}
-        for peer, words in self._headers.items():
-            found[peer] = BucketHeader.from_words(words.tolist(), tensors)
-        return [found[rank] for rank in range(ranks.world_size)]
-
-    def finish(self) -> None:
+    def finish(self) -> list[BucketHeader]:
         """Wait for what this rank owns; the bucket then holds there the mean over all ranks, elsewhere what it held.
 
         The bucket belongs to the reduction until :meth:`close` has returned.
@@ -180,12 +155,13 @@ class MessageReduceWork(BucketReduceWork):
         Raises:
             PeerLostError: if a rank is gone.
         """
+        assert self._buffer is not None
         waited = 0.0
-        if self._buffer is not None:
-            for message, receives in self._arrivals:
-                waited += self._add_up(self._reducer.pieces(self._buffer, message), receives)
+        for number, (message, receives) in enumerate(self._arrivals):
+            waited += self._add_up(self._reducer.pieces(self._buffer, message), receives, with_header=number == 0)
         self._arrivals = []
         self._reducer.traffic.add("reduce", waited=waited)
+        return [self._headers[rank] for rank in sorted(self._headers)]
 
     def close(self) -> None:
         """Wait until this rank's values have been sent.
@@ -199,19 +175,34 @@ class MessageReduceWork(BucketReduceWork):
         self._sends, self._staged = [], []
         self._reducer.traffic.add("reduce", waited=time.perf_counter() - started)
 
-    def _add_up(self, own: tuple[torch.Tensor, ...], receives: Sequence[Receive]) -> float:
+    def _add_up(self, own: Pieces, receives: Sequence[Receive], *, with_header: bool) -> float:
         """Make the mean; return the seconds that were spent waiting."""
         by_peer, waited = {receive.peer: receive for receive in receives}, 0.0
+        ahead = 8 * self._reducer.header_words if with_header else 0
 
         def take(peer: int) -> torch.Tensor:
             nonlocal waited
             started = time.perf_counter()
             values = self._window.wait(by_peer[peer], "backward()")
             waited += time.perf_counter() - started
-            return values
+            if with_header:
+                words = values[:ahead].view(torch.int64).tolist()
+                self._headers[peer] = BucketHeader.from_words(words, self._reducer.tensors)
+            return values[ahead:]
 
-        mean_in_rank_order(self._reducer.ranks, own, take, lambda peer: self._window.release(by_peer[peer]))
+        def release(peer: int) -> None:
+            self._window.release(by_peer[peer])
+
+        if own:
+            mean_in_rank_order(self._reducer.ranks, own, take, release)
+        else:
+            for peer in by_peer:
+                take(peer)
+                release(peer)
         return waited
+
+
+_NOTHING = BucketMessage((), 0)
 
 
 def window_bytes(bucket_bytes: Sequence[int]) -> int:

@@ -8,7 +8,7 @@ agree on the plan agree on the messages.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -105,27 +105,38 @@ class BucketMessage:
     nbytes: int
 
 
-def bucket_messages(runs: Sequence[Run], itemsize: int) -> Iterator[BucketMessage]:
+_WITH_THE_HEADER = 64
+"""Elements of a large run that are packed where nothing else is."""
+
+
+def bucket_messages(runs: Sequence[Run], itemsize: int) -> list[BucketMessage]:
     """Lay out the gradients of one owner as messages: large runs by chunks, small ones together.
 
     Args:
         runs: of the owner, in bucket order.
         itemsize: bytes of an element.
+
+    Returns:
+        The messages, the first of which is packed: what else is to be told can travel with it.
     """
-    small: list[tuple[int, int]] = []
-    filled = 0
-    for run in runs:
-        nbytes = (run.stop - run.start) * itemsize
-        if nbytes >= PACK_BELOW:
-            step = CHUNK_BYTES // itemsize
-            for start in range(run.start, run.stop, step):
-                stop = min(start + step, run.stop)
-                yield BucketMessage(((start, stop),), (stop - start) * itemsize)
-            continue
-        if filled + nbytes > CHUNK_BYTES:
-            yield BucketMessage(tuple(small), filled)
-            small, filled = [], 0
-        small.append((run.start, run.stop))
-        filled += nbytes
-    if small:
-        yield BucketMessage(tuple(small), filled)
+    cut = PACK_BELOW // itemsize
+    small = [(run.start, run.stop) for run in runs if 0 < run.stop - run.start < cut]
+    large = [(run.start, run.stop) for run in runs if run.stop - run.start >= cut]
+    if large and not small:
+        start, stop = large[0]
+        small, large[0] = [(start, start + _WITH_THE_HEADER)], (start + _WITH_THE_HEADER, stop)
+    packed: list[list[tuple[int, int]]] = []
+    room = 0
+    for start, stop in small:
+        if room < stop - start:
+            packed.append([])
+            # The header comes on top, and two messages must fit into the smallest window.
+            room = CHUNK_BYTES // itemsize // 2
+        packed[-1].append((start, stop))
+        room -= stop - start
+    step = CHUNK_BYTES // itemsize
+    chunks = [[(at, min(at + step, stop))] for start, stop in large for at in range(start, stop, step)]
+    return [
+        BucketMessage(tuple(ranges), sum(stop - start for start, stop in ranges) * itemsize)
+        for ranges in (*packed, *chunks)
+    ]

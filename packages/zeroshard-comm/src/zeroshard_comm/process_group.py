@@ -38,12 +38,14 @@ class GroupContext:
     Attributes:
         readable: the processes of peers whose memory this rank reads: of all where every rank reads from every other,
             else of none; None before they have tried.
+        unread: whether peers may be reading gradients of this rank.
         ring: combines words of all ranks, once they have agreed for the first time and are few.
         abandoned: messages that nobody waits for after a rank was lost, and what they send.
         optimizers: how many were built on the group.
     """
 
     readable: Mapping[int, int] | None = None
+    unread: bool = False
     ring: Ring | None = None
     abandoned: list[object] = field(default_factory=list)
     optimizers: int = 0

@@ -15,6 +15,7 @@ import os
 import secrets
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from zeroshard_core import Run
@@ -181,10 +182,40 @@ class SameHostReducer(GradientReducer):
         # The sum over the ranks before this one needs a place beside that of the next term.
         self._scratch = torch.empty((2, largest), dtype=torch.uint8, device="cpu")
         self._reads: dict[int, tuple[int, list[ProcessMemory]]] = {}
+        self._said: list[int] = []
+        self._heard: list[list[int]] = []
 
     def begin(self, buffer: torch.Tensor, header: BucketHeader, *, gradients: bool = True) -> BucketReduceWork:
         """Keep the bucket; nothing is sent yet."""
         return _Gathering(self, buffer, header, gradients=gradients)
+
+    def meet(self, buffer: torch.Tensor, header: BucketHeader) -> tuple[list[int], list[BucketHeader]]:
+        """Agree that all ranks have their gradients, and learn where, and what else is new. Collective.
+
+        Args:
+            buffer: this rank's bucket.
+            header: what this rank has to say.
+
+        Returns:
+            By rank, the address of the bucket there, and the header.
+
+        Raises:
+            DisagreementError: if ranks are in different buckets.
+            PeerLostError: if a rank is gone.
+        """
+        self.ranks.context.unread = True
+        mine = [buffer.data_ptr(), *replace(header, backward=0).to_words()]
+        if self.control.any_raised(mine != self._said, f"bucket {header.bucket} of backward {header.backward}"):
+            self._heard = self.control.all_gather_ints(mine, "backward()")
+            self._said = mine
+        headers = [BucketHeader.from_words(words, self.tensors) for _, *words in self._heard]
+        return [place for place, *_ in self._heard], [replace(it, backward=header.backward) for it in headers]
+
+    def settle(self) -> None:
+        """Agree that all ranks have read all buckets. Collective; a no-op if that is known."""
+        if self.ranks.context.unread:
+            self.ranks.context.unread = False
+            self.control.any_raised(False, _DONE)
 
     def add_up(self, buffer: torch.Tensor, places: Sequence[int]) -> None:
         """Make the mean of what this rank owns.
@@ -232,21 +263,15 @@ class _Gathering(BucketReduceWork):
     def __init__(
         self, reducer: SameHostReducer, buffer: torch.Tensor, header: BucketHeader, *, gradients: bool
     ) -> None:
-        self._reducer, self._buffer, self._header = reducer, buffer, header
-        self._lends, self._places = gradients, list[int]()
+        self._reducer, self._buffer, self._header, self._lends = reducer, buffer, header, gradients
 
-    def headers(self) -> list[BucketHeader]:
-        told = self._reducer.control.all_gather_ints(
-            [self._buffer.data_ptr(), *self._header.to_words()], "backward(), with the gradients of a bucket"
-        )
-        self._places = [place for place, *_ in told]
-        return [BucketHeader.from_words(words, self._reducer.tensors) for _, *words in told]
-
-    def finish(self) -> None:
+    def finish(self) -> list[BucketHeader]:
+        places, headers = self._reducer.meet(self._buffer, self._header)
         if self._lends:
-            self._reducer.add_up(self._buffer, self._places)
+            self._reducer.add_up(self._buffer, places)
+        return headers
 
     def close(self) -> None:
         if self._lends:
             self._lends = False
-            self._reducer.control.any_raised(False, _DONE)
+            self._reducer.settle()

@@ -12,16 +12,16 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from zeroshard_core import is_dense, storage_view
 
 from zeroshard_comm.agreement import Control
-from zeroshard_comm.errors import DisagreementError, wait_for
+from zeroshard_comm.errors import DisagreementError, PeerLostError
+from zeroshard_comm.messages import Message, receive, send
 
 TAG_STATE_SIZE = 0x5A530020
 TAG_STATE_TEXT = 0x5A530021
@@ -88,8 +88,8 @@ def gather(
 
 
 def _send_all(control: Control, consignment: Consignment, target: int, operation: str, chunk_bytes: int) -> None:
-    assert control.channel is not None
-    group, rank = control.channel.group, control.ranks.rank
+    channel = control.channel
+    assert channel is not None
     failure: Exception | None = None
     sizes: list[int] = []
     text = _NOTHING_TO_SAY
@@ -100,14 +100,14 @@ def _send_all(control: Control, consignment: Consignment, target: int, operation
         failure = error
     size, body = torch.tensor([len(text)], device="cpu"), torch.frombuffer(bytearray(text), dtype=torch.uint8)
     for payload, tag in ((size, TAG_STATE_SIZE), (body, TAG_STATE_TEXT)):
-        wait_for(dist.isend(payload, group=group, group_dst=target, tag=tag), target, rank, operation)
+        send(channel, target, payload, tag, operation).wait(operation)
     try:
         control.check_consistent(f"{operation}: making room", error=failure)
     finally:
         # A frame that keeps an error which passes through it keeps itself alive, and the tensors.
         del failure
     started = time.perf_counter()
-    in_flight: deque[tuple[dist.Work | None, torch.Tensor]] = deque()
+    in_flight: deque[tuple[Message, torch.Tensor]] = deque()
     for tensor in consignment.tensors:
         # What must be copied is sent one chunk at a time; what lies ready may have several chunks on their way.
         ready = tensor.device.type == "cpu"
@@ -115,11 +115,11 @@ def _send_all(control: Control, consignment: Consignment, target: int, operation
         for start in range(0, flat.numel(), chunk_bytes):
             chunk = flat[start : start + chunk_bytes]
             while len(in_flight) >= (_IN_FLIGHT if ready else 1):
-                wait_for(in_flight.popleft()[0], target, rank, operation)
+                in_flight.popleft()[0].wait(operation)
             chunk = chunk if ready else chunk.cpu()
-            in_flight.append((dist.isend(chunk, group=group, group_dst=target, tag=TAG_STATE_DATA), chunk))
-    for work, _ in in_flight:
-        wait_for(work, target, rank, operation)
+            in_flight.append((send(channel, target, chunk, TAG_STATE_DATA, operation), chunk))
+    for message, _ in in_flight:
+        message.wait(operation)
     control.traffic.add("state", sent=sum(sizes) + len(text), calls=2, waited=time.perf_counter() - started)
 
 
@@ -135,14 +135,14 @@ def _receive_all(
     failure: Exception | None = None
     rooms: dict[int, Sequence[torch.Tensor]] = {}
     for source in range(ranks.world_size):
-        told = _receive_text(control, source, operation) if source != ranks.rank else None
+        told: tuple[Any, list[int]] | None = consignment.description, [t.nbytes for t in consignment.tensors]
         try:
-            if source == ranks.rank:
-                told = consignment.description, [tensor.nbytes for tensor in consignment.tensors]
+            if source != ranks.rank:
+                told = _receive_text(control, source, operation)
             if failure is None and told is not None:
                 rooms[source] = _checked(place(source, told[0]), told[1], source)
         except Exception as error:  # noqa: BLE001 - whatever it is, every rank must hear of it before it is raised
-            failure = error
+            failure = error if failure is None or isinstance(error, PeerLostError) else failure
     try:
         control.check_consistent(f"{operation}: making room", error=failure)
     finally:
@@ -156,35 +156,50 @@ def _receive_all(
         if progress is not None:
             progress(done, total)
     started = time.perf_counter()
+    lost: PeerLostError | None = None
     received = 0
     for source in ranks.peers:
-        assert control.channel is not None
         chunks = [
             chunk for room in rooms[source] for chunk in room.view(torch.uint8).split(chunk_bytes) if chunk.numel() > 0
         ]
-        in_flight: deque[tuple[dist.Work | None, int]] = deque()
-        # Trailing Nones drain what is still under way.
-        for chunk in (*chunks, *[None] * _IN_FLIGHT):
-            if len(in_flight) == _IN_FLIGHT or (chunk is None and in_flight):
-                oldest, size = in_flight.popleft()
-                wait_for(oldest, source, ranks.rank, operation)
+        try:
+            for size in _chunks_of(control, source, chunks, operation):
                 received += size
                 if progress is not None:
                     progress(done + received, total)
-            if chunk is not None:
-                work = dist.irecv(chunk, group=control.channel.group, group_src=source, tag=TAG_STATE_DATA)
-                in_flight.append((work, chunk.numel()))
+        except PeerLostError as error:
+            # The others wait until what they send is received.
+            lost = lost or error
     control.traffic.add("state", received=received, calls=2 * len(ranks.peers), waited=time.perf_counter() - started)
+    if lost is not None:
+        try:
+            raise lost
+        finally:
+            del lost
+
+
+def _chunks_of(control: Control, source: int, chunks: Sequence[torch.Tensor], operation: str) -> Iterator[int]:
+    """Receive chunks, some at a time, and yield the size of each that has come."""
+    assert control.channel is not None
+    in_flight: deque[tuple[Message, int]] = deque()
+    # Trailing Nones drain what is still under way.
+    for chunk in (*chunks, *[None] * _IN_FLIGHT):
+        if len(in_flight) == _IN_FLIGHT or (chunk is None and in_flight):
+            oldest, size = in_flight.popleft()
+            oldest.wait(operation)
+            yield size
+        if chunk is not None:
+            message = receive(control.channel, source, chunk, TAG_STATE_DATA, operation)
+            in_flight.append((message, chunk.numel()))
 
 
 def _receive_text(control: Control, source: int, operation: str) -> tuple[Any, list[int]] | None:
     """What a sender says of its tensors; None if it failed to, and will report why at the meeting."""
     assert control.channel is not None
-    group, rank = control.channel.group, control.ranks.rank
     size = torch.zeros(1, dtype=torch.int64, device="cpu")
-    wait_for(dist.irecv(size, group=group, group_src=source, tag=TAG_STATE_SIZE), source, rank, operation)
+    receive(control.channel, source, size, TAG_STATE_SIZE, operation).wait(operation)
     body = torch.zeros(int(size), dtype=torch.uint8, device="cpu")
-    wait_for(dist.irecv(body, group=group, group_src=source, tag=TAG_STATE_TEXT), source, rank, operation)
+    receive(control.channel, source, body, TAG_STATE_TEXT, operation).wait(operation)
     parts = json.loads(bytes(body.tolist()))
     return None if parts is None else (parts["description"], parts["sizes"])
 

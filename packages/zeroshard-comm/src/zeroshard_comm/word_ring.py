@@ -24,7 +24,8 @@ MOST_RANKS = 16
 _MEETING = timedelta(seconds=30)
 """For ranks to connect, who have just agreed."""
 
-_TAG_PROBE = 0x5A530005
+_REPORTING = 1.0
+"""Seconds in which all ranks that are there should have seen that one is lost."""
 
 
 class WordRing:
@@ -40,11 +41,11 @@ class WordRing:
     def __init__(self, channel: RankGroup) -> None:
         self._channel = channel
         timeout = channel.timeout or dist.default_pg_timeout
-        store = PrefixStore("zeroshard agreements", channel.group.get_group_store())
-        store.set_timeout(min(timeout, _MEETING))
+        self._store = PrefixStore("zeroshard agreements", channel.group.get_group_store())
+        self._store.set_timeout(min(timeout, _MEETING))
         self._group: dist.ProcessGroupGloo | None = None
         try:
-            self._group = dist.ProcessGroupGloo(store, channel.rank, channel.world_size, timeout=timeout)
+            self._group = dist.ProcessGroupGloo(self._store, channel.rank, channel.world_size, timeout=timeout)
         except RuntimeError as failure:
             raise self._lost("connect()", failure) from failure
         self._options = dist.AllreduceOptions()
@@ -73,31 +74,26 @@ class WordRing:
         self._group = None
 
     def _lost(self, operation: str, failure: RuntimeError | None) -> PeerLostError:
-        rank, gone = self._channel.rank, self._gone() if failure is not None else []
-        who = f"rank {', '.join(map(str, gone))}" if gone else "another rank"
+        missing = self._missing()
+        who = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}" if missing else "another rank"
         said = f" (The backend said: {str(failure).splitlines()[0]})" if failure is not None else ""
         error = PeerLostError(
-            f"rank {rank} lost {who} during {operation}, or before: its process has ended, was cut off, did not call "
-            f"{operation} within the process group's timeout, or has lost another rank itself. Look at the output of "
-            f"{who if gone else 'all ranks'} first.{said}"
+            f"rank {self._channel.rank} lost {who} during {operation}: a process has ended, was cut off, has lost "
+            f"another one itself, or did not call {operation} within the process group's timeout. Look at the output "
+            f"of {who if missing else 'all ranks'} first.{said}"
         )
-        error.peer = gone[0] if gone else None
+        error.peer = missing[0] if len(missing) == 1 else None
         return error
 
-    def _gone(self) -> list[int]:
-        """Ranks whose connections to this one are closed: nothing can be posted there."""
-        channel = self._channel
-        for _ in range(10):
-            gone = []
-            for peer in channel.peers:
-                room = torch.empty(1, dtype=torch.int64, device="cpu")
-                try:
-                    work = dist.irecv(room, group=channel.group, group_src=peer, tag=_TAG_PROBE)
-                except RuntimeError:
-                    gone.append(peer)
-                else:
-                    channel.context.abandoned.append((work, room))
-            if gone:
-                return sorted(gone)
-            time.sleep(0.01)
-        return []
+    def _missing(self) -> list[int]:
+        """Ranks that do not report that they have seen the failure; none if nobody knows."""
+        missing, deadline = sorted(self._channel.peers), time.monotonic() + _REPORTING
+        try:
+            self._store.set(f"rank {self._channel.rank}", "")
+            while missing and time.monotonic() < deadline:
+                missing = [peer for peer in missing if not self._store.check([f"rank {peer}"])]
+                time.sleep(0.01)
+        except RuntimeError:
+            # The store has gone with the rank that kept it.
+            return []
+        return missing

@@ -33,7 +33,7 @@ from zeroshard_comm import (
     choose_private_group,
 )
 
-from zeroshard.carrier import STEPS_EARLY, Backward, Carrier
+from zeroshard.carrier import Backward, Carrier
 from zeroshard.route import Route
 from zeroshard.side_stream import SideStream
 
@@ -114,7 +114,7 @@ class _OrderedCarrier(Carrier):
                 self.keep(buffer)
                 notes = self._backward.reduced(item.route, item.underway, item.result)
                 item.done.set_result(buffer)
-                may_step = all(note.words[STEPS_EARLY] for note in notes)
+                may_step = all(note.may_step for note in notes)
                 self._all_may_step = self._all_may_step and may_step
                 if self._backward.steps_each_bucket and may_step:
                     self._step(item.route)

@@ -16,10 +16,6 @@ from zeroshard_comm import BucketHeader, BucketReduceWork, ParameterBroadcaster,
 
 from zeroshard.route import Route
 
-STEPS_EARLY = 2
-"""Which word of a header says whether its rank may step during this backward; before it the number of the backward and
-that of the bucket, which are the same on all ranks."""
-
 
 class Backward(Protocol):
     """What a carrier needs to know of a backward, and has done by it."""

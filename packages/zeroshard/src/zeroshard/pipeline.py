@@ -32,7 +32,7 @@ from zeroshard_core import Plan, storage_view
 from zeroshard._torch_private import in_autograd
 from zeroshard.by_collectives import CollectiveCarrier, SameHostCarrier
 from zeroshard.by_messages import MessageCarrier
-from zeroshard.carrier import STEPS_EARLY, Backward, Carrier
+from zeroshard.carrier import Backward, Carrier
 from zeroshard.layout import Layout
 from zeroshard.local import LocalOptimizer
 from zeroshard.memory import lies_flat
@@ -44,9 +44,6 @@ _grad_of = attrgetter("grad")
 
 _SETTLED = 3
 """After so many equal backwards, the next one is expected to have the same buckets: DDP rebuilds them once, before."""
-
-_IS_SHADOW = 3
-"""Which word of a note says whether its rank has run out of data."""
 
 
 class Stepping(Enum):
@@ -217,9 +214,7 @@ class Pipeline:
             if bucket.index == 0 and self._alike >= _SETTLED and not self._is_changed:
                 self._carrier.expect([self._routes[index] for index in self._before], gradients=reduce is None)
             self._order.append(bucket.index)
-            note = BucketHeader(
-                (self._backwards, bucket.index, int(self.steps_early), int(bucket.is_shadow)), bucket.present
-            )
+            note = BucketHeader(self._backwards, bucket.index, bucket.present, self.steps_early, bucket.is_shadow)
             # Now that nobody looks at the gradients in it any more: it may begin to write at once, in a thread.
             return self._carrier.receive(route, note, reduce() if reduce is not None else None)
         except BaseException as error:
@@ -372,8 +367,8 @@ class Pipeline:
     ) -> list[BucketHeader]:
         """Take in a bucket; see :class:`~zeroshard.carrier.Backward`."""
         buffer = route.bucket.buffer
-        notes = arrival.headers()
-        self._check(notes)
+        notes = arrival.finish()
+        self._check(notes, route.bucket.index)
         if result is not None:
             value = result.wait()
             if value.numel() != buffer.numel():
@@ -384,8 +379,7 @@ class Pipeline:
             if value.data_ptr() != buffer.data_ptr():
                 self._carrier.keep(value)
                 buffer.copy_(value.view(-1))
-        arrival.finish()
-        running = sum(not note.words[_IS_SHADOW] for note in notes)
+        running = sum(not note.is_shadow for note in notes)
         if self.divides_by_running() and 0 < running < len(notes):
             route.scale(len(notes) / running)
         route.present = tuple([any(bits) for bits in zip(*[note.present for note in notes], strict=True)])
@@ -414,15 +408,12 @@ class Pipeline:
                     gradient.add_(carried)
             self._delivered.difference_update(route.tensors)
 
-    def _check(self, notes: Sequence[BucketHeader]) -> None:
-        # On a fake group there is but one.
-        rank = self._ranks.rank if len(notes) > 1 else 0
-        mine = notes[rank].words[:STEPS_EARLY]
+    def _check(self, notes: Sequence[BucketHeader], bucket: int) -> None:
         for other, note in enumerate(notes):
-            if note.words[:STEPS_EARLY] != mine:
+            if (note.backward, note.bucket) != (self._backwards, bucket):
                 raise RuntimeError(
-                    f"rank {other} is in bucket {note.words[1]} of its backward number {note.words[0]}, rank {rank} in "
-                    f"bucket {mine[1]} of number {mine[0]}: a backward has failed or was "
+                    f"rank {other} is in bucket {note.bucket} of its backward number {note.backward}, rank "
+                    f"{self._ranks.rank} in bucket {bucket} of number {self._backwards}: a backward has failed or was "
                     f"left out on one of them. Every rank must make the same calls in the same order"
                 )
 
