@@ -17,6 +17,7 @@ from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_comm import CHUNK_BYTES, RankGroup, wire_of
 from zeroshard_comm.cross_memory import SWITCH
 
+pytestmark = pytest.mark.pairwise
 VIEWS = pytest.mark.parametrize("as_bucket_view", [False, True], ids=["params", "views"])
 PARTITIONS = pytest.mark.parametrize("partition", ["whole", "split", "hybrid"])
 

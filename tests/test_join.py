@@ -20,6 +20,7 @@ from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_integrations.ddp import register_reduce_to_owner
 from zeroshard_integrations.join import Join
 
+pytestmark = pytest.mark.pairwise
 CONTEXTS: dict[str, Any] = {"torchs": TorchJoin, "ours": Join}
 EVERY_CONTEXT = pytest.mark.parametrize("context", CONTEXTS)
 EVERY_HOOK = pytest.mark.parametrize("hook", HOOKS)
