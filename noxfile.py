@@ -100,7 +100,8 @@ def tests(session: nox.Session) -> None:
     path = "pythonpath=tools tools/bench tools/quickstart"
     _pytest(session, "--doctest-modules", "--override-ini", path, "packages", "tools", *session.posargs)
     session.log("2 of 2: rank tests")
-    _pytest(session, "tests", *session.posargs)
+    # Workers are forked from a process that has loaded it; the first step of each would load it otherwise, in a second.
+    _pytest(session, "-p", "torch._dynamo.compiled_autograd", "tests", *session.posargs)
 
 
 @nox.session

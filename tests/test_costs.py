@@ -17,6 +17,7 @@ from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_comm import CHUNK_BYTES, RankGroup, all_read
 from zeroshard_comm.process_memory import SWITCH
 
+pytestmark = pytest.mark.pairwise
 VIEWS = pytest.mark.parametrize("as_bucket_view", [False, True], ids=["params", "views"])
 PARTITIONS = pytest.mark.parametrize("partition", ["whole", "split", "hybrid"])
 

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from zeroshard import ReducedGradient
 
+pytestmark = pytest.mark.pairwise
 EVERY_HOOK = pytest.mark.parametrize("hook", HOOKS)
 STEPPING_HOOKS = pytest.mark.parametrize("hook", HOOKS[1:])
 VIEWS = pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])

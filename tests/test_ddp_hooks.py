@@ -18,6 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 )
 from training import DENSE_OPTIMIZERS, small_model
 
+pytestmark = pytest.mark.pairwise
 EVERY_HOOK = pytest.mark.parametrize("hook", HOOKS)
 STEPPING_HOOKS = pytest.mark.parametrize("hook", HOOKS[1:])
 CHECKED = (1, 2, 3, 50)
@@ -46,15 +47,22 @@ def test_parameters_in_flat_buffers(hook: str, partition: str) -> None:
     train(Twins(hook, partition=partition, parameters_as_bucket_view=True), last=5)
 
 
-@pytest.mark.ranks(1, 8, backend="gloo")
+@pytest.mark.ranks(1, 5, backend="gloo")
 @EVERY_HOOK
 def test_one_rank_and_more_ranks_than_tensors(hook: str) -> None:
     train(Twins(hook, model=lambda: nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 2))), last=4)
 
 
 @pytest.mark.ranks(2, backend="gloo")
-@EVERY_HOOK
-@pytest.mark.parametrize("name", DENSE_OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("hook", "name"),
+    [
+        # By default each under one of the hooks.
+        pytest.param(hook, name, marks=[] if hook == HOOKS[number % 3] else [pytest.mark.exhaustive])
+        for number, name in enumerate(DENSE_OPTIMIZERS)
+        for hook in HOOKS
+    ],
+)
 def test_every_optimizer(hook: str, name: str) -> None:
     optimizer, settings = DENSE_OPTIMIZERS[name]
     train(Twins(hook, optimizer=optimizer, settings=settings), last=4)

@@ -19,6 +19,7 @@ from training import small_model
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_integrations.join import Join
 
+pytestmark = pytest.mark.pairwise
 CONTEXTS: dict[str, Any] = {"torchs": TorchJoin, "ours": Join}
 EVERY_CONTEXT = pytest.mark.parametrize("context", CONTEXTS)
 EVERY_HOOK = pytest.mark.parametrize("hook", HOOKS)

@@ -33,8 +33,8 @@ class DamagedFileError(ValueError):
     pass
 
 
-def short(numbers: list[int], hook: str, **options: Any) -> Uneven:
-    return Uneven(numbers, hook, group=dist.new_group(timeout=SHORT), **options)
+def short(numbers: list[int], hook: str, timeout: timedelta = SHORT, **options: Any) -> Uneven:
+    return Uneven(numbers, hook, group=dist.new_group(timeout=timeout), **options)
 
 
 def fail(rank: int, where: str, here: str, number: int, at: int = 2) -> None:
@@ -117,7 +117,8 @@ class FailsInTheMiddle(nn.Module):
 @EVERY_HOOK
 def test_an_exception_inside_a_backward(rank: int, hook: str) -> None:
     started = time.monotonic()
-    uneven = short([3, 3], hook, model=FailsInTheMiddle)
+    # Rank 0 waits until it is over.
+    uneven = short([3, 3], hook, timedelta(seconds=2), model=FailsInTheMiddle)
     with pytest.raises((RuntimeError, ZeroDivisionError), match="in backward") as caught:
         uneven.train(Join)
     assert rank == 1 or "rank 1 has failed inside the Join block: ZeroDivisionError" in str(caught.value)

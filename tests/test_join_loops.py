@@ -173,11 +173,11 @@ FORMS = [(hook, script) for hook in HOOKS for script in possible(hook)]
 EVERY_FORM = pytest.mark.parametrize(("hook", "script"), FORMS, ids=lambda each: getattr(each, "__name__", None))
 
 
-@pytest.mark.ranks(3, backend="gloo")
+@pytest.mark.ranks(2, backend="gloo")
 @EVERY_FORM
 def test_loops_of_every_form(hook: str, script: Script) -> None:
     divides = cycle([True, False] if FORMS.index((hook, script)) % 2 else [False, True])
-    for numbers in lengths_of(3):
+    for numbers in lengths_of(2):
         compare(Uneven(numbers, hook, divide_by_initial=next(divides)), script, Join)
 
 
@@ -260,7 +260,7 @@ def check_drawn(world_size: int, hook: str, seed: int) -> None:
 @EVERY_HOOK
 def test_loops_that_were_drawn(world_size: int, hook: str) -> None:
     # The last has found a window given up in place while all ranks had data.
-    for seed in (*range(6), 181):
+    for seed in (*range(3), 181):
         check_drawn(world_size, hook, seed)
 
 
@@ -329,7 +329,8 @@ def test_two_optimizers_of_one_model_that_step_at_different_rates(rank: int, wor
         assert uneven.distance() < 1e-12, numbers
 
 
-@pytest.mark.ranks(3, backend="gloo")
+@pytest.mark.pairwise
+@pytest.mark.ranks(2, 3, backend="gloo")
 @EVERY_HOOK
 @EVERY_MEAN
 def test_an_encoder_and_a_decoder_in_two_models(rank: int, world_size: int, hook: str, divide: bool) -> None:
@@ -396,7 +397,8 @@ def test_gradients_are_the_same_on_all_ranks_behind_the_block(world_size: int, h
                 assert_replicas_equal([grad for grad in grads if grad is not None])
 
 
-@pytest.mark.ranks(3, backend="gloo")
+@pytest.mark.pairwise
+@pytest.mark.ranks(2, 3, backend="gloo")
 @EVERY_HOOK
 @pytest.mark.parametrize("to", [0, 1])
 def test_states_are_consolidated_inside_the_block(rank: int, world_size: int, hook: str, to: int) -> None:

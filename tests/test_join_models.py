@@ -50,11 +50,14 @@ def with_weight_penalty(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return result
 
 
-@pytest.mark.ranks(3, backend="gloo")
+@pytest.mark.pairwise
+@pytest.mark.ranks(2, 3, backend="gloo")
 @EVERY_HOOK
 @pytest.mark.parametrize("loss", [adversarial, with_gradient_penalty, with_weight_penalty])
-def test_gradients_of_other_things(hook: str, loss: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
-    for numbers in lengths_of(3):
+def test_gradients_of_other_things(
+    world_size: int, hook: str, loss: Callable[[nn.Module, torch.Tensor], torch.Tensor]
+) -> None:
+    for numbers in lengths_of(world_size):
         compare(Uneven(numbers, hook, model=Smooth, loss=loss), usual, Join)
 
 
@@ -116,16 +119,17 @@ def normalize_weights(model: nn.Module) -> None:
             param.div_(max(1.0, float(param.norm())))
 
 
-@pytest.mark.ranks(3, backend="gloo")
+@pytest.mark.pairwise
+@pytest.mark.ranks(2, 3, backend="gloo")
 @EVERY_HOOK
 @pytest.mark.parametrize("act", [clip_weights, normalize_weights])
-def test_weights_that_the_loop_changes(hook: str, act: Callable[[nn.Module], None]) -> None:
+def test_weights_that_the_loop_changes(world_size: int, hook: str, act: Callable[[nn.Module], None]) -> None:
     def script(loop: Loop, number: int) -> None:
         usual(loop, number)
         if number % 3:
             loop.change(act)
 
-    for numbers, partition in zip(lengths_of(3), ("whole", "split", "hybrid"), strict=True):
+    for numbers, partition in zip(lengths_of(world_size), ("whole", "split", "hybrid"), strict=True):
         compare(Uneven(numbers, hook, partition=partition), script, Join)
 
 

@@ -20,6 +20,7 @@ from training import (
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_testing import assert_replicas_equal
 
+pytestmark = pytest.mark.pairwise
 STEPS = 4
 
 

@@ -1,0 +1,26 @@
+"""Which combinations of its parameters a test marked ``pairwise`` tests by default."""
+
+from __future__ import annotations
+
+from itertools import combinations, groupby
+
+import pytest
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave as many combinations as show every two values together, world sizes among them; others are exhaustive."""
+    marked = [item for item in items if hasattr(item, "callspec") and item.get_closest_marker("pairwise")]
+    for _, same in groupby(marked, key=lambda item: (item.parent, item.originalname)):
+        unseen = {
+            item: set(combinations([(name, id(value)) for name, value in item.callspec.params.items()], 2))
+            for item in same
+            if not item.get_closest_marker("exhaustive") and len(item.callspec.params) > 1
+        }
+        while any(unseen.values()):
+            chosen = max(unseen, key=lambda item: len(unseen[item]))
+            seen = unseen.pop(chosen)
+            for pairs in unseen.values():
+                pairs -= seen
+        for item in unseen:
+            item.add_marker(pytest.mark.exhaustive)
