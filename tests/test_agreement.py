@@ -148,6 +148,7 @@ def test_all_ranks_learn_of_a_killed_one_in_the_same_agreement(rank: int, faults
     # They live on: nobody's end tells the others.
     control = Control(RankGroup.of())
     control.check_consistent("warming up")
+    control.check_consistent("connected")
     faults.kill(rank=1, at="send")
     if way == "ring" and rank == 1:
         dist.isend(torch.zeros(1), 0)
@@ -227,4 +228,17 @@ def test_nobody_is_blamed_where_it_is_not_known_who_was_lost(rank: int, way: str
     told = "some collective" if rank == 1 else others
     with pytest.raises(PeerLostError, match=told):
         control.check_consistent("the end of step()", error=error)
-    dist.barrier()
+
+
+@pytest.mark.ranks(2, backend="gloo", checks="no:messages")
+@pytest.mark.usefixtures("way")
+def test_nobody_waits_for_a_rank_that_has_lost_another_and_lives_on(rank: int) -> None:
+    control = Control(RankGroup.of())
+    control.check_consistent("warming up")
+    if rank == 0:
+        with pytest.raises(PeerLostError):
+            control.check_consistent("step()", error=PeerLostError("another one was lost"))
+    else:
+        # Not in an agreement: nothing could be told it.
+        with pytest.raises(RuntimeError, match=r"[Cc]losed|reset"):
+            dist.recv(torch.zeros(1), src=0)

@@ -27,6 +27,7 @@ import torch
 
 from zeroshard_comm import word_ring
 from zeroshard_comm.errors import DifferentCallsError, DisagreementError, PeerLostError, builtin_name, rebuild_exception
+from zeroshard_comm.messages import cut_off
 from zeroshard_comm.process_group import RankGroup
 from zeroshard_comm.rounds import SOMEBODY, Rounds
 from zeroshard_comm.traffic import Traffic
@@ -231,16 +232,29 @@ class Control:
         if ring is None:
             return self._rounds.combine(numbers, tag, operation)
         started = time.perf_counter()
-        ring.combine(numbers, operation)
+        try:
+            ring.combine(numbers, operation)
+        except PeerLostError:
+            self.cut_off()
+            raise
         nbytes, waited = numbers.nbytes, time.perf_counter() - started
         self.traffic.add("control", sent=nbytes, received=nbytes, calls=1, waited=waited)
         return numbers
 
+    def cut_off(self) -> None:
+        """Let no rank wait for this one, which has lost another: all their calls on the group raise, and so do its own.
+
+        To be called where a :class:`~zeroshard_comm.PeerLostError` leaves this project: the process may live on.
+        """
+        if self.channel is not None:
+            if self.ranks.context.ring is not None:
+                self.ranks.context.ring.close()
+            cut_off(self.channel)
+
     def _tell_of(self, error: PeerLostError, operation: str) -> None:
         """Let the others know that a rank was lost; this one has nothing to hear."""
-        ring = self.ranks.context.ring
-        if ring is not None:
-            ring.close()
+        if self.ranks.context.ring is not None:
+            self.cut_off()
             return
         with suppress(PeerLostError):
             lost = SOMEBODY if error.peer is None else 1 + error.peer

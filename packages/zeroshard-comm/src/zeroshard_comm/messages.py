@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from zeroshard_comm.errors import lost, wait_for
 from zeroshard_comm.process_group import RankGroup
+
+TAG_NOTHING = 0x5A530005
+"""Of messages that nobody sends."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,3 +73,21 @@ def receive(ranks: RankGroup, peer: int, buffer: torch.Tensor, tag: int, operati
         return Message(ranks, peer, dist.irecv(buffer, group=ranks.group, group_src=peer, tag=tag))
     except RuntimeError as failure:
         raise lost(failure, peer, ranks.rank, operation) from failure
+
+
+def cut_off(ranks: RankGroup) -> None:
+    """Close this rank's connections, as its end would: it has lost a rank, but may live on, and others wait for it.
+
+    Nothing can be sent on the group any more, neither by this project nor by anybody else.
+
+    Args:
+        ranks: the group; gloo, for CPU tensors.
+    """
+    for peer in ranks.peers:
+        # gloo has no call for that, but closes all connections when a wait ends by its timeout; where they are closed
+        # already, this raises at once.
+        room = torch.empty(1, dtype=torch.uint8, device="cpu")
+        with suppress(RuntimeError):
+            work = dist.irecv(room, group=ranks.group, group_src=peer, tag=TAG_NOTHING)
+            if work is not None:
+                work.wait(timedelta(milliseconds=1))

@@ -6,16 +6,24 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from zeroshard_comm.errors import PeerLostError, lost, wait_for
+from zeroshard_comm.messages import cut_off
 from zeroshard_comm.process_group import RankGroup
 from zeroshard_comm.traffic import Traffic
 
 TAG_LENGTH = 0x5A530002
 TAG_TEXT = 0x5A530003
+
+_TELLING = timedelta(seconds=1)
+"""How long a rank that has lost another one waits until the others have heard so."""
+
+_SENDING = timedelta(seconds=8)
+"""How long a send may take whose receive has been posted: gloo may never report one to a rank that is gone."""
 
 SOMEBODY = 1 << 32
 """In place of the rank that was lost, where it is not known."""
@@ -52,11 +60,16 @@ class Rounds:
         mine = torch.cat([torch.tensor([lost], dtype=torch.int64, device="cpu"), numbers])
         started = time.perf_counter()
         sends: list[tuple[int, dist.Work | None, torch.Tensor]] = []
-        for number in range(math.ceil(math.log2(size))):
-            target, source = (rank + (1 << number)) % size, (rank - (1 << number)) % size
-            payload, room = mine.clone(), torch.empty_like(mine)
-            # gloo starts a send only once its receive is posted, so receives come first.
-            receive = self._issued(dist.irecv, room, source, tag, operation)
+        ahead = [1 << number for number in range(math.ceil(math.log2(size)))]
+        # gloo starts a send only once its receive is posted. When a rank has heard of all, theirs are posted, then, and
+        # its own sends wait for nobody.
+        rooms = [torch.empty_like(mine) for _ in ahead]
+        receives = [
+            self._issued(dist.irecv, room, (rank - distance) % size, tag, operation)
+            for distance, room in zip(ahead, rooms, strict=True)
+        ]
+        for distance, room, receive in zip(ahead, rooms, receives, strict=True):
+            target, source, payload = (rank + distance) % size, (rank - distance) % size, mine.clone()
             sends.append((target, self._issued(dist.isend, payload, target, tag, operation), payload))
             if lost:
                 # Posted all the same: whoever sends that waits until it is received.
@@ -69,14 +82,14 @@ class Rounds:
             lost = next((1 + peer for peer in (source, target) if peer in self._lost), int(room[0]))
             mine |= room
             mine[0] = lost
-        if lost:
-            # They may arrive when this object is gone, or never.
-            self._channel.context.abandoned += sends
-            sends = []
         for peer, work, _ in sends:
             # Whoever is gone now is missed by the next agreement, if by nothing else.
             with suppress(PeerLostError):
-                wait_for(work, peer, rank, operation)
+                wait_for(work, peer, rank, operation, _TELLING if lost else _SENDING)
+        if lost:
+            # They may arrive when this object is gone, or never.
+            self._channel.context.abandoned += sends
+            cut_off(self._channel)
         calls = 2 * math.ceil(math.log2(size))
         nbytes = mine.nbytes * calls // 2
         self._traffic.add("control", sent=nbytes, received=nbytes, calls=calls, waited=time.perf_counter() - started)

@@ -9,6 +9,8 @@ group is of no use, to anybody.
 from __future__ import annotations
 
 import time
+import traceback
+from contextlib import suppress
 from datetime import timedelta
 
 import torch
@@ -66,12 +68,18 @@ class WordRing:
         try:
             self._group.allreduce([numbers], self._options).wait()  # type: ignore[attr-defined]  # not in the stubs
         except RuntimeError as failure:
+            # Who follows what waits, as a test harness does, may hold it there, and with it the connections.
+            traceback.clear_frames(failure.__traceback__)
             self.close()
             raise self._lost(operation, failure) from failure
 
     def close(self) -> None:
         """Close this rank's connections, so that all others learn that a rank was lost."""
-        self._group = None
+        if self._group is not None:
+            self._group = None
+            # Else the others would take this rank for the one that is lost.
+            with suppress(RuntimeError):
+                self._store.set(f"rank {self._channel.rank}", "")
 
     def _lost(self, operation: str, failure: RuntimeError | None) -> PeerLostError:
         missing = self._missing()
@@ -89,7 +97,6 @@ class WordRing:
         """Ranks that do not report that they have seen the failure; none if nobody knows."""
         missing, deadline = sorted(self._channel.peers), time.monotonic() + _REPORTING
         try:
-            self._store.set(f"rank {self._channel.rank}", "")
             while missing and time.monotonic() < deadline:
                 missing = [peer for peer in missing if not self._store.check([f"rank {peer}"])]
                 time.sleep(0.01)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from zeroshard_comm import Control
+from zeroshard_comm import Control, PeerLostError
 
 
 class Interruptions:
@@ -46,6 +46,8 @@ class Interruptions:
         try:
             yield
         except Exception as error:
+            if isinstance(error, PeerLostError):
+                self._control.cut_off()
             told, self._told = self._told, None
             if told is not None:
                 raise told from error

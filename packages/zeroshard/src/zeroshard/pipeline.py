@@ -724,6 +724,8 @@ class Pipeline:
 
     def break_off(self, error: BaseException) -> None:
         """Take note that nothing can be finished any more; see :class:`~zeroshard.carrier.Backward`."""
+        if isinstance(error, PeerLostError):
+            self._control.cut_off()
         if self._broken is None:
             self._broken = error if isinstance(error, Exception) else RuntimeError(type(error).__name__)
 

@@ -1,0 +1,84 @@
+"""A rank is killed at a random moment: every other one raises within seconds, whatever the group's timeout is.
+
+Where a rank that raises ends its process, as a script does, and where it lives on: then it has closed its connections,
+so that nobody waits for it. What DDP itself communicates is not ours: there a rank may raise torch's own RuntimeError,
+and, if all live on, wait until the group's timeout for one that has raised.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Strike = Callable[..., dict[str, Any]]
+
+FAR_AWAY = 300.0
+"""A timeout of the group, in seconds, that no test waits for."""
+
+ENDING = list(product(("ddp", "owner", "interleaved"), (2, 3, 4), (True, False)))
+LIVING = list(product(("steps", "owner", "interleaved"), (2, 3, 4), (True, False)))
+"""What ranks do, how many they are, and whether they read each other's memory."""
+
+
+@pytest.fixture(scope="module")
+def killed_ranks() -> Iterator[subprocess.Popen[str]]:
+    """One process for all moments, which has torch loaded and forks the ranks of each."""
+    program = [sys.executable, str(Path(__file__).with_name("killed_ranks.py"))]
+    with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+@pytest.fixture
+def strike(killed_ranks: subprocess.Popen[str], tmp_path: Path) -> Strike:
+    """Kill a rank at a moment, and return what each other one has raised."""
+
+    def ask(loop: str, ranks: int, reads: bool, *, lives_on: bool, seed: int, timeout: float = FAR_AWAY) -> Any:
+        moment = {"loop": loop, "ranks": ranks, "reads": reads, "lives_on": lives_on, "seed": seed, "timeout": timeout}
+        assert killed_ranks.stdin is not None
+        assert killed_ranks.stdout is not None
+        print(json.dumps({**moment, "folder": str(tmp_path)}), file=killed_ranks.stdin, flush=True)
+        return json.loads(killed_ranks.stdout.readline())
+
+    return ask
+
+
+def check(outcome: dict[str, Any], *, may_be_torchs_own: bool) -> None:
+    for rank, done in outcome["others"].items():
+        when = f"rank {outcome['victim']} was killed in iteration {outcome['iteration']:.2f}"
+        assert "hangs" not in done, f"{when}, and rank {rank} hangs:\n{done['hangs']}"
+        own = done["raised"] == "RuntimeError" and not done["in_ours"] and may_be_torchs_own
+        assert own or done["raised"] == "PeerLostError", f"{when}, and rank {rank} raised {done}"
+
+
+def several(ways: list[tuple[str, int, bool]], moments: int, default: list[int]) -> list[Any]:
+    """As many moments, one way after the other; those by default are not exhaustive."""
+    return [
+        pytest.param(*ways[seed % len(ways)], seed, marks=[] if seed in default else pytest.mark.exhaustive)
+        for seed in range(moments)
+    ]
+
+
+@pytest.mark.parametrize(("loop", "ranks", "reads", "seed"), several(ENDING, 100, [3, 8, 15]))
+def test_every_other_rank_raises_and_ends(strike: Strike, loop: str, ranks: int, reads: bool, seed: int) -> None:
+    check(strike(loop, ranks, reads, lives_on=False, seed=seed), may_be_torchs_own=True)
+
+
+@pytest.mark.parametrize(("loop", "ranks", "reads", "seed"), several(LIVING, 100, [2, 5, 10, 15]))
+def test_every_other_rank_raises_where_all_live_on(
+    strike: Strike, loop: str, ranks: int, reads: bool, seed: int
+) -> None:
+    check(strike(loop, ranks, reads, lives_on=True, seed=seed), may_be_torchs_own=False)
+
+
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(10)])
+def test_ddps_all_reduce_waits_for_who_lives_on_until_the_timeout(strike: Strike, seed: int) -> None:
+    check(strike("ddp", 3, seed % 2 == 0, lives_on=True, seed=seed, timeout=5.0), may_be_torchs_own=True)
