@@ -72,19 +72,20 @@ def wait_for(work: dist.Work | None, peer: int, rank: int, operation: str, timeo
         raise lost(failure, peer, rank, operation) from failure
 
 
-def lost(failure: RuntimeError, peer: int, rank: int, operation: str) -> PeerLostError:
+def lost(failure: RuntimeError, peer: int | None, rank: int, operation: str) -> PeerLostError:
     """Make the error that names the peer out of the backend's own.
 
     Args:
         failure: what the backend raised.
-        peer: group rank at the other end.
+        peer: group rank at the other end; None if it is not known which one was lost.
         rank: group rank at this end.
         operation: what the ranks were doing.
     """
     first_line = str(failure).splitlines()[0] if str(failure) else type(failure).__name__
+    who = f"rank {peer}" if peer is not None else "another rank"
     error = PeerLostError(
-        f"rank {rank} lost rank {peer} during {operation}: that process has ended, was cut off, or did not call "
-        f"{operation} within the process group's timeout. Look at rank {peer}'s own output first. "
+        f"rank {rank} lost {who} during {operation}: that process has ended, was cut off, or did not call "
+        f"{operation} within the process group's timeout. Look at {who}'s own output first. "
         f"(The backend said: {first_line})"
     )
     error.peer = peer

@@ -8,8 +8,8 @@ group is of no use, to anybody.
 
 from __future__ import annotations
 
+import ctypes
 import time
-import traceback
 from contextlib import suppress
 from datetime import timedelta
 
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch exports it unseen
 
-from zeroshard_comm.errors import PeerLostError
+from zeroshard_comm.errors import PeerLostError, lost
 from zeroshard_comm.process_group import RankGroup
 
 MOST_RANKS = 16
@@ -45,11 +45,12 @@ class WordRing:
         timeout = channel.timeout or dist.default_pg_timeout
         self._store = PrefixStore("zeroshard agreements", channel.group.get_group_store())
         self._store.set_timeout(min(timeout, _MEETING))
-        self._group: dist.ProcessGroupGloo | None = None
+        self._is_closed = False
+        self._posted: list[dist.Work] = []
         try:
             self._group = dist.ProcessGroupGloo(self._store, channel.rank, channel.world_size, timeout=timeout)
         except RuntimeError as failure:
-            raise self._lost("connect()", failure) from failure
+            raise lost(failure, None, channel.rank, "connect()") from failure
         self._options = dist.AllreduceOptions()
         self._options.reduceOp = dist.ReduceOp(dist.ReduceOp.BOR)
 
@@ -63,44 +64,80 @@ class WordRing:
         Raises:
             PeerLostError: if a rank is gone, now or before.
         """
-        if self._group is None:
-            raise self._lost(operation, None)
-        try:
-            self._group.allreduce([numbers], self._options).wait()  # type: ignore[attr-defined]  # not in the stubs
-        except RuntimeError as failure:
-            # Who follows what waits, as a test harness does, may hold it there, and with it the connections.
-            traceback.clear_frames(failure.__traceback__)
-            self.close()
-            raise self._lost(operation, failure) from failure
+        failure: RuntimeError | None = None
+        if not self._is_closed:
+            # As the group it has its own methods; the stubs do not know of them.
+            work = self._group.allreduce([numbers], self._options)  # type: ignore[attr-defined]
+            failure = self._failure_of(work)
+            if failure is None:
+                return
+        raise self._lost(operation, failure) from failure
+
+    def _failure_of(self, work: dist.Work) -> RuntimeError | None:
+        """Wait, and return what has failed, if something has."""
+        patience = 1.0
+        while True:
+            try:
+                work.wait(timedelta(seconds=patience))
+            except RuntimeError as failure:
+                # gloo forgets what stands in the queue of a connection that is closed, and waits until the timeout.
+                if not work.is_completed() and self._gone():
+                    # The thread that waits would be joined when Python ends.
+                    ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+                    return failure
+                if work.is_completed():
+                    return failure
+                patience = min(2 * patience, 8.0)
+            else:
+                return None
 
     def close(self) -> None:
         """Close this rank's connections, so that all others learn that a rank was lost."""
-        if self._group is not None:
-            self._group = None
+        if not self._is_closed:
+            self._is_closed = True
             # Else the others would take this rank for the one that is lost.
             with suppress(RuntimeError):
                 self._store.set(f"rank {self._channel.rank}", "")
+            for peer in self._channel.peers:
+                # gloo has no call for that, but closes all connections when a wait ends by its timeout.
+                with suppress(RuntimeError):
+                    self._receive(peer).wait(timedelta(milliseconds=1))
+
+    def _receive(self, peer: int) -> dist.Work:
+        room = torch.empty(1, dtype=torch.uint8, device="cpu")
+        work: dist.Work = self._group.recv([room], peer, 0)  # type: ignore[attr-defined]  # as above
+        return work
+
+    def _gone(self) -> list[int]:
+        """Ranks that have closed their connections and not said so: nothing can be posted there."""
+        gone = []
+        for peer in sorted(self._channel.peers):
+            try:
+                self._posted.append(self._receive(peer))
+            except RuntimeError:
+                gone.append(peer)
+        return self._silent(gone)
+
+    def _silent(self, ranks: list[int]) -> list[int]:
+        """Those of these ranks that have not told the store that they have seen a failure; none if it is gone, too."""
+        try:
+            return [peer for peer in ranks if not self._store.check([f"rank {peer}"])]
+        except RuntimeError:
+            return []
 
     def _lost(self, operation: str, failure: RuntimeError | None) -> PeerLostError:
-        missing = self._missing()
-        who = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}" if missing else "another rank"
+        gone = self._gone()
+        self.close()
+        if not gone:
+            # All connections stand, but somebody was late; or has told others why it closed them, or is about to.
+            time.sleep(_REPORTING)
+            gone = self._silent(sorted(self._channel.peers))
+        who = f"rank{'s' * (len(gone) > 1)} {', '.join(map(str, gone))}" if gone else "another rank"
         said = f" (The backend said: {str(failure).splitlines()[0]})" if failure is not None else ""
         error = PeerLostError(
             f"rank {self._channel.rank} lost {who} during {operation}: a process has ended, was cut off, has lost "
             f"another one itself, or did not call {operation} within the process group's timeout. Look at the output "
-            f"of {who if missing else 'all ranks'} first.{said}"
+            f"of {who if gone else 'all ranks'} first.{said}"
         )
-        error.peer = missing[0] if len(missing) == 1 else None
+        error.peer = gone[0] if len(gone) == 1 else None
         return error
-
-    def _missing(self) -> list[int]:
-        """Ranks that do not report that they have seen the failure; none if nobody knows."""
-        missing, deadline = sorted(self._channel.peers), time.monotonic() + _REPORTING
-        try:
-            while missing and time.monotonic() < deadline:
-                missing = [peer for peer in missing if not self._store.check([f"rank {peer}"])]
-                time.sleep(0.01)
-        except RuntimeError:
-            # The store has gone with the rank that kept it.
-            return []
-        return missing
