@@ -48,8 +48,8 @@ OVER: Mapping[str, int] = {
     "zeroshard.local.LocalOptimizer": 267,
     "zeroshard.optimizer": 622,
     "zeroshard.optimizer.ZeroRedundancyOptimizer": 584,
-    "zeroshard.pipeline": 817,
-    "zeroshard.pipeline.Pipeline": 692,
+    "zeroshard.pipeline": 810,
+    "zeroshard.pipeline.Pipeline": 688,
     "zeroshard.uneven.UnevenInputs": 343,
     "zeroshard_integrations.join_model.ModelInJoin": 317,
 }
