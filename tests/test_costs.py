@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 from training import cutting, set_gradients, twins
 from zeroshard import ZeroRedundancyOptimizer
-from zeroshard_comm import CHUNK_BYTES, RankGroup, all_read
+from zeroshard_comm import CHUNK_BYTES, RankGroup, all_read, word_ring
 from zeroshard_comm.process_memory import SWITCH
 
 pytestmark = pytest.mark.pairwise
@@ -194,22 +194,43 @@ def _traced(work: Callable[[], None]) -> int | None:
 
 @pytest.mark.ranks(2, 4, 5, backend="gloo")
 @pytest.mark.parametrize("way", ["sent", "read"])
-@pytest.mark.parametrize("partition", ["whole", pytest.param("split", marks=pytest.mark.exhaustive)])
-def test_a_step_sends_two_words_in_each_round_and_a_third_where_memory_is_read(
-    world_size: int, way: str, partition: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("most", [0, 16], ids=["rounds", "ring"])
+@pytest.mark.parametrize("hook", ["none", "owner"])
+def test_words_of_a_step(world_size: int, way: str, most: int, hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    count_words(world_size, way, most, hook, monkeypatch)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.ranks(8, 16, backend="gloo")
+@pytest.mark.parametrize("way", ["sent", "read"])
+@pytest.mark.parametrize("hook", ["none", "owner"])
+def test_words_of_a_step_of_more_ranks(world_size: int, way: str, hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    count_words(world_size, way, 16, hook, monkeypatch)
+
+
+def count_words(world_size: int, way: str, most: int, hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SWITCH, "1" if way == "read" else "0")
+    monkeypatch.setattr(word_ring, "MOST_RANKS", most)
     # As much as is worth reading.
-    model, _ = twins(layers)
-    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, partition=partition)
+    ddp = DistributedDataParallel(nn.Sequential(*layers()), bucket_cap_mb=0.8)  # type: ignore[misc]
+    sharded = ZeroRedundancyOptimizer(ddp.parameters(), optim.Adam)
+    if hook == "owner":
+        register(hook, ddp, sharded)
     if way == "read" and not all_read(RankGroup.of()):
         pytest.skip("this kernel does not let processes of one user read each other's memory")
-    # The first step tells where parameters lie.
-    for step in range(2):
-        set_gradients(model.parameters(), step)
+    # DDP lays out its buckets once more, and then ranks tell where they lie.
+    for _ in range(4):
+        sharded.zero_grad()
         before = sharded.traffic.of("control")
+        ddp(torch.ones(1, 256)).sum().backward()
         sharded.step()
     told = sharded.traffic.of("control") - before
-    rounds, words = math.ceil(math.log2(world_size)), 3 if way == "read" else 2
-    assert told.bytes_sent == 8 * words * rounds
-    assert told.calls == 2 * words * rounds
+    words = 2
+    if way == "read":
+        # That parameters are there; and that the gradients of each of two buckets are, and that they were read.
+        words += 1 if hook == "none" else 1 + 2 + 1
+    each = 1 if most >= world_size else 2 * math.ceil(math.log2(world_size))
+    assert told.calls == words * each
+    if way == "read" or hook == "none":
+        # In a round it says besides which rank was lost.
+        assert told.bytes_sent == 8 * words * each

@@ -32,17 +32,19 @@ Bytes and memory are means over the ranks.
 
 _WORDS = """## Messages without tensor data
 
-What a rank sends in one `step()` without a hook beside the parameters, however many: words of 64 bits, one for each
-round of an agreement, and as many come to it. `tests/test_costs.py` counts them.
+What a rank sends in one `step()` without a hook beside the parameters, however many: words of 64 bits, each by one collective
+up to 16 ranks, and above by one message in each of log2 N rounds. `tests/test_costs.py` counts them.
 
-| ranks | between hosts | on one host, where memory is read |
-| ---: | ---: | ---: |
-| 2 | 2 | 3 |
-| 4 | 4 | 6 |
-| 8 | 6 | 9 |
-| 16 | 8 | 12 |
+| ranks | words between hosts | words on one host, where memory is read | each is |
+| ---: | ---: | ---: | --- |
+| 2 | 2 | 3 | one collective |
+| 4 | 2 | 3 | one collective |
+| 8 | 2 | 3 | one collective |
+| 16 | 2 | 3 | one collective |
+| 17 to 32 | 2 | 3 | 5 messages |
 
-With a hook that reduces gradients to their owners every rank sends every other one a header with each bucket besides.
+With a hook that reduces gradients to their owners what ranks tell each other of a bucket travels with its gradients, at no
+further message; where memory is read, there is one further word for each bucket, and one for all of them.
 """
 
 
