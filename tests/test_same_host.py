@@ -1,0 +1,164 @@
+"""Ranks that read each other's memory train to the bit as those that send, and say so where they cannot."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp_training import HOOKS, Twins, batch
+from test_reduction import mean, values_of
+from torch import nn, optim
+from training import small_model
+from zeroshard import ZeroRedundancyOptimizer, by_collectives, pipeline
+from zeroshard_comm import (
+    BucketHeader,
+    BucketReduceWork,
+    Control,
+    DisagreementError,
+    PeerLostError,
+    RankGroup,
+    SameHostReducer,
+    connect,
+)
+from zeroshard_comm import all_read as all_ranks_read
+from zeroshard_comm.packing import CHUNK_BYTES
+from zeroshard_comm.process_memory import SWITCH
+from zeroshard_core import Run
+from zeroshard_testing import Faults
+
+EVERY_HOOK = pytest.mark.parametrize("hook", HOOKS)
+
+
+@pytest.fixture
+def all_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read however little there is; skip where the kernel does not let processes read each other."""
+    control = Control(RankGroup.of())
+    control.check_consistent("a test")
+    connect(control)
+    if not all_ranks_read(RankGroup.of()):
+        pytest.skip("this kernel does not let processes of one user read each other's memory")
+    monkeypatch.setattr(pipeline, "WORTH_READING", 1)
+
+
+def reducer(runs: list[Run], dtype: torch.dtype = torch.float64) -> SameHostReducer:
+    return SameHostReducer(Control(RankGroup.of()), runs, dtype, 1)
+
+
+@pytest.mark.ranks(2, 3, 4, backend="gloo")
+@pytest.mark.pairwise
+@pytest.mark.usefixtures("all_read")
+@EVERY_HOOK
+@pytest.mark.parametrize("partition", ["whole", "split"])
+def test_hooks_train_as_ddp_does(hook: str, partition: str) -> None:
+    twins = Twins(hook, partition=partition)
+    for number in range(1, 7):
+        twins.iterate(number)
+        twins.check(f"after iteration {number}")
+    assert type(twins.optimizer._engine.pipeline._carrier) is by_collectives.SameHostCarrier
+
+
+class Alternating(nn.Module):
+    """Uses other layers in every forward, and on every rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(40, 40) for _ in range(4)])
+        self.numbers = count()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        number = next(self.numbers)
+        for place, layer in enumerate(self.layers):
+            if (number + place + dist.get_rank()) % 3:
+                inputs = layer(inputs)
+        return inputs
+
+
+@pytest.mark.ranks(2, 3, backend="gloo")
+@pytest.mark.usefixtures("all_read")
+@EVERY_HOOK
+def test_gradients_that_come_and_go_are_told(hook: str) -> None:
+    twins = Twins(hook, model=Alternating, ddp={"find_unused_parameters": True})
+    for number in range(8):
+        twins.iterate(number)
+        twins.check(f"after iteration {number}")
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.usefixtures("all_read")
+def test_what_is_lent_may_be_written_as_soon_as_backward_returns() -> None:
+    twins = Twins("owner")
+    for number in range(5):
+        for ddp, optimizer in twins.sides:
+            optimizer.zero_grad()
+            ddp(batch(number)).square().mean().backward()
+            buckets = twins.optimizer._engine.pipeline._in_order() if ddp is twins.ddp else []
+            for route in buckets:
+                for place, _ in enumerate(route.tensors):
+                    if route.owned_gradient(place) is None:
+                        route.bucket.gradients[place].fill_(float("nan"))
+            optimizer.step()
+        twins.check(f"after iteration {number}")
+
+
+@pytest.mark.ranks(2, 3, 4, backend="gloo")
+@pytest.mark.usefixtures("all_read")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_owners_hold_the_mean_in_rank_order(rank: int, world_size: int, dtype: torch.dtype) -> None:
+    runs, end = [], 0
+    for size in (1, 7, 1000, 300_000, CHUNK_BYTES // dtype.itemsize + 5):
+        for owner in range(world_size):
+            runs.append(Run(owner, end, end + size))
+            end += size + 1
+    reading, expected = reducer(runs, dtype), mean(world_size, end, dtype)
+    for number in range(3):
+        # In a place of its own each time, as buckets that DDP lays out anew.
+        bucket = values_of(rank, end, dtype)
+        work = reading.begin(bucket, BucketHeader(1 + number, 0, (number == rank,)))
+        assert [header.present for header in work.finish()] == [(number == other,) for other in range(world_size)]
+        work.close()
+        for run in runs:
+            if run.rank == rank:
+                assert torch.equal(bucket[run.start : run.stop], expected[run.start : run.stop]), run
+    theirs = sum(run.stop - run.start for run in runs if run.rank != rank)
+    assert reading.control.traffic.of("reduce").bytes_sent == 3 * theirs * dtype.itemsize
+
+
+@pytest.mark.ranks(3, backend="gloo")
+@pytest.mark.usefixtures("all_read")
+def test_ranks_in_other_buckets_are_told_apart(rank: int) -> None:
+    reading = reducer([Run(0, 0, 10)])
+    work = reading.begin(torch.zeros(10), BucketHeader(4, int(rank == 1), (True,)))
+    with pytest.raises(DisagreementError, match=r"ranks 0, 2 called bucket 0 of backward 4; rank 1 called bucket 1 of"):
+        work.finish()
+
+
+@pytest.mark.ranks(3, backend="gloo")
+@pytest.mark.usefixtures("all_read")
+@pytest.mark.parametrize("moment", ["before it has said where", "before others have read"])
+def test_a_rank_that_ends_while_others_read(rank: int, moment: str, faults: Faults) -> None:
+    reading, bucket = reducer([Run(0, 0, 1000), Run(2, 1000, 2000)]), values_of(rank, 2000)
+    header = BucketHeader(1, 0, (True,))
+    faults.kill(rank=1, at="send")
+    if rank == 1:
+        if moment == "before others have read":
+            reading.meet(bucket, header)
+        dist.isend(torch.zeros(1), 0)
+    with pytest.raises(PeerLostError, match="rank 1"):
+        read(reading.begin(bucket, header))
+
+
+def read(work: BucketReduceWork) -> None:
+    work.finish()
+    work.close()
+
+
+@pytest.mark.ranks(3, backend="gloo", isolation="process")
+def test_a_switch_on_one_rank_keeps_all_from_reading(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if rank == 1:
+        monkeypatch.setenv(SWITCH, "0")
+    model = small_model()
+    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam)
+    assert not all_ranks_read(RankGroup.of(sharded.process_group))
