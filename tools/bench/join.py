@@ -49,7 +49,7 @@ CALLS: dict[str, list[tuple[type, str]]] = {
         (JoinBlock, "_notified"),
         (ModelInJoin, "_after_forward"),
         (BackwardWatch, "_reached"),
-        (BackwardWatch, "_first_gradient"),
+        (BackwardWatch, "_gradient_of"),
         (BackwardWatch, "_task_ends"),
         (ModelInJoin, "_settled"),
     ],
