@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from zeroshard_comm import (
     CollectiveBroadcaster,
-    Consignment,
     Control,
     DisagreementError,
+    Manifest,
     MessageBroadcaster,
     ParameterBroadcaster,
     PeerLostError,
@@ -187,7 +187,7 @@ def test_gather_brings_tensors_of_any_kind_bit_for_bit(rank: int, world_size: in
     control = Control(RankGroup.of())
     gather(
         control,
-        Consignment({"from": rank}, tensors),
+        Manifest({"from": rank}, tensors),
         1,
         place,
         chunk_bytes=chunk_bytes,
@@ -211,5 +211,5 @@ def test_a_target_without_room_is_an_error_on_every_rank(rank: int) -> None:
 
     control = Control(RankGroup.of())
     with pytest.raises(MemoryError, match="rank 0: no room for what rank 0 sends"):
-        gather(control, Consignment(None, [torch.zeros(3)]), 0, place)
+        gather(control, Manifest(None, [torch.zeros(3)]), 0, place)
     control.check_consistent("afterwards")

@@ -32,8 +32,8 @@ Bytes and memory are means over the ranks.
 
 _WORDS = """## Messages without tensor data
 
-What a rank sends in one `step()` without a hook beside the parameters, however many: words of 64 bits, each by one collective
-up to 16 ranks, and above by one message in each of log2 N rounds. `tests/test_costs.py` counts them.
+What a rank sends in one `step()` without a hook beside the parameters, however many: words of 64 bits, each by one
+collective up to 16 ranks, and above by one message in each of log2 N rounds. `tests/test_costs.py` counts them.
 
 | ranks | words between hosts | words on one host, where memory is read | each is |
 | ---: | ---: | ---: | --- |
@@ -43,8 +43,8 @@ up to 16 ranks, and above by one message in each of log2 N rounds. `tests/test_c
 | 16 | 2 | 3 | one collective |
 | 17 to 32 | 2 | 3 | 5 messages |
 
-With a hook that reduces gradients to their owners what ranks tell each other of a bucket travels with its gradients, at no
-further message; where memory is read, there is one further word for each bucket, and one for all of them.
+With a hook that reduces gradients to their owners what ranks tell each other of a bucket travels with its gradients, at
+no further message; where memory is read, there is one further word for each bucket, and one for all of them.
 """
 
 

@@ -20,8 +20,8 @@ from zeroshard_comm.process_group import GroupContext, RankGroup
 from zeroshard_comm.receive_window import Receive, ReceiveWindow
 from zeroshard_comm.same_host import WORTH_READING, SameHostBroadcaster, SameHostReducer, all_read, connect
 from zeroshard_comm.sharding_config import ShardingConfig, agree, check_config, explain_configs
+from zeroshard_comm.state_transfer import CHUNK_BYTES, Manifest, gather
 from zeroshard_comm.traffic import Traffic, Volume
-from zeroshard_comm.transfer import CHUNK_BYTES, Consignment, gather
 from zeroshard_comm.words import Words
 
 __all__ = [
@@ -33,12 +33,12 @@ __all__ = [
     "BucketReduceWork",
     "CollectiveBroadcaster",
     "CollectiveReducer",
-    "Consignment",
     "Control",
     "DifferentCallsError",
     "DisagreementError",
     "GradientReducer",
     "GroupContext",
+    "Manifest",
     "Message",
     "MessageBroadcaster",
     "MessageReduceWork",

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from zeroshard_comm import Consignment, Control, gather
+from zeroshard_comm import Control, Manifest, gather
 from zeroshard_core import Plan, Shard, StateMapError, storage_view
 
 from zeroshard.local import LocalOptimizer, sync_groups
@@ -17,11 +17,11 @@ from zeroshard.statevalues import read_value, write_value
 StateDict = dict[str, Any]
 
 
-def describe_local(local: LocalOptimizer, plan: Plan) -> Consignment:
+def describe_local(local: LocalOptimizer, plan: Plan) -> Manifest:
     """Describe all state that this rank holds.
 
     Returns:
-        A consignment; its description is a list of ``[tensor, start, stop, {key: entry}]``, one per owned shard with
+        A manifest; its description is a list of ``[tensor, start, stop, {key: entry}]``, one per owned shard with
         state, and a last item with the state that belongs to no parameter.
 
     Raises:
@@ -48,7 +48,7 @@ def describe_local(local: LocalOptimizer, plan: Plan) -> Consignment:
         for key, value in local.optim.state.items()
         if isinstance(key, str) and key not in owned
     }
-    return Consignment([shards, loose], tensors)
+    return Manifest([shards, loose], tensors)
 
 
 class Assembly:
@@ -172,11 +172,11 @@ def consolidate(
             rank.
         PeerLostError: if a rank is gone.
     """
-    consignment, packed = Consignment([[], {}], []), list[dict[str, Any]]()
+    manifest, packed = Manifest([[], {}], []), list[dict[str, Any]]()
     failure: Exception | None = None
     try:
         sync_groups(groups, local.optim.param_groups)
-        consignment = describe_local(local, plan)
+        manifest = describe_local(local, plan)
         packed = pack_groups(groups)
     except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
         failure = error
@@ -186,7 +186,7 @@ def consolidate(
         # A frame that keeps an error which passes through it keeps itself alive, and the model.
         del failure
     assembly = Assembly(plan)
-    gather(control, consignment, target, assembly.place, operation=operation)
+    gather(control, manifest, target, assembly.place, operation=operation)
     if control.ranks.rank != target:
         return None
     state = assembly.finished()

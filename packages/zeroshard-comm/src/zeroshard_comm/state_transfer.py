@@ -35,7 +35,7 @@ _NOTHING_TO_SAY = b"null"
 
 
 @dataclass(frozen=True)
-class Consignment:
+class Manifest:
     """What one rank sends.
 
     Attributes:
@@ -53,7 +53,7 @@ Progress = Callable[[int, int], None]
 
 def gather(
     control: Control,
-    consignment: Consignment,
+    manifest: Manifest,
     target: int,
     place: Place,
     *,
@@ -65,8 +65,8 @@ def gather(
 
     Args:
         control: the channel of the group; its gloo group carries the data.
-        consignment: what this rank has.
-        target: group rank that receives; its own consignment is placed as well, by copying.
+        manifest: what this rank has.
+        target: group rank that receives; its own tensors are placed as well, by copying.
         place: called on the target once per rank, in rank order, with the rank and its description; returns one 1-D
             contiguous CPU tensor per tensor of that rank, of the same number of bytes.
         operation: named in errors.
@@ -76,26 +76,26 @@ def gather(
     Raises:
         RuntimeError: on the ``fake`` backend with more than one rank, which moves no data.
         PeerLostError: if a rank is gone.
-        Exception: if ``place`` raised on the target, or a consignment cannot be described: that error, on every rank.
+        Exception: if ``place`` raised on the target, or a manifest cannot be described: that error, on every rank.
     """
     ranks = control.ranks
     if control.channel is None and ranks.world_size > 1:
         raise RuntimeError(f"{operation}: torch's 'fake' backend moves no data, so state cannot be gathered over it")
     if ranks.rank == target:
-        _receive_all(control, consignment, place, operation, progress, chunk_bytes)
+        _receive_all(control, manifest, place, operation, progress, chunk_bytes)
     else:
-        _send_all(control, consignment, target, operation, chunk_bytes)
+        _send_all(control, manifest, target, operation, chunk_bytes)
 
 
-def _send_all(control: Control, consignment: Consignment, target: int, operation: str, chunk_bytes: int) -> None:
+def _send_all(control: Control, manifest: Manifest, target: int, operation: str, chunk_bytes: int) -> None:
     channel = control.channel
     assert channel is not None
     failure: Exception | None = None
     sizes: list[int] = []
     text = _NOTHING_TO_SAY
     try:
-        sizes = [tensor.nbytes for tensor in consignment.tensors]
-        text = json.dumps({"description": consignment.description, "sizes": sizes}).encode()
+        sizes = [tensor.nbytes for tensor in manifest.tensors]
+        text = json.dumps({"description": manifest.description, "sizes": sizes}).encode()
     except Exception as error:  # noqa: BLE001 - whatever it is, every rank must hear of it before it is raised
         failure = error
     size, body = torch.tensor([len(text)], device="cpu"), torch.frombuffer(bytearray(text), dtype=torch.uint8)
@@ -108,7 +108,7 @@ def _send_all(control: Control, consignment: Consignment, target: int, operation
         del failure
     started = time.perf_counter()
     in_flight: deque[tuple[Message, torch.Tensor]] = deque()
-    for tensor in consignment.tensors:
+    for tensor in manifest.tensors:
         # What must be copied is sent one chunk at a time; what lies ready may have several chunks on their way.
         ready = tensor.device.type == "cpu"
         flat = _bytes_of(tensor)
@@ -125,7 +125,7 @@ def _send_all(control: Control, consignment: Consignment, target: int, operation
 
 def _receive_all(
     control: Control,
-    consignment: Consignment,
+    manifest: Manifest,
     place: Place,
     operation: str,
     progress: Progress | None,
@@ -135,7 +135,7 @@ def _receive_all(
     failure: Exception | None = None
     rooms: dict[int, Sequence[torch.Tensor]] = {}
     for source in range(ranks.world_size):
-        told: tuple[Any, list[int]] | None = consignment.description, [t.nbytes for t in consignment.tensors]
+        told: tuple[Any, list[int]] | None = manifest.description, [t.nbytes for t in manifest.tensors]
         try:
             if source != ranks.rank:
                 told = _receive_text(control, source, operation)
@@ -150,7 +150,7 @@ def _receive_all(
         del failure
     total = sum(room.nbytes for of_rank in rooms.values() for room in of_rank)
     done = 0
-    for room, tensor in zip(rooms[ranks.rank], consignment.tensors, strict=True):
+    for room, tensor in zip(rooms[ranks.rank], manifest.tensors, strict=True):
         room.view(torch.uint8).copy_(_bytes_of(tensor))
         done += room.nbytes
         if progress is not None:
