@@ -55,6 +55,8 @@ class Interruptions:
         except BaseException as interruption:
             if not self._control.alone:
                 self._ended_by = type(interruption).__name__
+                # What the others wait for does not come.
+                self._control.cut_off()
                 if break_off is not None:
                     break_off(interruption)
             raise
