@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import threading
 import time
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -242,3 +244,15 @@ def test_nobody_waits_for_a_rank_that_has_lost_another_and_lives_on(rank: int) -
         # Not in an agreement: nothing could be told it.
         with pytest.raises(RuntimeError, match=r"[Cc]losed|reset"):
             dist.recv(torch.zeros(1), src=0)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_a_process_group_that_is_destroyed_is_freed_although_its_ranks_have_agreed() -> None:
+    group = dist.new_group()
+    for _ in range(2):
+        Control(RankGroup.of(group)).check_consistent("a call")
+    dist.destroy_process_group(group)
+    freed = weakref.ref(group)
+    del group
+    gc.collect()
+    assert freed() is None

@@ -41,7 +41,8 @@ class WordRing:
     """
 
     def __init__(self, channel: RankGroup) -> None:
-        self._channel = channel
+        # The context of the process group holds this object: with a reference back neither would ever be freed.
+        self._rank, self._peers = channel.rank, channel.peers
         timeout = channel.timeout or dist.default_pg_timeout
         self._store = PrefixStore("zeroshard agreements", channel.group.get_group_store())
         self._store.set_timeout(min(timeout, _MEETING))
@@ -97,8 +98,8 @@ class WordRing:
             self._is_closed = True
             # Else the others would take this rank for the one that is lost.
             with suppress(RuntimeError):
-                self._store.set(f"rank {self._channel.rank}", "")
-            for peer in self._channel.peers:
+                self._store.set(f"rank {self._rank}", "")
+            for peer in self._peers:
                 # gloo has no call for that, but closes all connections when a wait ends by its timeout.
                 with suppress(RuntimeError):
                     self._receive(peer).wait(timedelta(milliseconds=1))
@@ -111,7 +112,7 @@ class WordRing:
     def _gone(self) -> list[int]:
         """Ranks that have closed their connections and not said so: nothing can be posted there."""
         gone = []
-        for peer in sorted(self._channel.peers):
+        for peer in sorted(self._peers):
             try:
                 self._posted.append(self._receive(peer))
             except RuntimeError:
@@ -131,11 +132,11 @@ class WordRing:
         if not gone:
             # All connections stand, but somebody was late; or has told others why it closed them, or is about to.
             time.sleep(_REPORTING)
-            gone = self._silent(sorted(self._channel.peers))
+            gone = self._silent(sorted(self._peers))
         who = f"rank{'s' * (len(gone) > 1)} {', '.join(map(str, gone))}" if gone else "another rank"
         said = f" (The backend said: {str(failure).splitlines()[0]})" if failure is not None else ""
         error = PeerLostError(
-            f"rank {self._channel.rank} lost {who} during {operation}: a process has ended, was cut off, has lost "
+            f"rank {self._rank} lost {who} during {operation}: a process has ended, was cut off, has lost "
             f"another one itself, or did not call {operation} within the process group's timeout. Look at the output "
             f"of {who if gone else 'all ranks'} first.{said}"
         )
