@@ -9,11 +9,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-from zeroshard_comm import Control, DisagreementError, PeerLostError, Position, RankGroup, word_ring
+from zeroshard_comm import Control, DisagreementError, PeerLostError, Position, RankGroup, agreement, word_ring
 from zeroshard_testing import Faults
 
 
@@ -256,3 +257,37 @@ def test_a_process_group_that_is_destroyed_is_freed_although_its_ranks_have_agre
     del group
     gc.collect()
     assert freed() is None
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_the_store_of_the_process_group_keeps_its_timeout() -> None:
+    group = dist.new_group()
+    store = group.get_group_store()
+    store.set_timeout(timedelta(seconds=77))
+    Control(RankGroup.of(group)).check_consistent("a call")
+    assert store.timeout == timedelta(seconds=77)
+
+
+@pytest.mark.ranks(2, backend="gloo", checks="no:messages")
+def test_a_rank_that_never_joins_the_ring_is_not_waited_for_until_the_timeout(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(word_ring, "_MEETING", timedelta(seconds=2))
+    group = dist.new_group(timeout=timedelta(minutes=10))
+    store = dist.PrefixStore("test", group.get_group_store())
+    if rank:
+        monkeypatch.setattr(agreement, "WordRing", lambda _: store.wait(["raised"], timedelta(seconds=60)))
+        Control(RankGroup.of(group)).check_consistent("a call")
+    else:
+        with pytest.raises(PeerLostError, match="connect"):
+            Control(RankGroup.of(group)).check_consistent("a call")
+        store.set("raised", "")
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_ranks_wait_for_a_late_one_longer_than_for_the_ring(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(word_ring, "_MEETING", timedelta(seconds=2))
+    control = Control(RankGroup.of(dist.new_group(timeout=timedelta(seconds=60))))
+    control.check_consistent("a call")
+    time.sleep(4 * rank)
+    control.check_consistent("another call")

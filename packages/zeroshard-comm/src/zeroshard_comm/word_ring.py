@@ -45,15 +45,18 @@ class WordRing:
         self._rank, self._peers = channel.rank, channel.peers
         timeout = channel.timeout or dist.default_pg_timeout
         self._store = PrefixStore("zeroshard agreements", channel.group.get_group_store())
-        self._store.set_timeout(min(timeout, _MEETING))
         self._is_closed = False
         self._posted: list[dist.Work] = []
         try:
-            self._group = dist.ProcessGroupGloo(self._store, channel.rank, channel.world_size, timeout=timeout)
+            # The store is the user's, and its timeout, too: gloo connects within that of the group.
+            self._group = dist.ProcessGroupGloo(
+                self._store, channel.rank, channel.world_size, timeout=min(timeout, _MEETING)
+            )
         except RuntimeError as failure:
             raise lost(failure, None, channel.rank, "connect()") from failure
         self._options = dist.AllreduceOptions()
         self._options.reduceOp = dist.ReduceOp(dist.ReduceOp.BOR)
+        self._options.timeout = timeout
 
     def combine(self, numbers: torch.Tensor, operation: str) -> None:
         """Replace numbers by their OR over all ranks. Collective.
