@@ -291,3 +291,28 @@ def test_ranks_wait_for_a_late_one_longer_than_for_the_ring(rank: int, monkeypat
     control.check_consistent("a call")
     time.sleep(4 * rank)
     control.check_consistent("another call")
+
+
+@pytest.mark.ranks(3, backend="gloo", checks="no:messages")
+def test_the_late_rank_alone_is_blamed_though_others_tell_later_than_this_one_looks(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    control = Control(RankGroup.of(group))
+    control.check_consistent("a call")
+    store = dist.PrefixStore("test", group.get_group_store())
+    if rank == 1:
+        store.wait(["0", "2"], timedelta(seconds=60))
+        return
+    if rank == 2:
+        close = word_ring.WordRing.close
+
+        def close_later(ring: word_ring.WordRing) -> None:
+            time.sleep(0.4)
+            close(ring)
+
+        monkeypatch.setattr(word_ring.WordRing, "close", close_later)
+    with pytest.raises(PeerLostError, match=f"rank {rank} lost rank 1 during") as raised:
+        control.check_consistent("step()")
+    assert raised.value.peer == 1
+    store.set(str(rank), "")

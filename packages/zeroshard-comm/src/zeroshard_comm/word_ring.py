@@ -132,10 +132,11 @@ class WordRing:
     def _lost(self, operation: str, failure: RuntimeError | None) -> PeerLostError:
         gone = self._gone()
         self.close()
-        if not gone:
-            # All connections stand, but somebody was late; or has told others why it closed them, or is about to.
+        if len(gone) != 1:
+            # Somebody was late: all connections stand, or gloo has closed all of this rank's own when it had waited
+            # long enough. Others are about to say so, or have told others why they closed theirs.
             time.sleep(_REPORTING)
-            gone = self._silent(sorted(self._peers))
+            gone = self._silent(gone or sorted(self._peers))
         who = f"rank{'s' * (len(gone) > 1)} {', '.join(map(str, gone))}" if gone else "another rank"
         said = f" (The backend said: {str(failure).splitlines()[0]})" if failure is not None else ""
         error = PeerLostError(
