@@ -316,3 +316,24 @@ def test_the_late_rank_alone_is_blamed_though_others_tell_later_than_this_one_lo
         control.check_consistent("step()")
     assert raised.value.peer == 1
     store.set(str(rank), "")
+
+
+@pytest.mark.ranks(2, backend="gloo", checks="no:messages")
+def test_a_rank_that_waits_for_a_late_one_keeps_nothing_of_asking_after_it(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    control = Control(RankGroup.of())
+    control.check_consistent("a call")
+    asked: list[weakref.ref[dist.Work]] = []
+    receive = word_ring.WordRing._receive
+
+    def noted(ring: word_ring.WordRing, peer: int) -> dist.Work:
+        work = receive(ring, peer)
+        asked.append(weakref.ref(work))
+        return work
+
+    monkeypatch.setattr(word_ring.WordRing, "_receive", noted)
+    time.sleep(3 * rank)
+    control.check_consistent("another call")
+    assert rank or asked
+    assert all(work() is None for work in asked)

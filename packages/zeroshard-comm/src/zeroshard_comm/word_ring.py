@@ -46,7 +46,6 @@ class WordRing:
         timeout = channel.timeout or dist.default_pg_timeout
         self._store = PrefixStore("zeroshard agreements", channel.group.get_group_store())
         self._is_closed = False
-        self._posted: list[dist.Work] = []
         try:
             # The store is the user's, and its timeout, too: gloo connects within that of the group.
             self._group = dist.ProcessGroupGloo(
@@ -117,7 +116,8 @@ class WordRing:
         gone = []
         for peer in sorted(self._peers):
             try:
-                self._posted.append(self._receive(peer))
+                # Not kept: somebody may be late for hours, and is asked after again and again.
+                self._receive(peer)
             except RuntimeError:
                 gone.append(peer)
         return self._silent(gone)
