@@ -337,3 +337,31 @@ def test_a_rank_that_waits_for_a_late_one_keeps_nothing_of_asking_after_it(
     control.check_consistent("another call")
     assert rank or asked
     assert all(work() is None for work in asked)
+
+
+class EndedStore:
+    """A store whose host has ended; counts who asks it."""
+
+    asked = 0
+
+    def check(self, keys: list[str]) -> bool:
+        self.asked += 1
+        raise dist.DistNetworkError(f"nobody answers for {keys}")
+
+    def set(self, key: str, value: str) -> None:
+        self.check([key])
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_a_rank_that_takes_the_store_with_it_is_named_and_the_store_asked_once(rank: int, faults: Faults) -> None:
+    control = Control(RankGroup.of())
+    control.check_consistent("a call")
+    ring, store = control.ranks.context.ring, EndedStore()
+    assert isinstance(ring, word_ring.WordRing)
+    ring._store = store
+    faults.kill(rank=1, at="send")
+    if rank:
+        dist.isend(torch.zeros(1), 0)
+    with pytest.raises(PeerLostError, match="lost rank 1 during"):
+        control.check_consistent("step()")
+    assert store.asked == 1

@@ -44,13 +44,12 @@ class WordRing:
         # The context of the process group holds this object: with a reference back neither would ever be freed.
         self._rank, self._peers = channel.rank, channel.peers
         timeout = channel.timeout or dist.default_pg_timeout
-        self._store = PrefixStore("zeroshard agreements", channel.group.get_group_store())
+        store = PrefixStore("zeroshard agreements", channel.group.get_group_store())
+        self._store: PrefixStore | None = store
         self._is_closed = False
         try:
             # The store is the user's, and its timeout, too: gloo connects within that of the group.
-            self._group = dist.ProcessGroupGloo(
-                self._store, channel.rank, channel.world_size, timeout=min(timeout, _MEETING)
-            )
+            self._group = dist.ProcessGroupGloo(store, channel.rank, channel.world_size, timeout=min(timeout, _MEETING))
         except RuntimeError as failure:
             raise lost(failure, None, channel.rank, "connect()") from failure
         self._options = dist.AllreduceOptions()
@@ -100,7 +99,8 @@ class WordRing:
             self._is_closed = True
             # Else the others would take this rank for the one that is lost.
             with suppress(RuntimeError):
-                self._store.set(f"rank {self._rank}", "")
+                if self._store is not None:
+                    self._store.set(f"rank {self._rank}", "")
             for peer in self._peers:
                 # gloo has no call for that, but closes all connections when a wait ends by its timeout.
                 with suppress(RuntimeError):
@@ -123,11 +123,14 @@ class WordRing:
         return self._silent(gone)
 
     def _silent(self, ranks: list[int]) -> list[int]:
-        """Those of these ranks that have not told the store that they have seen a failure; none if it is gone, too."""
-        try:
-            return [peer for peer in ranks if not self._store.check([f"rank {peer}"])]
-        except RuntimeError:
-            return []
+        """Those of these ranks that have not told the store why they closed; if it is gone, the only one, or none."""
+        if self._store is not None:
+            try:
+                return [peer for peer in ranks if not self._store.check([f"rank {peer}"])]
+            except RuntimeError:
+                # It ended with its host, which may be the rank that is lost. torch prints a page for each attempt.
+                self._store = None
+        return ranks if len(ranks) == 1 else []
 
     def _lost(self, operation: str, failure: RuntimeError | None) -> PeerLostError:
         gone = self._gone()
