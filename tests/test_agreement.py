@@ -365,3 +365,34 @@ def test_a_rank_that_takes_the_store_with_it_is_named_and_the_store_asked_once(r
     with pytest.raises(PeerLostError, match="lost rank 1 during"):
         control.check_consistent("step()")
     assert store.asked == 1
+
+
+class Unending:
+    """An all-reduce of which gloo never says that it has failed."""
+
+    waits = 0
+
+    def wait(self, timeout: timedelta) -> None:
+        self.waits += 1
+        if self.waits > 2:
+            pytest.fail("it is still waited for")
+        raise RuntimeError(f"not within {timeout}")
+
+    def is_completed(self) -> bool:
+        return False
+
+
+@pytest.mark.ranks(3, backend="gloo")
+@pytest.mark.parametrize("store_ends", [True, False])
+def test_ranks_that_have_closed_are_not_waited_for_whatever_the_store_says(rank: int, *, store_ends: bool) -> None:
+    control = Control(RankGroup.of())
+    control.check_consistent("a call")
+    ring = control.ranks.context.ring
+    assert isinstance(ring, word_ring.WordRing)
+    if rank:
+        ring.close()
+    dist.barrier()
+    if rank == 0:
+        if store_ends:
+            ring._store = EndedStore()
+        assert "not within" in str(ring._failure_of(Unending()))

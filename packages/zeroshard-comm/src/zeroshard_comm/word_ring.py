@@ -83,7 +83,7 @@ class WordRing:
                 work.wait(timedelta(seconds=patience))
             except RuntimeError as failure:
                 # gloo forgets what stands in the queue of a connection that is closed, and waits until the timeout.
-                if not work.is_completed() and self._gone():
+                if not work.is_completed() and self._closed():
                     # The thread that waits would be joined when Python ends.
                     ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
                     return failure
@@ -111,16 +111,16 @@ class WordRing:
         work: dist.Work = self._group.recv([room], peer, 0)  # type: ignore[attr-defined]  # as above
         return work
 
-    def _gone(self) -> list[int]:
-        """Ranks that have closed their connections and not said so: nothing can be posted there."""
-        gone = []
+    def _closed(self) -> list[int]:
+        """Ranks that have closed their connections: nothing can be posted there."""
+        closed = []
         for peer in sorted(self._peers):
             try:
                 # Not kept: somebody may be late for hours, and is asked after again and again.
                 self._receive(peer)
             except RuntimeError:
-                gone.append(peer)
-        return self._silent(gone)
+                closed.append(peer)
+        return closed
 
     def _silent(self, ranks: list[int]) -> list[int]:
         """Those of these ranks that have not told the store why they closed; if it is gone, the only one, or none."""
@@ -133,7 +133,7 @@ class WordRing:
         return ranks if len(ranks) == 1 else []
 
     def _lost(self, operation: str, failure: RuntimeError | None) -> PeerLostError:
-        gone = self._gone()
+        gone = self._silent(self._closed())
         self.close()
         if len(gone) != 1:
             # Somebody was late: all connections stand, or gloo has closed all of this rank's own when it had waited
