@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import threading
 import time
+import weakref
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-from zeroshard_comm import Control, DisagreementError, PeerLostError, Position, RankGroup, word_ring
+from zeroshard_comm import Control, DisagreementError, PeerLostError, Position, RankGroup, agreement, word_ring
 from zeroshard_testing import Faults
 
 
@@ -242,3 +245,154 @@ def test_nobody_waits_for_a_rank_that_has_lost_another_and_lives_on(rank: int) -
         # Not in an agreement: nothing could be told it.
         with pytest.raises(RuntimeError, match=r"[Cc]losed|reset"):
             dist.recv(torch.zeros(1), src=0)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_a_process_group_that_is_destroyed_is_freed_although_its_ranks_have_agreed() -> None:
+    group = dist.new_group()
+    for _ in range(2):
+        Control(RankGroup.of(group)).check_consistent("a call")
+    dist.destroy_process_group(group)
+    freed = weakref.ref(group)
+    del group
+    gc.collect()
+    assert freed() is None
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_the_store_of_the_process_group_keeps_its_timeout() -> None:
+    group = dist.new_group()
+    store = group.get_group_store()
+    store.set_timeout(timedelta(seconds=77))
+    Control(RankGroup.of(group)).check_consistent("a call")
+    assert store.timeout == timedelta(seconds=77)
+
+
+@pytest.mark.ranks(2, backend="gloo", checks="no:messages")
+def test_a_rank_that_never_joins_the_ring_is_not_waited_for_until_the_timeout(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(word_ring, "_MEETING", timedelta(seconds=2))
+    group = dist.new_group(timeout=timedelta(minutes=10))
+    store = dist.PrefixStore("test", group.get_group_store())
+    if rank:
+        monkeypatch.setattr(agreement, "WordRing", lambda _: store.wait(["raised"], timedelta(seconds=60)))
+        Control(RankGroup.of(group)).check_consistent("a call")
+    else:
+        with pytest.raises(PeerLostError, match="connect"):
+            Control(RankGroup.of(group)).check_consistent("a call")
+        store.set("raised", "")
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_ranks_wait_for_a_late_one_longer_than_for_the_ring(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(word_ring, "_MEETING", timedelta(seconds=2))
+    control = Control(RankGroup.of(dist.new_group(timeout=timedelta(seconds=60))))
+    control.check_consistent("a call")
+    time.sleep(4 * rank)
+    control.check_consistent("another call")
+
+
+@pytest.mark.ranks(3, backend="gloo", checks="no:messages")
+def test_the_late_rank_alone_is_blamed_though_others_tell_later_than_this_one_looks(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    control = Control(RankGroup.of(group))
+    control.check_consistent("a call")
+    store = dist.PrefixStore("test", group.get_group_store())
+    if rank == 1:
+        store.wait(["0", "2"], timedelta(seconds=60))
+        return
+    if rank == 2:
+        close = word_ring.WordRing.close
+
+        def close_later(ring: word_ring.WordRing) -> None:
+            time.sleep(0.4)
+            close(ring)
+
+        monkeypatch.setattr(word_ring.WordRing, "close", close_later)
+    with pytest.raises(PeerLostError, match=f"rank {rank} lost rank 1 during") as raised:
+        control.check_consistent("step()")
+    assert raised.value.peer == 1
+    store.set(str(rank), "")
+
+
+@pytest.mark.ranks(2, backend="gloo", checks="no:messages")
+def test_a_rank_that_waits_for_a_late_one_keeps_nothing_of_asking_after_it(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    control = Control(RankGroup.of())
+    control.check_consistent("a call")
+    asked: list[weakref.ref[dist.Work]] = []
+    receive = word_ring.WordRing._receive
+
+    def noted(ring: word_ring.WordRing, peer: int) -> dist.Work:
+        work = receive(ring, peer)
+        asked.append(weakref.ref(work))
+        return work
+
+    monkeypatch.setattr(word_ring.WordRing, "_receive", noted)
+    time.sleep(3 * rank)
+    control.check_consistent("another call")
+    assert rank or asked
+    assert all(work() is None for work in asked)
+
+
+class EndedStore:
+    """A store whose host has ended; counts who asks it."""
+
+    asked = 0
+
+    def check(self, keys: list[str]) -> bool:
+        self.asked += 1
+        raise dist.DistNetworkError(f"nobody answers for {keys}")
+
+    def set(self, key: str, value: str) -> None:
+        self.check([key])
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_a_rank_that_takes_the_store_with_it_is_named_and_the_store_asked_once(rank: int, faults: Faults) -> None:
+    control = Control(RankGroup.of())
+    control.check_consistent("a call")
+    ring, store = control.ranks.context.ring, EndedStore()
+    assert isinstance(ring, word_ring.WordRing)
+    ring._store = store
+    faults.kill(rank=1, at="send")
+    if rank:
+        dist.isend(torch.zeros(1), 0)
+    with pytest.raises(PeerLostError, match="lost rank 1 during"):
+        control.check_consistent("step()")
+    assert store.asked == 1
+
+
+class Unending:
+    """An all-reduce of which gloo never says that it has failed."""
+
+    waits = 0
+
+    def wait(self, timeout: timedelta) -> None:
+        self.waits += 1
+        if self.waits > 2:
+            pytest.fail("it is still waited for")
+        raise RuntimeError(f"not within {timeout}")
+
+    def is_completed(self) -> bool:
+        return False
+
+
+@pytest.mark.ranks(3, backend="gloo")
+@pytest.mark.parametrize("store_ends", [True, False])
+def test_ranks_that_have_closed_are_not_waited_for_whatever_the_store_says(rank: int, *, store_ends: bool) -> None:
+    control = Control(RankGroup.of())
+    control.check_consistent("a call")
+    ring = control.ranks.context.ring
+    assert isinstance(ring, word_ring.WordRing)
+    if rank:
+        ring.close()
+    dist.barrier()
+    if rank == 0:
+        if store_ends:
+            ring._store = EndedStore()
+        assert "not within" in str(ring._failure_of(Unending()))

@@ -93,7 +93,7 @@ class GradientReducer(ABC):
 
     @abstractmethod
     def begin(self, buffer: torch.Tensor, header: BucketHeader, *, gradients: bool = True) -> BucketReduceWork:
-        """Send a header to all ranks, and this rank's values to their owners.
+        """Send a header and this rank's values to their owners; the header may reach the other ranks, too.
 
         Args:
             buffer: the bucket, 1-D.

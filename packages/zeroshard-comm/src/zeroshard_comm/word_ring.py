@@ -41,18 +41,20 @@ class WordRing:
     """
 
     def __init__(self, channel: RankGroup) -> None:
-        self._channel = channel
+        # The context of the process group holds this object: with a reference back neither would ever be freed.
+        self._rank, self._peers = channel.rank, channel.peers
         timeout = channel.timeout or dist.default_pg_timeout
-        self._store = PrefixStore("zeroshard agreements", channel.group.get_group_store())
-        self._store.set_timeout(min(timeout, _MEETING))
+        store = PrefixStore("zeroshard agreements", channel.group.get_group_store())
+        self._store: PrefixStore | None = store
         self._is_closed = False
-        self._posted: list[dist.Work] = []
         try:
-            self._group = dist.ProcessGroupGloo(self._store, channel.rank, channel.world_size, timeout=timeout)
+            # The store is the user's, and its timeout, too: gloo connects within that of the group.
+            self._group = dist.ProcessGroupGloo(store, channel.rank, channel.world_size, timeout=min(timeout, _MEETING))
         except RuntimeError as failure:
             raise lost(failure, None, channel.rank, "connect()") from failure
         self._options = dist.AllreduceOptions()
         self._options.reduceOp = dist.ReduceOp(dist.ReduceOp.BOR)
+        self._options.timeout = timeout
 
     def combine(self, numbers: torch.Tensor, operation: str) -> None:
         """Replace numbers by their OR over all ranks. Collective.
@@ -81,7 +83,7 @@ class WordRing:
                 work.wait(timedelta(seconds=patience))
             except RuntimeError as failure:
                 # gloo forgets what stands in the queue of a connection that is closed, and waits until the timeout.
-                if not work.is_completed() and self._gone():
+                if not work.is_completed() and self._closed():
                     # The thread that waits would be joined when Python ends.
                     ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
                     return failure
@@ -97,8 +99,9 @@ class WordRing:
             self._is_closed = True
             # Else the others would take this rank for the one that is lost.
             with suppress(RuntimeError):
-                self._store.set(f"rank {self._channel.rank}", "")
-            for peer in self._channel.peers:
+                if self._store is not None:
+                    self._store.set(f"rank {self._rank}", "")
+            for peer in self._peers:
                 # gloo has no call for that, but closes all connections when a wait ends by its timeout.
                 with suppress(RuntimeError):
                     self._receive(peer).wait(timedelta(milliseconds=1))
@@ -108,34 +111,39 @@ class WordRing:
         work: dist.Work = self._group.recv([room], peer, 0)  # type: ignore[attr-defined]  # as above
         return work
 
-    def _gone(self) -> list[int]:
-        """Ranks that have closed their connections and not said so: nothing can be posted there."""
-        gone = []
-        for peer in sorted(self._channel.peers):
+    def _closed(self) -> list[int]:
+        """Ranks that have closed their connections: nothing can be posted there."""
+        closed = []
+        for peer in sorted(self._peers):
             try:
-                self._posted.append(self._receive(peer))
+                # Not kept: somebody may be late for hours, and is asked after again and again.
+                self._receive(peer)
             except RuntimeError:
-                gone.append(peer)
-        return self._silent(gone)
+                closed.append(peer)
+        return closed
 
     def _silent(self, ranks: list[int]) -> list[int]:
-        """Those of these ranks that have not told the store that they have seen a failure; none if it is gone, too."""
-        try:
-            return [peer for peer in ranks if not self._store.check([f"rank {peer}"])]
-        except RuntimeError:
-            return []
+        """Those of these ranks that have not told the store why they closed; if it is gone, the only one, or none."""
+        if self._store is not None:
+            try:
+                return [peer for peer in ranks if not self._store.check([f"rank {peer}"])]
+            except RuntimeError:
+                # It ended with its host, which may be the rank that is lost. torch prints a page for each attempt.
+                self._store = None
+        return ranks if len(ranks) == 1 else []
 
     def _lost(self, operation: str, failure: RuntimeError | None) -> PeerLostError:
-        gone = self._gone()
+        gone = self._silent(self._closed())
         self.close()
-        if not gone:
-            # All connections stand, but somebody was late; or has told others why it closed them, or is about to.
+        if len(gone) != 1:
+            # Somebody was late: all connections stand, or gloo has closed all of this rank's own when it had waited
+            # long enough. Others are about to say so, or have told others why they closed theirs.
             time.sleep(_REPORTING)
-            gone = self._silent(sorted(self._channel.peers))
+            gone = self._silent(gone or sorted(self._peers))
         who = f"rank{'s' * (len(gone) > 1)} {', '.join(map(str, gone))}" if gone else "another rank"
         said = f" (The backend said: {str(failure).splitlines()[0]})" if failure is not None else ""
         error = PeerLostError(
-            f"rank {self._channel.rank} lost {who} during {operation}: a process has ended, was cut off, has lost "
+            f"rank {self._rank} lost {who} during {operation}: a process has ended, was cut off, has lost "
             f"another one itself, or did not call {operation} within the process group's timeout. Look at the output "
             f"of {who if gone else 'all ranks'} first.{said}"
         )

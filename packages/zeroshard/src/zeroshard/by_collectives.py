@@ -1,9 +1,9 @@
 """The carriers of one thread, which work in one order: by collectives, for every backend, and by reads of memory.
 
-All is issued by the thread that runs backward or the step, in one order that does
-not depend on timing: the reduction of a bucket; then, if each bucket is stepped as soon as it is reduced, the shares of
-the bucket before. Whether shards are stepped during a backward is a matter of all ranks, for it decides about that
-order: a rank says with each bucket whether it may, and a bucket is shared early only if all ranks said so.
+All is issued by the thread that runs backward or the step, in one order that does not depend on timing: the reduction
+of a bucket; then, if each bucket is stepped as soon as it is reduced, the shares of the bucket before. Whether shards
+are stepped during a backward is a matter of all ranks, for it decides about that order: a rank says with each bucket
+whether it may, and a bucket is shared early only if all ranks said so.
 
 On an accelerator nothing here waits for the device. Reduced buckets are taken in, stepped and shared on a side stream,
 behind their reductions, while backward computes on its own.
