@@ -139,7 +139,8 @@ class WordRing:
             # Somebody was late: all connections stand, or gloo has closed all of this rank's own when it had waited
             # long enough. Others are about to say so, or have told others why they closed theirs.
             time.sleep(_REPORTING)
-            gone = self._silent(gone or sorted(self._peers))
+            # Of two ranks it is the other one in any case.
+            gone = self._silent(gone or sorted(self._peers)) if len(self._peers) > 1 else list(self._peers)
         who = f"rank{'s' * (len(gone) > 1)} {', '.join(map(str, gone))}" if gone else "another rank"
         said = f" (The backend said: {str(failure).splitlines()[0]})" if failure is not None else ""
         error = PeerLostError(
