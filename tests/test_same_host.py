@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import count
+from typing import Any
 
 import pytest
 import torch
@@ -101,6 +102,30 @@ def test_what_is_lent_may_be_written_as_soon_as_backward_returns() -> None:
                         route.bucket.gradients[place].fill_(float("nan"))
             optimizer.step()
         twins.check(f"after iteration {number}")
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.usefixtures("all_read")
+def test_parameters_are_lent_until_all_have_read_them_where_a_step_is_refused(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    twins = Twins("behind")
+    twins.iterate(0)
+    twins.iterate(1)
+    agreed: list[str] = []
+    inconsistency = Control.inconsistency
+
+    def noted(control: Control, operation: str, *arguments: Any, **keywords: Any) -> Exception | None:
+        agreed.append(operation)
+        return inconsistency(control, operation, *arguments, **keywords)
+
+    monkeypatch.setattr(Control, "inconsistency", noted)
+    if rank == 1:
+        twins.optimizer.param_groups[0]["params"].append(nn.Parameter(torch.zeros(2)))
+    twins.optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="the members of param_groups"):
+        twins.backward(twins.ddp, 2)
+    assert agreed == ["step()", "the end of step()"]
 
 
 @pytest.mark.ranks(2, 3, 4, backend="gloo")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -44,19 +43,18 @@ class _Arriving(Broadcast):
 
     def __init__(self, broadcaster: _Packed) -> None:
         self._broadcaster, self._rank = broadcaster, broadcaster.ranks.rank
-        self._lock, self._arrived = threading.Lock(), False
+        self._arrived = False
 
     def arrive(self) -> None:
-        with self._lock:
-            if self._arrived:
-                return
-            started = time.perf_counter()
-            for place, message in enumerate(self._broadcaster.messages):
-                self._wait_for(place)
-                if message.owner != self._rank and self._broadcaster.unpacks:
-                    message.unpack()
-            self._arrived = True
-            self._broadcaster.traffic.add("share", waited=time.perf_counter() - started)
+        if self._arrived:
+            return
+        started = time.perf_counter()
+        for place, message in enumerate(self._broadcaster.messages):
+            self._wait_for(place)
+            if message.owner != self._rank and self._broadcaster.unpacks:
+                message.unpack()
+        self._arrived = True
+        self._broadcaster.traffic.add("share", waited=time.perf_counter() - started)
 
     @abstractmethod
     def _wait_for(self, place: int) -> None:

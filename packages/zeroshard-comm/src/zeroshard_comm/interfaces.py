@@ -120,8 +120,6 @@ class Broadcast(ABC):
     def arrive(self) -> None:
         """Return when the segments of peers hold their values; this rank's own may still be read. No-op when done.
 
-        Any thread may call it, and ranks may call it for their broadcasts in different orders.
-
         Raises:
             PeerLostError: if a rank is gone.
         """

@@ -30,16 +30,17 @@ class Message:
     peer: int
     work: dist.Work | None
 
-    def wait(self, operation: str) -> None:
+    def wait(self, operation: str, timeout: timedelta | None = None) -> None:
         """Return when the buffer has been filled, or may be changed.
 
         Args:
             operation: what the ranks are doing, for the message of an error.
+            timeout: after which it is given up, see :func:`~zeroshard_comm.errors.wait_for`; that of the group if None.
 
         Raises:
             PeerLostError: if the peer is gone, or was too late.
         """
-        wait_for(self.work, self.peer, self.ranks.rank, operation)
+        wait_for(self.work, self.peer, self.ranks.rank, operation, timeout)
 
 
 def send(ranks: RankGroup, peer: int, buffer: torch.Tensor, tag: int, operation: str) -> Message:

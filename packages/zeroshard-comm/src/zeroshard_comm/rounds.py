@@ -9,10 +9,9 @@ from contextlib import suppress
 from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 
-from zeroshard_comm.errors import PeerLostError, lost, wait_for
-from zeroshard_comm.messages import cut_off
+from zeroshard_comm.errors import PeerLostError
+from zeroshard_comm.messages import Message, cut_off, receive, send
 from zeroshard_comm.process_group import RankGroup
 from zeroshard_comm.traffic import Traffic
 
@@ -59,33 +58,35 @@ class Rounds:
         rank, size = self._channel.rank, self._channel.world_size
         mine = torch.cat([torch.tensor([lost], dtype=torch.int64, device="cpu"), numbers])
         started = time.perf_counter()
-        sends: list[tuple[int, dist.Work | None, torch.Tensor]] = []
+        sends: list[tuple[Message | None, torch.Tensor]] = []
         ahead = [1 << number for number in range(math.ceil(math.log2(size)))]
         # gloo starts a send only once its receive is posted. When a rank has heard of all, theirs are posted, then, and
         # its own sends wait for nobody.
         rooms = [torch.empty_like(mine) for _ in ahead]
         receives = [
-            self._issued(dist.irecv, room, (rank - distance) % size, tag, operation)
+            self._issued(receive, room, (rank - distance) % size, tag, operation)
             for distance, room in zip(ahead, rooms, strict=True)
         ]
-        for distance, room, receive in zip(ahead, rooms, receives, strict=True):
+        for distance, room, arriving in zip(ahead, rooms, receives, strict=True):
             target, source, payload = (rank + distance) % size, (rank - distance) % size, mine.clone()
-            sends.append((target, self._issued(dist.isend, payload, target, tag, operation), payload))
+            sends.append((self._issued(send, payload, target, tag, operation), payload))
             if lost:
                 # Posted all the same: whoever sends that waits until it is received.
-                self._channel.context.abandoned.append((receive, room))
+                self._channel.context.abandoned.append((arriving, room))
                 continue
             try:
-                wait_for(receive, source, rank, operation)
+                if arriving is not None:
+                    arriving.wait(operation)
             except PeerLostError as error:
                 self._lost.setdefault(source, error)
             lost = next((1 + peer for peer in (source, target) if peer in self._lost), int(room[0]))
             mine |= room
             mine[0] = lost
-        for peer, work, _ in sends:
+        for message, _ in sends:
             # Whoever is gone now is missed by the next agreement, if by nothing else.
             with suppress(PeerLostError):
-                wait_for(work, peer, rank, operation, _TELLING if lost else _SENDING)
+                if message is not None:
+                    message.wait(operation, _TELLING if lost else _SENDING)
         if lost:
             # They may arrive when this object is gone, or never.
             self._channel.context.abandoned += sends
@@ -98,22 +99,13 @@ class Rounds:
         return mine[1:]
 
     def _issued(
-        self, issue: Callable[..., dist.Work | None], payload: torch.Tensor, peer: int, tag: int, operation: str
-    ) -> dist.Work | None:
+        self, issue: Callable[..., Message], payload: torch.Tensor, peer: int, tag: int, operation: str
+    ) -> Message | None:
         try:
-            return self._post(issue, payload, peer, tag, operation)
+            return issue(self._channel, peer, payload, tag, operation)
         except PeerLostError as error:
             self._lost[peer] = error
             return None
-
-    def _post(
-        self, issue: Callable[..., dist.Work | None], payload: torch.Tensor, peer: int, tag: int, operation: str
-    ) -> dist.Work | None:
-        place = {"group_src" if issue is dist.irecv else "group_dst": peer}
-        try:
-            return issue(payload, group=self._channel.group, tag=tag, **place)
-        except RuntimeError as failure:
-            raise lost(failure, peer, self._channel.rank, operation) from failure
 
     def _error_for(self, peer: int | None, operation: str) -> PeerLostError:
         """Make the error for a rank that was lost, by this rank or another one; None if nobody knows which."""
@@ -134,8 +126,7 @@ class Rounds:
         """
         data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
         for payload, tag in ((torch.tensor([data.numel()], device="cpu"), TAG_LENGTH), (data, TAG_TEXT)):
-            work = self._post(dist.isend, payload, peer, tag, operation)
-            wait_for(work, peer, self._channel.rank, operation)
+            send(self._channel, peer, payload, tag, operation).wait(operation)
             self._traffic.add("control", sent=payload.nbytes, calls=1)
 
     def receive_text(self, peer: int, operation: str) -> str:
@@ -151,5 +142,5 @@ class Rounds:
         return bytes(data.tolist()).decode()
 
     def _receive(self, room: torch.Tensor, peer: int, tag: int, operation: str) -> None:
-        wait_for(self._post(dist.irecv, room, peer, tag, operation), peer, self._channel.rank, operation)
+        receive(self._channel, peer, room, tag, operation).wait(operation)
         self._traffic.add("control", received=room.nbytes, calls=1)

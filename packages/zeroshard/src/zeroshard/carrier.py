@@ -1,7 +1,8 @@
 """How buckets travel: the seam between what a pipeline decides and what a backend can do.
 
 A carrier brings the gradients of a backward to their owners, bucket by bucket, and has shards stepped and shared
-meanwhile, if that is wanted. There is one for backends that match messages by tag, and one for all others.
+meanwhile, if that is wanted. There is one for backends that match messages by tag, one for
+all others, and one for ranks that read each other's memory.
 """
 
 from __future__ import annotations

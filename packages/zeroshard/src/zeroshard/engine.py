@@ -201,7 +201,7 @@ class Engine:
             except Exception:
                 # A hook may have stepped and sent buckets on some ranks; the others wait for what is left of them.
                 if bucketwise is not None and bucketwise.stepping is not Stepping.IN_STEP:
-                    bucketwise.share()
+                    share_parameters(self.control, self.replicas, bucketwise, None, None, str)
                 raise
             finally:
                 del problem, observed
