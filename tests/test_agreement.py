@@ -385,6 +385,8 @@ class Unending:
 def test_ranks_that_have_closed_are_not_waited_for_whatever_the_store_says(rank: int, *, store_ends: bool) -> None:
     control = Control(RankGroup.of())
     control.check_consistent("a call")
+    # Now all have connected, and nobody is in the middle of it when others close.
+    control.check_consistent("another call")
     ring = control.ranks.context.ring
     assert isinstance(ring, word_ring.WordRing)
     if rank:
