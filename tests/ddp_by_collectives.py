@@ -8,10 +8,10 @@ from typing import Any
 from unittest import mock
 
 from ddp_training import Twins
-from zeroshard import Stepping
+from zeroshard import StepMode
 from zeroshard_comm import RankGroup
 
-STEPPING = {"owner": Stepping.IN_STEP, "behind": Stepping.BEHIND_BACKWARD, "interleaved": Stepping.IN_BACKWARD}
+STEPPING = {"owner": StepMode.IN_STEP, "behind": StepMode.AFTER_BACKWARD, "interleaved": StepMode.PER_BUCKET}
 
 
 @contextlib.contextmanager

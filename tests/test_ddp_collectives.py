@@ -23,7 +23,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 from training import cutting
 from zeroshard import ZeroRedundancyOptimizer
-from zeroshard.side_stream import SideStream
+from zeroshard.overlap.side_stream import SideStream
 from zeroshard_comm import PeerLostError
 from zeroshard_testing import Faults
 
@@ -273,7 +273,7 @@ def test_what_is_done_on_the_side_stream(hook: str, monkeypatch: pytest.MonkeyPa
 
     class Noted(SideStream):
         @contextlib.contextmanager
-        def behind_current(self) -> Iterator[None]:
+        def after_current(self) -> Iterator[None]:
             log.append("begin")
             yield
             log.append("end")
@@ -286,7 +286,7 @@ def test_what_is_done_on_the_side_stream(hook: str, monkeypatch: pytest.MonkeyPa
             assert log.count("begin") == log.count("end") + 1
             log.append("keep")
 
-    monkeypatch.setattr("zeroshard.by_collectives.SideStream", Noted)
+    monkeypatch.setattr("zeroshard.overlap.worker.SideStream", Noted)
     twins = CollectiveTwins(hook)
     issued = Issued(monkeypatch, log)
     for number in range(4):
@@ -294,7 +294,7 @@ def test_what_is_done_on_the_side_stream(hook: str, monkeypatch: pytest.MonkeyPa
         log.clear()
         twins.backward(twins.ddp, number)
         backward = "".join({"begin": "(", "end": ")", "join": "|"}.get(word, word[0]) for word in log)
-        buckets = len(twins.optimizer.follow_backward(STEPPING[hook])._pipeline.arrived)
+        buckets = len(twins.optimizer.follow_backward(STEPPING[hook]).scheduler.buckets.arrived)
         # Reductions are issued behind what backward has done, and everything of the side stream is joined at the end.
         inside = "".join(re.findall(r"\(([^()]*)\)", backward))
         outside = re.sub(r"\([^()]*\)", "", backward)

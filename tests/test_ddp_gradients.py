@@ -14,7 +14,7 @@ import torch
 from ddp_training import HOOKS, Twins, assert_close
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from zeroshard import ReducedGradient
+from zeroshard import GradPlaceholder
 
 pytestmark = pytest.mark.pairwise
 EVERY_HOOK = pytest.mark.parametrize("hook", HOOKS)
@@ -217,7 +217,7 @@ def test_nothing_reads_a_part_of_the_gradients_in_silence() -> None:
     twins = owner()
     twins.backward(twins.ddp, 0)
     params = list(twins.ddp.parameters())
-    assert all(type(param.grad) is ReducedGradient for param in params)
+    assert all(type(param.grad) is GradPlaceholder for param in params)
     assert "shape=(64, 40)" in repr(params[0].grad)
     with pytest.raises(RuntimeError, match=r"call optimizer.clip_grad_norm_\(max_norm\)"):
         nn.utils.clip_grad_norm_(params, 1.0)

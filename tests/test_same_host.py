@@ -12,7 +12,7 @@ from ddp_training import HOOKS, Twins, batch
 from test_reduction import mean, values_of
 from torch import nn, optim
 from training import small_model
-from zeroshard import ZeroRedundancyOptimizer, by_collectives, pipeline
+from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_comm import (
     BucketHeader,
     BucketReduceWork,
@@ -22,10 +22,12 @@ from zeroshard_comm import (
     RankGroup,
     SameHostReducer,
     connect,
+    transport,
 )
 from zeroshard_comm import all_read as all_ranks_read
 from zeroshard_comm.packing import CHUNK_BYTES
 from zeroshard_comm.process_memory import SWITCH
+from zeroshard_comm.transport import SameHostTransport
 from zeroshard_core import Run
 from zeroshard_testing import Faults
 
@@ -40,7 +42,7 @@ def all_read(monkeypatch: pytest.MonkeyPatch) -> None:
     connect(control)
     if not all_ranks_read(RankGroup.of()):
         pytest.skip("this kernel does not let processes of one user read each other's memory")
-    monkeypatch.setattr(pipeline, "WORTH_READING", 1)
+    monkeypatch.setattr(transport, "WORTH_READING", 1)
 
 
 def reducer(runs: list[Run], dtype: torch.dtype = torch.float64) -> SameHostReducer:
@@ -57,7 +59,7 @@ def test_hooks_train_as_ddp_does(hook: str, partition: str) -> None:
     for number in range(1, 7):
         twins.iterate(number)
         twins.check(f"after iteration {number}")
-    assert type(twins.optimizer._engine.pipeline._carrier) is by_collectives.SameHostCarrier
+    assert isinstance(twins.optimizer._follower.scheduler.buckets.transport, SameHostTransport)
 
 
 class Alternating(nn.Module):
@@ -95,11 +97,11 @@ def test_what_is_lent_may_be_written_as_soon_as_backward_returns() -> None:
         for ddp, optimizer in twins.sides:
             optimizer.zero_grad()
             ddp(batch(number)).square().mean().backward()
-            buckets = twins.optimizer._engine.pipeline._in_order() if ddp is twins.ddp else []
-            for route in buckets:
-                for place, _ in enumerate(route.tensors):
-                    if route.owned_gradient(place) is None:
-                        route.bucket.gradients[place].fill_(float("nan"))
+            buckets = twins.optimizer._follower.scheduler.buckets.arrived if ddp is twins.ddp else []
+            for state in buckets:
+                for place, (offset, param) in enumerate(zip(state.offsets, state.params, strict=True)):
+                    if state.owned_gradient(place) is None:
+                        state.buffer[offset : offset + param.numel()].fill_(float("nan"))
             optimizer.step()
         twins.check(f"after iteration {number}")
 

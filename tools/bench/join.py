@@ -31,10 +31,10 @@ from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.nn.parallel import DistributedDataParallel
 from workloads import workload
 from zeroshard import ZeroRedundancyOptimizer
-from zeroshard_integrations.backward_watch import BackwardWatch
 from zeroshard_integrations.join import Join
-from zeroshard_integrations.join_block import JoinBlock
-from zeroshard_integrations.join_model import ModelInJoin
+from zeroshard_integrations.join.backward_watch import BackwardWatch
+from zeroshard_integrations.join.block import JoinBlock
+from zeroshard_integrations.join.model import ModelInJoin
 
 AT_MOST = 1.03
 WARM_UP = 3

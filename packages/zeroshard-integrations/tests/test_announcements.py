@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
-from zeroshard_integrations.announcements import Announcement, Held, Kind, Status, _read, _written, agreed
+from zeroshard_integrations.join.announcements import Announcement, Held, Kind, Status, _read, _written, agreed
 
 
 def test_every_announcement_is_read_as_it_was_written() -> None:

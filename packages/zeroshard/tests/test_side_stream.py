@@ -6,12 +6,12 @@ from unittest import mock
 
 import pytest
 import torch
-from zeroshard.side_stream import SideStream
+from zeroshard.overlap.side_stream import SideStream
 
 
 def test_on_the_cpu_there_is_none() -> None:
     side = SideStream(torch.device("cpu"))
-    with side.behind_current():
+    with side.after_current():
         assert torch.ones(2).sum() == 2
     side.join()
     side.keep(torch.ones(1))
@@ -31,7 +31,7 @@ def test_it_begins_behind_the_current_stream_and_is_joined_by_it(monkeypatch: py
     tensor = mock.create_autospec(torch.Tensor, instance=True)
 
     side = SideStream(torch.device("cuda:0"))
-    with side.behind_current():
+    with side.after_current():
         streams.work()
     side.join()
     side.keep(tensor)

@@ -19,9 +19,10 @@ from zeroshard_comm.packing import PACK_BELOW
 from zeroshard_comm.process_group import GroupContext, RankGroup
 from zeroshard_comm.receive_window import Receive, ReceiveWindow
 from zeroshard_comm.same_host import WORTH_READING, SameHostBroadcaster, SameHostReducer, all_read, connect
-from zeroshard_comm.sharding_config import ShardingConfig, agree, check_config, explain_configs
+from zeroshard_comm.sharding_config import ShardingConfig, agree, agreed, check_config, explain_configs
 from zeroshard_comm.state_transfer import CHUNK_BYTES, Manifest, gather
 from zeroshard_comm.traffic import Traffic, Volume
+from zeroshard_comm.transport import Transport, choose_transport
 from zeroshard_comm.words import Words
 
 __all__ = [
@@ -54,13 +55,16 @@ __all__ = [
     "Segment",
     "ShardingConfig",
     "Traffic",
+    "Transport",
     "Volume",
     "Words",
     "agree",
+    "agreed",
     "all_read",
     "check_config",
     "choose_broadcaster",
     "choose_private_group",
+    "choose_transport",
     "connect",
     "explain_configs",
     "gather",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -93,6 +94,41 @@ def check_config(
         )
     finally:
         del error
+
+
+@dataclass
+class Declared:
+    """What this rank declares at the end of a block of :func:`agreed`; None if it has nothing to declare yet."""
+
+    config: ShardingConfig | None = None
+
+
+@contextmanager
+def agreed(control: Control, operation: str) -> Iterator[Declared]:
+    """Do something on this rank, and then raise on every rank if it failed on one, or if ranks differ. Collective.
+
+    Args:
+        control: the channel.
+        operation: what this rank is about to do.
+
+    Yields:
+        What the block is to declare.
+
+    Raises:
+        DisagreementError: as :func:`agree`.
+        PeerLostError: as :func:`agree`.
+        Exception: what the block has raised on some rank, on every rank.
+    """
+    declared, failure = Declared(), None
+    try:
+        yield declared
+    except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
+        failure = error
+    try:
+        check_config(control, operation, declared.config, error=failure)
+    finally:
+        # A frame that keeps an error which passes through it keeps itself alive, and all that it refers to.
+        del failure
 
 
 def explain_configs(reference: str, other: str, reference_rank: int, other_rank: int) -> str | None:

@@ -17,8 +17,9 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch 
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
-from zeroshard import BackwardFollower, Bucket, Stepping, ZeroRedundancyOptimizer
+from zeroshard import BackwardFollower, Bucket, StepMode, ZeroRedundancyOptimizer
 from zeroshard._torch_private import in_autograd
+from zeroshard.joining.contribution import contribute
 
 from zeroshard_integrations._torch_private import comm_hooks, queue_callback
 
@@ -30,7 +31,7 @@ def reduce_to_owner_hook(state: ZeroRedundancyOptimizer, bucket: GradBucket) -> 
 
     Register it with the optimizer as its state: ``ddp.register_comm_hook(optimizer, reduce_to_owner_hook)``. Then train
     as ever; ``optimizer.step()`` updates bucket by bucket and shares each as soon as it is updated. In between,
-    ``.grad`` of every parameter is a :class:`zeroshard.ReducedGradient`, which cannot be read: to clip, call
+    ``.grad`` of every parameter is a :class:`zeroshard.GradPlaceholder`, which cannot be read: to clip, call
     :meth:`zeroshard.ZeroRedundancyOptimizer.clip_grad_norm_`.
 
     Gradients are averaged over the ranks, as by DDP. ``no_sync()`` accumulates on each rank and sends nothing; several
@@ -64,7 +65,7 @@ def reduce_to_owner_hook(state: ZeroRedundancyOptimizer, bucket: GradBucket) -> 
         >>> optimizer.step()
         >>> dist.destroy_process_group()
     """
-    return _receive(state.follow_backward(Stepping.IN_STEP), bucket)
+    return _receive(state.follow_backward(StepMode.IN_STEP), bucket)
 
 
 def register_reduce_to_owner(ddp: DistributedDataParallel, optimizer: ZeroRedundancyOptimizer) -> None:
@@ -84,7 +85,7 @@ def register_reduce_to_owner(ddp: DistributedDataParallel, optimizer: ZeroRedund
         )
     _check_ranks(ddp, optimizer)
     _check_parameters(ddp, optimizer)
-    optimizer.follow_backward(Stepping.IN_STEP)
+    optimizer.follow_backward(StepMode.IN_STEP)
     ddp.register_comm_hook(optimizer, reduce_to_owner_hook)
 
 
@@ -114,7 +115,7 @@ def hook_with_zero_step(
     Raises:
         ValueError: if the optimizer was built without ``overlap_with_ddp=True``, lacks a parameter, or has other ranks.
     """
-    return _stepping(hook, ddp, zero, Stepping.BEHIND_BACKWARD)
+    return _stepping(hook, ddp, zero, StepMode.AFTER_BACKWARD)
 
 
 def hook_with_zero_step_interleaved(
@@ -140,7 +141,7 @@ def hook_with_zero_step_interleaved(
     Raises:
         ValueError: as :func:`hook_with_zero_step`.
     """
-    return _stepping(hook, ddp, zero, Stepping.IN_BACKWARD)
+    return _stepping(hook, ddp, zero, StepMode.PER_BUCKET)
 
 
 _stepped_by: weakref.WeakKeyDictionary[Hook, weakref.ref[ZeroRedundancyOptimizer]] = weakref.WeakKeyDictionary()
@@ -162,7 +163,7 @@ def _stepping(
     hook: Hook,
     ddp: DistributedDataParallel,
     zero: ZeroRedundancyOptimizer,
-    stepping: Stepping,
+    mode: StepMode,
 ) -> Hook:
     if not zero._overlap_with_ddp:
         raise ValueError(
@@ -171,7 +172,7 @@ def _stepping(
         )
     _check_ranks(ddp, zero)
     _check_parameters(ddp, zero)
-    follower = zero.follow_backward(stepping)
+    follower = zero.follow_backward(mode)
     # DDP keeps the hook: a reference to the optimizer from there would be a cycle through C++.
     reduces_elsewhere = hook is not allreduce_hook
     zero_of = weakref.ref(zero)
@@ -204,20 +205,20 @@ def _receive(
     # A rank that has run out of data: DDP calls the hook without a backward.
     is_shadow = not in_autograd()
     if is_shadow:
-        found = follower.contributed(found)
+        found = contribute(found, follower.scheduler.gradients)
     begins = not follower.in_backward
-    done = follower.receive(found, reduce)
+    done = follower.on_bucket(found, reduce)
     if found.is_last:
         if is_shadow:
-            follower.end_shadow()
+            follower.on_shadow_end()
         else:
-            _behind_ddp(follower.end)
+            _after_ddp(follower.on_backward_end)
     elif begins and not is_shadow:
-        _behind_ddp(follower.end_if_unannounced)
+        _after_ddp(follower.on_unannounced_end)
     return done
 
 
-def _behind_ddp(call: Callable[[], None]) -> None:
+def _after_ddp(call: Callable[[], None]) -> None:
     """Call something at the end of backward, behind what DDP does there.
 
     DDP queues the callback that writes gradients behind this one, and what this one queues comes last.

@@ -1,19 +1,19 @@
 """Sharded optimizer state for data-parallel training with PyTorch."""
 
-from zeroshard.backward import BackwardFollower
 from zeroshard.elementwise import ELEMENTWISE
-from zeroshard.join_hook import OptimizerJoinHook
+from zeroshard.joining.hook import OptimizerJoinHook
 from zeroshard.optimizer import ZeroRedundancyOptimizer
-from zeroshard.pipeline import Stepping
-from zeroshard.reduced_gradient import ReducedGradient
-from zeroshard.route import Bucket
+from zeroshard.overlap.backward import BackwardFollower
+from zeroshard.overlap.bucket import Bucket
+from zeroshard.overlap.placeholder import GradPlaceholder
+from zeroshard.overlap.scheduler import StepMode
 
 __all__ = [
     "ELEMENTWISE",
     "BackwardFollower",
     "Bucket",
+    "GradPlaceholder",
     "OptimizerJoinHook",
-    "ReducedGradient",
-    "Stepping",
+    "StepMode",
     "ZeroRedundancyOptimizer",
 ]

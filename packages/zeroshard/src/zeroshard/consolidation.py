@@ -10,7 +10,7 @@ import torch
 from zeroshard_comm import Control, Manifest, gather
 from zeroshard_core import Plan, Shard, StateMapError, storage_view
 
-from zeroshard.local import LocalOptimizer, sync_groups
+from zeroshard.local_optimizer import LocalOptimizer, sync_groups
 from zeroshard.parameters import ParamGroup
 from zeroshard.statevalues import read_value, write_value
 
@@ -29,8 +29,8 @@ def describe_local(local: LocalOptimizer, plan: Plan) -> Manifest:
     """
     tensors: list[torch.Tensor] = []
     shards = []
-    owned = {piece.tensor: index for index, piece in local.pieces.items()}
-    for index, piece in local.pieces.items():
+    owned = {piece.tensor: index for index, piece in local.shards.items()}
+    for index, piece in local.shards.items():
         entries = local.optim.state.get(piece.tensor)
         if not entries:
             continue

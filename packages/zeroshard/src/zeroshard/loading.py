@@ -13,7 +13,7 @@ from zeroshard_comm import explain_configs
 from zeroshard_core import Plan, StateMapError, cut_state
 
 from zeroshard.elementwise import OptimizerFactory, class_of, is_elementwise
-from zeroshard.local import NOT_SYNCED, LocalOptimizer
+from zeroshard.local_optimizer import NOT_SYNCED, LocalOptimizer
 from zeroshard.parameters import ParamGroup, in_words, parameters_of
 from zeroshard.statevalues import copy_value
 
@@ -271,7 +271,7 @@ def install(local: LocalOptimizer, state: Mapping[Any, Any], saved_groups: Seque
     inner.load_state_dict(
         {
             "state": {
-                position[local.pieces[key].tensor] if isinstance(key, int) else key: entries
+                position[local.shards[key].tensor] if isinstance(key, int) else key: entries
                 for key, entries in state.items()
             },
             "param_groups": packed,

@@ -19,21 +19,22 @@ from zeroshard_comm import RankGroup, Traffic
 from zeroshard_core import Cost, Plan, Strategy, numel
 
 from zeroshard._torch_private import JoinConfig, join_config, set_join_config
-from zeroshard.attendance import Call
-from zeroshard.backward import BackwardFollower
 from zeroshard.clipping import clip_over_ranks
 from zeroshard.consolidation import StateDict, consolidate
 from zeroshard.elementwise import OptimizerFactory, refuse_unshardable
-from zeroshard.engine import Engine
-from zeroshard.join_hook import OptimizerJoinHook
-from zeroshard.join_partners import partners_in_torch, refuse_before_model
+from zeroshard.joining.attendance import Call
+from zeroshard.joining.hook import OptimizerJoinHook
+from zeroshard.joining.partners import partners_in_torch, refuse_before_model
+from zeroshard.joining.uneven import UnevenInputs
 from zeroshard.layout import Policy
 from zeroshard.loading import Expectations, checked, digest_of, install, local_state, what_differs
-from zeroshard.local import Closure, sync_groups
+from zeroshard.local_optimizer import Closure, sync_groups
+from zeroshard.overlap.backward import BackwardFollower
+from zeroshard.overlap.scheduler import StepMode
 from zeroshard.parameters import ParamGroup, read_group, read_groups
-from zeroshard.pipeline import Pipeline, Stepping
+from zeroshard.sharding import Sharding
 from zeroshard.stateview import StateView
-from zeroshard.uneven import UnevenInputs
+from zeroshard.step import StepCoordinator
 
 
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
@@ -133,11 +134,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             Joinable.__init__(self)
             return self.param_groups
 
-        self._engine = Engine(ranks, self.traffic, policy, defaults, read)
+        self._sharding = Sharding(ranks, self.traffic, policy, defaults, read)
+        self._coordinator = StepCoordinator(self._sharding)
         # Weakly: an optimizer that is let go is to be freed at once, with its memory.
         self_of = weakref.ref(self)
         self._uneven = UnevenInputs(
-            self._engine, lambda: (optimizer := self_of()) is not None and join_config(optimizer).enable
+            self._coordinator,
+            lambda: optimizer.param_groups if (optimizer := self_of()) is not None else [],
+            lambda: (optimizer := self_of()) is not None and join_config(optimizer).enable,
         )
         self._expectations = Expectations(optimizer_class, defaults, elementwise=elementwise)
         sync_groups(self.optim.param_groups, self.param_groups)
@@ -150,12 +154,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     @property
     def optim(self) -> Optimizer:
         """The local optimizer, over this rank's shards."""
-        return self._engine.local.optim
+        return self._sharding.local.optim
 
     @property
     def plan(self) -> Plan:
         """Who owns what."""
-        return self._engine.layout.plan
+        return self._sharding.layout.plan
 
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:
@@ -163,7 +167,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         Between and behind the parameters lie elements that belong to none, and whose values mean nothing.
         """
-        return self._engine.replicas.buffers
+        return self._sharding.sync.buffers
 
     @property  # type: ignore[override] # torch's annotation is narrower than its use
     def state(self) -> MutableMapping[Any, Any]:
@@ -172,23 +176,23 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         What is written here is written to the local optimizer. The state of a part has the shape of its rows.
         After a step it is empty on no rank: where this rank holds no state, one parameter has an empty dict.
         """
-        if not hasattr(self, "_engine"):
+        if not hasattr(self, "_sharding"):
             early: defaultdict[Any, Any] = self.__dict__.setdefault("_early_state", defaultdict(dict))
             return early
         inner = self.optim.state
-        placeholder = self._engine.params[0] if self._holds_state else None
+        placeholder = self._sharding.params[0] if self._holds_state else None
         if (inner or placeholder is None) and not any(
-            piece.is_stand_in for piece in self._engine.local.pieces.values()
+            piece.is_detached for piece in self._sharding.local.shards.values()
         ):
             return inner
-        return StateView(self._engine.local, placeholder)
+        return StateView(self._sharding.local, placeholder)
 
     @state.setter
     def state(self, value: MutableMapping[Any, Any]) -> None:
-        if not hasattr(self, "_engine"):
+        if not hasattr(self, "_sharding"):
             self.__dict__["_early_state"] = value
             return
-        by_param = {piece.param: piece.tensor for piece in self._engine.local.pieces.values()}
+        by_param = {piece.param: piece.tensor for piece in self._sharding.local.shards.values()}
         replaced: defaultdict[Any, Any] = defaultdict(dict)
         replaced.update({by_param.get(key, key): entries for key, entries in value.items()})
         self.optim.state = replaced
@@ -217,18 +221,19 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             In all cases but a lost peer, replicas are equal afterwards, but for parameters that a rank has converted.
         """
         failure, self._hook_failure = self._hook_failure, None
-        pipeline = self._engine.pipeline
-        if pipeline is not None and pipeline.stepping is not Stepping.IN_STEP:
+        if self._follower is not None and self._follower.mode is not StepMode.IN_STEP:
             # Nothing is sent from here: a Join context need not know, and an error is this rank's own.
-            return self._step_after_backward(pipeline, closure, kwargs, failure)
+            return self._step_after_backward(self._follower, closure, kwargs, failure)
         loss: Any = None
-        if pipeline is not None and closure is not None:
+        if self._follower is not None and closure is not None:
             # Its backward reduces the gradients that are stepped: once, before any shard is.
             with torch.enable_grad():
                 loss = closure()
             closure = None
         try:
-            result = self._engine.step(self.param_groups, closure, kwargs, failure, lambda: self._attend_step(kwargs))
+            result = self._coordinator.step(
+                self.param_groups, closure, kwargs, failure, lambda: self._attend_step(kwargs)
+            )
         finally:
             del failure
         self._uneven.calling = None
@@ -238,7 +243,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def _begin_call(self, call: Call) -> None:
         """Tell a Join context that this rank is about to communicate; ``calling`` is set to None behind the call."""
-        self._engine.refuse_interrupted()
+        self._coordinator.guard.check()
         self._uneven.calling = call
         Join.notify_join_context(self)
 
@@ -253,10 +258,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._uneven.attend(Call.OTHER, self.param_groups, impossible=refusal)
 
     def _step_after_backward(
-        self, pipeline: Pipeline, closure: Closure | None, arguments: Mapping[str, Any], failure: BaseException | None
+        self,
+        follower: BackwardFollower,
+        closure: Closure | None,
+        arguments: Mapping[str, Any],
+        failure: BaseException | None,
     ) -> None:
         """Do nothing, since backward has stepped; refuse what comes too late."""
-        pipeline.refuse_broken()
         if closure is not None or arguments:
             raise ValueError(
                 "this optimizer is stepped during backward by its communication hook, so step() takes neither a "
@@ -267,7 +275,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 raise failure
             finally:
                 del failure
-        pipeline.refuse_unreduced()
+        follower.on_step()
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
@@ -292,12 +300,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             DisagreementError: if ranks want other norms.
             PeerLostError: if a rank is gone.
         """
-        pipeline = self._engine.pipeline
-        if pipeline is None:
+        if self._follower is None:
             return torch.nn.utils.clip_grad_norm_(
-                self._engine.params, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
+                self._sharding.params, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
             )
-        if pipeline.stepping is not Stepping.IN_STEP:
+        if self._follower.mode is not StepMode.IN_STEP:
             raise ValueError(
                 "this optimizer is stepped during backward by its communication hook, so there is nothing left to "
                 "clip; use reduce_to_owner_hook, and clip between backward() and step()"
@@ -305,11 +312,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._begin_call(Call.CLIP)
         self._uneven.attend(Call.CLIP, self.param_groups, (max_norm, norm_type, error_if_nonfinite))
         norm = clip_over_ranks(
-            self._engine.control,
-            pipeline.gradients,
+            self._sharding.control,
+            self._follower.scheduler.owned_gradients,
             max_norm,
             norm_type,
-            self._engine.params[0].dtype,
+            self._sharding.params[0].dtype,
             error_if_nonfinite=error_if_nonfinite,
         )
         self._uneven.calling = None
@@ -318,19 +325,31 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     @property
     def takes_buckets(self) -> bool:
         """Whether gradients come bucket by bucket, from a communication hook."""
-        return self._engine.pipeline is not None
+        return self._follower is not None
 
-    def follow_backward(self, stepping: Stepping) -> BackwardFollower:
-        """Take gradients bucket by bucket from now on: for communication hooks, such as those for DDP.
+    def follow_backward(self, mode: StepMode) -> BackwardFollower:
+        """Take gradients bucket by bucket from now on: for communication hooks. Collective, the first time.
 
         Args:
-            stepping: when shards are stepped.
+            mode: when shards are stepped.
 
         Raises:
             ValueError: if gradients are taken in another way already, or parameters cannot be exchanged in buckets.
         """
-        if self._follower is None or self._follower.stepping is not stepping:
-            self._follower = BackwardFollower(self._engine, self._uneven, lambda: self.param_groups, stepping)
+        if self._follower is None:
+            self_of = weakref.ref(self)
+            self._follower = BackwardFollower(
+                self._coordinator,
+                self._uneven,
+                lambda: optimizer.param_groups if (optimizer := self_of()) is not None else [],
+                mode,
+            )
+            self._follower.scheduler.gradients.divides_by_running = self._uneven.divides_by_running
+        elif self._follower.mode is not mode:
+            raise ValueError(
+                f"a communication hook steps this optimizer {self._follower.mode.value!r} already, and cannot step it "
+                f"{mode.value!r} too; build a new optimizer for another hook"
+            )
         return self._follower
 
     def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
@@ -386,7 +405,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             return
         self._refuse_joined("add_param_group()")
         register = super().add_param_group
-        self._engine.grow(self.param_groups, lambda: register(read_group(param_group)))
+        self._sharding.grow(self.param_groups, lambda: register(read_group(param_group)))
         self._uneven.calling = None
 
     # ------------------------------------------------------------------ checkpoints
@@ -429,12 +448,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 f"consolidate_state_dict(to={to!r}): `to` must be a group rank from 0 to {self.world_size - 1}"
             )
         try:
-            self._engine.meet(operation, failure)
+            with self._coordinator.guard.exchange():
+                self._sharding.check_layout(operation, failure)
         finally:
             del failure
         self._consolidated = None
         self._consolidated = consolidate(
-            self._engine.control, self._engine.local, self.plan, self.param_groups, target, operation
+            self._sharding.control, self._sharding.local, self.plan, self.param_groups, target, operation
         )
 
     def state_dict(self) -> StateDict:
@@ -489,18 +509,18 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         failure: Exception | None = None
         mine: dict[Any, Any] = {}
         by_index: dict[Any, Any] = {}
-        layout, digest = self._engine.layout, 0
+        layout, digest = self._sharding.layout, 0
         try:
             for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
                 state_dict = pre_hook(self, state_dict) or state_dict
-            layout = self._engine.followed(self.param_groups)
+            layout = self._sharding.update_layout(self.param_groups)
             by_index = checked(state_dict, self.param_groups, layout.plan, self._expectations)
             digest = digest_of(state_dict)
             mine = local_state(by_index, layout.plan, self.rank)
         except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
             failure = error
         try:
-            self._engine.control.check_consistent(
+            self._sharding.control.check_consistent(
                 "load_state_dict()",
                 digest ^ layout.declaration.digest,
                 error=failure,
@@ -512,13 +532,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         inner = self.optim
         before = (inner.state, inner.param_groups)
         try:
-            if layout is not self._engine.layout:
-                self._engine.adopt(layout, self.param_groups)
+            if layout is not self._sharding.layout:
+                self._sharding.adopt(layout, self.param_groups)
             before = (inner.state, [dict(group) for group in inner.param_groups])
-            install(self._engine.local, mine, state_dict["param_groups"])
+            install(self._sharding.local, mine, state_dict["param_groups"])
         except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
             failure = error
-        verdict = self._engine.control.inconsistency("the end of load_state_dict()", error=failure)
+        verdict = self._sharding.control.inconsistency("the end of load_state_dict()", error=failure)
         if verdict is not None:
             inner.state, inner.param_groups = before
             try:
@@ -530,8 +550,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._holds_state = True
         loaded = frozenset(key for key, entries in by_index.items() if isinstance(key, int) and entries)
         # Frozen tensors that now have state stay with the rank that holds it when they are unfrozen.
-        self._engine.settle(loaded, self.param_groups)
+        self._sharding.pin(loaded, self.param_groups)
         self._uneven.calling = None
+        if self._follower is not None:
+            self._follower.begin_anew()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -572,7 +594,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     @property
     def join_device(self) -> torch.device:
         """The device on which ``Join`` counts the ranks that still run: that of the first parameter."""
-        return self._engine.params[0].device
+        return self._sharding.params[0].device
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
@@ -598,13 +620,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     @property
     def _param_to_rank(self) -> dict[torch.Tensor, int]:
         """Each parameter's owner; a cut parameter is listed with the owner of its first element."""
-        return {param: self.plan.of_tensor(index)[0].rank for index, param in enumerate(self._engine.params)}
+        return {param: self.plan.of_tensor(index)[0].rank for index, param in enumerate(self._sharding.params)}
 
     def _partition_parameters(self) -> list[list[dict[str, Any]]]:
         """Per rank, the public param groups narrowed to the parameters of which it owns something."""
         owners = {
             param: {shard.rank for shard in self.plan.of_tensor(index)}
-            for index, param in enumerate(self._engine.params)
+            for index, param in enumerate(self._sharding.params)
         }
         return [
             [{**group, "params": [p for p in group["params"] if rank in owners[p]]} for group in self.param_groups]

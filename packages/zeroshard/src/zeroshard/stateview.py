@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from zeroshard.local import LocalOptimizer, Piece
+from zeroshard.local_optimizer import LocalOptimizer, LocalShard
 
 
 class StateView(MutableMapping[Any, Any]):
@@ -24,7 +24,7 @@ class StateView(MutableMapping[Any, Any]):
 
     def __init__(self, local: LocalOptimizer, placeholder: torch.Tensor | None) -> None:
         self._local, self._placeholder = local, placeholder
-        self._pieces: dict[int, Piece] = {}
+        self._pieces: dict[int, LocalShard] = {}
         self._by_param: dict[Any, torch.Tensor] = {}
 
     def __getitem__(self, key: Any) -> Any:  # noqa: ANN401 - state holds anything
@@ -95,8 +95,8 @@ class StateView(MutableMapping[Any, Any]):
 
     def _inwards(self) -> dict[Any, torch.Tensor]:
         # Pieces are never changed in place.
-        if self._pieces is not self._local.pieces:
-            self._pieces = self._local.pieces
+        if self._pieces is not self._local.shards:
+            self._pieces = self._local.shards
             self._by_param = {piece.param: piece.tensor for piece in self._pieces.values()}
         return self._by_param
 

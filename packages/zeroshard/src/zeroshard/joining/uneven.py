@@ -19,11 +19,10 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from zeroshard._torch_private import local_used_map, version_of
-from zeroshard.attendance import Attendance, Call, call_roll
 from zeroshard.clipping import clip_over_ranks
-from zeroshard.engine import Engine
 from zeroshard.fingerprint import fingerprint
-from zeroshard.handover import (
+from zeroshard.joining.attendance import Attendance, Call, call_roll
+from zeroshard.joining.handover import (
     Handover,
     give,
     give_parameters,
@@ -33,9 +32,11 @@ from zeroshard.handover import (
     unwritable,
 )
 from zeroshard.memory import lies_flat
+from zeroshard.overlap.bucket import Bucket, BucketPhase
+from zeroshard.overlap.placeholder import GradPlaceholder
+from zeroshard.overlap.scheduler import BucketScheduler
 from zeroshard.parameters import ParamGroup
-from zeroshard.pipeline import Stepping
-from zeroshard.reduced_gradient import ReducedGradient
+from zeroshard.step import StepCoordinator
 
 USE_OURS = (
     "use zeroshard_integrations.join.Join in place of torch's: it knows what a rank had accumulated when it ran out"
@@ -46,7 +47,8 @@ class UnevenInputs:
     """The part of one optimizer in Join contexts. Its methods belong to the thread that trains.
 
     Args:
-        engine: of the optimizer.
+        coordinator: makes the steps of the optimizer.
+        groups: returns its param groups.
         is_inside: tells whether the optimizer is in a Join context.
 
     Attributes:
@@ -54,12 +56,17 @@ class UnevenInputs:
             must get the same answer at the same call. Changed by a context that knows.
         partners: the models that share a context of torch's with the optimizer, where they are known.
         has_shadowed: whether this rank has taken part in what the others do, in this context.
+        divides_by_running: whether gradients that a hook reduces are averaged over the ranks that still have data.
         calling: what this rank's call does that has begun and not come to its end, if there is one. An error that
             leaves it is raised by all ranks.
     """
 
-    def __init__(self, engine: Engine, is_inside: Callable[[], bool]) -> None:
-        self._engine, self._is_inside = engine, is_inside
+    def __init__(
+        self, coordinator: StepCoordinator, groups: Callable[[], list[ParamGroup]], is_inside: Callable[[], bool]
+    ) -> None:
+        self._coordinator, self._groups, self._is_inside = coordinator, groups, is_inside
+        self._sharding, self._control = coordinator.sharding, coordinator.sharding.control
+        self.divides_by_running = False
         self.someone_joined: Callable[[], bool] = _perhaps
         self.partners: Sequence[DistributedDataParallel] = ()
         self._stepped: tuple[list[weakref.ref[torch.Tensor]], list[int]] = [], []
@@ -75,8 +82,13 @@ class UnevenInputs:
     @property
     def steps_in_backward(self) -> bool:
         """Whether a communication hook steps the optimizer, so that there is nothing to do in its own step."""
-        pipeline = self._engine.pipeline
-        return pipeline is not None and pipeline.stepping is not Stepping.IN_STEP
+        return self._scheduler is not None and self._scheduler.steps_early
+
+    @property
+    def _scheduler(self) -> BucketScheduler | None:
+        source = self._coordinator.source
+        assert source is None or isinstance(source, BucketScheduler)
+        return source
 
     def begin(self, *, divide_by_running: bool) -> None:
         """Enter a context.
@@ -85,19 +97,24 @@ class UnevenInputs:
             divide_by_running: whether gradients that a hook reduces are averaged over the ranks that still have data.
         """
         self.someone_joined, self.has_shadowed, self.calling = _perhaps, False, None
-        self._engine.divides_by_running = divide_by_running
+        self._divide_by_running(divide_by_running)
 
     def end(self) -> None:
         """Leave it; a no-op outside."""
-        pipeline = self._engine.pipeline
-        if self.has_shadowed and pipeline is not None and self.someone_joined is _perhaps:
+        scheduler = self._scheduler
+        if self.has_shadowed and scheduler is not None and self.someone_joined is _perhaps:
             # The others have stepped with these gradients, and may have set theirs to zero.
-            for param in self._engine.params:
-                if isinstance(param.grad, ReducedGradient) and pipeline.is_spent(param.grad._tensor):
+            for param in self._sharding.params:
+                if isinstance(param.grad, GradPlaceholder) and scheduler.gradients.is_used(param.grad._tensor):
                     param.grad = None
         self.has_shadowed = False
         self.someone_joined, self.partners = _perhaps, ()
-        self._engine.divides_by_running = False
+        self._divide_by_running(False)
+
+    def _divide_by_running(self, divides: bool) -> None:
+        self.divides_by_running = divides
+        if self._scheduler is not None:
+            self._scheduler.gradients.divides_by_running = divides
 
     # ------------------------------------------------------------------ a rank that still has data
 
@@ -126,23 +143,23 @@ class UnevenInputs:
             TypeError: if somebody has run out, and a hyperparameter or an argument cannot be told; on every rank.
             Exception: what a rank that has run out cannot do.
         """
-        engine = self._engine
-        if engine.control.alone or not self._is_inside() or not self.someone_joined():
+        sharding = self._sharding
+        if self._control.alone or not self._is_inside() or not self.someone_joined():
             return
         untold = impossible if impossible is not None else self.untold(groups, arguments)
-        attendance = call_roll(engine.control, call, untold=untold)
+        attendance = call_roll(self._control, call, untold=untold)
         self._bring_parameters(attendance)
-        if attendance.joined and attendance.giver == engine.ranks.rank:
+        if attendance.joined and attendance.giver == self._control.ranks.rank:
             give(
-                engine.control,
+                self._control,
                 attendance.joined,
                 groups,
-                engine.hyperparameters.agreed(),
-                engine.params,
-                engine.layout.plan,
+                sharding.hyperparameters.agreed(),
+                sharding.params,
+                sharding.layout.plan,
                 settings,
                 arguments,
-                gradients=call is Call.STEP and engine.pipeline is None,
+                gradients=call is Call.STEP and self._scheduler is None,
             )
 
     def untold(self, groups: Sequence[ParamGroup], arguments: Mapping[str, Any] | None = None) -> Exception | None:
@@ -157,15 +174,15 @@ class UnevenInputs:
     def stepped(self) -> None:
         """Remember which gradients have been used, to know what a rank has accumulated when it runs out."""
         self.forget_what_others_used()
-        if self._engine.pipeline is None and not self._engine.control.alone:
+        if self._scheduler is None and not self._control.alone:
             # In every step, also outside of contexts: a window may begin before one.
-            grads = [*filter(_is_there, map(_grad_of, self._engine.params))]
+            grads = [*filter(_is_there, map(_grad_of, self._sharding.params))]
             self._stepped = [*map(weakref.ref, grads)], [*map(version_of, grads)]
 
     def has_unstepped(self) -> bool:
         """Whether there are gradients other than those of the last step."""
         known, versions = self._stepped
-        grads = [*filter(_is_there, map(_grad_of, self._engine.params))]
+        grads = [*filter(_is_there, map(_grad_of, self._sharding.params))]
         if len(grads) != len(known):
             return bool(grads)
         same = all(ref() is grad for ref, grad in zip(known, grads, strict=True))
@@ -187,9 +204,8 @@ class UnevenInputs:
             PeerLostError: if a rank is gone.
             Exception: what a rank has met.
         """
-        engine = self._engine
         refusal = self._refusal()
-        attendance = call_roll(engine.control, Call.JOINED if refusal is None else Call.REFUSED, refusal)
+        attendance = call_roll(self._control, Call.JOINED if refusal is None else Call.REFUSED, refusal)
         if not attendance.running:
             return Call.JOINED
         given = self._take(attendance, groups)
@@ -207,16 +223,25 @@ class UnevenInputs:
         Args:
             adds: whether there are gradients to which it adds.
         """
-        pipeline = self._engine.pipeline
-        if pipeline is not None and self._engine.divides_by_running:
+        if self._scheduler is not None and self.divides_by_running:
             if not adds:
-                pipeline.give_up_carried()
+                self._scheduler.gradients.forget_carried()
             # What was reduced before is not to be divided by the number of ranks that take part in this one.
-            pipeline.carry_replaced()
+            self._scheduler.gradients.carry_replaced()
 
-    def put_off(self, end: Callable[[], None]) -> None:
-        """Leave the end of a backward that is being shadowed to :meth:`finish_backward`."""
-        self._put_off = end
+    def attend_backward(self, bucket: Bucket) -> None:
+        """Tell, or hear, that a backward begins in which shards may be stepped; see `JoinPart`. Collective."""
+        if bucket.is_shadow:
+            self.shadow_backward(self._groups())
+        else:
+            self.attend(Call.BACKWARD, self._groups())
+
+    def end_shadow(self, end: Callable[[], None]) -> None:
+        """Leave the end of a backward that is being shadowed to :meth:`finish_backward`, inside a context."""
+        if self.is_inside:
+            self._put_off = end
+        else:
+            end()
 
     def finish_backward(self) -> None:
         """Finish a backward that was shadowed. Collective; a no-op if there was none.
@@ -245,10 +270,11 @@ class UnevenInputs:
             PeerLostError: if a rank is gone.
             Exception: what a rank has met.
         """
-        pipeline = self._engine.pipeline
-        accumulates = (
-            not pipeline.has_fresh if pipeline is not None and pipeline.routed else self._partners_accumulate()
-        )
+        scheduler = self._scheduler
+        if scheduler is not None and scheduler.has_buckets:
+            accumulates = all(state.phase is BucketPhase.STEPPED for state in scheduler.buckets.arrived)
+        else:
+            accumulates = self._partners_accumulate()
         if accumulates:
             return False
         while self.shadow(groups, consolidate) in (Call.CLIP, Call.CONSOLIDATE):
@@ -264,7 +290,7 @@ class UnevenInputs:
         if not self.someone_joined():
             # This rank has failed, and the others do not know yet.
             return
-        attendance = call_roll(self._engine.control, Call.JOINED)
+        attendance = call_roll(self._control, Call.JOINED)
         if attendance.running:
             self._take(attendance, groups)
 
@@ -282,32 +308,32 @@ class UnevenInputs:
         try:
             if call is not Call.STEP:
                 # All others begin with a meeting.
-                self._engine.control.check_consistent(f"a call in {call.name.lower()}", error=error)
-            with self._engine.as_shadow():
-                self._engine.step(groups, None, {}, error)
+                self._control.check_consistent(f"a call in {call.name.lower()}", error=error)
+            with self._coordinator.as_shadow():
+                self._coordinator.step(groups, None, {}, error)
         finally:
             del error
 
     def _take(self, attendance: Attendance, groups: list[ParamGroup]) -> Handover:
-        engine = self._engine
+        sharding = self._sharding
         self._bring_parameters(attendance)
         given = take(
-            engine.control,
+            self._control,
             attendance.giver,
-            engine.params,
-            engine.layout.plan,
-            gradients=attendance.call is Call.STEP and engine.pipeline is None,
+            sharding.params,
+            sharding.layout.plan,
+            gradients=attendance.call is Call.STEP and self._scheduler is None,
         )
         given.apply(groups)
-        engine.hyperparameters.adopt(given.agreed, groups)
-        if engine.pipeline is not None and engine.pipeline.stepping is Stepping.IN_STEP:
+        sharding.hyperparameters.adopt(given.agreed, groups)
+        if self._scheduler is not None and not self._scheduler.steps_early:
             # What the others have set to zero, or None, since their backward.
             for index in given.zeroed:
-                grad = engine.params[index].grad
-                if type(grad) is ReducedGradient:
+                grad = sharding.params[index].grad
+                if type(grad) is GradPlaceholder:
                     grad.zero_()
             for index in given.absent:
-                engine.params[index].grad = None
+                sharding.params[index].grad = None
         return given
 
     def _bring_parameters(self, attendance: Attendance) -> None:
@@ -317,31 +343,31 @@ class UnevenInputs:
         """
         if not attendance.joined or attendance.call not in (Call.STEP, Call.BACKWARD):
             return
-        engine = self._engine
-        active = zip(engine.params, engine.layout.active, strict=True)
+        sharding = self._sharding
+        active = zip(sharding.params, sharding.layout.active, strict=True)
         params = [param for param, is_active in active if is_active and lies_flat(param)]
         # One of another dtype or shape has been converted, which the step itself tells of.
         forms = zlib.crc32(repr([(param.dtype, param.shape) for param in params]).encode())
-        told = engine.control.all_gather_ints([forms, fingerprint(params)], "a step inside Join")
+        told = self._control.all_gather_ints([forms, fingerprint(params)], "a step inside Join")
         form, print_ = told[attendance.giver]
         stale = [rank for rank in attendance.joined if told[rank][0] == form and told[rank][1] != print_]
-        if stale and engine.ranks.rank == attendance.giver:
-            give_parameters(engine.control, stale, params)
-        elif engine.ranks.rank in stale:
-            take_parameters(engine.control, attendance.giver, params)
+        if stale and self._control.ranks.rank == attendance.giver:
+            give_parameters(self._control, stale, params)
+        elif self._control.ranks.rank in stale:
+            take_parameters(self._control, attendance.giver, params)
 
     def _clip(self, given: Handover) -> None:
-        engine = self._engine
-        if engine.pipeline is None:
+        sharding = self._sharding
+        if self._scheduler is None:
             return
         max_norm, norm_type, error_if_nonfinite = given.settings
         try:
             clip_over_ranks(
-                engine.control,
-                engine.pipeline.gradients,
+                self._control,
+                self._scheduler.owned_gradients,
                 max_norm,
                 norm_type,
-                engine.params[0].dtype,
+                sharding.params[0].dtype,
                 error_if_nonfinite=bool(error_if_nonfinite),
             )
         except RuntimeError as error:
@@ -350,10 +376,11 @@ class UnevenInputs:
                 raise
 
     def _step(self, given: Handover, groups: Sequence[ParamGroup]) -> None:
-        engine = self._engine
         self.has_shadowed = True
-        with engine.as_shadow():
-            engine.step(groups, None, given.arguments, gradients=given.gradients if engine.pipeline is None else None)
+        with self._coordinator.as_shadow():
+            self._coordinator.step(
+                groups, None, given.arguments, gradients=given.gradients if self._scheduler is None else None
+            )
 
     def forget_what_others_used(self) -> None:
         """Take the others' marks out of what DDP contributes the next time of this rank's used parameters.
@@ -368,14 +395,14 @@ class UnevenInputs:
 
     def _refusal(self) -> Exception | None:
         """Why this rank cannot take part in a step, if it cannot: it has accumulated what nobody can add any more."""
-        engine = self._engine
-        if self.has_shadowed or self.someone_joined is not _perhaps or engine.pipeline is not None:
+        sharding = self._sharding
+        if self.has_shadowed or self.someone_joined is not _perhaps or self._scheduler is not None:
             return None
         if not self.has_unstepped():
             return None
-        for index, param in enumerate(engine.params):
+        for index, param in enumerate(sharding.params):
             if param.grad is not None and is_nonzero([param.grad]):
-                name = engine.layout.plan.tensors[index].name
+                name = sharding.layout.plan.tensors[index].name
                 return RuntimeError(
                     f"this rank ran out of data with a gradient in {name!r} that has not been stepped, in torch's "
                     f"Join, which would leave it out: {USE_OURS}"

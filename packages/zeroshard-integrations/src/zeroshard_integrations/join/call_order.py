@@ -10,9 +10,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from zeroshard.attendance import Call
+from zeroshard.joining.attendance import Call
 
-from zeroshard_integrations.announcements import Kind
+from zeroshard_integrations.join.announcements import Kind
 
 _REMEMBERED = 256
 _LONGEST = 32

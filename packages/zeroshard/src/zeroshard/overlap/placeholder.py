@@ -21,7 +21,7 @@ from zeroshard._torch_private import ATEN_FOREACH_ZERO_, ATEN_TO_COPY, in_autogr
 _aten = torch.ops.aten
 
 
-class Keeper(Protocol):
+class Accumulator(Protocol):
     """Knows where the values are."""
 
     def carry(self, tensor: int) -> None:
@@ -37,7 +37,7 @@ class Keeper(Protocol):
     def zero(self, tensor: int) -> None:
         """Set the reduced gradient of a tensor to zero."""
 
-    def replaced(self, tensor: int, place: torch.Tensor) -> None:
+    def replace(self, tensor: int, place: torch.Tensor) -> None:
         """Write into ``place`` what is to be in a bucket in place of the reduced gradient."""
 
     def is_zeroed(self, tensor: int) -> bool:
@@ -51,7 +51,7 @@ class Keeper(Protocol):
         """Say why an operation cannot be done, and what to call instead."""
 
 
-class ReducedGradient(torch.Tensor):
+class GradPlaceholder(torch.Tensor):
     """Stands for a gradient that lies at its owner; see the module.
 
     It has the shape, strides, dtype and device of the parameter and no memory, until a further backward has added this
@@ -61,29 +61,29 @@ class ReducedGradient(torch.Tensor):
         param: whose gradient it stands for.
         tensor: index of the parameter in the plan.
         name: of the parameter, for messages.
-        keeper: knows where the values are.
+        accumulator: knows where the values are.
     """
 
     _tensor: int
     _title: str
-    _keeper_of: weakref.ref[Keeper]
+    _accumulator_of: weakref.ref[Accumulator]
     _local: torch.Tensor | None
 
     @staticmethod
     def __new__(
-        cls: type[ReducedGradient], param: torch.Tensor, tensor: int, name: str, keeper: Keeper
-    ) -> ReducedGradient:
+        cls: type[GradPlaceholder], param: torch.Tensor, tensor: int, name: str, accumulator: Accumulator
+    ) -> GradPlaceholder:
         """Make a tensor without memory."""
         return make_wrapper_subclass(cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device)
 
-    def __init__(self, param: torch.Tensor, tensor: int, name: str, keeper: Keeper) -> None:  # noqa: ARG002 - as __new__
+    def __init__(self, param: torch.Tensor, tensor: int, name: str, accumulator: Accumulator) -> None:  # noqa: ARG002 - as __new__
         self._tensor, self._title, self._local = tensor, name, None
-        # Weakly: the keeper knows the parameter, whose gradient this is, and such a circle is never collected.
-        self._keeper_of = weakref.ref(keeper)
+        # Weakly: the accumulator knows the parameter, whose gradient this is, and such a circle is never collected.
+        self._accumulator_of = weakref.ref(accumulator)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override] # noqa: ANN401 - torch's
         """Describe it, without values."""
-        return f"ReducedGradient({self._title!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+        return f"GradPlaceholder({self._title!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override] # torch's stub leaves out that it is a classmethod
@@ -98,7 +98,7 @@ class ReducedGradient(torch.Tensor):
         if known is not None:
             return known(*args, **(kwargs or {}))
         flat = [item for arg in args for item in (arg if isinstance(arg, (list, tuple)) else [arg])]
-        found = next(item for item in flat if isinstance(item, ReducedGradient))
+        found = next(item for item in flat if isinstance(item, GradPlaceholder))
         raise found._refusal(str(func))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
@@ -135,19 +135,19 @@ class ReducedGradient(torch.Tensor):
 
     def is_zero(self) -> bool:
         """Whether it was set to zero, and nothing was added since."""
-        return self._local is None and self._keeper.is_zeroed(self._tensor)
+        return self._local is None and self._accumulator.is_zeroed(self._tensor)
 
     @property
-    def _keeper(self) -> Keeper:
-        keeper = self._keeper_of()
-        if keeper is None:
+    def _accumulator(self) -> Accumulator:
+        accumulator = self._accumulator_of()
+        if accumulator is None:
             raise RuntimeError(f"the optimizer that had the gradient of {self._title!r} is gone: call zero_grad()")
-        return keeper
+        return accumulator
 
     def _refusal(self, operation: str) -> RuntimeError:
         return RuntimeError(
             f"the gradient of {self._title!r} lies at its owner, and {operation} cannot be done with it: "
-            f"{self._keeper.advice(operation)}"
+            f"{self._accumulator.advice(operation)}"
         )
 
     def _uncopied(self) -> RuntimeError:
@@ -157,13 +157,13 @@ class ReducedGradient(torch.Tensor):
         )
 
 
-def _detach(gradient: ReducedGradient) -> ReducedGradient:
+def _detach(gradient: GradPlaceholder) -> GradPlaceholder:
     return gradient
 
 
-def _zero(gradient: ReducedGradient) -> ReducedGradient:
+def _zero(gradient: GradPlaceholder) -> GradPlaceholder:
     gradient._local = None
-    gradient._keeper.zero(gradient._tensor)
+    gradient._accumulator.zero(gradient._tensor)
     return gradient
 
 
@@ -172,22 +172,22 @@ def _foreach_zero(gradients: Sequence[torch.Tensor]) -> None:
         gradient.zero_()
 
 
-def _convert(gradient: ReducedGradient, *, dtype: Any = None, device: Any = None, **_: object) -> ReducedGradient:  # noqa: ANN401 - torch's
+def _convert(gradient: GradPlaceholder, *, dtype: Any = None, device: Any = None, **_: object) -> GradPlaceholder:  # noqa: ANN401 - torch's
     """Follow a model that is converted, with nothing but the name of what it converts."""
     like = torch.empty_strided(
         gradient.shape, gradient.stride(), dtype=dtype or gradient.dtype, device=device or gradient.device
     )
-    return ReducedGradient(like, gradient._tensor, gradient._title, gradient._keeper)
+    return GradPlaceholder(like, gradient._tensor, gradient._title, gradient._accumulator)
 
 
 def _add(gradient: torch.Tensor, other: torch.Tensor, **options: object) -> torch.Tensor:
     """Add what a further backward has computed, as autograd does, and nobody else may."""
     by_autograd = in_autograd() and not options
-    if not by_autograd or not isinstance(gradient, ReducedGradient) or isinstance(other, ReducedGradient):
-        held = next(item for item in (gradient, other) if isinstance(item, ReducedGradient))
+    if not by_autograd or not isinstance(gradient, GradPlaceholder) or isinstance(other, GradPlaceholder):
+        held = next(item for item in (gradient, other) if isinstance(item, GradPlaceholder))
         raise held._refusal("adding")
     if gradient._local is None:
-        gradient._keeper.carry(gradient._tensor)
+        gradient._accumulator.carry(gradient._tensor)
         gradient._local = torch.empty_strided(
             gradient.shape, gradient.stride(), dtype=gradient.dtype, device=gradient.device
         ).copy_(other)
@@ -198,18 +198,18 @@ def _add(gradient: torch.Tensor, other: torch.Tensor, **options: object) -> torc
 
 def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     """Move this rank's own values, as DDP does between a gradient and its bucket, and nobody else may."""
-    held = target if isinstance(target, ReducedGradient) else source
-    assert isinstance(held, ReducedGradient)
-    if not (held._keeper.in_backward or in_autograd() or _is_rebuild()):
+    held = target if isinstance(target, GradPlaceholder) else source
+    assert isinstance(held, GradPlaceholder)
+    if not (held._accumulator.in_backward or in_autograd() or _is_rebuild()):
         raise held._refusal("copying")
-    if isinstance(target, ReducedGradient):
+    if isinstance(target, GradPlaceholder):
         # DDP copies the bucket back after the reduction; what it brings lies in the bucket.
         target._local = None
         return target
     if held._local is not None:
-        held._keeper.deliver(held._tensor)
+        held._accumulator.deliver(held._tensor)
         return target.copy_(held._local, non_blocking=non_blocking)
-    held._keeper.replaced(held._tensor, target)
+    held._accumulator.replace(held._tensor, target)
     return target
 
 

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from zeroshard import OptimizerJoinHook
 from zeroshard._torch_private import local_used_map
 from zeroshard.fingerprint import fingerprint
-from zeroshard.handover import give_gradients, take_gradients
+from zeroshard.joining.handover import give_gradients, take_gradients
 from zeroshard_comm import Control
 
 from zeroshard_integrations._torch_private import (
@@ -29,10 +29,10 @@ from zeroshard_integrations._torch_private import (
     push_rebuilt_params,
     run_comm_hook,
 )
-from zeroshard_integrations.announcements import Announcement, Held, Kind, Status
-from zeroshard_integrations.backward_watch import BackwardWatch, Phase
-from zeroshard_integrations.held_gradients import HeldGradients
-from zeroshard_integrations.zero_buckets import fill, keep
+from zeroshard_integrations.join.announcements import Announcement, Held, Kind, Status
+from zeroshard_integrations.join.backward_watch import BackwardWatch, Phase
+from zeroshard_integrations.join.held_gradients import HeldGradients
+from zeroshard_integrations.join.zero_buckets import fill, keep
 
 _MIXED = (
     "gradients were changed, or some of them set to zero, between backwards under no_sync(), and a rank has run out of "

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from zeroshard.pipeline import Pipeline
-from zeroshard.reduced_gradient import ReducedGradient
-from zeroshard.route import Bucket, gradient_view
+from zeroshard.overlap.accumulation import GradAccumulator
+from zeroshard.overlap.bucket import Bucket, gradient_view
+from zeroshard.overlap.placeholder import GradPlaceholder
 
 
-def contribute(bucket: Bucket, pipeline: Pipeline) -> Bucket:
+def contribute(bucket: Bucket, gradients: GradAccumulator) -> Bucket:
     """Write into a bucket of zeros what this rank has accumulated and not reduced, and regard it as handed over.
 
     As a backward would whose own gradients are zero: values of backwards under ``no_sync()`` are added up by the
@@ -17,7 +17,7 @@ def contribute(bucket: Bucket, pipeline: Pipeline) -> Bucket:
 
     Args:
         bucket: as a framework hands it over on a rank without a backward.
-        pipeline: which takes it next.
+        gradients: of the optimizer that takes it next.
 
     Returns:
         The bucket, with ``present`` and ``is_shadow`` set.
@@ -26,16 +26,17 @@ def contribute(bucket: Bucket, pipeline: Pipeline) -> Bucket:
     for param, place in zip(bucket.params, bucket.gradients, strict=True):
         grad = param.grad
         values = grad
-        if isinstance(grad, ReducedGradient):
-            if not pipeline.is_spent(grad._tensor):
-                pipeline.carry(grad._tensor)
-                pipeline.deliver(grad._tensor)
+        if isinstance(grad, GradPlaceholder):
+            if not gradients.is_used(grad._tensor):
+                gradients.carry(grad._tensor)
+                gradients.deliver(grad._tensor)
             values, grad._local = grad._local, None
         if values is not None:
             offset = int(place.storage_offset()) - int(bucket.buffer.storage_offset())
             gradient_view(bucket.buffer, offset, param.shape, param.stride()).copy_(values)
         present.append(values is not None)
         # A parameter that the optimizer does not have is refused by who takes the bucket.
-        if pipeline.indices_of([param]):
-            param.grad = pipeline.stand_in(param)
+        placeholder = gradients.placeholder_of(param)
+        if placeholder is not None:
+            param.grad = placeholder
     return replace(bucket, present=tuple(present), is_shadow=True)

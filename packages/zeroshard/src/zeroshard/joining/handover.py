@@ -19,9 +19,9 @@ from zeroshard_comm import Control, Message, RankGroup, receive, send
 from zeroshard_core import Plan, Shard, storage_view
 
 from zeroshard._torch_private import sparse_indices, sparse_values
-from zeroshard.local import NOT_SYNCED
+from zeroshard.local_optimizer import NOT_SYNCED
+from zeroshard.overlap.placeholder import GradPlaceholder
 from zeroshard.parameters import ParamGroup
-from zeroshard.reduced_gradient import ReducedGradient
 
 TAG_LENGTH = 0x5A530050
 TAG_TEXT = 0x5A530051
@@ -117,7 +117,7 @@ def give(
         "groups": [{k: _written(v) for k, v in group.items() if k not in NOT_SYNCED} for group in groups],
         "agreed": [{key: _written(value) for key, value in group.items()} for group in agreed],
         "absent": absent,
-        "zeroed": [i for i, param in enumerate(params) if type(param.grad) is ReducedGradient and param.grad.is_zero()],
+        "zeroed": [i for i, param in enumerate(params) if type(param.grad) is GradPlaceholder and param.grad.is_zero()],
         "settings": [_number(setting) for setting in settings],
         "arguments": {name: _written(value) for name, value in (arguments or {}).items()},
         "sparse": {},
@@ -257,7 +257,7 @@ def is_nonzero(grads: Sequence[torch.Tensor]) -> bool:
         grads: dense or sparse, of any shapes; those that stand for gradients of owners too.
     """
     for grad in grads:
-        if isinstance(grad, ReducedGradient):
+        if isinstance(grad, GradPlaceholder):
             found = not grad.is_zero()
         else:
             found = bool(((sparse_values(grad) if grad.layout is torch.sparse_coo else grad) != 0).any())
@@ -280,7 +280,7 @@ def _sparse(grads: Mapping[int, torch.Tensor]) -> dict[str, list[Any]]:
 
 def _parts(shard: Shard, param: torch.Tensor, grad: torch.Tensor) -> list[torch.Tensor]:
     """The values that travel, each 1-D and contiguous on the CPU: of a whole tensor in the order of its elements."""
-    if type(grad) is ReducedGradient:
+    if type(grad) is GradPlaceholder:
         raise RuntimeError(f"tensor {shard.tensor} has its gradient at its owner; it cannot be handed over")
     if grad.layout is torch.sparse_coo:
         return [sparse_indices(grad).contiguous().view(-1).cpu(), sparse_values(grad).contiguous().view(-1).cpu()]

@@ -17,7 +17,55 @@ from zeroshard.sparse_parameters import SparseParameter, share_sparse
 _Places = tuple[list[int], list[torch.Size], list[tuple[int, ...]]]
 
 
-class Replicas:
+class Sharing:
+    """Some parameters on their way from their owners to all ranks, after a step; each move is made once per step.
+
+    Args:
+        params: the parameters.
+        broadcaster: brings the owners' values; None if there is nothing to bring.
+    """
+
+    def __init__(self, params: Sequence[torch.Tensor], broadcaster: ParameterBroadcaster | None) -> None:
+        self._params, self._broadcaster = list(params), broadcaster
+        self._broadcast: Broadcast | None = None
+        self._is_expected = self._is_sent = False
+
+    def expect(self) -> None:
+        """Post the receives of the owners' new values; from now on autograd may not use the old ones. No-op if done."""
+        if not self._is_expected:
+            self._is_expected, self._is_sent = True, False
+            torch.autograd.graph.increment_version(self._params)
+            self._broadcast = self._broadcaster.begin() if self._broadcaster is not None else None
+
+    def send(self) -> None:
+        """Send this rank's values of what it owns. No-op if done."""
+        self.expect()
+        if self._broadcast is not None and not self._is_sent:
+            self._is_sent = True
+            self._broadcast.send()
+
+    def arrive(self) -> None:
+        """Wait until the others' values have arrived. No-op if nothing is on its way.
+
+        Raises:
+            PeerLostError: if a rank is gone.
+        """
+        if self._broadcast is not None:
+            self._broadcast.arrive()
+
+    def wait(self) -> None:
+        """As :meth:`arrive`, and until this rank's own values may be changed.
+
+        Raises:
+            PeerLostError: if a rank is gone.
+        """
+        self._is_expected = False
+        broadcast, self._broadcast = self._broadcast, None
+        if broadcast is not None:
+            broadcast.wait()
+
+
+class ParameterSync:
     """Owns the flat buffers of the parameters (if wanted) and the messages of a share.
 
     Only :meth:`follow` changes it; a step only reads it.
@@ -34,6 +82,7 @@ class Replicas:
         self._params: list[torch.Tensor] = []
         self._shared: list[torch.Tensor] = []
         self._broadcasters: list[ParameterBroadcaster] = []
+        self._broadcasts: list[Broadcast] = []
         self._loose: list[_Loose] = []
         self._sparse: dict[torch.device, list[SparseParameter]] = {}
         self._dense: list[torch.Tensor] = []
@@ -75,10 +124,13 @@ class Replicas:
             choose_broadcaster(self._control, segments, device) for device, segments in by_device.items()
         ]
 
-    def share(self) -> None:
-        """Bring every replica the owners' values of all active parameters. Collective.
+    def expect(self) -> None:
+        """Do nothing: all is done by :meth:`send`."""
 
-        Until all ranks have agreed upon something after that, others may still be reading what this rank owns.
+    def send(self) -> None:
+        """Send this rank's values of all active parameters. Collective, as are the calls that must follow.
+
+        Until all ranks have agreed upon something after :meth:`wait`, others may still be reading what this rank owns.
 
         Raises:
             PeerLostError: if a rank is gone.
@@ -86,18 +138,32 @@ class Replicas:
         for item in self._loose:
             if item.owner == self._ranks.rank:
                 item.copy.copy_(item.param)
-        broadcasts: list[Broadcast] = []
+        self._broadcasts = []
         for broadcaster in self._broadcasters:
-            broadcast = broadcaster.begin()
-            broadcast.send()
-            broadcasts.append(broadcast)
-        # Receives and flat buffers write behind autograd's back; a graph that saved a parameter must notice. Now, since
+            self._broadcasts.append(broadcaster.begin())
+            self._broadcasts[-1].send()
+        # Receives and flat buffers write unseen by autograd; a graph that saved a parameter must notice. Now, since
         # there is nothing else to do until the messages have arrived.
         torch.autograd.graph.increment_version(self._shared)
-        for broadcast in broadcasts:
+
+    def arrive(self) -> None:
+        """Wait until the others' values have arrived.
+
+        Raises:
+            PeerLostError: if a rank is gone.
+        """
+        for broadcast in self._broadcasts:
             broadcast.arrive()
-        for broadcast in broadcasts:
+
+    def wait(self) -> None:
+        """As :meth:`arrive`, and until this rank's own values may be changed.
+
+        Raises:
+            PeerLostError: if a rank is gone.
+        """
+        for broadcast in self._broadcasts:
             broadcast.wait()
+        self._broadcasts = []
         for item in self._loose:
             if item.owner != self._ranks.rank:
                 item.param.copy_(item.copy)

@@ -6,13 +6,13 @@ import re
 from collections.abc import Sequence
 
 import torch.distributed as dist
-from zeroshard.attendance import Call
+from zeroshard.joining.attendance import Call
 from zeroshard_comm import PeerLostError
 
-from zeroshard_integrations.announcements import Announcement, Held, Kind, Status
-from zeroshard_integrations.backward_watch import Phase
-from zeroshard_integrations.call_order import Made
-from zeroshard_integrations.join_block import JoinBlock
+from zeroshard_integrations.join.announcements import Announcement, Held, Kind, Status
+from zeroshard_integrations.join.backward_watch import Phase
+from zeroshard_integrations.join.block import JoinBlock
+from zeroshard_integrations.join.call_order import Made
 
 
 def fail(block: JoinBlock, error: Exception) -> None:

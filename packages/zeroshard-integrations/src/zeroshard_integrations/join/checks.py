@@ -11,10 +11,10 @@ from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.nn.parallel import DistributedDataParallel
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard._torch_private import join_config
-from zeroshard.join_partners import refuse_before_model
+from zeroshard.joining.partners import refuse_before_model
 
 from zeroshard_integrations.ddp import optimizers_of_hooks
-from zeroshard_integrations.join_config import BlockConfig
+from zeroshard_integrations.join.config import BlockConfig
 
 
 def common_group(joinables: Sequence[Joinable]) -> dist.ProcessGroup:

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import nn, optim
-from zeroshard.local import LocalOptimizer
-from zeroshard.narrowed import Portion, may_step_in_pieces
+from zeroshard.local_optimizer import LocalOptimizer, PartialStepper
+from zeroshard.stepped_in_parts import may_step_in_parts
 from zeroshard_core import TensorSpec, partition
 
 
@@ -19,7 +19,7 @@ def local_optimizer(params: list[nn.Parameter], kind: Any = optim.AdamW) -> Loca
         for index, param in enumerate(params)
     ]
     local = LocalOptimizer(kind, groups, partition(specs, 1), 0, {})
-    local.set_apart()
+    local.detach_shards()
     return local
 
 
@@ -33,9 +33,9 @@ def test_portions_step_as_the_whole_does() -> None:
     reference = [nn.Parameter(param.detach().clone()) for param in params]
     local = local_optimizer(params)
     plain = optim.AdamW([{"params": reference[:2], "lr": 0.1}, {"params": reference[2:], "lr": 0.2}])
-    portions = [Portion(local, [local.pieces[i] for i in chosen]) for chosen in ((3, 0), (1, 2))]
+    portions = [PartialStepper(local, [local.shards[i] for i in chosen]) for chosen in ((3, 0), (1, 2))]
     for number in range(4):
-        for index, piece in local.pieces.items():
+        for index, piece in local.shards.items():
             grad = torch.full_like(params[index], number + index + 1.0)
             piece.tensor.grad = grad if index != 1 or number > 1 else None
             reference[index].grad = None if piece.tensor.grad is None else grad.clone()
@@ -44,14 +44,14 @@ def test_portions_step_as_the_whole_does() -> None:
         plain.step()
     assert all(torch.equal(a, b) for a, b in zip(params, reference, strict=True))
     assert len(local.optim.param_groups[0]["params"]) == 2
-    assert [local.optim.state[piece.tensor]["step"].item() for piece in local.pieces.values()] == [4, 2, 4, 4]
+    assert [local.optim.state[piece.tensor]["step"].item() for piece in local.shards.values()] == [4, 2, 4, 4]
 
 
 def test_hyperparameters_are_those_of_the_moment() -> None:
     params = parameters()
     local = local_optimizer(params, optim.SGD)
-    portion = Portion(local, list(local.pieces.values()))
-    for piece in local.pieces.values():
+    portion = PartialStepper(local, list(local.shards.values()))
+    for piece in local.shards.values():
         piece.tensor.grad = torch.ones(3, 4)
     before = copy.deepcopy([param.detach() for param in params])
     for group in local.optim.param_groups:
@@ -69,12 +69,12 @@ def test_only_optimizers_that_keep_everything_per_tensor_are_stepped_in_pieces()
     class Declared(optim.SGD):
         steps_in_pieces = True
 
-    assert may_step_in_pieces(optim.AdamW(params))
-    assert may_step_in_pieces(Declared(params))
-    assert not may_step_in_pieces(Own(params))
+    assert may_step_in_parts(optim.AdamW(params))
+    assert may_step_in_parts(Declared(params))
+    assert not may_step_in_parts(Own(params))
     hooked = optim.SGD(params)
     hooked.register_step_post_hook(lambda *_: None)
-    assert not may_step_in_pieces(hooked)
+    assert not may_step_in_parts(hooked)
     replaced = optim.SGD(params)
     replaced.step = lambda closure=None: None  # type: ignore[method-assign]
-    assert not may_step_in_pieces(replaced)
+    assert not may_step_in_parts(replaced)

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from torch.distributed.algorithms.join import JoinHook
 
-from zeroshard.attendance import Call
+from zeroshard.joining.attendance import Call
+from zeroshard.joining.uneven import UnevenInputs
 from zeroshard.parameters import ParamGroup
-from zeroshard.uneven import UnevenInputs
 
 
 class OptimizerJoinHook(JoinHook):
@@ -64,7 +64,7 @@ class OptimizerJoinHook(JoinHook):
         """Let the context tell when a rank has run out, and call :meth:`main_hook` once for each of the others' calls.
 
         Args:
-            someone_joined: see :class:`~zeroshard.uneven.UnevenInputs`.
+            someone_joined: see :class:`~zeroshard.joining.uneven.UnevenInputs`.
         """
         self._told = True
         self._uneven.someone_joined = someone_joined

@@ -11,11 +11,12 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from zeroshard import OptimizerJoinHook
 from zeroshard._torch_private import set_join_config
-from zeroshard.attendance import Call
+from zeroshard.joining.attendance import Call
 from zeroshard_comm import Control, DisagreementError, RankGroup
 
 from zeroshard_integrations._torch_private import queue_callback
-from zeroshard_integrations.announcements import (
+from zeroshard_integrations.ddp import optimizers_of_hooks
+from zeroshard_integrations.join.announcements import (
     Announcement,
     Announcements,
     Held,
@@ -24,12 +25,11 @@ from zeroshard_integrations.announcements import (
     agreed,
     difference,
 )
-from zeroshard_integrations.call_order import CallOrder, Made
-from zeroshard_integrations.ddp import optimizers_of_hooks
-from zeroshard_integrations.failure_note import FailureNote
-from zeroshard_integrations.join_checks import params_of, refuse_nested, refuse_without_model
-from zeroshard_integrations.join_config import BlockConfig
-from zeroshard_integrations.join_model import ModelInJoin
+from zeroshard_integrations.join.call_order import CallOrder, Made
+from zeroshard_integrations.join.checks import params_of, refuse_nested, refuse_without_model
+from zeroshard_integrations.join.config import BlockConfig
+from zeroshard_integrations.join.failure_note import FailureNote
+from zeroshard_integrations.join.model import ModelInJoin
 
 ENDED = "this Join block has ended with an error on every rank: leave it, and do not catch errors inside of it"
 

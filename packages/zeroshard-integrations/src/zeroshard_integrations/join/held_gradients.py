@@ -15,9 +15,9 @@ from operator import attrgetter, is_, is_not
 
 import torch
 from zeroshard._torch_private import sparse_values, version_of
-from zeroshard.handover import is_nonzero
+from zeroshard.joining.handover import is_nonzero
 
-from zeroshard_integrations.announcements import Held
+from zeroshard_integrations.join.announcements import Held
 
 _grad_of, _is_there = attrgetter("grad"), partial(is_not, None)
 

@@ -16,11 +16,11 @@ from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.distributed.algorithms.join import Joinable, JoinHook
 from zeroshard._torch_private import join_config
 
-from zeroshard_integrations.join_block import ENDED, JoinBlock
-from zeroshard_integrations.join_checks import common_group
-from zeroshard_integrations.join_config import BlockConfig
-from zeroshard_integrations.join_failure import early_leaving, fail
-from zeroshard_integrations.join_shadow import Shadow
+from zeroshard_integrations.join.block import ENDED, JoinBlock
+from zeroshard_integrations.join.checks import common_group
+from zeroshard_integrations.join.config import BlockConfig
+from zeroshard_integrations.join.failure import early_leaving, fail
+from zeroshard_integrations.join.shadow import Shadow
 
 __all__ = ["Join", "JoinHook", "Joinable"]
 

@@ -24,8 +24,8 @@ class SideStream:
         self._stream = torch.Stream(device) if has_streams else None
 
     @contextmanager
-    def behind_current(self) -> Iterator[None]:
-        """Make this the current stream, behind everything that the current one has been given so far."""
+    def after_current(self) -> Iterator[None]:
+        """Make this the current stream, after everything that the current one has been given so far."""
         if self._stream is None:
             yield
             return
@@ -34,7 +34,7 @@ class SideStream:
             yield
 
     def join(self) -> None:
-        """Order the current stream behind everything that this one has been given."""
+        """Order the current stream after everything that this one has been given."""
         if self._stream is not None:
             torch.accelerator.current_stream(self._device).wait_stream(self._stream)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zeroshard_integrations.announcements import Announcement, Held, Kind, Status, agreed
-from zeroshard_integrations.join_block import JoinBlock
-from zeroshard_integrations.join_model import ModelInJoin
+from zeroshard_integrations.join.announcements import Announcement, Held, Kind, Status, agreed
+from zeroshard_integrations.join.block import JoinBlock
+from zeroshard_integrations.join.model import ModelInJoin
 
 
 class Shadow:

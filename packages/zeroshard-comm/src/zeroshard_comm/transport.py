@@ -1,0 +1,143 @@
+"""What carries the buckets of one optimizer: chosen once, by what the backend can do with the tensors of its device."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from zeroshard_core import Run
+
+from zeroshard_comm.agreement import Control
+from zeroshard_comm.broadcasters import CollectiveBroadcaster, MessageBroadcaster
+from zeroshard_comm.choice import choose_private_group
+from zeroshard_comm.collective_reducer import CollectiveReducer
+from zeroshard_comm.interfaces import GradientReducer, ParameterBroadcaster, Segment
+from zeroshard_comm.message_reducer import MessageReducer, window_bytes
+from zeroshard_comm.receive_window import ReceiveWindow
+from zeroshard_comm.same_host import WORTH_READING, SameHostBroadcaster, SameHostReducer, all_read
+
+TAG_BUCKETS = 0x5A530032
+
+
+class Transport(ABC):
+    """Makes the reducers and broadcasters of one optimizer's buckets.
+
+    Attributes:
+        tags: offset to the tags of its messages, which must be the same on all ranks; 0 if it sends none.
+        is_ordered: whether all that it does must be done in one order on all ranks, and so by one thread; else
+            another thread may finish what one has begun.
+        shares_buckets: whether the parameters of a bucket travel by themselves, or all of them together.
+    """
+
+    tags: int = 0
+    is_ordered: bool = True
+    shares_buckets: bool = True
+
+    @abstractmethod
+    def reducer(self, runs: Sequence[Run], bucket: torch.Tensor, tensors: int) -> GradientReducer:
+        """Make what brings the gradients of a bucket to their owners.
+
+        Args:
+            runs: ranges of elements of the bucket and who owns them, in bucket order.
+            bucket: the bucket, 1-D, or any tensor of its dtype and device.
+            tensors: number of tensors in it.
+        """
+
+    @abstractmethod
+    def broadcaster(self, segments: Sequence[Segment]) -> ParameterBroadcaster:
+        """Make what brings all ranks the owners' values of some segments."""
+
+    def make_room(self, bucket_bytes: Sequence[int]) -> None:  # noqa: B027 - most need none
+        """Set aside memory for receives of buckets of these sizes, where any is needed."""
+
+
+class MessageTransport(Transport):
+    """Tagged messages, which never meet the collectives that others issue on the same group.
+
+    Args:
+        control: has the group, whose backend matches messages by tag, and the traffic.
+    """
+
+    is_ordered = False
+
+    def __init__(self, control: Control) -> None:
+        self._ranks, self._traffic = control.ranks, control.traffic
+        self.tags = control.ranks.context.allocate_tags()
+        self._window = ReceiveWindow(control.ranks)
+
+    def reducer(self, runs: Sequence[Run], bucket: torch.Tensor, tensors: int) -> GradientReducer:
+        """Make one that sends every owner its part."""
+        return MessageReducer(self._ranks, runs, bucket.dtype, tensors, self._window, self._traffic, tags=self.tags)
+
+    def broadcaster(self, segments: Sequence[Segment]) -> ParameterBroadcaster:
+        """Make one with the tags of this transport."""
+        return MessageBroadcaster(self._ranks, segments, self._traffic, tag=TAG_BUCKETS + self.tags)
+
+    def make_room(self, bucket_bytes: Sequence[int]) -> None:
+        """Set the limit of the memory for receives."""
+        self._window.limit(window_bytes(bucket_bytes))
+
+
+class CollectiveTransport(Transport):
+    """Collectives on a group of its own. Made by all ranks together.
+
+    Args:
+        control: has the group, and the channel of the headers.
+        device: where parameters and buckets are.
+
+    Raises:
+        RuntimeError: if the group has no backend for the device.
+        ValueError: if a group of our own cannot be made.
+    """
+
+    def __init__(self, control: Control, device: torch.device) -> None:
+        self._control, self._ranks = control, choose_private_group(control.ranks, device)
+
+    def reducer(self, runs: Sequence[Run], bucket: torch.Tensor, tensors: int) -> GradientReducer:
+        """Make one that reduces every owner's part to it."""
+        return CollectiveReducer(self._ranks, self._control, self._control.traffic, runs, bucket, tensors)
+
+    def broadcaster(self, segments: Sequence[Segment]) -> ParameterBroadcaster:
+        """Make one that issues its collectives on the group of our own."""
+        return CollectiveBroadcaster(self._ranks, segments, self._control.traffic)
+
+
+class SameHostTransport(Transport):
+    """Reads of the memory of peers. Parameters travel together, in one read from each peer.
+
+    Args:
+        control: has the group, all of whose ranks read each other's memory, and its channel.
+    """
+
+    shares_buckets = False
+
+    def __init__(self, control: Control) -> None:
+        self._control = control
+
+    def reducer(self, runs: Sequence[Run], bucket: torch.Tensor, tensors: int) -> GradientReducer:
+        """Make one that reads this rank's part where the others have it."""
+        return SameHostReducer(self._control, runs, bucket.dtype, tensors)
+
+    def broadcaster(self, segments: Sequence[Segment]) -> ParameterBroadcaster:
+        """Make one for the thread that calls a step."""
+        return SameHostBroadcaster(self._control, segments)
+
+
+def choose_transport(control: Control, device: torch.device, nbytes: int) -> Transport:
+    """Choose the fastest transport for buckets on a device. Collective, where it needs a group of its own.
+
+    Args:
+        control: the channel, and the group.
+        device: where parameters and buckets are.
+        nbytes: of all parameters.
+
+    Raises:
+        RuntimeError: if the group has no backend for the device.
+        ValueError: if a group of our own cannot be made.
+    """
+    if device.type == "cpu" and all_read(control.ranks) and nbytes >= WORTH_READING:
+        return SameHostTransport(control)
+    if control.ranks.sends_tagged(device):
+        return MessageTransport(control)
+    return CollectiveTransport(control, device)

@@ -1,0 +1,379 @@
+"""The local optimizer: the user's own optimizer class, unmodified, over the shards that this rank owns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import optim
+from zeroshard_core import Plan, Shard
+
+from zeroshard._torch_private import step_post_hooks, step_pre_hooks
+from zeroshard.elementwise import OptimizerFactory
+from zeroshard.parameters import ParamGroup
+
+Closure = Callable[[], Any]
+
+NOT_SYNCED = frozenset({"params", "param_names"})
+"""Keys of a param group that describe which parameters it has; they differ between the public and the local groups."""
+
+
+@dataclass(frozen=True, eq=False)
+class LocalShard:
+    """One shard of this rank and the tensor that is its parameter in the local optimizer.
+
+    Attributes:
+        shard: what is owned.
+        param: the whole parameter.
+        tensor: ``param`` itself where the shard is all of it, else a leaf of its own that views the parameter's rows.
+            Once gradients come bucket by bucket, a leaf of its own in both cases, so that shards can be stepped while
+            autograd and DDP still work with ``param.grad``.
+    """
+
+    shard: Shard
+    param: torch.Tensor
+    tensor: torch.Tensor
+
+    @classmethod
+    def of(cls, shard: Shard, param: torch.Tensor, *, detached: bool) -> LocalShard:
+        """Make the tensor of a shard."""
+        if shard.numel == param.numel() and not (detached and param.layout is torch.strided):
+            return cls(shard, param, param)
+        return cls(shard, param, torch.nn.Parameter(_values(shard, param), requires_grad=param.requires_grad))
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the shard is only a part of the parameter."""
+        return self.shard.numel != self.param.numel()
+
+    @property
+    def is_detached(self) -> bool:
+        """Whether the local optimizer holds a tensor of its own in place of the parameter."""
+        return self.tensor is not self.param
+
+
+class LocalOptimizer:
+    """Owns the inner optimizer and the shards it works on.
+
+    Only this class changes the members of the inner optimizer's param groups; hyperparameters are synced by
+    :func:`sync_groups`, state is changed by the inner optimizer's own step and by a load.
+
+    Args:
+        factory: the user's optimizer class.
+        groups: the public param groups.
+        plan: the plan over all their parameters.
+        rank: group rank of this process.
+        defaults: the user's keyword arguments for the class.
+
+    Attributes:
+        shards: this rank's, by tensor index, ascending; replaced, never changed in place.
+        bound_by_buckets: tensors whose gradients come in buckets, and are bound by these.
+
+    Raises:
+        Exception: whatever the class raises when it cannot be built.
+    """
+
+    def __init__(
+        self,
+        factory: OptimizerFactory,
+        groups: Sequence[ParamGroup],
+        plan: Plan,
+        rank: int,
+        defaults: Mapping[str, Any],
+    ) -> None:
+        self._factory, self._rank, self._defaults = factory, rank, dict(defaults)
+        self.shards: dict[int, LocalShard] = {}
+        self.bound_by_buckets: Set[int] = frozenset()
+        self._is_detached = False
+        members = self._members(groups, plan)
+        self.optim: optim.Optimizer = factory(
+            [_local_group(group, of_group) for group, of_group in zip(groups, members, strict=True)], **defaults
+        )
+        self._accept(members)
+
+    def dry_run(self, groups: Sequence[ParamGroup], plan: Plan) -> None:
+        """Build another optimizer for this rank's shards of the last group, so that it raises now if it ever will.
+
+        Args:
+            groups: the public param groups, the new one last.
+            plan: the plan over all their parameters.
+
+        Raises:
+            Exception: whatever the class raises for these hyperparameters or tensors.
+        """
+        self._factory([_local_group(groups[-1], self._members(groups, plan)[-1])], **self._defaults)
+
+    def follow(self, groups: Sequence[ParamGroup], plan: Plan) -> None:
+        """Take over a plan that adds groups or gives tensors without state another owner.
+
+        State of shards that stay is untouched; a shard that leaves must not have been stepped on any rank.
+
+        Args:
+            groups: the public param groups; new ones at the end.
+            plan: the new plan.
+        """
+        members = self._members(groups, plan)
+        known = {shard.tensor for shard in self.shards.values()}
+        arrived = [shard for of_group in members for shard in of_group if shard.tensor not in known]
+        for number in range(len(self.optim.param_groups), len(groups)):
+            self.optim.add_param_group(_local_group(groups[number], members[number]))
+        for local, group, of_group in zip(self.optim.param_groups, groups, members, strict=True):
+            local.update(_membership(group, of_group))
+        self._accept(members)
+        kept = {shard.tensor for shard in self.shards.values()}
+        for key in [key for key in self.optim.state if isinstance(key, torch.Tensor) and key not in kept]:
+            del self.optim.state[key]
+        # Some classes (Adagrad) make state in their constructor, so new shards get it from one more of the class.
+        missing = [shard for shard in arrived if not self.optim.state.get(shard.tensor)]
+        if missing:
+            number_of = [number for number, group in enumerate(groups) for _ in group["params"]]
+            built = self._factory(
+                [_local_group(groups[number_of[shard.shard.tensor]], [shard]) for shard in missing], **self._defaults
+            )
+            self.optim.state.update({tensor: state for tensor, state in built.state.items() if state})
+
+    def rebind(self) -> None:
+        """Point detached shards at their parameters' present storage, after a parameter's ``.data`` was rebound."""
+        for shard in self._detached:
+            shard.tensor.data = _values(shard.shard, shard.param)
+
+    def detach_shards(self) -> None:
+        """Give every owned parameter a tensor of its own in the inner optimizer, for good; its state moves with it."""
+        if self._is_detached:
+            return
+        self._is_detached = True
+        before = self.shards
+        self.shards = {
+            index: shard if shard.is_detached else LocalShard.of(shard.shard, shard.param, detached=True)
+            for index, shard in before.items()
+        }
+        moved = {shard.tensor: self.shards[index].tensor for index, shard in before.items()}
+        self._detached = [shard for shard in self.shards.values() if shard.is_detached]
+        state = self.optim.state
+        for old, new in moved.items():
+            if old is not new and old in state:
+                state[new] = state.pop(old)
+        for group in self.optim.param_groups:
+            group["params"] = [moved[tensor] for tensor in group["params"]]
+
+    def check_cut_dims(self, before: Plan, now: Plan) -> None:
+        """Raise if a cut tensor's rows lie along another dimension now, and this rank holds state for its part.
+
+        That state belongs to the old rows: it would be used for other elements.
+
+        Args:
+            before: the plan that the shards were made for.
+            now: the plan that follows the model.
+
+        Raises:
+            ValueError: naming the tensor.
+        """
+        for index, shard in self.shards.items():
+            if not shard.is_cut or before.tensors[index].cut_dim == now.tensors[index].cut_dim:
+                continue
+            if not all(map(_is_number, self.optim.state.get(shard.tensor, {}).values())):
+                raise ValueError(
+                    f"tensor {index} {now.tensors[index].name!r} is cut over several ranks, and has changed its memory "
+                    f"format: the optimizer state of its parts no longer fits. Call consolidate_state_dict(), build a "
+                    f"new optimizer for the converted model and load the state into that"
+                )
+
+    def check_gradients(self) -> None:
+        """Raise if a gradient cannot be cut, before anything is stepped.
+
+        Raises:
+            RuntimeError: if a cut parameter has a sparse gradient.
+        """
+        for shard in self._cut:
+            grad = shard.param.grad
+            if grad is not None and grad.layout is not torch.strided:
+                raise RuntimeError(
+                    f"tensor {shard.shard.tensor} of shape {tuple(shard.param.shape)} has a sparse gradient, but is "
+                    f"cut over several ranks; use partition='whole' for models with sparse gradients"
+                )
+
+    def step(self, closure: Closure | None, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as the inner step
+        """Step the inner optimizer once with the parameters' gradients.
+
+        Args:
+            closure: re-evaluates the model; passed on only if not None.
+            arguments: further keyword arguments of the inner step.
+
+        Returns:
+            What the inner step returned.
+        """
+        try:
+            if closure is None:
+                self.bind_gradients()
+                return self.step_bound(arguments)
+
+            def evaluate() -> Any:  # noqa: ANN401 - the closure's own result
+                loss = closure()
+                self.check_gradients()
+                self.bind_gradients()
+                return loss
+
+            return self.step_bound({**arguments, "closure": evaluate})
+        finally:
+            # A slice keeps the whole gradient alive, past the user's zero_grad().
+            for shard in self._detached:
+                shard.tensor.grad = None
+
+    def step_with(self, gradients: Mapping[int, torch.Tensor], arguments: Mapping[str, Any]) -> None:
+        """Step the inner optimizer once with other gradients than those of the parameters, which stay as they are.
+
+        Args:
+            gradients: by tensor, each in the shape of what this rank owns of it. A tensor that is missing is not
+                stepped.
+            arguments: keyword arguments of the inner step.
+        """
+        before = [shard.tensor.grad for shard in self.shards.values()]
+        try:
+            for index, shard in self.shards.items():
+                shard.tensor.grad = gradients.get(index)
+            self.step_bound(arguments)
+        finally:
+            for shard, grad in zip(self.shards.values(), before, strict=True):
+                shard.tensor.grad = grad
+
+    def step_bound(self, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as the inner step
+        """Step the inner optimizer with the gradients that its tensors have, and call its own hooks.
+
+        Without its profiling wrapper, so that hooks for all optimizers are called once per step.
+        """
+        inner = self.optim
+        if "step" in vars(inner):
+            return inner.step(**arguments)
+        positional: tuple[Any, ...] = (inner,)
+        keywords = dict(arguments)
+        for pre_hook in list(step_pre_hooks(inner).values()):
+            changed = pre_hook(inner, positional, keywords)
+            if changed is not None:
+                positional, keywords = changed
+        result = unwrapped_step(type(inner))(*positional, **keywords)
+        for post_hook in list(step_post_hooks(inner).values()):
+            post_hook(inner, positional, keywords)
+        return result
+
+    def bind_gradients(self, shards: Iterable[LocalShard] | None = None) -> None:
+        """Hand detached shards their parts of their parameters' gradients.
+
+        Args:
+            shards: which; if None, all whose gradients do not come in buckets.
+        """
+        if shards is None:
+            shards = [shard for shard in self._detached if shard.shard.tensor not in self.bound_by_buckets]
+        for shard in shards:
+            grad = shard.param.grad
+            if grad is not None and shard.is_cut and grad.stride() != shard.param.stride():
+                grad = torch.empty_like(shard.param, dtype=grad.dtype, device=grad.device).copy_(grad)
+            if not shard.is_detached:
+                continue
+            if grad is not None:
+                grad = shard.shard.box(grad.detach()) if shard.is_cut else grad.detach()
+            shard.tensor.grad = grad
+
+    def _members(self, groups: Sequence[ParamGroup], plan: Plan) -> list[list[LocalShard]]:
+        """Per group, the shards of this rank; those that exist already are kept."""
+        params = [(number, param) for number, group in enumerate(groups) for param in group["params"]]
+        members: list[list[LocalShard]] = [[] for _ in groups]
+        for shard in plan.of_rank(self._rank):
+            number, param = params[shard.tensor]
+            known = self.shards.get(shard.tensor)
+            if known is None or known.shard != shard:
+                known = LocalShard.of(shard, param, detached=self._is_detached)
+            members[number].append(known)
+        return members
+
+    def _accept(self, members: Iterable[Iterable[LocalShard]]) -> None:
+        self.shards = {shard.shard.tensor: shard for of_group in members for shard in of_group}
+        self._detached = [shard for shard in self.shards.values() if shard.is_detached]
+        self._cut = [shard for shard in self._detached if shard.is_cut]
+
+
+class PartialStepper:
+    """Steps some shards of a local optimizer: on a copy of it whose param groups have only these.
+
+    The copy shares the inner optimizer's state and has param groups of its own, so the real ones are never seen
+    narrowed. One thread steps it. Made once per plan and bucket.
+
+    Args:
+        local: the local optimizer; see :mod:`zeroshard.stepped_in_parts`.
+        shards: those of its shards that are stepped together.
+    """
+
+    def __init__(self, local: LocalOptimizer, shards: Sequence[LocalShard]) -> None:
+        self._inner = local.optim
+        chosen = {shard.tensor for shard in shards}
+        self._groups: list[tuple[int, ParamGroup]] = []
+        for number, group in enumerate(self._inner.param_groups):
+            places = [place for place, tensor in enumerate(group["params"]) if tensor in chosen]
+            if places:
+                narrowed = {key: [group[key][place] for place in places] for key in NOT_SYNCED if key in group}
+                self._groups.append((number, narrowed))
+        self._copy: optim.Optimizer = object.__new__(type(self._inner))
+
+    def step(self, arguments: Mapping[str, Any]) -> None:
+        """Step the shards that have a gradient, with the hyperparameters that the inner optimizer has now.
+
+        Args:
+            arguments: keyword arguments of the inner step.
+        """
+        if not self._groups:
+            return
+        inner, copied = self._inner, self._copy
+        for number, narrowed in self._groups:
+            narrowed.update({key: value for key, value in inner.param_groups[number].items() if key not in NOT_SYNCED})
+        vars(copied).update(vars(inner))
+        copied.param_groups = [narrowed for _, narrowed in self._groups]
+        # In a thread of our own gradients would be recorded.
+        with torch.no_grad():
+            unwrapped_step(type(inner))(copied, **arguments)
+
+
+def sync_groups(source: Sequence[Mapping[str, Any]], target: Sequence[ParamGroup]) -> None:
+    """Copy every attribute but the members from each group of ``source`` to its counterpart, e.g. learning rates.
+
+    Raises:
+        ValueError: if the numbers of groups differ; then nothing is copied.
+    """
+    if len(source) != len(target):
+        raise ValueError(
+            f"there are {len(source)} param groups where there should be {len(target)}: add groups with "
+            f"add_param_group(), and build a new optimizer to remove them"
+        )
+    for from_group, to_group in zip(source, target, strict=True):
+        for key, value in from_group.items():
+            if key not in NOT_SYNCED:
+                to_group[key] = value
+
+
+def unwrapped_step(kind: type[optim.Optimizer]) -> Callable[..., Any]:
+    """The step function under the wrapper that fires hooks and profiles; torch marks that wrapper with ``hooked``."""
+    step = kind.step
+    return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
+
+
+def _local_group(group: ParamGroup, shards: Sequence[LocalShard]) -> ParamGroup:
+    return {**{key: value for key, value in group.items() if key not in NOT_SYNCED}, **_membership(group, shards)}
+
+
+def _membership(group: ParamGroup, shards: Sequence[LocalShard]) -> ParamGroup:
+    found: ParamGroup = {"params": [shard.tensor for shard in shards]}
+    if "param_names" in group:
+        # Not as pairs: an empty list of pairs has no names, and torch refuses groups with and without together.
+        names = {id(param): name for param, name in zip(group["params"], group["param_names"], strict=True)}
+        found["param_names"] = [names[id(shard.param)] for shard in shards]
+    return found
+
+
+def _values(shard: Shard, param: torch.Tensor) -> torch.Tensor:
+    """What a detached shard views: the parameter itself, or some rows of it."""
+    return param.detach() if shard.numel == param.numel() else shard.box(param.detach())
+
+
+def _is_number(value: object) -> bool:
+    """Whether a state entry is one value for the whole tensor, and not one per element."""
+    return value.dim() == 0 if isinstance(value, torch.Tensor) else isinstance(value, (int, float, str, type(None)))

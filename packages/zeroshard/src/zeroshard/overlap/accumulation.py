@@ -1,0 +1,253 @@
+"""Gradients of several backwards before one step: each owner adds what a further reduction brings to what it holds.
+
+Autograd adds to ``param.grad`` itself, where a placeholder stands: from that moment on the bucket belongs to the next
+reduction, so the owner carries what was reduced before, and adds it after the reduction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import attrgetter, is_
+
+import torch
+from zeroshard_core import Plan
+
+from zeroshard._torch_private import in_autograd
+from zeroshard.local_optimizer import LocalOptimizer
+from zeroshard.overlap.bucket import BucketPhase, BucketState
+from zeroshard.overlap.placeholder import GradPlaceholder
+
+_grad_of = attrgetter("grad")
+
+
+class GradAccumulator:
+    """Knows where the reduced gradients of all parameters are, and what was carried over from earlier backwards.
+
+    Only the scheduler calls it, and the placeholders that it has made.
+
+    Args:
+        world_size: number of ranks.
+        steps_early: whether shards are stepped during backward.
+
+    Attributes:
+        index_of: the tensor index of each parameter.
+        placeholders: what stands in the place of each gradient, by tensor.
+        in_backward: whether a backward hands over buckets; changed by the scheduler.
+        divides_by_running: whether gradients are averaged over the ranks that still have data.
+    """
+
+    def __init__(self, world_size: int, *, steps_early: bool) -> None:
+        self._world_size, self._steps_early = world_size, steps_early
+        self.index_of: dict[torch.Tensor, int] = {}
+        self.placeholders: list[GradPlaceholder] = []
+        self.in_backward = self.divides_by_running = False
+        self._params: Sequence[torch.Tensor] = ()
+        self._place: dict[int, tuple[BucketState, int]] = {}
+        self._carried: dict[int, torch.Tensor] = {}
+        self._delivered: set[int] = set()
+        """Of the carried ones, those whose later values are on their way: their window was not given up."""
+        self._touched: set[int] = set()
+        self._replaced: dict[int, int] = {}
+        """By tensor, the address of what DDP has put in the place of its placeholder, in a forward."""
+
+    def follow(self, params: Sequence[torch.Tensor], plan: Plan, local: LocalOptimizer) -> None:
+        """Make placeholders for parameters that are new, or have been converted."""
+        self._params, self._plan, self._local = params, plan, local
+        self.index_of = {param: index for index, param in enumerate(params)}
+        names = [spec.name for spec in plan.tensors]
+        self.placeholders = [GradPlaceholder(p, i, names[i], self) for i, p in enumerate(params)]
+        for tensor in self._place:
+            if type(params[tensor].grad) is GradPlaceholder:
+                params[tensor].grad = self.placeholders[tensor]
+
+    def placeholder_of(self, param: torch.Tensor) -> GradPlaceholder | None:
+        """Return what stands in the place of the gradient of a parameter; None if the optimizer does not have it."""
+        tensor = self.index_of.get(param)
+        return self.placeholders[tensor] if tensor is not None else None
+
+    def locate(self, states: Sequence[BucketState]) -> None:
+        """Take note of which parameters are in which bucket; others stay where they were."""
+        self._place.update({i: (state, place) for state in states for place, i in enumerate(state.tensors)})
+
+    # ------------------------------------------------------------------ a backward
+
+    def begin(self) -> None:
+        """Begin a backward."""
+        self.in_backward = True
+        self._replaced.clear()
+
+    def reduced(self, state: BucketState, keep: Callable[[torch.Tensor], None]) -> None:
+        """Add what earlier backwards have brought to the gradients that have just been reduced.
+
+        Args:
+            state: of their bucket.
+            keep: keeps the memory of a tensor until the stream that adds it has done so.
+        """
+        state.phase = BucketPhase.REDUCED
+        if self._carried:
+            for place, tensor in enumerate(state.tensors):
+                carried = self._carried.pop(tensor, None)
+                gradient = state.owned_gradient(place)
+                if carried is not None and gradient is not None and tensor in self._delivered:
+                    keep(carried)
+                    gradient.add_(carried)
+            self._delivered.difference_update(state.tensors)
+
+    def end(self, states: Sequence[BucketState]) -> None:
+        """End a backward: put placeholders where the gradients were."""
+        self.in_backward = False
+        for state in states:
+            for tensor, param in zip(state.tensors, state.params, strict=True):
+                if param.grad is not None:
+                    param.grad = self.placeholders[tensor]
+        for tensor in self._touched:
+            self.placeholders[tensor]._local = None
+        self._touched.clear()
+
+    # ------------------------------------------------------------------ what the next step will use
+
+    def present(self, state: BucketState) -> tuple[bool, ...]:
+        """Tell per tensor of a bucket whether it has a gradient to be stepped with.
+
+        Raises:
+            RuntimeError: if a gradient was accumulated on this rank and never reduced.
+        """
+        grads = list(map(_grad_of, state.params))
+        if not self._touched and all(map(is_, grads, map(self.placeholders.__getitem__, state.tensors))):
+            return state.present
+        for grad, tensor in zip(grads, state.tensors, strict=True):
+            if grad is None or (type(grad) is GradPlaceholder and grad._local is None):
+                continue
+            if self._replaced.get(tensor) != grad.data_ptr():
+                raise self.unreduced(tensor)
+        return tuple([is_present and grad is not None for is_present, grad in zip(state.present, grads, strict=True)])
+
+    def check_reduced(self) -> None:
+        """Raise if gradients were accumulated on this rank before the first reduction.
+
+        Raises:
+            RuntimeError: naming a tensor.
+        """
+        for tensor, param in enumerate(self._params):
+            if param.grad is not None and tensor not in self._place:
+                raise self.unreduced(tensor)
+
+    def unreduced(self, tensor: int) -> RuntimeError:
+        """Return the error for a gradient that no reduction has brought."""
+        return RuntimeError(
+            f"the gradient of tensor {tensor} {self._plan.tensors[tensor].name!r} has not been reduced: the "
+            f"last backward() before step() must not be inside no_sync()"
+        )
+
+    def is_used(self, tensor: int) -> bool:
+        """Whether the reduced gradient of a tensor was stepped or set to zero, so that nothing adds to it."""
+        place = self._place.get(tensor)
+        return place is None or place[0].phase is BucketPhase.STEPPED or tensor in place[0].zeroed
+
+    # ------------------------------------------------------------------ what placeholders do
+
+    def carry(self, tensor: int) -> None:
+        """Keep what was reduced of a gradient; see :class:`~zeroshard.overlap.placeholder.Accumulator`."""
+        state, place = self._place[tensor]
+        self._touched.add(tensor)
+        if tensor in state.zeroed:
+            return
+        if state.phase is BucketPhase.STEPPED:
+            raise RuntimeError(
+                f"tensor {tensor} {self._plan.tensors[tensor].name!r} still has the gradient of the last step: "
+                f"call optimizer.zero_grad() before backward()"
+            )
+        gradient = state.owned_gradient(place)
+        if gradient is not None:
+            self._carried[tensor] = gradient.clone()
+
+    def deliver(self, tensor: int) -> None:
+        """Take note that values to which something was carried go into a bucket; see the same class."""
+        if tensor in self._carried:
+            self._delivered.add(tensor)
+
+    def zero(self, tensor: int) -> None:
+        """Set a reduced gradient to zero; see the same class."""
+        state, place = self._place[tensor]
+        state.zeroed.add(tensor)
+        self._carried.pop(tensor, None)
+        self._delivered.discard(tensor)
+        gradient = state.owned_gradient(place)
+        if gradient is not None:
+            gradient.zero_()
+
+    def is_zeroed(self, tensor: int) -> bool:
+        """Whether a reduced gradient was set to zero; see the same class."""
+        place = self._place.get(tensor)
+        return place is not None and tensor in place[0].zeroed
+
+    def replace(self, tensor: int, place: torch.Tensor) -> None:
+        """Write into ``place`` what is to be in a bucket where a placeholder is; see the same class.
+
+        DDP copies gradients into its buckets when it rebuilds them in a forward, and those of parameters that a
+        backward did not use. The owner puts in what was reduced before, times the number of ranks, by which the
+        reduction divides; so it is added to if a further backward comes before the step, and discarded by whatever
+        discards gradients. Nobody else puts in anything.
+        """
+        state, position = self._place[tensor]
+        is_used = self.is_used(tensor)
+        gradient = None if is_used else state.owned_gradient(position)
+        # The place may be where it lies.
+        gradient = gradient.clone() if gradient is not None else None
+        place.zero_()
+        if gradient is not None and self.divides_by_running and in_autograd():
+            # Not of this backward, and not to be scaled with what is.
+            self._carried[tensor] = gradient
+            self.deliver(tensor)
+        elif gradient is not None:
+            self._owned(tensor, place).copy_(gradient).mul_(self._world_size)
+        if not is_used:
+            self._replaced[tensor] = place.data_ptr()
+
+    def carry_replaced(self) -> None:
+        """Carry what :meth:`replace` has put into buckets in a forward, at the beginning of a backward.
+
+        It must not be in the buckets where the number of ranks, by which it was multiplied, is not what the reduction
+        divides by.
+        """
+        for tensor, address in self._replaced.items():
+            grad = self._params[tensor].grad
+            if grad is None or type(grad) is GradPlaceholder or grad.data_ptr() != address:
+                continue
+            if tensor in self._local.shards:
+                self._carried[tensor] = self._owned(tensor, grad) / self._world_size
+                self.deliver(tensor)
+            grad.zero_()
+        self._replaced.clear()
+
+    def forget_carried(self) -> None:
+        """Forget what was carried: all gradients were dropped since."""
+        self._carried.clear()
+        self._delivered.clear()
+
+    def advice(self, operation: str) -> str:
+        """Say what to call instead; see the same class."""
+        if "_amp_" in operation:
+            return (
+                "a GradScaler cannot be combined with gradients that are sent to their owners. Use bfloat16, which "
+                "needs none, or train without a communication hook"
+                + (
+                    ". This one has stepped during backward, with the scaled gradients: load a checkpoint"
+                    if self._steps_early
+                    else ""
+                )
+            )
+        if self._steps_early:
+            return (
+                "this hook steps during backward, so gradients can be neither clipped nor changed. Use "
+                "reduce_to_owner_hook for that, and optimizer.clip_grad_norm_()"
+            )
+        return (
+            "to clip, call optimizer.clip_grad_norm_(max_norm), which also returns the norm over all ranks; to change "
+            "gradients, do it in a hook of the tensor, or train without a communication hook"
+        )
+
+    def _owned(self, tensor: int, whole: torch.Tensor) -> torch.Tensor:
+        """What this rank owns of a gradient."""
+        shard = self._local.shards[tensor]
+        return shard.shard.box(whole) if shard.is_cut else whole

@@ -1,0 +1,197 @@
+"""Following a backward that hands over its gradients bucket by bucket: what a communication hook calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+from torch.futures import Future
+from zeroshard_comm import agreed
+
+from zeroshard.overlap.bucket import Bucket
+from zeroshard.overlap.buckets import common_device
+from zeroshard.overlap.scheduler import BucketScheduler, StepMode
+from zeroshard.parameters import ParamGroup
+from zeroshard.step import StepCoordinator
+
+
+class JoinPart(Protocol):
+    """What a Join context has to do with a backward; see :class:`zeroshard.joining.uneven.UnevenInputs`."""
+
+    def attend_backward(self, bucket: Bucket) -> None:
+        """Begin a backward in which shards may be stepped, before anything is sent."""
+
+    def end_shadow(self, end: Callable[[], None]) -> None:
+        """End a backward that this rank has shadowed."""
+
+    def forget_what_others_used(self) -> None:
+        """Take note that a backward has stepped."""
+
+
+class BackwardFollower:
+    """Takes the buckets of each backward, and its end.
+
+    Made by :meth:`ZeroRedundancyOptimizer.follow_backward`; all its methods are collective, and belong to the thread
+    that runs backward.
+
+    Args:
+        coordinator: makes the steps of the optimizer.
+        joining: its part in Join contexts.
+        groups: returns its param groups.
+        mode: when shards are stepped; also an attribute.
+
+    Raises:
+        RuntimeError: if the group has no backend for the device that parameters are on.
+        ValueError: if parameters cannot be exchanged in buckets; on every rank.
+    """
+
+    def __init__(
+        self,
+        coordinator: StepCoordinator,
+        joining: JoinPart,
+        groups: Callable[[], list[ParamGroup]],
+        mode: StepMode,
+    ) -> None:
+        self._coordinator, self._joining, self._groups, self.mode = coordinator, joining, groups, mode
+        sharding, guard = coordinator.sharding, coordinator.guard
+        with agreed(sharding.control, "a communication hook's first call"):
+            common_device(sharding.params, sharding.layout)
+        self.scheduler = BucketScheduler(
+            sharding.control, guard, sharding.local, sharding.params, sharding.layout, mode
+        )
+        coordinator.source, sharding.follower = self.scheduler, self.scheduler.buckets
+        self._backwards_since_step = self._stepped_with = 0
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward hands over buckets."""
+        return self.scheduler.gradients.in_backward
+
+    def on_bucket(
+        self, bucket: Bucket, reduce: Callable[[], Future[torch.Tensor]] | None = None
+    ) -> Future[torch.Tensor]:
+        """Send a bucket of gradients to their owners, and step them if that is to be done during backward.
+
+        Args:
+            bucket: the buckets of a backward come by ascending index, the first with the index 0, in the same order on
+                every rank.
+            reduce: if somebody else averages it over the ranks, begins that, and returns the result to come, of the
+                bucket's length.
+
+        Returns:
+            The bucket's buffer to come, when this rank's parts of it hold the means over all ranks. Other parts of it
+            are left as they are.
+
+        Raises:
+            DisagreementError: if ranks have other buckets.
+            PeerLostError: if a rank is gone.
+            RuntimeError: if an earlier backward or step could not be finished.
+            ValueError: if the optimizer does not have a parameter of the bucket, or its gradients cannot be sent.
+        """
+        if self._coordinator.guard.refuses_loop:
+            # Raised at the end: DDP is then ready for the backward that comes after a state was loaded.
+            done: Future[torch.Tensor] = Future()
+            done.set_result(bucket.buffer)
+            return done
+        bucket = self._numbered(bucket)
+        may_step = False
+        if bucket.index == 0 and self.mode is not StepMode.IN_STEP:
+            self._coordinator.shadowing = bucket.is_shadow
+            self._joining.attend_backward(bucket)
+            may_step = self._coordinator.observe_early(self._groups())
+        return self.scheduler.on_bucket(bucket, reduce=reduce, may_step=may_step)
+
+    def on_backward_end(self) -> None:
+        """Finish a backward, after its last bucket and after everything else that writes gradients.
+
+        Raises:
+            PeerLostError: if a rank is gone.
+            RuntimeError: if an earlier call of ``step()`` has found that the training loop cannot be followed.
+            Exception: if shards are stepped during backward, all that a step raises.
+        """
+        coordinator = self._coordinator
+        coordinator.guard.check_loop()
+        self.scheduler.on_backward_end()
+        if self.mode is StepMode.IN_STEP:
+            return
+        is_own = not coordinator.shadowing
+        try:
+            coordinator.step(self._groups(), None, {})
+        finally:
+            coordinator.shadowing = False
+        self._joining.forget_what_others_used()
+        if is_own:
+            self._backwards_since_step += 1
+            self._stepped_with = coordinator.sharding.hyperparameters.follow(self._groups())
+
+    def on_unannounced_end(self) -> None:
+        """End a backward of which no bucket was announced as the last, as the first one of a static graph."""
+        arrived = self.scheduler.buckets.arrived
+        if self.in_backward and len(arrived) > 1 and not any(state.announced for state in arrived):
+            self.on_backward_end()
+
+    def on_shadow_end(self) -> None:
+        """Finish a backward that this rank has shadowed; inside a Join context, when all of it has been shadowed.
+
+        What the others do after the last bucket, such as telling which parameters were used, comes before their step.
+
+        Raises:
+            PeerLostError: if a rank is gone.
+            Exception: as :meth:`on_backward_end`.
+        """
+        self._joining.end_shadow(self.on_backward_end)
+
+    def on_step(self) -> None:
+        """Check a call of ``step()``, where backward has stepped: that this was the one update that the call asks for.
+
+        Raises:
+            RuntimeError: if it was not, from then on until a state is loaded; or if gradients were never reduced.
+        """
+        guard = self._coordinator.guard
+        guard.check()
+        guard.check_loop()
+        self.scheduler.check_gradients()
+        backwards, self._backwards_since_step = self._backwards_since_step, 0
+        found = ""
+        if backwards > 1:
+            found = f"{backwards} backwards have stepped since the last call of step()"
+        elif backwards and self._coordinator.sharding.hyperparameters.follow(self._groups()) != self._stepped_with:
+            found = "a hyperparameter was changed after the backward that has stepped with it"
+        if found:
+            guard.refuse_loop(
+                f"{found}: this communication hook steps during backward, which is for exactly one backward outside of "
+                f"no_sync() per step(). Accumulate under no_sync(), and change hyperparameters after step(); or use "
+                f"reduce_to_owner_hook, which leaves stepping to step(). Parameters are not those of a run without "
+                f"sharding any more: load a state before you go on"
+            )
+            guard.check_loop()
+
+    def begin_anew(self) -> None:
+        """Forget how step() was called: a state has been loaded."""
+        self._coordinator.guard.accept_loop()
+        self._backwards_since_step = 0
+
+    def _numbered(self, bucket: Bucket) -> Bucket:
+        """Number the buckets by their arrival: in the first backward of a static graph, DDP calls all of them 0.
+
+        Raises:
+            RuntimeError: if they are of two models, or an earlier backward did not come to its end.
+        """
+        if not self.in_backward:
+            return bucket
+        before = self.scheduler.buckets.arrived
+        seen = {param for other in before for param in other.params}
+        error: RuntimeError | None = None
+        if not seen.isdisjoint(bucket.params):
+            error = RuntimeError("an earlier backward did not come to its end on this rank")
+        elif before[-1].is_last or bucket.index not in (0, len(before)):
+            error = RuntimeError(
+                "buckets of two models arrive in one backward: with a communication hook of zeroshard, each model "
+                "in DistributedDataParallel needs an optimizer and a backward of its own"
+            )
+        if error is not None:
+            self._coordinator.guard.break_off(error)
+            raise error
+        return replace(bucket, index=len(before), announced=bucket.index)

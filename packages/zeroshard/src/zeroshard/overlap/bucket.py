@@ -1,0 +1,280 @@
+"""One bucket of gradients: which ranges of it belong to whom, and how far it has come on its way through a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from operator import attrgetter, is_
+
+import torch
+from torch.profiler import record_function
+from zeroshard_comm import Segment, Transport
+from zeroshard_core import Plan, Run, storage_view
+
+from zeroshard.local_optimizer import LocalOptimizer, PartialStepper
+from zeroshard.parameter_sync import Sharing
+
+_grad_of = attrgetter("grad")
+
+
+class BucketPhase(Enum):
+    """How far a bucket has come."""
+
+    REDUCING = "its gradients are on their way to their owners"
+    REDUCED = "each owner holds the mean of its gradients"
+    STEPPED = "the owners have stepped with them"
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A bucket of gradients, as a framework hands it over during backward.
+
+    Attributes:
+        index: its number; the same order on every rank.
+        is_last: whether it is the last of this backward.
+        buffer: all gradients, 1-D.
+        gradients: views of the buffer, each in the shape of its parameter.
+        params: the parameters.
+        present: per parameter, whether this rank has computed a gradient for it.
+        announced: the number that the framework gave it, where that was another one.
+        is_shadow: whether this rank has no backward of its own, since it has run out of data.
+    """
+
+    index: int
+    is_last: bool
+    buffer: torch.Tensor
+    gradients: Sequence[torch.Tensor]
+    params: Sequence[torch.Tensor]
+    present: tuple[bool, ...]
+    announced: int = 0
+    is_shadow: bool = False
+
+
+class BucketState:
+    """What is laid out once per bucket and plan, and the phase of the bucket. Only the scheduler changes it.
+
+    Args:
+        bucket: as it was handed over for the first time.
+        tensors: the indices of its parameters in the plan.
+
+    Attributes:
+        tensors: as given.
+        params: the parameters.
+        offsets: per tensor, its first element in the bucket.
+        nbytes: of the bucket.
+        buffer: the bucket, 1-D; None after :meth:`release`.
+        is_last: whether the bucket was the last one of its backward.
+        announced: its number, as the framework gave it.
+        phase: how far it has come.
+        owned_tensors: what the local optimizer steps of it.
+        present: per tensor, whether any rank had a gradient in the last backward, and it was not set to None since.
+        zeroed: tensors whose gradients were set to zero since they were reduced.
+        reducer: brings gradients to their owners.
+        sharing: brings the owners' new values to all ranks.
+        is_stepped_early: whether it was stepped during this backward.
+        failure: what the optimizer raised then, if it did.
+    """
+
+    def __init__(self, bucket: Bucket, tensors: Sequence[int]) -> None:
+        self.index, self.tensors, self.params = bucket.index, tuple(tensors), list(bucket.params)
+        start = int(bucket.buffer.storage_offset())
+        self.offsets = [int(gradient.storage_offset()) - start for gradient in bucket.gradients]
+        self._strides = [param.stride() for param in bucket.params]
+        self.nbytes, self._like = bucket.buffer.nbytes, bucket.buffer.new_empty(0)
+        self.present: tuple[bool, ...] = (False,) * len(self.tensors)
+        self.zeroed: set[int] = set()
+        self.failure: Exception | None = None
+        self._bound: tuple[tuple[int, tuple[bool, ...]], list[torch.Tensor | None]] | None = None
+        self.take(bucket)
+
+    def fits(self, bucket: Bucket) -> bool:
+        """Whether a bucket has the same parameters."""
+        return len(self.params) == len(bucket.params) and all(map(is_, self.params, bucket.params))
+
+    def take(self, bucket: Bucket) -> None:
+        """Take over the buffer of a further backward; the parameters are the same."""
+        self.buffer: torch.Tensor | None = bucket.buffer
+        self.is_last, self.announced = bucket.is_last, bucket.announced
+        self.phase = BucketPhase.REDUCING
+        self.zeroed.clear()
+        self.is_stepped_early, self.failure = False, None
+
+    def release(self) -> None:
+        """Let go of the memory of the bucket: its gradients were used, and the framework has a new one."""
+        self.buffer = self._bound = None
+        for tensor in self.owned_tensors:
+            tensor.grad = None
+
+    def follow(self, plan: Plan, local: LocalOptimizer, transport: Transport) -> None:
+        """Lay out everything for a plan, and for parameters where they are now. Nothing may be on its way.
+
+        Args:
+            plan: who owns what.
+            local: the local optimizer, its shards detached from the parameters.
+            transport: carries the bucket.
+
+        Raises:
+            ValueError: if a parameter that is cut has changed its memory format: its gradients lie in the old one.
+        """
+        for index, param, stride in zip(self.tensors, self.params, self._strides, strict=True):
+            if param.stride() != stride and plan.is_cut(index):
+                raise ValueError(
+                    f"tensor {index} {plan.tensors[index].name!r} is cut over several ranks and has changed its memory "
+                    f"format, but DistributedDataParallel still lays out its gradients in the old one: convert the "
+                    f"model before DistributedDataParallel and the optimizer are built"
+                )
+        self._owned = {place: local.shards[i] for place, i in enumerate(self.tensors) if i in local.shards}
+        self.owned_tensors = [shard.tensor for shard in self._owned.values()]
+        self._partial = PartialStepper(local, list(self._owned.values()))
+        self._bound = None
+        segments: list[Segment] = []
+        for index, param in zip(self.tensors, self.params, strict=True) if transport.shares_buckets else ():
+            flat = storage_view(param.data)
+            segments += [Segment(shard.rank, flat[shard.flat]) for shard in plan.of_tensor(index)]
+        self.sharing = Sharing(self.params, transport.broadcaster(segments) if segments else None)
+        self.reducer = transport.reducer(self._runs(plan), self._like, len(self.tensors))
+
+    def owned_gradient(self, place: int) -> torch.Tensor | None:
+        """Return the view of the bucket that this rank owns of the tensor at ``place``; None if it owns none of it."""
+        shard = self._owned.get(place)
+        if shard is None or self.buffer is None:
+            return None
+        start = self.offsets[place] + shard.shard.flat.start
+        return gradient_view(self.buffer, start, shard.tensor.shape, self._strides[place])
+
+    def replace(self, reduced: torch.Tensor, keep: Callable[[torch.Tensor], None]) -> None:
+        """Take over what somebody else has reduced.
+
+        Args:
+            reduced: as long as the bucket.
+            keep: keeps its memory until it has been copied.
+
+        Raises:
+            ValueError: if it has another length.
+        """
+        assert self.buffer is not None
+        if reduced.numel() != self.buffer.numel():
+            raise ValueError(
+                f"the communication hook that reduces gradients has returned {reduced.numel()} elements for a bucket "
+                f"of {self.buffer.numel()}"
+            )
+        if reduced.data_ptr() != self.buffer.data_ptr():
+            keep(reduced)
+            self.buffer.copy_(reduced.view(-1))
+
+    def scale(self, factor: float) -> None:
+        """Multiply what this rank owns of the gradients."""
+        for place in self._owned:
+            gradient = self.owned_gradient(place)
+            assert gradient is not None
+            gradient.mul_(factor)
+
+    def bind(self, *, to_step: bool = True) -> None:
+        """Hand the local optimizer this rank's parts of the gradients that are :attr:`present`, None for the others.
+
+        Args:
+            to_step: whether it is going to use them.
+        """
+        key = (self.buffer.data_ptr() if self.buffer is not None else 0, self.present)
+        if self._bound is None or self._bound[0] != key:
+            there = self.present
+            self._bound = (key, [self.owned_gradient(place) if there[place] else None for place in self._owned])
+        # Optimizers and users may have set others meanwhile.
+        if not all(map(is_, map(_grad_of, self.owned_tensors), self._bound[1])):
+            for tensor, gradient in zip(self.owned_tensors, self._bound[1], strict=True):
+                tensor.grad = gradient
+        if to_step:
+            self.phase = BucketPhase.STEPPED
+
+    def unbind(self) -> None:
+        """Do nothing: the gradients stay where they are until the bucket is used again."""
+
+    def step(self, arguments: Mapping[str, object]) -> None:
+        """Step what this rank owns of the bucket with the gradients that are :attr:`present`. No-op if stepped early.
+
+        Raises:
+            Exception: what the optimizer raises, or has raised during backward.
+        """
+        failure, self.failure = self.failure, None
+        if failure is not None:
+            try:
+                raise failure
+            finally:
+                del failure
+        if not self.is_stepped_early:
+            with record_function(f"zeroshard::update bucket {self.index}"):
+                self.bind()
+                self._partial.step(arguments)
+
+    def step_early(self) -> None:
+        """As :meth:`step`, during backward; what the optimizer raises is kept for the :meth:`step` that comes."""
+        try:
+            self.step({})
+            self.is_stepped_early = True
+        except Exception as error:  # noqa: BLE001 - reported when all have sent what they owe
+            self.failure = error
+
+    def _runs(self, plan: Plan) -> list[Run]:
+        """The ranges of the bucket by owner, neighbours of one owner as one."""
+        runs: list[Run] = []
+        for index, offset in sorted(zip(self.tensors, self.offsets, strict=True), key=lambda item: item[1]):
+            for shard in plan.of_tensor(index):
+                start, stop = offset + shard.flat.start, offset + shard.flat.stop
+                if start == stop:
+                    continue
+                if runs and runs[-1].rank == shard.rank and runs[-1].stop == start:
+                    start = runs.pop().start
+                runs.append(Run(shard.rank, start, stop))
+        return runs
+
+
+class Unbucketed:
+    """Parameters that are in no bucket: stepped with what is in ``.grad``, and shared after the buckets.
+
+    Args:
+        local: the local optimizer.
+        tensors: their indices.
+        sharing: brings their owners' new values to all ranks.
+
+    Attributes:
+        owned_tensors: what the local optimizer steps of them.
+    """
+
+    def __init__(self, local: LocalOptimizer, tensors: Sequence[int], sharing: Sharing) -> None:
+        self.sharing, self._local = sharing, local
+        self._shards = [local.shards[index] for index in tensors if index in local.shards]
+        self.owned_tensors = [shard.tensor for shard in self._shards]
+        self._partial = PartialStepper(local, self._shards)
+
+    def bind(self, *, to_step: bool = True) -> None:  # noqa: ARG002 - as BucketState
+        """Hand the local optimizer this rank's parts of their gradients."""
+        self._local.bind_gradients(self._shards)
+
+    def unbind(self) -> None:
+        """Take them back: a view keeps the whole gradient alive, past the user's ``zero_grad()``."""
+        for tensor in self.owned_tensors:
+            tensor.grad = None
+
+    def step(self, arguments: Mapping[str, object]) -> None:
+        """Step what this rank owns of them."""
+        if self._shards:
+            self.bind()
+            try:
+                self._partial.step(arguments)
+            finally:
+                self.unbind()
+
+
+def gradient_view(buffer: torch.Tensor, offset: int, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
+    """Return the view of a bucket that is the gradient of one tensor, or of one part of it.
+
+    DDP lays gradients out by the strides of their parameters, and tells of views in row-major order only.
+
+    Args:
+        buffer: the bucket, 1-D.
+        offset: its first element there.
+        shape: of the parameter, or the part.
+        stride: of the parameter when the bucket was laid out; without gaps.
+    """
+    return buffer.as_strided(shape, stride, int(buffer.storage_offset()) + offset)

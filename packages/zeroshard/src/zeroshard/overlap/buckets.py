@@ -1,0 +1,260 @@
+"""Which buckets there are, agreed on when one comes for the first time, and what follows the model's layout."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from zeroshard_comm import Control, Segment, agreed, choose_broadcaster, choose_transport
+from zeroshard_core import Plan, storage_view
+
+from zeroshard.layout import Layout
+from zeroshard.local_optimizer import LocalOptimizer
+from zeroshard.memory import lies_flat
+from zeroshard.overlap.accumulation import GradAccumulator
+from zeroshard.overlap.bucket import Bucket, BucketPhase, BucketState, Unbucketed, gradient_view
+from zeroshard.overlap.placeholder import GradPlaceholder
+from zeroshard.parameter_sync import Sharing
+
+_logger = logging.getLogger(__name__)
+
+
+class Buckets:
+    """The buckets of one sharded optimizer, and the parameters that are in none.
+
+    Only the scheduler changes it, and a change of the layout.
+
+    Args:
+        control: the channel of the ranks' agreements, and the group.
+        gradients: where gradients are.
+        local: the local optimizer.
+        params: all parameters, by tensor index.
+        layout: who owns what.
+
+    Attributes:
+        by_index: by its number, what is laid out for each bucket.
+        order: the numbers of those that have come in this backward, or the last one.
+        rest: the parameters that are in none.
+        device: of all parameters.
+        transport: carries the buckets.
+
+    Raises:
+        RuntimeError: if the group has no backend for the device that parameters are on.
+        ValueError: if parameters cannot be exchanged in buckets.
+    """
+
+    def __init__(
+        self,
+        control: Control,
+        gradients: GradAccumulator,
+        local: LocalOptimizer,
+        params: Sequence[torch.Tensor],
+        layout: Layout,
+    ) -> None:
+        self._control, self._gradients, self._local = control, gradients, local
+        self.device = common_device(params, layout)
+        nbytes = sum(spec.nbytes for spec in layout.plan.tensors)
+        self.transport = choose_transport(control, self.device, nbytes)
+        self.by_index: dict[int, BucketState] = {}
+        self.order: list[int] = []
+        self._known: frozenset[int] = frozenset()
+        """Tensors that backwards have reduced which came to their end."""
+        self._is_new = False
+        local.detach_shards()
+        self.follow(params, layout)
+
+    def follow(self, params: Sequence[torch.Tensor], layout: Layout) -> None:
+        """Take over another layout, or parameters that have moved in memory.
+
+        Raises:
+            ValueError: if parameters cannot be exchanged in buckets.
+        """
+        self.check(params, layout)
+        self._params, self._layout = list(params), layout
+        self._gradients.follow(self._params, layout.plan, self._local)
+        for state in self.by_index.values():
+            state.follow(layout.plan, self._local, self.transport)
+        self._lay_out_rest()
+
+    def check(self, params: Sequence[torch.Tensor], layout: Layout) -> None:
+        """Raise what :meth:`follow` would, for what this rank alone may find: before the ranks agree on a layout.
+
+        Raises:
+            ValueError: if parameters cannot be exchanged in buckets.
+        """
+        if common_device(params, layout) != self.device:
+            raise ValueError(
+                f"parameters were on {self.device} when the communication hook began to work, and have been moved: "
+                f"move the model before DistributedDataParallel and the optimizer are built"
+            )
+
+    def move_gradients(self, before: Plan, now: Plan) -> None:
+        """Bring gradients to their new owners, where a plan gives tensors others than they were reduced to. Collective.
+
+        Args:
+            before: the plan by which they were reduced.
+            now: the plan by which they are going to be stepped.
+
+        Raises:
+            PeerLostError: if a rank is gone.
+        """
+        segments = [
+            Segment(shard.rank, state.buffer[offset + shard.flat.start : offset + shard.flat.stop])
+            for state in self.arrived
+            if state.buffer is not None
+            for tensor, offset in zip(state.tensors, state.offsets, strict=True)
+            if before.of_tensor(tensor) != now.of_tensor(tensor)
+            for shard in before.of_tensor(tensor)
+        ]
+        if self._control.ranks.world_size > 1:
+            choose_broadcaster(self._control, segments, self.device, by_reading=False).broadcast()
+
+    def _lay_out_rest(self) -> None:
+        states = list(self.by_index.values())
+        self._gradients.locate(states)
+        self._known = frozenset([tensor for state in states for tensor in state.tensors])
+        self._local.bound_by_buckets = self._known
+        active = [index for index, is_active in enumerate(self._layout.active) if is_active]
+        rest = [index for index in active if index not in self._known]
+        segments = [
+            Segment(shard.rank, storage_view(self._params[index].data)[shard.flat])
+            for index in (rest if self.transport.shares_buckets else active)
+            for shard in self._layout.plan.of_tensor(index)
+        ]
+        sharing = Sharing([self._params[index] for index in rest], self.transport.broadcaster(segments))
+        self.rest = Unbucketed(self._local, rest, sharing)
+
+    @property
+    def arrived(self) -> Sequence[BucketState]:
+        """The buckets of this backward that have come, or of the last one, in their order."""
+        return [self.by_index[index] for index in self.order if index in self.by_index]
+
+    def begin(self, first: Bucket) -> None:
+        """Begin a backward with its first bucket."""
+        known = self.by_index.get(0)
+        if known is not None and known.buffer is not None and known.buffer.data_ptr() != first.buffer.data_ptr():
+            # The framework has made new buckets, for which it needs the memory of those before.
+            for state in self.by_index.values():
+                if state.phase is BucketPhase.STEPPED:
+                    state.release()
+        self.order = []
+
+    def end(self) -> None:
+        """End a backward: after a rebuild there may be fewer buckets."""
+        if self._is_new:
+            self._is_new = False
+            self.by_index = {index: self.by_index[index] for index in self.order}
+            self._lay_out_rest()
+
+    def add(self, bucket: Bucket) -> BucketState:
+        """Lay out a bucket with other parameters than before, when all ranks agree on it. Collective.
+
+        Raises:
+            DisagreementError: if ranks have other buckets.
+            PeerLostError: if a rank is gone.
+            ValueError: if the optimizer does not have a parameter of the bucket, or its gradients cannot be sent.
+        """
+        layout = self._layout
+        with agreed(self._control, "backward()") as declared:
+            index_of, places = self._gradients.index_of, range(len(bucket.params))
+            tensors = [_check_parameter(bucket, place, index_of, layout) for place in places]
+            if self._known and self._known.isdisjoint(tensors):
+                raise ValueError(
+                    f"bucket {bucket.index} has none of the parameters that were reduced before: two models in "
+                    f"DistributedDataParallel cannot have one optimizer with a communication hook of zeroshard; give "
+                    f"each of them its own"
+                )
+            state = BucketState(bucket, tensors)
+            state.follow(layout.plan, self._local, self.transport)
+            lies = f"{bucket.buffer.numel()} elements of {bucket.buffer.dtype}: tensors {tensors} at {state.offsets}"
+            settings = {
+                **layout.declaration.settings,
+                "tags of hooks, in the order of their first backward": f"{self.transport.tags:#x}",
+                f"bucket {bucket.index}": lies,
+            }
+            declared.config = replace(layout.declaration, settings=settings)
+        _logger.debug("bucket %d of %d bytes has the tensors %s", bucket.index, bucket.buffer.nbytes, tensors)
+        self.by_index[bucket.index] = state
+        # Others keep the states that they had before a rebuild until their own new bucket comes.
+        self._gradients.locate([state])
+        self._is_new = True
+        self.transport.make_room([other.nbytes for other in self.by_index.values()])
+        return state
+
+
+def common_device(params: Sequence[torch.Tensor], layout: Layout) -> torch.device:
+    """Return the device of all parameters that take part.
+
+    Raises:
+        ValueError: if they are on several, or one of them cannot be exchanged.
+    """
+    first: tuple[str, torch.device] | None = None
+    for index, (param, is_active) in enumerate(zip(params, layout.active, strict=True)):
+        title = f"tensor {index} {layout.plan.tensors[index].name!r}"
+        if is_active and not lies_flat(param):
+            raise ValueError(
+                f"{title} is sparse, has gaps in memory, or is a conjugate or negative view: it cannot be exchanged by "
+                f"a communication hook; make it contiguous, or train without a hook"
+            )
+        if is_active and first is None:
+            first = title, param.device
+        if is_active and first is not None and param.device != first[1]:
+            raise ValueError(
+                f"{title} is on {param.device}, and {first[0]} on {first[1]}: a communication hook exchanges "
+                f"parameters of one device; bring them together, or train without a hook"
+            )
+    return first[1] if first is not None else torch.device("cpu")
+
+
+def _check_parameter(bucket: Bucket, place: int, index_of: Mapping[torch.Tensor, int], layout: Layout) -> int:
+    """Return the tensor index of a parameter of a bucket.
+
+    Raises:
+        ValueError: if the optimizer does not have it, or its gradients cannot be sent.
+    """
+    param = bucket.params[place]
+    index = index_of.get(param)
+    if index is None:
+        raise ValueError(
+            f"DistributedDataParallel reduces a parameter of shape {tuple(param.shape)} that the optimizer "
+            f"does not have: with a communication hook of zeroshard, one optimizer must have all of them. "
+            f"Give it all parameters, or freeze those that are not to be trained before "
+            f"DistributedDataParallel is built"
+        )
+    title = f"tensor {index} {layout.plan.tensors[index].name!r}"
+    if bucket.buffer.layout is not torch.strided:
+        raise ValueError(
+            f"{title} has sparse gradients, which cannot be sent to their owners in a bucket; "
+            f"use sparse=False, or train without a communication hook"
+        )
+    if param.is_complex():
+        raise ValueError(
+            f"{title} is complex, and DistributedDataParallel reduces its gradients as real numbers: train without a "
+            f"communication hook"
+        )
+    if bucket.gradients[place].dtype != param.dtype:
+        raise ValueError(
+            f"{title} is {param.dtype}, but its gradients are reduced as {bucket.gradients[place].dtype}; mixed "
+            f"precision of DistributedDataParallel cannot be combined with the hooks of zeroshard"
+        )
+    _check_order(bucket, place, title)
+    return index
+
+
+def _check_order(bucket: Bucket, place: int, title: str) -> None:
+    """Raise if a gradient does not lie in its bucket in the order of its parameter's elements.
+
+    DDP lays out its buckets when it is built, and once more later. Looked at once per bucket, since it reads all of it.
+    """
+    param, grad = bucket.params[place], bucket.params[place].grad
+    if param.dim() < 2 or grad is None or type(grad) is GradPlaceholder or not bucket.present[place]:
+        return
+    offset = int(bucket.gradients[place].storage_offset()) - int(bucket.buffer.storage_offset())
+    view = gradient_view(bucket.buffer, offset, param.shape, param.stride())
+    if not bool(((view == grad) | (grad != grad)).all()):
+        raise ValueError(
+            f"{title} has changed its memory format since DistributedDataParallel was built, which still lays out its "
+            f"gradients in the old one: convert the model before"
+        )

@@ -1,0 +1,295 @@
+"""The order of the buckets: each is reduced to its owners, stepped and shared, some of them while backward computes.
+
+Buckets are sent in the order in which they come. What is left of a reduction, when its values arrive, is done by a
+worker thread, so that it overlaps with backward; or, where a transport wants one order on all ranks, by the thread that
+runs backward: with the last bucket, or one bucket later, if each is stepped as soon as it is reduced.
+
+Whether shards may be stepped during a backward is a matter of all ranks, since it decides about that order: each rank
+says so with each bucket, and a bucket is stepped early only if all said yes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+from functools import partial
+
+import torch
+from torch.futures import Future
+from torch.profiler import record_function
+from zeroshard_comm import BucketHeader, BucketReduceWork, Control
+from zeroshard_core import Plan
+
+from zeroshard.exchange_guard import ExchangeGuard
+from zeroshard.layout import Layout
+from zeroshard.local_optimizer import LocalOptimizer
+from zeroshard.overlap.accumulation import GradAccumulator
+from zeroshard.overlap.bucket import Bucket, BucketState, Unbucketed
+from zeroshard.overlap.buckets import Buckets
+from zeroshard.overlap.worker import ReductionQueue
+from zeroshard.stepped_in_parts import may_step_in_parts
+
+
+class StepMode(Enum):
+    """When shards are stepped."""
+
+    IN_STEP = "in step()"
+    AFTER_BACKWARD = "after the last bucket"
+    PER_BUCKET = "as soon as a bucket is reduced"
+
+
+class BucketScheduler:
+    """Holds the buckets of one sharded optimizer, and decides what is done with each, and when.
+
+    Args:
+        control: the channel of the ranks' agreements, and the group.
+        guard: tells whether earlier exchanges came to their end.
+        local: the local optimizer.
+        params: all parameters, by tensor index.
+        layout: who owns what.
+        mode: when shards are stepped.
+
+    Attributes:
+        mode: as given.
+        gradients: where gradients are, and what is carried over from earlier backwards.
+        buckets: which there are.
+
+    Raises:
+        RuntimeError: if the group has no backend for the device that parameters are on.
+        ValueError: if parameters cannot be exchanged in buckets.
+    """
+
+    def __init__(
+        self,
+        control: Control,
+        guard: ExchangeGuard,
+        local: LocalOptimizer,
+        params: Sequence[torch.Tensor],
+        layout: Layout,
+        mode: StepMode,
+    ) -> None:
+        self.mode, self._control, self._guard = mode, control, guard
+        self.gradients = GradAccumulator(control.ranks.world_size, steps_early=self.steps_early)
+        self.buckets = buckets = Buckets(control, self.gradients, local, params, layout)
+        name = f"zeroshard rank {control.ranks.rank}"
+        self._queue = ReductionQueue(name, buckets.device, in_order=buckets.transport.is_ordered)
+        # Of a device with streams, a future orders those who wait for it after the stream on which it was set.
+        self._devices: list[int | str | torch.device] = [] if buckets.device.type == "cpu" else [buckets.device]
+        self._local = local
+        self._backwards = 0
+        self._may_step = self._all_may_step = False
+
+    # ------------------------------------------------------------------ a backward
+
+    def on_bucket(
+        self, bucket: Bucket, *, reduce: Callable[[], Future[torch.Tensor]] | None, may_step: bool
+    ) -> Future[torch.Tensor]:
+        """Send a bucket of gradients to their owners. The first bucket of a backward has the index 0.
+
+        Args:
+            bucket: of this backward.
+            reduce: if somebody else reduces it on all ranks, begins that, and returns the result to come, as long as
+                the bucket.
+            may_step: whether this rank's shards may be stepped during this backward.
+
+        Returns:
+            The bucket's buffer to come, when this rank's parts of it are reduced.
+
+        Raises:
+            DisagreementError: if ranks have other buckets.
+            PeerLostError: if a rank is gone.
+            RuntimeError: if an earlier exchange could not be finished.
+            ValueError: if the optimizer does not have a parameter of the bucket.
+        """
+        self._guard.check()
+        try:
+            if bucket.index == 0:
+                self._may_step, self._all_may_step = may_step, True
+                self._backwards += 1
+                self.buckets.begin(bucket)
+                self.gradients.begin()
+            state = self.buckets.by_index.get(bucket.index)
+            if state is not None and state.fits(bucket):
+                state.take(bucket)
+            else:
+                state = self.buckets.add(bucket)
+            self.buckets.order.append(bucket.index)
+            header = BucketHeader(self._backwards, bucket.index, bucket.present, self._may_step_early, bucket.is_shadow)
+            with record_function(f"zeroshard::send bucket {bucket.index}"):
+                work = state.reducer.begin(bucket.buffer, header, gradients=reduce is None)
+            # Nobody looks at the gradients in it any more: who reduces it may write to it at once, in a thread.
+            result = reduce() if reduce is not None else None
+            done: Future[torch.Tensor] = Future(devices=self._devices)
+            self._expect_parameters(bucket, state)
+            self._queue.add(partial(self._finish, state, work, result, done), work)
+            # What is not announced may be the last, after which DDP waits for all.
+            if bucket.is_last or bucket.announced != bucket.index:
+                self._queue.finish(leave=0)
+            elif self.mode is StepMode.PER_BUCKET:
+                self._queue.finish(leave=1)
+            if bucket.is_last and self.mode is StepMode.AFTER_BACKWARD:
+                for other in self.buckets.arrived:
+                    self._queue.then(partial(self._step_early, other))
+            return done
+        except BaseException as error:
+            self._guard.break_off(error)
+            raise
+
+    def _expect_parameters(self, bucket: Bucket, state: BucketState) -> None:
+        """Post receives of what is stepped early, before there is a job that may send: in one order for all buckets."""
+        if self._may_step_early and self.mode is StepMode.PER_BUCKET:
+            state.sharing.expect()
+        elif self._may_step_early and self.mode is StepMode.AFTER_BACKWARD and bucket.is_last:
+            for other in self.buckets.arrived:
+                other.sharing.expect()
+
+    def on_backward_end(self) -> None:
+        """Wait until every gradient lies at its owner, and put placeholders in their places.
+
+        Raises:
+            PeerLostError: if a rank is gone.
+            RuntimeError: if ranks are in different backwards.
+        """
+        try:
+            with record_function("zeroshard::wait for gradients"):
+                self._queue.drain()
+        except BaseException as error:
+            self._guard.break_off(error)
+            raise
+        finally:
+            self.gradients.in_backward = False
+        self.buckets.end()
+        self.gradients.end(self.buckets.arrived)
+
+    # ------------------------------------------------------------------ what is left of a reduction
+
+    def _finish(
+        self,
+        state: BucketState,
+        work: BucketReduceWork,
+        result: Future[torch.Tensor] | None,
+        done: Future[torch.Tensor],
+    ) -> None:
+        """One bucket, from the arrival of its gradients to the owners' means; and its step, if that comes at once."""
+        assert state.buffer is not None
+        self._queue.keep(state.buffer)
+        try:
+            if not self._guard.is_broken:
+                with record_function(f"zeroshard::reduce bucket {state.index}"):
+                    self._take_in(state, work.finish(), result)
+        except BaseException as error:
+            # Others may still be waiting for the next bucket; this rank has nothing to send any more.
+            self._guard.break_off(error)
+            raise
+        finally:
+            # Also after an error: backward would wait for ever. It is raised at its end.
+            done.set_result(state.buffer)
+        if self.mode is StepMode.PER_BUCKET:
+            self._step_early(state)
+
+    def _take_in(
+        self, state: BucketState, headers: Sequence[BucketHeader], result: Future[torch.Tensor] | None
+    ) -> None:
+        for other, header in enumerate(headers):
+            if (header.backward, header.bucket) != (self._backwards, state.index):
+                raise RuntimeError(
+                    f"rank {other} is in bucket {header.bucket} of its backward number {header.backward}, rank "
+                    f"{self._control.ranks.rank} in bucket {state.index} of number {self._backwards}: a backward has "
+                    f"failed or was left out on one of them. Every rank must make the same calls in the same order"
+                )
+        if result is not None:
+            state.replace(result.wait(), self._queue.keep)
+        running = sum(not header.is_shadow for header in headers)
+        if self.gradients.divides_by_running and 0 < running < len(headers):
+            state.scale(len(headers) / running)
+        state.present = tuple([any(bits) for bits in zip(*[header.present for header in headers], strict=True)])
+        self._all_may_step = self._all_may_step and all(header.may_step for header in headers)
+        self.gradients.reduced(state, self._queue.keep)
+
+    @property
+    def _may_step_early(self) -> bool:
+        """Whether this rank may step during this backward."""
+        return self._may_step and may_step_in_parts(self._local.optim)
+
+    def _step_early(self, state: BucketState) -> None:
+        """Step a bucket during backward, and share it, also if the step has failed: all ranks have agreed to."""
+        if not self._all_may_step or self._guard.is_broken:
+            return
+        if self._may_step:
+            state.step_early()
+            self._may_step = state.failure is None
+        with record_function(f"zeroshard::share bucket {state.index}"):
+            state.sharing.send()
+
+    # ------------------------------------------------------------------ between backward and step
+
+    @property
+    def steps_early(self) -> bool:
+        """Whether shards are stepped during backward."""
+        return self.mode is not StepMode.IN_STEP
+
+    @property
+    def has_buckets(self) -> bool:
+        """Whether buckets are known: from the first backward on, on all ranks alike."""
+        return bool(self.buckets.by_index)
+
+    @property
+    def parts(self) -> Sequence[BucketState | Unbucketed]:
+        """What a step updates and shares: the buckets, and the parameters that are in none."""
+        return [*self.buckets.arrived, self.buckets.rest]
+
+    def check_gradients(self) -> None:
+        """Look which gradients the next step will use, and raise if some were never reduced.
+
+        Raises:
+            RuntimeError: naming a tensor that has a gradient of this rank alone.
+        """
+        if self.gradients.in_backward:
+            raise self._unended()
+        for state in self.buckets.arrived:
+            state.present = self.gradients.present(state)
+        if not self.has_buckets:
+            self.gradients.check_reduced()
+
+    def owned_gradients(self) -> list[torch.Tensor]:
+        """Return this rank's parts of all gradients that the next step will use.
+
+        Raises:
+            RuntimeError: if gradients were accumulated on this rank that were never reduced.
+        """
+        self.check_gradients()
+        found: list[torch.Tensor] = []
+        for part in self.parts:
+            part.bind(to_step=False)
+            found += [tensor.grad for tensor in part.owned_tensors if tensor.grad is not None]
+            part.unbind()
+        return found
+
+    def move_gradients(self, before: Plan, now: Plan) -> None:
+        """Bring gradients to their new owners; see :meth:`Buckets.move_gradients`."""
+        self.buckets.move_gradients(before, now)
+
+    def end_abandoned(self) -> RuntimeError | None:
+        """End a backward that an exception has left after its last bucket, and return an error for all ranks to raise.
+
+        Returns:
+            None if there is no such backward.
+
+        Raises:
+            RuntimeError: if it was left before its last bucket, which the others wait for.
+            PeerLostError: if a rank is gone.
+        """
+        if not self.gradients.in_backward:
+            return None
+        error = self._unended()
+        if not self.buckets.arrived or not self.buckets.arrived[-1].is_last:
+            self._guard.break_off(error)
+            raise error
+        self.on_backward_end()
+        return error
+
+    def _unended(self) -> RuntimeError:
+        return RuntimeError(
+            f"the last backward did not come to its end on rank {self._control.ranks.rank}: an exception has left it, "
+            f"and its gradients are not complete. Start again from a checkpoint"
+        )

@@ -1,0 +1,155 @@
+"""Work beside backward: what is left of reductions when their values arrive, in a thread or in one order."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+import torch
+from zeroshard_comm import BucketReduceWork
+
+from zeroshard.overlap.side_stream import SideStream
+
+Job = Callable[[], None]
+
+
+class Worker:
+    """Runs jobs one after another, in the order of :meth:`submit`, in a thread that lives only while there are any.
+
+    So no thread waits for its next job anywhere, and none outlives a backward. After a job has raised, the others are
+    still run: each decides itself whether it can do anything. Any thread may call any method.
+
+    Args:
+        name: of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._changed = threading.Condition()
+        self._jobs: deque[Job] = deque()
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    def submit(self, job: Job) -> None:
+        """Run a job after those submitted before, and return at once.
+
+        Raises:
+            RuntimeError: if no thread can be started; the job will not be run.
+        """
+        with self._changed:
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                thread.start()
+                self._thread = thread
+            self._jobs.append(job)
+
+    def drain(self) -> None:
+        """Wait until all jobs have been run.
+
+        Raises:
+            BaseException: the first that a job has raised since the last call.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._thread is None)
+            failure, self._failure = self._failure, None
+        if failure is not None:
+            try:
+                raise failure
+            finally:
+                del failure
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not self._jobs:
+                    self._thread = None
+                    self._changed.notify_all()
+                    return
+                job = self._jobs.popleft()
+            try:
+                job()
+            except BaseException as error:  # noqa: BLE001 - whatever it is, it is raised where it can be handled
+                if self._failure is None:
+                    self._failure = error
+            del job
+
+
+class ReductionQueue:
+    """Finishes reductions in the order in which they began: in a worker thread, or when :meth:`finish` is called.
+
+    Args:
+        name: of the thread.
+        device: where buckets are.
+        in_order: whether all ranks must do the same in the same order, so that nothing may depend on what has arrived:
+            then there is no thread, and on an accelerator everything is queued on a side stream.
+    """
+
+    def __init__(self, name: str, device: torch.device, *, in_order: bool) -> None:
+        self._in_order, self._side, self._worker = in_order, SideStream(device), Worker(name)
+        self._begun: deque[tuple[Job, BucketReduceWork]] = deque()
+        self._finished: deque[BucketReduceWork] = deque()
+
+    def add(self, finish: Job, work: BucketReduceWork) -> None:
+        """Take in a reduction that has begun.
+
+        Args:
+            finish: called when it is its turn.
+            work: closed some time after that.
+        """
+        self._begun.append((finish, work))
+        if not self._in_order:
+            self._worker.submit(self._finish_next)
+
+    def finish(self, *, leave: int) -> None:
+        """Finish all but the last few, if that is to be done in one order; else a no-op."""
+        if not self._in_order or len(self._begun) <= leave:
+            return
+        with self._side.after_current():
+            while len(self._begun) > leave:
+                self._finish_one()
+            self._close(leave=0)
+
+    def then(self, job: Job) -> None:
+        """Do something after the reductions that were taken in so far."""
+        if self._in_order:
+            with self._side.after_current():
+                job()
+        else:
+            self._worker.submit(job)
+
+    def drain(self) -> None:
+        """Wait until all is done; on an accelerator, order the current stream after that.
+
+        Raises:
+            BaseException: the first that has been raised by it.
+        """
+        try:
+            self._worker.drain()
+            self.finish(leave=0)
+            self._close(leave=0)
+            self._side.join()
+        finally:
+            self._begun.clear()
+            self._finished.clear()
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Keep the memory of a tensor that is used here until it is no longer used."""
+        self._side.keep(tensor)
+
+    def _finish_next(self) -> None:
+        """Worker: finish one, and close one that was finished some buckets before.
+
+        What that one has packed is memory that the next one needs.
+        """
+        self._finish_one()
+        self._close(leave=2)
+
+    def _finish_one(self) -> None:
+        finish, work = self._begun.popleft()
+        finish()
+        self._finished.append(work)
+
+    def _close(self, *, leave: int) -> None:
+        while len(self._finished) > leave:
+            self._finished.popleft().close()

@@ -1,0 +1,365 @@
+"""One step: look at the model, agree with the other ranks, update this rank's shards, share them, agree once more.
+
+No other module of this package issues a step's collectives. The order is fixed: this rank looks at its parameters; all
+ranks agree that they are in the same step of the same optimizer with the same layout, and that nothing is wrong; each
+updates its shards and shares them; and they agree that this has succeeded everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch.profiler import record_function
+from zeroshard_comm import DifferentCallsError, PeerLostError, check_config, explain_configs
+from zeroshard_core import Plan
+
+from zeroshard.exchange_guard import ExchangeGuard
+from zeroshard.layout import Layout, check_unchanged
+from zeroshard.local_optimizer import Closure, sync_groups
+from zeroshard.parameters import ParamGroup
+from zeroshard.sharding import Sharding
+from zeroshard.stepped_in_parts import may_step_in_parts
+
+
+class Sharable(Protocol):
+    """Parameters that are brought from their owners to all ranks; see :class:`zeroshard.parameter_sync.Sharing`."""
+
+    def expect(self) -> None:
+        """Expect the owners' new values."""
+
+    def send(self) -> None:
+        """Send this rank's values."""
+
+    def arrive(self) -> None:
+        """Wait until the others' values have arrived."""
+
+    def wait(self) -> None:
+        """As :meth:`arrive`, and until this rank's own values may be changed."""
+
+
+class Part(Protocol):
+    """Parameters that are updated and shared together; see :class:`zeroshard.overlap.bucket.BucketState`."""
+
+    @property
+    def sharing(self) -> Sharable:
+        """Brings their owners' new values to all ranks."""
+
+    def bind(self) -> None:
+        """Hand the local optimizer this rank's parts of their gradients."""
+
+    def unbind(self) -> None:
+        """Take them back."""
+
+    def step(self, arguments: Mapping[str, Any]) -> None:
+        """Update what this rank owns of them."""
+
+
+class GradientSource(Protocol):
+    """Where gradients come from, bucket by bucket; see :class:`zeroshard.overlap.scheduler.BucketScheduler`."""
+
+    @property
+    def steps_early(self) -> bool:
+        """Whether shards are stepped during backward."""
+
+    @property
+    def has_buckets(self) -> bool:
+        """Whether buckets are known: from the first backward on, on all ranks alike."""
+
+    @property
+    def parts(self) -> Sequence[Part]:
+        """What a step updates and shares."""
+
+    def check_gradients(self) -> None:
+        """Raise if gradients were accumulated on this rank that were never reduced."""
+
+    def end_abandoned(self) -> Exception | None:
+        """End a backward that an exception has left, and return an error for all ranks to raise."""
+
+    def move_gradients(self, before: Plan, now: Plan) -> None:
+        """Bring gradients to their new owners."""
+
+
+def _nobody_to_tell() -> None:
+    pass
+
+
+class StepCoordinator:
+    """Makes the steps of one sharded optimizer, and holds what they need.
+
+    Args:
+        sharding: the plan at work.
+
+    Attributes:
+        sharding: as given.
+        guard: tells whether earlier exchanges came to their end.
+        source: where gradients come from, once they come bucket by bucket.
+        shadowing: whether steps are those of a rank that has run out of data, whose schedulers no longer run.
+    """
+
+    def __init__(self, sharding: Sharding) -> None:
+        self.sharding, self.guard = sharding, ExchangeGuard(sharding.control)
+        self.source: GradientSource | None = None
+        self.shadowing = False
+        self._begun: tuple[Layout, Exception | None] | None = None
+
+    def step(
+        self,
+        groups: Sequence[ParamGroup],
+        closure: Closure | None,
+        arguments: Mapping[str, Any],
+        problem: BaseException | None = None,
+        attend: Callable[[], None] = _nobody_to_tell,
+        gradients: Mapping[int, torch.Tensor] | None = None,
+    ) -> Any:  # noqa: ANN401 - what the inner step returns
+        """Follow the model, update this rank's shards, and bring every rank the others'. Collective.
+
+        Args:
+            groups: the public param groups; their hyperparameters are handed to the local optimizer and back.
+            closure: re-evaluates the model.
+            arguments: further keyword arguments of the inner step.
+            problem: what this rank has met before the step, for every rank to raise.
+            attend: called once before anything is sent, and after a closure.
+            gradients: step with these in place of what is in ``.grad``, see :meth:`LocalOptimizer.step_with`.
+
+        Returns:
+            What the inner step returned.
+
+        Raises:
+            DisagreementError: if ranks follow different changes of their models, or step with different hyperparameters
+                (numbers, strings, lists and dicts of them).
+            PeerLostError: if a rank is gone.
+            Exception: what any rank met, on every rank. Replicas are equal then, but for parameters that a rank has
+                converted or exchanged.
+            BaseException: what has interrupted this rank, as Ctrl-C does. Before and in the local step the others
+                raise a RuntimeError, and all may go on; else every further call raises.
+        """
+        with self.guard.exchange():
+            try:
+                failure = self.guard.as_error(problem) if problem is not None else None
+                return self._step(groups, closure, arguments, failure, attend, gradients)
+            finally:
+                failure = problem = None
+
+    def observe_early(self, groups: Sequence[ParamGroup]) -> bool:
+        """Follow what the user did since the last step, before shards are stepped during a backward.
+
+        Returns:
+            Whether they may be: nothing has changed that the ranks have to talk about. Else they are stepped, or an
+            error raised, by the :meth:`step` that ends this backward.
+        """
+        self._begun = self._observe(groups, in_backward=True)
+        layout, problem = self._begun
+        return problem is None and layout is self.sharding.layout
+
+    @contextmanager
+    def as_shadow(self) -> Iterator[None]:
+        """Make steps as those of a rank that has run out of data."""
+        before, self.shadowing = self.shadowing, True
+        try:
+            yield
+        finally:
+            self.shadowing = before
+
+    def _step(
+        self,
+        groups: Sequence[ParamGroup],
+        closure: Closure | None,
+        arguments: Mapping[str, Any],
+        problem: Exception | None,
+        attend: Callable[[], None],
+        gradients: Mapping[int, torch.Tensor] | None,
+    ) -> Any:  # noqa: ANN401 - what the inner step returns
+        """As :meth:`step`; what interrupts the local step is raised as an error."""
+        sharding, source = self.sharding, self.source
+        if source is not None:
+            problem = source.end_abandoned() or problem
+            source = source if source.has_buckets else None
+        layout, observed = self._begun if self._begun is not None else self._observe(groups)
+        self._begun = None
+        problem = observed if problem is None else problem
+        declared = None if self.shadowing else sharding.hyperparameters.follow(groups)
+        agreement = _Agreement(sharding, layout, attend)
+        # A closure communicates, too: ranks agree when it has returned.
+        if closure is None or problem is not None or layout is not sharding.layout:
+            try:
+                agreement.reach(problem)
+            except (PeerLostError, DifferentCallsError):
+                raise
+            except Exception:
+                # A hook may have stepped and sent buckets on some ranks; the others wait for what is left of them.
+                if source is not None and source.steps_early:
+                    self._share([part.sharing for part in source.parts], None, None)
+                raise
+            finally:
+                del problem, observed
+        if layout is not sharding.layout:
+            before = sharding.layout.plan
+            sharding.adopt(layout, groups)
+            if source is not None:
+                source.move_gradients(before, layout.plan)
+        shares: Sequence[Sharable] = [sharding.sync] if source is None else [part.sharing for part in source.parts]
+        failure: Exception | None = None
+        result: Any = None
+        try:
+            if source is not None:
+                source.check_gradients()
+                result = self._update(source.parts, arguments)
+            elif gradients is not None:
+                sharding.local.step_with(gradients, arguments)
+            else:
+                watched = self._watched(closure, groups, agreement) if closure is not None else None
+                with record_function("zeroshard::update"):
+                    result = sharding.local.step(watched, arguments)
+        except BaseException as error:
+            # Peers wait for this rank's share, and must hear of it; or for what a closure was to send.
+            if closure is not None and not isinstance(error, Exception):
+                raise
+            failure = self.guard.as_error(error)
+        try:
+            if failure is not None and agreement.has_failed:
+                raise failure
+            agreement.reach(failure)
+            self._share(shares, declared, failure)
+        finally:
+            del failure
+        sync_groups(sharding.local.optim.param_groups, groups)
+        sharding.hyperparameters.written(groups)
+        return result
+
+    def _update(self, parts: Sequence[Part], arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as the inner step
+        """Update part by part, and send each as soon as it is; all at once where the optimizer wants that."""
+        local = self.sharding.local
+        if may_step_in_parts(local.optim):
+            for part in parts:
+                part.sharing.expect()
+            for part in parts:
+                part.step(arguments)
+                part.sharing.send()
+            return None
+        try:
+            for part in parts:
+                part.bind()
+            with record_function("zeroshard::update"):
+                return local.step_bound(arguments)
+        finally:
+            for part in parts:
+                part.unbind()
+
+    def _share(self, shares: Sequence[Sharable], declared: int | None, failure: Exception | None) -> None:
+        """Share all parameters, also after a failure, and learn whether anything was wrong on any rank. Collective.
+
+        Args:
+            shares: what is to be shared; some of it may have been sent.
+            declared: a number for this rank's hyperparameters; None agrees with all.
+            failure: of this rank's update.
+
+        Raises:
+            DisagreementError: if ranks have stepped with different hyperparameters.
+            PeerLostError: if a rank is gone, and this one's update has not failed.
+            Exception: what any rank's update has met, on every rank.
+        """
+        sharding, problem, verdict = self.sharding, failure, None
+        try:
+            try:
+                with record_function("zeroshard::share"):
+                    for share in shares:
+                        share.send()
+                    # All that others wait for before anything that waits for others.
+                    for share in shares:
+                        share.arrive()
+                    for share in shares:
+                        share.wait()
+            except PeerLostError as error:
+                problem = problem or error
+            # Also where this rank has nothing to wait for: others may still be reading what it owns.
+            with record_function("zeroshard::agree"):
+                verdict = sharding.control.inconsistency(
+                    "the end of step()", declared, error=problem, detail=sharding.in_words, explain=explain_configs
+                )
+            if verdict is not None:
+                raise verdict
+        except BaseException as error:
+            if self.source is not None and (isinstance(error, PeerLostError) or error is not verdict):
+                self.guard.break_off(error)
+            # The others may be lost because of this rank's error, e.g. in collectives of a closure that raised here.
+            if failure is not None and isinstance(error, PeerLostError):
+                raise failure from error
+            raise
+        finally:
+            del failure, problem, verdict
+
+    def _watched(self, closure: Closure, groups: Sequence[ParamGroup], agreement: _Agreement) -> Closure:
+        """Return a closure that raises if the user's has changed what the ranks agreed upon before the step."""
+
+        def evaluate() -> Any:  # noqa: ANN401 - the closure's own result
+            result = closure()
+            if self.source is not None:
+                # The closure's backward was the first that sent gradients to their owners.
+                self.source.check_gradients()
+                for part in self.source.parts:
+                    part.bind()
+            agreement.reach()
+            check_unchanged(self.sharding.layout, self.sharding.current_layout(groups))
+            return result
+
+        return evaluate
+
+    def _observe(self, groups: Sequence[ParamGroup], *, in_backward: bool = False) -> tuple[Layout, Exception | None]:
+        """Look at what the user did since the last step; hand back what is wrong instead of raising it."""
+        try:
+            layout = self.sharding.update_layout(groups)
+            # What is in `.grad` of a shadow is not what is going to be used.
+            if not self.shadowing:
+                self.sharding.local.check_gradients()
+                if self.source is not None and not in_backward and not self.source.has_buckets:
+                    self.source.check_gradients()
+        except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
+            return self.sharding.layout, error
+        return layout, None
+
+
+class _Agreement:
+    """That all ranks are at the same step. Reached once, by who asks first: before the step, or after its closure.
+
+    Attributes:
+        has_failed: whether it has raised an error, which every rank has heard of.
+    """
+
+    def __init__(self, sharding: Sharding, layout: Layout, attend: Callable[[], None]) -> None:
+        self._control, self._config, self._attend = sharding.control, layout.declaration, attend
+        self._is_over = self.has_failed = False
+
+    def reach(self, problem: Exception | None = None) -> None:
+        """Agree with the other ranks. Collective the first time, and then a no-op.
+
+        Args:
+            problem: what this rank has met before.
+
+        Raises:
+            DisagreementError: if ranks are in different calls, steps or optimizers, or their layouts differ.
+            PeerLostError: if a rank is gone, and this one has no problem.
+            Exception: a rank's problem, on every rank.
+        """
+        if self._is_over:
+            return
+        self._is_over = self.has_failed = True
+        try:
+            with record_function("zeroshard::agree"):
+                self._attend()
+                check_config(self._control, "step()", self._config, error=problem)
+        except PeerLostError as lost:
+            # The others may be lost because of this rank's problem, e.g. in collectives of a closure that raised here.
+            if problem is not None:
+                raise problem from lost
+            raise
+        finally:
+            # A frame that keeps an error which passes through it keeps itself alive, and the model.
+            del problem
+        position = self._control.position
+        if position is not None:
+            self._control.position = replace(position, steps=position.steps + 1)
+        self.has_failed = False
