@@ -22,17 +22,17 @@ from zeroshard._torch_private import JoinConfig, join_config, set_join_config
 from zeroshard.attendance import Call
 from zeroshard.backward import BackwardFollower
 from zeroshard.clipping import clip_over_ranks
-from zeroshard.consolidation import StateDict, consolidate
 from zeroshard.elementwise import OptimizerFactory, refuse_unshardable
 from zeroshard.engine import Engine
 from zeroshard.join_hook import OptimizerJoinHook
 from zeroshard.join_partners import partners_in_torch, refuse_before_model
 from zeroshard.layout import Policy
-from zeroshard.loading import Expectations, checked, digest_of, install, local_state, what_differs
 from zeroshard.local import Closure, sync_groups
 from zeroshard.parameters import ParamGroup, read_group, read_groups
 from zeroshard.pipeline import Pipeline, Stepping
-from zeroshard.stateview import StateView
+from zeroshard.state.consolidate import StateDict, consolidate
+from zeroshard.state.load import Expectations, checked, digest_of, install, local_state, what_differs
+from zeroshard.state.view import StateView
 from zeroshard.uneven import UnevenInputs
 
 

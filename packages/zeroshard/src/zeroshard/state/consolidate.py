@@ -12,7 +12,7 @@ from zeroshard_core import Plan, Shard, StateMapError, storage_view
 
 from zeroshard.local import LocalOptimizer, sync_groups
 from zeroshard.parameters import ParamGroup
-from zeroshard.statevalues import read_value, write_value
+from zeroshard.state.serialization import read_value, write_value
 
 StateDict = dict[str, Any]
 
