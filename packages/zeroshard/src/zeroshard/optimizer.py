@@ -31,7 +31,8 @@ from zeroshard.local import Closure, sync_groups
 from zeroshard.parameters import ParamGroup, read_group, read_groups
 from zeroshard.pipeline import Pipeline, Stepping
 from zeroshard.state.consolidate import StateDict, consolidate
-from zeroshard.state.load import Expectations, checked, digest_of, install, local_state, what_differs
+from zeroshard.state.load import load
+from zeroshard.state.schema import StateSchema
 from zeroshard.state.view import StateView
 from zeroshard.uneven import UnevenInputs
 
@@ -139,7 +140,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._uneven = UnevenInputs(
             self._engine, lambda: (optimizer := self_of()) is not None and join_config(optimizer).enable
         )
-        self._expectations = Expectations(optimizer_class, defaults, elementwise=elementwise)
+        self._schema = StateSchema(optimizer_class, defaults, elementwise=elementwise)
         sync_groups(self.optim.param_groups, self.param_groups)
         # What schedulers look up in `defaults` is what the inner class fills in.
         self.defaults = self.optim.defaults
@@ -422,19 +423,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             target: the rank, -1 if it is none.
             to: what was asked for.
         """
-        failure: Exception | None = None
-        operation = f"consolidate_state_dict(to={target})"
-        if not 0 <= target < self.world_size:
-            failure = ValueError(
-                f"consolidate_state_dict(to={to!r}): `to` must be a group rank from 0 to {self.world_size - 1}"
-            )
-        try:
-            self._engine.meet(operation, failure)
-        finally:
-            del failure
-        self._consolidated = None
+
+        def release() -> None:
+            self._consolidated = None
+
+        engine = self._engine
         self._consolidated = consolidate(
-            self._engine.control, self._engine.local, self.plan, self.param_groups, target, operation
+            engine.control, engine.local, self.plan, self.param_groups, target, to, engine.meet, release
         )
 
     def state_dict(self) -> StateDict:
@@ -485,52 +480,28 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             Exception: whatever else a rank meets. In every case the optimizer is as before, on every rank.
         """
         self._refuse_joined("load_state_dict()")
-        state_dict = dict(state_dict) if isinstance(state_dict, Mapping) else state_dict
-        failure: Exception | None = None
-        mine: dict[Any, Any] = {}
-        by_index: dict[Any, Any] = {}
-        layout, digest = self._engine.layout, 0
-        try:
+
+        def read() -> StateDict:
+            given = dict(state_dict) if isinstance(state_dict, Mapping) else state_dict
             for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-                state_dict = pre_hook(self, state_dict) or state_dict
-            layout = self._engine.followed(self.param_groups)
-            by_index = checked(state_dict, self.param_groups, layout.plan, self._expectations)
-            digest = digest_of(state_dict)
-            mine = local_state(by_index, layout.plan, self.rank)
-        except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
-            failure = error
-        try:
-            self._engine.control.check_consistent(
-                "load_state_dict()",
-                digest ^ layout.declaration.digest,
-                error=failure,
-                detail=layout.declaration.to_json,
-                explain=what_differs,
-            )
-        finally:
-            failure = None
-        inner = self.optim
-        before = (inner.state, inner.param_groups)
-        try:
-            if layout is not self._engine.layout:
-                self._engine.adopt(layout, self.param_groups)
-            before = (inner.state, [dict(group) for group in inner.param_groups])
-            install(self._engine.local, mine, state_dict["param_groups"])
-        except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
-            failure = error
-        verdict = self._engine.control.inconsistency("the end of load_state_dict()", error=failure)
-        if verdict is not None:
-            inner.state, inner.param_groups = before
-            try:
-                raise verdict from (failure if verdict is not failure else None)
-            finally:
-                del verdict, failure
-        sync_groups(inner.param_groups, self.param_groups)
+                given = pre_hook(self, given) or given
+            return given
+
+        engine, groups = self._engine, self.param_groups
+        loaded = load(
+            engine.control,
+            engine.local,
+            engine.layout,
+            groups,
+            self._schema,
+            read,
+            lambda: engine.followed(groups),
+            lambda layout: engine.adopt(layout, groups),
+        )
         self._consolidated = None
         self._holds_state = True
-        loaded = frozenset(key for key, entries in by_index.items() if isinstance(key, int) and entries)
         # Frozen tensors that now have state stay with the rank that holds it when they are unfrozen.
-        self._engine.settle(loaded, self.param_groups)
+        engine.settle(loaded, groups)
         self._uneven.calling = None
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
