@@ -410,3 +410,29 @@ def test_distributed_checkpoints_reader_raises_on_every_rank_and_leaves_them_in_
         assert set(get_optimizer_state_dict(model, sharded)["state"]) == {"weight", "bias"}
     train([(model, sharded)], range(1, 2))
     assert_replicas_equal(model.parameters())
+
+
+@pytest.mark.ranks(3, backend="gloo")
+@pytest.mark.parametrize("change", ["another dtype", "an entry more", "an entry less"])
+def test_parts_of_a_tensor_that_do_not_fit_together(rank: int, change: str) -> None:
+    model, _ = twins()
+    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, partition=cutting("split"))
+    train([(model, sharded)], range(1))
+    if rank == 1:
+        for entries in sharded.optim.state.values():
+            if change == "another dtype":
+                entries["exp_avg"] = entries["exp_avg"].double()
+            elif change == "an entry more":
+                entries["extra"] = 1
+            else:
+                del entries["exp_avg"]
+    key, here, there = {
+        "another dtype": ("exp_avg", 0, 1),
+        "an entry more": ("extra", 1, 0),
+        "an entry less": ("exp_avg", 0, 1),
+    }[change]
+    with pytest.raises(
+        ValueError, match=f"tensor . '.*' has the state entry '{key}' on rank {here}, but not on rank {there}, .*dtype"
+    ):
+        sharded.consolidate_state_dict()
+    assert_replicas_equal(model.parameters())

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from zeroshard.statevalues import copy_value, read_value, write_value
+from zeroshard.state.serialization import copy_value, read_value, write_value
 from zeroshard_core import StateMapError
 
 

@@ -24,49 +24,38 @@ class StateView(MutableMapping[Any, Any]):
 
     def __init__(self, local: LocalOptimizer, placeholder: torch.Tensor | None) -> None:
         self._local, self._placeholder = local, placeholder
-        self._pieces: dict[int, LocalShard] = {}
-        self._by_param: dict[Any, torch.Tensor] = {}
+        self._shards: dict[int, LocalShard] = {}
+        self._tensors: dict[Any, torch.Tensor] = {}
 
     def __getitem__(self, key: Any) -> Any:  # noqa: ANN401 - state holds anything
-        """Return the entries of ``key``, a new empty dict where there were none."""
-        if self._is_placeholder(key) and key not in self._inwards():
-            # Another rank's: nothing may be kept for it here.
+        if self._is_placeholder(key) and key not in self._tensor_of():
+            # Another rank's parameter: nothing may be kept for it here.
             return {}
-        return self._state[self._inward(key)]
+        return self._state[self._local_key(key)]
 
     def __setitem__(self, key: Any, value: Any) -> None:  # noqa: ANN401 - state holds anything
-        """Replace the entries of ``key``."""
-        self._state[self._inward(key)] = value
+        self._state[self._local_key(key)] = value
 
     def __delitem__(self, key: Any) -> None:  # noqa: ANN401 - state holds anything
-        """Remove the entries of ``key``.
-
-        Raises:
-            KeyError: if it has none.
-        """
-        del self._state[self._inward(key)]
+        del self._state[self._local_key(key)]
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate over the keys there are now; entries may be replaced meanwhile."""
-        outward = {tensor: param for param, tensor in self._inwards().items()}
-        shown = [outward.get(key, key) for key in self._state]
+        # Over the keys there are now: entries may be replaced meanwhile.
+        param_of = {tensor: param for param, tensor in self._tensor_of().items()}
+        shown = [param_of.get(key, key) for key in self._state]
         return iter(shown or ([self._placeholder] if self._placeholder is not None else []))
 
     def __len__(self) -> int:
-        """Return the number of keys."""
         return len(self._state) or int(self._placeholder is not None)
 
     def __contains__(self, key: object) -> bool:
-        """Tell whether ``key`` has entries; puts nothing there."""
-        return self._inward(key) in self._state or self._is_placeholder(key)
+        return self._local_key(key) in self._state or self._is_placeholder(key)
 
     def __repr__(self) -> str:
-        """Show the keys and entries as a dict."""
-        return repr({key: self._state.get(self._inward(key), {}) for key in self})
+        return repr(dict(self))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle as a ``defaultdict`` with the same keys and entries."""
-        return defaultdict, (dict, {key: self._state.get(self._inward(key), {}) for key in self})
+        return defaultdict, (dict, dict(self))
 
     def get(self, key: Any, default: Any = None) -> Any:  # noqa: ANN401 - state holds anything
         """Return the entries of ``key``, or ``default``; puts nothing there."""
@@ -75,16 +64,12 @@ class StateView(MutableMapping[Any, Any]):
         return self[key]
 
     def pop(self, key: Any, *default: Any) -> Any:  # noqa: ANN401 - state holds anything
-        """Remove and return the entries of ``key``, or return ``default``.
-
-        Raises:
-            KeyError: if it has none, and no default is given.
-        """
-        return self._state.pop(self._inward(key), *default)
+        """Remove and return the entries of ``key``, or return ``default``; a KeyError if neither is there."""
+        return self._state.pop(self._local_key(key), *default)
 
     def setdefault(self, key: Any, default: Any = None) -> Any:  # noqa: ANN401 - state holds anything
         """Return the entries of ``key``, which become ``default`` if it has none."""
-        return self._state.setdefault(self._inward(key), default)
+        return self._state.setdefault(self._local_key(key), default)
 
     @property
     def _state(self) -> Any:  # noqa: ANN401 - a defaultdict, keyed by tensors for torch and by anything for optimizers
@@ -93,12 +78,12 @@ class StateView(MutableMapping[Any, Any]):
     def _is_placeholder(self, key: object) -> bool:
         return not self._state and key is not None and key is self._placeholder
 
-    def _inwards(self) -> dict[Any, torch.Tensor]:
-        # Pieces are never changed in place.
-        if self._pieces is not self._local.shards:
-            self._pieces = self._local.shards
-            self._by_param = {piece.param: piece.tensor for piece in self._pieces.values()}
-        return self._by_param
+    def _local_key(self, key: Any) -> Any:  # noqa: ANN401 - state has keys of any kind
+        return self._tensor_of().get(key, key)
 
-    def _inward(self, key: Any) -> Any:  # noqa: ANN401 - state holds anything
-        return self._inwards().get(key, key)
+    def _tensor_of(self) -> dict[Any, torch.Tensor]:
+        """The tensor of the local optimizer by parameter. The dict of pieces is replaced, and never changed."""
+        if self._shards is not self._local.shards:
+            self._shards = self._local.shards
+            self._tensors = {shard.param: shard.tensor for shard in self._shards.values()}
+        return self._tensors

@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from zeroshard_core import StateMapError, is_dense
 
+MakeTensor = Callable[[torch.dtype, Sequence[int], Sequence[int] | None], torch.Tensor]
+"""Makes a tensor of a dtype, a shape and strides (None: contiguous)."""
+
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -25,6 +28,8 @@ def write_value(value: object, tensors: list[torch.Tensor], where: str) -> Any: 
     Raises:
         StateMapError: for anything else.
     """
+    if isinstance(value, _PLAIN):
+        return value
     if isinstance(value, torch.Tensor):
         if value.layout is torch.sparse_coo:
             held = value.detach().coalesce()
@@ -34,9 +39,7 @@ def write_value(value: object, tensors: list[torch.Tensor], where: str) -> Any: 
             raise StateMapError(f"{where} is a {value.layout} tensor; only strided and sparse_coo tensors can be moved")
         tensors.append(value)
         stride = list(value.stride()) if is_dense(value) else None
-        return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape), stride]}
-    if isinstance(value, _PLAIN):
-        return value
+        return {"tensor": [dtype_name(value), list(value.shape), stride]}
     if isinstance(value, (list, tuple)):
         kind = "list" if isinstance(value, list) else "tuple"
         return {kind: [write_value(item, tensors, where) for item in value]}
@@ -48,43 +51,42 @@ def write_value(value: object, tensors: list[torch.Tensor], where: str) -> Any: 
     )
 
 
-def read_value(written: Any, make: Callable[[torch.dtype, Sequence[int], Sequence[int] | None], torch.Tensor]) -> Any:  # noqa: ANN401 - JSON in, a state entry out
+def dtype_name(tensor: torch.Tensor) -> str:
+    """Return such as ``"float32"``."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def read_value(written: Any, make: MakeTensor) -> Any:  # noqa: ANN401 - JSON in, a state entry out
     """Rebuild a state entry from its description.
 
     Args:
         written: what :func:`write_value` returned.
-        make: called for each tensor, in order, with dtype, shape and strides (None: contiguous).
-
-    Returns:
-        The entry, with the tensors that ``make`` returned.
+        make: called for each tensor, in order; returns the one that the entry is to hold.
 
     Raises:
         StateMapError: if the description is damaged.
     """
     if isinstance(written, _PLAIN):
         return written
-    if not isinstance(written, dict) or len(written) != 1:
-        raise StateMapError(f"damaged description of a state entry: {written!r}")
-    ((kind, body),) = written.items()
-    if kind == "tensor":
-        name, shape, stride = body
-        dtype = getattr(torch, name, None)
-        if not isinstance(dtype, torch.dtype):
-            raise StateMapError(f"damaged description of a state entry: no dtype {name!r}")
-        return make(dtype, shape, stride)
-    if kind == "sparse":
-        shape, indices, values = body
-        # The parts may not have arrived yet, so their invariants cannot be checked.
-        where, what = read_value(indices, make), read_value(values, make)
-        return torch.sparse_coo_tensor(
-            where, what, shape, device=where.device, check_invariants=False, is_coalesced=True
-        )
-    if kind == "dict":
-        return {key: read_value(item, make) for key, item in body.items()}
-    if kind in ("list", "tuple"):
-        items = [read_value(item, make) for item in body]
-        return items if kind == "list" else tuple(items)
-    raise StateMapError(f"damaged description of a state entry: {kind!r}")
+    match written:
+        case {"tensor": [name, shape, stride]}:
+            dtype = getattr(torch, name, None)
+            if not isinstance(dtype, torch.dtype):
+                raise StateMapError(f"damaged description of a state entry: no dtype {name!r}")
+            return make(dtype, shape, stride)
+        case {"sparse": [shape, *parts]}:
+            indices, values = [read_value(part, make) for part in parts]
+            # They may not have arrived yet, so their invariants cannot be checked.
+            return torch.sparse_coo_tensor(
+                indices, values, shape, device=indices.device, check_invariants=False, is_coalesced=True
+            )
+        case {"dict": entries}:
+            return {key: read_value(item, make) for key, item in entries.items()}
+        case {"list": items}:
+            return [read_value(item, make) for item in items]
+        case {"tuple": items}:
+            return tuple(read_value(item, make) for item in items)
+    raise StateMapError(f"damaged description of a state entry: {written!r}")
 
 
 def copy_value(value: Any) -> Any:  # noqa: ANN401 - a state entry
@@ -93,8 +95,7 @@ def copy_value(value: Any) -> Any:  # noqa: ANN401 - a state entry
         return value.detach().clone()
     if isinstance(value, dict):
         return {key: copy_value(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [copy_value(item) for item in value]
-    if isinstance(value, tuple):
-        return tuple(copy_value(item) for item in value)
+    if isinstance(value, (list, tuple)):
+        copies = map(copy_value, value)
+        return list(copies) if isinstance(value, list) else tuple(copies)
     return value

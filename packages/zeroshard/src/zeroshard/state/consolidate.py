@@ -1,0 +1,191 @@
+"""Saving: the state of all shards, as one optimizer without sharding would have it, on one rank's CPU."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
+from typing import Any
+
+import torch
+from zeroshard_comm import Manifest, agreed, gather
+from zeroshard_core import Plan, Shard, StateMapError, storage_view
+
+from zeroshard.local_optimizer import LocalOptimizer, sync_groups
+from zeroshard.parameters import ParamGroup
+from zeroshard.sharding import Sharding
+from zeroshard.state.serialization import dtype_name, read_value, write_value
+
+StateDict = dict[str, Any]
+
+
+def consolidate(
+    sharding: Sharding, groups: Sequence[ParamGroup], target: int, to: object, release: Callable[[], None]
+) -> StateDict | None:
+    """Bring the state of all ranks to the CPU of ``target``. Collective.
+
+    Each rank sends its tensors one by one; a rank that is not the target allocates at most one chunk.
+
+    Args:
+        sharding: has the state, and the channel of the ranks.
+        groups: the public param groups, whose hyperparameters are saved, and copied to the local optimizer.
+        target: group rank, -1 if ``to`` is none.
+        to: what the user asked for.
+        release: called when all ranks are consistent: drops what was consolidated before.
+
+    Returns:
+        On ``target`` a state_dict as the unsharded optimizer would give it; None elsewhere. Tensors that were never
+        stepped have an empty state if others of their group have one.
+
+    Raises:
+        ValueError: if there is no such rank, or the groups are not those of the local optimizer.
+        StateMapError: if an entry cannot be moved, or only some owners of a cut tensor have it.
+        DisagreementError: if ranks name other targets, or their layouts differ.
+        PeerLostError: if a rank is gone.
+        Exception: if a hyperparameter cannot be copied. This and the others but a lost rank are raised on every rank.
+    """
+    operation, plan, control = f"consolidate_state_dict(to={target})", sharding.layout.plan, sharding.control
+    manifest, packed = Manifest([], []), list[ParamGroup]()
+    with agreed(control, operation) as declared:
+        declared.config = sharding.layout.declaration
+        if not 0 <= target < plan.world_size:
+            raise ValueError(
+                f"consolidate_state_dict(to={to!r}): `to` must be a group rank from 0 to {plan.world_size - 1}"
+            )
+        sync_groups(groups, sharding.local.optim.param_groups)
+        manifest, packed = _describe(sharding.local, plan, control.ranks.rank), _pack_groups(groups)
+    release()
+    assembler = _Assembler(plan)
+    gather(control, manifest, target, assembler.receive_buffers, operation=operation)
+    return {"state": assembler.state(), "param_groups": packed} if control.ranks.rank == target else None
+
+
+def _describe(local: LocalOptimizer, plan: Plan, rank: int) -> Manifest:
+    """Describe all state of this rank: the entries of each of its shards, and what belongs to no parameter.
+
+    An entry with one value per element of a part of a tensor is ``{"part": dtype}``.
+    """
+    tensors: list[torch.Tensor] = []
+    state, owned = local.optim.state, []
+    for shard in plan.of_rank(rank):
+        held, name, written = local.shards[shard.tensor], plan.tensors[shard.tensor].name, {}
+        for key, value in (state.get(held.tensor) or {}).items():
+            if not isinstance(key, str):
+                raise StateMapError(f"the state of {name!r} has the key {key!r}; only strings can be saved")
+            where = f"state entry {key!r} of {name!r}"
+            if held.is_cut and isinstance(value, torch.Tensor) and value.dim() > 0:
+                tensors.append(_laid_out_as(held.tensor, value, where))
+                written[key] = {"part": dtype_name(value)}
+            else:
+                written[key] = write_value(value, tensors, where)
+        owned.append(written)
+    others = {
+        key: write_value(value, tensors, f"state entry {key!r}") for key, value in state.items() if isinstance(key, str)
+    }
+    return Manifest([owned, others], tensors)
+
+
+def _laid_out_as(part: torch.Tensor, value: torch.Tensor, where: str) -> torch.Tensor:
+    """The state of a part of a tensor, laid out in memory as the part is: so its bytes are sent."""
+    if value.shape != part.shape:
+        raise StateMapError(
+            f"{where} has shape {tuple(value.shape)} for a part of shape {tuple(part.shape)}, so it is not elementwise "
+            f"and cannot be joined; use partition='whole' for this optimizer"
+        )
+    return value if value.stride() == part.stride() else torch.empty_like(part, dtype=value.dtype).copy_(value)
+
+
+def _pack_groups(groups: Sequence[Mapping[str, Any]]) -> list[ParamGroup]:
+    """Copy param groups with integer indices in place of parameters, tensors in them brought to the CPU."""
+    numbers = count()
+    return [
+        {
+            **{key: _on_cpu(value) for key, value in group.items() if key != "params"},
+            "params": [next(numbers) for _ in group["params"]],
+        }
+        for group in groups
+    ]
+
+
+def _on_cpu(value: object) -> object:
+    return value.detach().clone().cpu() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+
+
+class _Assembler:
+    """Makes the buffers that receive the shards of all ranks, and the whole state of them.
+
+    Args:
+        plan: who owns what.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._state: defaultdict[int, dict[str, Any]] = defaultdict(dict)
+        self._others: dict[str, Any] = {}
+        self._first: dict[int, tuple[int, set[tuple[str, str]]]] = {}
+        """By cut tensor, the first rank that owns a part, and the keys of its entries with the dtypes of parts."""
+
+    def receive_buffers(self, rank: int, description: Any) -> Sequence[torch.Tensor]:  # noqa: ANN401 - JSON
+        """Make buffers for what one rank sends; see :func:`zeroshard_comm.gather`.
+
+        Raises:
+            StateMapError: if the rank has other entries of a cut tensor than the ranks before, or of another dtype.
+        """
+        buffers: list[torch.Tensor] = []
+
+        def make(dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int] | None) -> torch.Tensor:
+            made = _empty(dtype, shape, stride)
+            buffers.append(storage_view(made))
+            return made
+
+        owned, others = description
+        for shard, written in zip(self._plan.of_rank(rank), owned, strict=True):
+            spec = self._plan.tensors[shard.tensor]
+            if self._plan.is_cut(shard.tensor):
+                self._check_alike(shard, written)
+            for key, entry in written.items():
+                entries, dtype = self._state[shard.tensor], _part_dtype(entry)
+                if not dtype:
+                    # One value for the whole tensor, such as a step count, is the same with every part.
+                    entries.setdefault(key, read_value(entry, make))
+                    continue
+                if key not in entries:
+                    entries[key] = read_value({"tensor": [dtype, spec.shape, spec.stride]}, _empty)
+                buffers.append(storage_view(entries[key])[shard.flat])
+        for key, entry in others.items():
+            self._others.setdefault(key, read_value(entry, make))
+        return buffers
+
+    def _check_alike(self, shard: Shard, written: Mapping[str, Any]) -> None:
+        entries = {(key, _part_dtype(entry)) for key, entry in written.items()}
+        first_rank, first = self._first.setdefault(shard.tensor, (shard.rank, entries))
+        if entries != first:
+            key, dtype = min(entries ^ first)
+            ranks = (first_rank, shard.rank) if (key, dtype) in first else (shard.rank, first_rank)
+            raise StateMapError(
+                f"tensor {shard.tensor} {self._plan.tensors[shard.tensor].name!r} has the state entry {key!r} on rank "
+                f"{ranks[0]}, but not on rank {ranks[1]}, which owns a part of it, or not of the same dtype. If a step "
+                f"has failed there, take one that succeeds, or load a checkpoint, before you consolidate"
+            )
+
+    def state(self) -> dict[Any, Any]:
+        """Return the state by tensor, and what belongs to no tensor; complete only after the transfer.
+
+        Tensors that were never stepped, frozen ones too, have an empty state if others of their group have one, so that
+        a load can tell them from lost ones.
+        """
+        tensors = self._plan.tensors
+        stateful_groups = {tensors[index].group for index in self._state}
+        by_tensor = {i: self._state.get(i, {}) for i, spec in enumerate(tensors) if spec.group in stateful_groups}
+        return {**by_tensor, **self._others}
+
+
+def _part_dtype(entry: Any) -> str:  # noqa: ANN401 - JSON
+    return str(entry.get("part", "")) if isinstance(entry, dict) else ""
+
+
+def _empty(dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int] | None) -> torch.Tensor:
+    if stride is None:
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
+    return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device="cpu")
