@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from zeroshard import OptimizerJoinHook
 from zeroshard._torch_private import local_used_map
-from zeroshard.fingerprint import fingerprint
 from zeroshard.handover import give_gradients, take_gradients
+from zeroshard.join_fingerprint import fingerprint
 from zeroshard_comm import Control
 
 from zeroshard_integrations._torch_private import (

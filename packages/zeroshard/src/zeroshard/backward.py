@@ -10,7 +10,7 @@ from torch.futures import Future
 
 from zeroshard.attendance import Call
 from zeroshard.engine import Engine
-from zeroshard.parameters import ParamGroup
+from zeroshard.param_groups import ParamGroup
 from zeroshard.pipeline import Stepping
 from zeroshard.route import Bucket
 from zeroshard.shadow_bucket import contribute

@@ -11,7 +11,7 @@ from zeroshard_comm import Control, Manifest, gather
 from zeroshard_core import Plan, Shard, StateMapError, storage_view
 
 from zeroshard.local import LocalOptimizer, sync_groups
-from zeroshard.parameters import ParamGroup
+from zeroshard.param_groups import ParamGroup
 from zeroshard.statevalues import read_value, write_value
 
 StateDict = dict[str, Any]

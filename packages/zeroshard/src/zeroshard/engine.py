@@ -27,12 +27,11 @@ from zeroshard_comm import (
 )
 
 from zeroshard.elementwise import name_of
-from zeroshard.handed_order import HandedOrder
-from zeroshard.hyperparameters import Hyperparameters
 from zeroshard.interruptions import Interruptions
 from zeroshard.layout import Layout, Policy, check_unchanged, first_layout, next_layout, same_place, same_shards
 from zeroshard.local import Closure, LocalOptimizer, sync_groups
-from zeroshard.parameters import ParamGroup, activity, check_members, hyperparameters_of, parameters_of
+from zeroshard.param_groups import Hyperparameters, ParamGroup, active_mask, check_members, parameters_of, settings_of
+from zeroshard.param_order import check_order, read_order
 from zeroshard.pipeline import Pipeline, Stepping, common_device
 from zeroshard.replicas import Replicas
 from zeroshard.step_agreement import StepAgreement, share_parameters
@@ -78,14 +77,14 @@ class Engine:
         self._policy = policy
         built: tuple[list[ParamGroup], Layout, LocalOptimizer] | None = None
         declaration: ShardingConfig | None = None
-        order = HandedOrder((), (), ())
+        order: Mapping[str, int] = {}
         failure: Exception | None = None
         try:
             groups = read_groups()
             layout = first_layout(policy, groups, name_of(policy.factory))
             built = groups, layout, LocalOptimizer(policy.factory, groups, layout.plan, ranks.rank, defaults)
-            declaration = _with_hyperparameters(layout, hyperparameters_of(groups, built[2].optim.defaults))
-            order = HandedOrder.of(layout.plan.tensors, parameters_of(groups))
+            declaration = _with_hyperparameters(layout, settings_of(groups, built[2].optim.defaults))
+            order = read_order(self.control, layout.plan.tensors, parameters_of(groups))
         except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
             failure = error
         try:
@@ -93,7 +92,7 @@ class Engine:
         finally:
             # Here and below: a frame that keeps an error which passes through it keeps itself alive, and the model.
             del failure
-        order.compare(self.control, "ZeroRedundancyOptimizer()")
+        check_order(self.control, order, "ZeroRedundancyOptimizer()")
         assert built is not None
         self.control.position = Position(ranks.context.number_optimizer(), name_of(policy.factory), 0)
         connect(self.control)
@@ -241,7 +240,7 @@ class Engine:
         return result
 
     def _hyperparameters_in_words(self) -> str:
-        return _with_hyperparameters(self.layout, self.hyperparameters.in_words()).to_json()
+        return _with_hyperparameters(self.layout, self.hyperparameters.agreed).to_json()
 
     def attach(self, stepping: Stepping) -> Pipeline:
         """Expect gradients bucket by bucket from now on. Collective, the first time.
@@ -296,7 +295,7 @@ class Engine:
         before = len(groups)
         layout, failure = self.layout, None
         declaration = layout.declaration
-        order = HandedOrder((), (), ())
+        order: Mapping[str, int] = {}
         try:
             append()
             layout = next_layout(self._policy, layout, groups)
@@ -304,14 +303,14 @@ class Engine:
             self.local.rehearse(groups, layout.plan)
             if self.pipeline is not None:
                 self.pipeline.check(parameters_of(groups), layout)
-            hyperparameters = hyperparameters_of(groups[before:], self.local.optim.defaults, first=before)
+            hyperparameters = settings_of(groups[before:], self.local.optim.defaults, first=before)
             declaration = _with_hyperparameters(layout, hyperparameters)
-            order = HandedOrder.of(layout.plan.tensors, parameters_of(groups))
+            order = read_order(self.control, layout.plan.tensors, parameters_of(groups))
         except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
             failure = error
         try:
             check_config(self.control, "add_param_group()", declaration, error=failure)
-            order.compare(self.control, "add_param_group()")
+            check_order(self.control, order, "add_param_group()")
         except BaseException:
             del groups[before:]
             raise
@@ -356,7 +355,7 @@ class Engine:
         """As :meth:`followed`, of the parameters alone."""
         layout = self.layout
         moved = self.replicas.moved()
-        if moved or activity(self.params) != layout.active:
+        if moved or active_mask(self.params) != layout.active:
             layout = next_layout(self._policy, layout, groups)
             if self.pipeline is not None:
                 self.pipeline.check(self.params, layout)

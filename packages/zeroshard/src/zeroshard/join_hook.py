@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch.distributed.algorithms.join import JoinHook
 
 from zeroshard.attendance import Call
-from zeroshard.parameters import ParamGroup
+from zeroshard.param_groups import ParamGroup
 from zeroshard.uneven import UnevenInputs
 
 

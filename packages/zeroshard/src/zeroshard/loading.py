@@ -14,7 +14,7 @@ from zeroshard_core import Plan, StateMapError, cut_state
 
 from zeroshard.elementwise import OptimizerFactory, class_of, is_elementwise
 from zeroshard.local import NOT_SYNCED, LocalOptimizer
-from zeroshard.parameters import ParamGroup, in_words, parameters_of
+from zeroshard.param_groups import ParamGroup, in_words, parameters_of
 from zeroshard.statevalues import copy_value
 
 StateDict = dict[str, Any]

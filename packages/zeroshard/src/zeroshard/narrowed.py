@@ -17,7 +17,7 @@ from torch import optim
 
 from zeroshard._torch_private import step_post_hooks, step_pre_hooks
 from zeroshard.local import NOT_SYNCED, LocalOptimizer, Piece, unwrapped_step
-from zeroshard.parameters import ParamGroup
+from zeroshard.param_groups import ParamGroup
 
 STEPPED_IN_PIECES: frozenset[type[optim.Optimizer]] = frozenset(
     {

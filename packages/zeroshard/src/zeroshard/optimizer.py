@@ -23,14 +23,14 @@ from zeroshard.attendance import Call
 from zeroshard.backward import BackwardFollower
 from zeroshard.clipping import clip_over_ranks
 from zeroshard.consolidation import StateDict, consolidate
-from zeroshard.elementwise import OptimizerFactory, refuse_unshardable
+from zeroshard.elementwise import OptimizerFactory, check_shardable
 from zeroshard.engine import Engine
 from zeroshard.join_hook import OptimizerJoinHook
 from zeroshard.join_partners import partners_in_torch, refuse_before_model
 from zeroshard.layout import Policy
 from zeroshard.loading import Expectations, checked, digest_of, install, local_state, what_differs
 from zeroshard.local import Closure, sync_groups
-from zeroshard.parameters import ParamGroup, read_group, read_groups
+from zeroshard.param_groups import ParamGroup, read_group, read_groups
 from zeroshard.pipeline import Pipeline, Stepping
 from zeroshard.stateview import StateView
 from zeroshard.uneven import UnevenInputs
@@ -128,7 +128,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         policy = Policy(partition, cost, optimizer_class, elementwise, parameters_as_bucket_view, self.world_size)
 
         def read() -> list[ParamGroup]:
-            refuse_unshardable(optimizer_class)
+            check_shardable(optimizer_class)
             Optimizer.__init__(self, read_groups(params), dict(defaults))
             Joinable.__init__(self)
             return self.param_groups

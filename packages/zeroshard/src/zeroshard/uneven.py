@@ -22,7 +22,6 @@ from zeroshard._torch_private import local_used_map, version_of
 from zeroshard.attendance import Attendance, Call, call_roll
 from zeroshard.clipping import clip_over_ranks
 from zeroshard.engine import Engine
-from zeroshard.fingerprint import fingerprint
 from zeroshard.handover import (
     Handover,
     give,
@@ -32,8 +31,9 @@ from zeroshard.handover import (
     take_parameters,
     unwritable,
 )
+from zeroshard.join_fingerprint import fingerprint
 from zeroshard.memory import lies_flat
-from zeroshard.parameters import ParamGroup
+from zeroshard.param_groups import ParamGroup
 from zeroshard.pipeline import Stepping
 from zeroshard.reduced_gradient import ReducedGradient
 
@@ -137,7 +137,7 @@ class UnevenInputs:
                 engine.control,
                 attendance.joined,
                 groups,
-                engine.hyperparameters.agreed(),
+                engine.hyperparameters.agreed,
                 engine.params,
                 engine.layout.plan,
                 settings,
