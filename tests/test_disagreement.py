@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from ddp_training import Twins
 from torch import nn, optim
+from torch.overrides import TorchFunctionMode
 from training import assert_bitwise_equal, cutting, set_gradients, small_model, twins
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_comm import DisagreementError
@@ -178,6 +180,28 @@ def test_parameters_without_values_or_with_their_names_are_not_looked_at(rank: i
     named = [(f"param.{index}", param) for index, param in enumerate(alike())]
     # A name that looks like a place is none that tells more than the place.
     ZeroRedundancyOptimizer(named if rank else alike(), optim.SGD)
+
+
+class Sums(TorchFunctionMode):
+    """Counts sums of tensors."""
+
+    count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.Tensor.sum
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_a_rank_alone_does_not_read_unnamed_parameters(rank: int) -> None:
+    alone = [dist.new_group([0]), dist.new_group([1])][rank]
+    found: list[int] = []
+    for group in (alone, None):
+        with Sums() as sums:
+            sharded = ZeroRedundancyOptimizer(alike(), optim.Adam, process_group=group)
+            sharded.add_param_group({"params": alike(1)})
+        found.append(sums.count)
+    assert found[0] == 0 < found[1]
 
 
 @pytest.mark.ranks(3, backend="gloo")

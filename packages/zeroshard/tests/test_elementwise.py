@@ -8,7 +8,7 @@ import inspect
 import pytest
 import torch
 from torch import nn, optim
-from zeroshard.elementwise import ELEMENTWISE, is_elementwise, refuse_unshardable
+from zeroshard.elementwise import ELEMENTWISE, check_shardable, is_elementwise
 
 NOT_ELEMENTWISE = {optim.LBFGS, optim.SparseAdam, optim.Adafactor, optim.Muon}
 
@@ -49,6 +49,6 @@ def test_a_subclass_must_be_declared() -> None:
 
 def test_lbfgs_is_refused_by_name_also_behind_a_partial() -> None:
     with pytest.raises(ValueError, match="LBFGS cannot be sharded"):
-        refuse_unshardable(functools.partial(optim.LBFGS, lr=1.0))
+        check_shardable(functools.partial(optim.LBFGS, lr=1.0))
     with pytest.raises(TypeError, match="must be an optimizer class"):
-        refuse_unshardable("Adam")  # type: ignore[arg-type]
+        check_shardable("Adam")  # type: ignore[arg-type]

@@ -46,27 +46,17 @@ def name_of(factory: Callable[..., Any]) -> str:
 
 
 def is_elementwise(factory: OptimizerFactory, *, declared: bool = False) -> bool:
-    """Tell whether tensors may be cut for this optimizer.
+    """Tell whether tensors may be cut for this optimizer class, or ``functools.partial`` of one.
 
-    Args:
-        factory: an optimizer class, or a ``functools.partial`` of one.
-        declared: what the user says of it.
-
-    Returns:
-        True for the elementwise classes of torch.optim, for a class with an attribute ``elementwise = True``, and for
-        anything declared so.
+    So it is for the elementwise classes of torch.optim, for a class with an attribute ``elementwise = True``, and for
+    anything that the user has declared so.
     """
     found = class_of(factory)
     return declared or found in ELEMENTWISE or getattr(found, "elementwise", False) is True
 
 
-def refuse_unshardable(factory: OptimizerFactory) -> None:
-    """Raise if an optimizer cannot be sharded.
-
-    Raises:
-        TypeError: if ``factory`` cannot be called.
-        ValueError: for LBFGS and its subclasses, which couple all parameters.
-    """
+def check_shardable(factory: OptimizerFactory) -> None:
+    """Raise a TypeError for what cannot be called, and a ValueError for what cannot be sharded: LBFGS alone."""
     found = class_of(factory)
     if not callable(found):
         raise TypeError(f"`optimizer_class` must be an optimizer class, but got {found!r}")
@@ -77,13 +67,10 @@ def refuse_unshardable(factory: OptimizerFactory) -> None:
         )
 
 
-def refuse_cuts(factory: OptimizerFactory, partition: str) -> None:
-    """Raise the error for a partition that cuts tensors with an optimizer that is not known to be elementwise.
-
-    Raises:
-        ValueError: always.
-    """
-    raise ValueError(
-        f"partition={partition!r} cuts tensors, but {name_of(factory)} is not known to be elementwise: it may look at "
-        f"a whole tensor to update one element. Use partition='whole', or pass elementwise=True if it is."
-    )
+def check_elementwise(factory: OptimizerFactory, partition: str, *, declared: bool) -> None:
+    """Raise a ValueError for a partition that cuts tensors, unless :func:`is_elementwise`."""
+    if not is_elementwise(factory, declared=declared):
+        raise ValueError(
+            f"partition={partition!r} cuts tensors, but {name_of(factory)} is not known to be elementwise: it may look "
+            f"at a whole tensor to update one element. Use partition='whole', or pass elementwise=True if it is."
+        )

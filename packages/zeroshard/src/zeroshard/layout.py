@@ -14,9 +14,9 @@ import torch
 from zeroshard_comm import ShardingConfig
 from zeroshard_core import Cost, Plan, Strategy, TensorSpec, is_dense, partition, repartition
 
-from zeroshard.elementwise import OptimizerFactory, is_elementwise, name_of, refuse_cuts
-from zeroshard.memory import lies_flat, refuse_shared_memory
-from zeroshard.parameters import ParamGroup, activity, parameters_of, specs_of
+from zeroshard.elementwise import OptimizerFactory, check_elementwise, name_of
+from zeroshard.memory import check_shared_memory, lies_flat
+from zeroshard.param_groups import ParamGroup, active_mask, parameters_of, specs_of
 
 
 @dataclass(frozen=True)
@@ -117,11 +117,11 @@ def same_place(old: TensorSpec, new: TensorSpec) -> bool:
 def _layout(
     policy: Policy, groups: Sequence[ParamGroup], old: Plan | None, settled: frozenset[int], optimizer_name: str
 ) -> Layout:
-    active = activity(parameters_of(groups))
+    active = active_mask(parameters_of(groups))
     # A tensor that was trainable once keeps its weight: its state is still held.
     weighs = [is_active or index in settled for index, is_active in enumerate(active)]
     specs = specs_of(groups, weighs)
-    refuse_shared_memory(groups, active)
+    check_shared_memory(groups, active)
     if old is None:
         plan = partition(specs, policy.world_size, strategy=policy.strategy, cost=policy.cost)
     else:
@@ -137,10 +137,8 @@ def _layout(
             if index >= len(old.tensors) or (spec.trainable and index not in settled)
         ]
         plan = repartition(old, specs, place=place, strategy=policy.strategy, cost=policy.cost)
-    if not is_elementwise(policy.factory, declared=policy.elementwise) and any(
-        len(plan.of_tensor(index)) > 1 for index in range(len(specs))
-    ):
-        refuse_cuts(policy.factory, policy.name)
+    if any(len(plan.of_tensor(index)) > 1 for index in range(len(specs))):
+        check_elementwise(policy.factory, policy.name, declared=policy.elementwise)
     params = parameters_of(groups)
     # A flat buffer takes over the values that a view shows; gaps it closes only after the shards have been made.
     can_be_cut = is_dense if policy.as_bucket_view else lies_flat

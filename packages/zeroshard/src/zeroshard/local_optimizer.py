@@ -12,7 +12,7 @@ from zeroshard_core import Plan, Shard
 
 from zeroshard._torch_private import step_post_hooks, step_pre_hooks
 from zeroshard.elementwise import OptimizerFactory
-from zeroshard.parameters import ParamGroup
+from zeroshard.param_groups import ParamGroup
 
 Closure = Callable[[], Any]
 

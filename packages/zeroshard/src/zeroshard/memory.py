@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from zeroshard_core import is_dense
+
+from zeroshard.param_groups import parameters_of, title_of
 
 
 def lies_flat(param: torch.Tensor) -> bool:
@@ -18,95 +19,50 @@ def lies_flat(param: torch.Tensor) -> bool:
     return is_dense(param) and not param.is_conj() and not param.is_neg()
 
 
-@dataclass(frozen=True, eq=False)
-class _Span:
-    """The bytes from a parameter's first element to its last, and where it stands."""
-
-    index: int
-    title: str
-    param: torch.Tensor
-    start: int
-    stop: int
-
-
-def refuse_shared_memory(groups: Sequence[Mapping[str, Any]], active: Sequence[bool]) -> None:
+def check_shared_memory(groups: Sequence[Mapping[str, Any]], active: Sequence[bool]) -> None:
     """Raise if elements of parameters share memory: two owners, or one twice, would step them from the others' values.
 
-    Parameters that lie in one storage without touching each other are fine, as columns of one matrix.
-
-    Args:
-        groups: param groups.
-        active: per parameter, whether a step may change it; others may lie anywhere.
+    Parameters that lie in one storage without touching each other are fine, as columns of one matrix; and those that
+    no step may change, which ``active`` tells per parameter, may lie anywhere.
 
     Raises:
         ValueError: naming the two parameters, or the one whose own elements share memory.
     """
-    spans: list[_Span] = []
-    index = 0
-    for number, group in enumerate(groups):
-        names = group.get("param_names")
-        for position, param in enumerate(group["params"]):
-            on_record = param.layout is torch.strided and param.device.type != "meta" and param.numel() > 0
-            if active[index] and on_record:
-                title = f"{position} of group {number}" + (f" ({names[position]!r})" if names is not None else "")
-                spans.append(_span(index, title, param))
-            index += 1
-    for neighbours in _reaching_into_each_other(spans):
-        if len(neighbours) > 1 or not is_dense(neighbours[0].param):
-            _refuse_touching(neighbours)
-
-
-def _span(index: int, title: str, param: torch.Tensor) -> _Span:
-    last = sum((size - 1) * step for size, step in zip(param.shape, param.stride(), strict=True))
-    start = param.data_ptr()
-    return _Span(index, title, param, start, start + (last + 1) * param.element_size())
-
-
-def _reaching_into_each_other(spans: Iterable[_Span]) -> list[list[_Span]]:
-    """Parts of ``spans`` between which there is no memory that two of them span."""
-    found: list[list[_Span]] = []
-    reached: tuple[str, int] = ("", 0)
-    for span in sorted(spans, key=lambda span: (str(span.param.device), span.start)):
-        device = str(span.param.device)
-        if found and reached[0] == device and span.start < reached[1]:
-            found[-1].append(span)
-            reached = device, max(reached[1], span.stop)
-        else:
-            found.append([span])
-            reached = device, span.stop
-    return found
-
-
-def _refuse_touching(spans: Sequence[_Span]) -> None:
-    """Raise if two elements lie in the same byte, with a map of all bytes that the spans reach."""
-    first = min(span.start for span in spans)
-    taken = torch.zeros(max(span.stop for span in spans) - first, dtype=torch.bool, device="cpu")
-    for number, span in enumerate(spans):
-        own = _bytes_of(span, taken, first)
-        if bool(own.any()):
-            for other in spans[:number]:
-                taken.zero_()
-                _bytes_of(other, taken, first).fill_(True)
-                if bool(own.any()):
-                    one, two = sorted((span, other), key=lambda each: each.index)
-                    raise ValueError(
-                        f"parameter {one.title} and parameter {two.title} share memory: use one Parameter in both "
-                        f"places of the model, which then has one owner, or give one of them memory of its own"
-                    )
-        before = int(taken.sum())
-        repeated = any(step == 0 and size > 1 for size, step in zip(own.shape, own.stride(), strict=True))
-        if not repeated:
-            own.fill_(True)
-        if int(taken.sum()) - before != own.numel():
+    params = parameters_of(groups)
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for index, param in enumerate(params):
+        if active[index] and param.layout is torch.strided and param.device.type != "meta" and param.numel() > 0:
+            by_device.setdefault(param.device, []).append(_ranges(index, param))
+    for ranges in by_device.values():
+        starts, stops, indices = torch.cat(ranges, dim=1)
+        order = starts.argsort()
+        # If any two ranges meet, so do two that are neighbours by their starts.
+        meeting = (starts[order[1:]] < stops[order[:-1]]).nonzero()
+        if len(meeting) == 0:
+            continue
+        one, two = sorted(indices[order[meeting[0, 0] :][:2]].tolist())
+        if one != two:
             raise ValueError(
-                f"parameter {span.title}, of shape {tuple(span.param.shape)} and strides {span.param.stride()}, has "
-                f"elements that share memory, as those of an expanded tensor do: give each its own with clone() or "
-                f"contiguous()"
+                f"{title_of(groups, one)} and {title_of(groups, two)} share memory: use one Parameter in both places "
+                f"of the model, which then has one owner, or give one of them memory of its own"
             )
+        raise ValueError(
+            f"{title_of(groups, one)}, of shape {tuple(params[one].shape)} and strides {params[one].stride()}, has "
+            f"elements that share memory, as those of an expanded tensor do: give each its own with clone() or "
+            f"contiguous()"
+        )
 
 
-def _bytes_of(span: _Span, taken: torch.Tensor, first: int) -> torch.Tensor:
-    """The part of the map that belongs to one parameter: its shape, and one more dimension for an element's bytes."""
-    size = span.param.element_size()
-    steps = [step * size for step in span.param.stride()]
-    return taken.as_strided((*span.param.shape, size), (*steps, 1), span.start - first)
+def _ranges(index: int, param: torch.Tensor) -> torch.Tensor:
+    """The unbroken ranges of a parameter's memory, (3, ranges): first byte, byte after the last, and ``index``."""
+    length = param.element_size()
+    starts = torch.tensor([param.data_ptr()], device="cpu")
+    for step, size in sorted(zip(param.stride(), param.shape, strict=True)):
+        nbytes = step * param.element_size()
+        if nbytes == length:
+            length *= size
+        elif size > 1:
+            # Of an expanded tensor two are enough to be seen.
+            repeats = torch.arange(size if step else 2, device="cpu") * nbytes
+            starts = (starts[:, None] + repeats).view(-1)
+    return torch.stack([starts, starts + length, torch.full_like(starts, index)])

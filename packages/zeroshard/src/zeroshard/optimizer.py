@@ -16,12 +16,12 @@ from zeroshard_comm import RankGroup, Traffic
 from zeroshard_core import Cost, Plan, Strategy, numel
 
 from zeroshard.compatibility import TorchNames
-from zeroshard.elementwise import OptimizerFactory, refuse_unshardable
+from zeroshard.elementwise import OptimizerFactory, check_shardable
 from zeroshard.layout import Policy
 from zeroshard.local_optimizer import Closure, sync_groups
 from zeroshard.overlap.backward import BackwardFollower
 from zeroshard.overlap.scheduler import StepMode
-from zeroshard.parameters import ParamGroup, read_group, read_groups
+from zeroshard.param_groups import ParamGroup, read_group, read_groups
 from zeroshard.sharded_optimizer import ShardedOptimizer
 from zeroshard.state.consolidate import StateDict
 
@@ -104,7 +104,7 @@ class ZeroRedundancyOptimizer(TorchNames, Optimizer, Joinable):
         policy = Policy(partition, cost, optimizer_class, elementwise, parameters_as_bucket_view, ranks.world_size)
 
         def read() -> list[ParamGroup]:
-            refuse_unshardable(optimizer_class)
+            check_shardable(optimizer_class)
             Optimizer.__init__(self, read_groups(params), dict(defaults))
             Joinable.__init__(self)
             return self.param_groups

@@ -23,7 +23,7 @@ from zeroshard.layout import Policy
 from zeroshard.local_optimizer import Closure
 from zeroshard.overlap.backward import BackwardFollower
 from zeroshard.overlap.scheduler import StepMode
-from zeroshard.parameters import ParamGroup
+from zeroshard.param_groups import ParamGroup
 from zeroshard.sharding import Sharding
 from zeroshard.state.consolidate import StateDict, consolidate
 from zeroshard.state.load import load

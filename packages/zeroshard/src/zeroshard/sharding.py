@@ -11,12 +11,11 @@ import torch
 from zeroshard_comm import Control, Position, RankGroup, ShardingConfig, Traffic, agreed, check_config, connect
 
 from zeroshard.elementwise import name_of
-from zeroshard.handed_order import HandedOrder
-from zeroshard.hyperparameters import Hyperparameters
 from zeroshard.layout import Layout, Policy, first_layout, next_layout, same_place, same_shards
 from zeroshard.local_optimizer import LocalOptimizer, sync_groups
+from zeroshard.param_groups import Hyperparameters, ParamGroup, active_mask, check_members, parameters_of, settings_of
+from zeroshard.param_order import check_order, read_order
 from zeroshard.parameter_sync import ParameterSync
-from zeroshard.parameters import ParamGroup, activity, check_members, hyperparameters_of, parameters_of
 
 _logger = logging.getLogger(__name__)
 
@@ -66,14 +65,14 @@ class Sharding:
         self.control, self._policy = Control(ranks, traffic), policy
         self.follower: LayoutFollower | None = None
         name = name_of(policy.factory)
-        order = HandedOrder((), (), ())
+        order: Mapping[str, int] = {}
         with agreed(self.control, "ZeroRedundancyOptimizer()") as declared:
             groups = read_groups()
             self.layout = first_layout(policy, groups, name)
             self.local = LocalOptimizer(policy.factory, groups, self.layout.plan, ranks.rank, defaults)
-            declared.config = with_hyperparameters(self.layout, hyperparameters_of(groups, self.local.optim.defaults))
-            order = HandedOrder.of(self.layout.plan.tensors, parameters_of(groups))
-        order.compare(self.control, "ZeroRedundancyOptimizer()")
+            declared.config = with_hyperparameters(self.layout, settings_of(groups, self.local.optim.defaults))
+            order = read_order(self.control, self.layout.plan.tensors, parameters_of(groups))
+        check_order(self.control, order, "ZeroRedundancyOptimizer()")
         self.control.position = Position(ranks.context.number_optimizer(), name, 0)
         connect(self.control)
         self.sync = ParameterSync(self.control, as_bucket_view=policy.as_bucket_view)
@@ -116,7 +115,7 @@ class Sharding:
             Exception: what any rank met, on every rank. ``groups`` is as before in every case.
         """
         before = len(groups)
-        layout, order = self.layout, HandedOrder((), (), ())
+        layout, order = self.layout, dict[str, int]()
         try:
             with agreed(self.control, "add_param_group()") as declared:
                 declared.config = layout.declaration
@@ -126,10 +125,10 @@ class Sharding:
                 self.local.dry_run(groups, layout.plan)
                 if self.follower is not None:
                     self.follower.check(parameters_of(groups), layout)
-                hyperparameters = hyperparameters_of(groups[before:], self.local.optim.defaults, first=before)
+                hyperparameters = settings_of(groups[before:], self.local.optim.defaults, first=before)
                 declared.config = with_hyperparameters(layout, hyperparameters)
-                order = HandedOrder.of(layout.plan.tensors, parameters_of(groups))
-            order.compare(self.control, "add_param_group()")
+                order = read_order(self.control, layout.plan.tensors, parameters_of(groups))
+            check_order(self.control, order, "add_param_group()")
         except BaseException:
             del groups[before:]
             raise
@@ -172,7 +171,7 @@ class Sharding:
         """As :meth:`update_layout`, of the parameters alone."""
         layout = self.layout
         moved = self.sync.moved()
-        if moved or activity(self.params) != layout.active:
+        if moved or active_mask(self.params) != layout.active:
             layout = next_layout(self._policy, layout, groups)
             if self.follower is not None:
                 self.follower.check(self.params, layout)
@@ -196,7 +195,7 @@ class Sharding:
 
     def in_words(self) -> str:
         """Return what ranks compare at the end of a step as JSON: layout and hyperparameters."""
-        return with_hyperparameters(self.layout, self.hyperparameters.in_words()).to_json()
+        return with_hyperparameters(self.layout, self.hyperparameters.agreed).to_json()
 
     def _lay_out(self) -> None:
         self.sync.follow(self.params, self.layout.plan, self.layout.active)

@@ -39,29 +39,18 @@ def share_sparse(
     held = [item.param.detach().coalesce() for item in items]
     counts = [torch.tensor([tensor.indices().shape[1]], device=tensor.device) for tensor in held]
     make([Segment(item.owner, count) for item, count in zip(items, counts, strict=True)]).broadcast()
+    arriving: list[tuple[torch.Tensor, torch.Tensor]] = []
     segments: list[Segment] = []
-    arriving: list[torch.Tensor] = []
     for item, tensor, count in zip(items, held, counts, strict=True):
+        indices, values = tensor.indices().contiguous(), tensor.values().contiguous()
         if item.owner != rank:
-            tensor = _room(tensor, int(count))
-        segments += [
-            Segment(item.owner, part.contiguous().view(-1))
-            for part in (tensor.indices(), tensor.values())
-            if part.numel() > 0
-        ]
-        arriving.append(tensor)
+            indices = indices.new_empty(indices.shape[0], int(count))
+            values = values.new_empty(int(count), *values.shape[1:])
+        arriving.append((indices, values))
+        segments += [Segment(item.owner, part.view(-1)) for part in (indices, values) if part.numel() > 0]
     make(segments).broadcast()
     # Into the parameter itself: a detached sparse tensor takes new elements for itself alone.
     with torch.no_grad():
-        for item, tensor in zip(items, arriving, strict=True):
-            item.param.copy_(tensor)
-
-
-def _room(like: torch.Tensor, count: int) -> torch.Tensor:
-    """An uninitialised sparse tensor of the same shape with ``count`` elements."""
-    indices = torch.empty(like.sparse_dim(), count, dtype=torch.int64, device=like.device)
-    values = torch.empty(count, *like.shape[like.sparse_dim() :], dtype=like.dtype, device=like.device)
-    # Invariants would be checked against indices that have not arrived yet.
-    return torch.sparse_coo_tensor(
-        indices, values, like.shape, device=like.device, check_invariants=False, is_coalesced=True
-    )
+        for item, (indices, values) in zip(items, arriving, strict=True):
+            shape = item.param.shape
+            item.param.copy_(torch.sparse_coo_tensor(indices, values, shape, check_invariants=False, is_coalesced=True))

@@ -20,7 +20,7 @@ from zeroshard_core import Plan
 from zeroshard.exchange_guard import ExchangeGuard
 from zeroshard.layout import Layout, check_unchanged
 from zeroshard.local_optimizer import Closure, sync_groups
-from zeroshard.parameters import ParamGroup
+from zeroshard.param_groups import ParamGroup
 from zeroshard.sharding import Sharding
 from zeroshard.stepped_in_parts import may_step_in_parts
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from zeroshard import OptimizerJoinHook
 from zeroshard._torch_private import local_used_map
-from zeroshard.fingerprint import fingerprint
+from zeroshard.joining.fingerprint import fingerprint
 from zeroshard.joining.handover import give_gradients, take_gradients
 from zeroshard_comm import Control
 

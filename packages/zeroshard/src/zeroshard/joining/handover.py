@@ -21,7 +21,7 @@ from zeroshard_core import Plan, Shard, storage_view
 from zeroshard._torch_private import sparse_indices, sparse_values
 from zeroshard.local_optimizer import NOT_SYNCED
 from zeroshard.overlap.placeholder import GradPlaceholder
-from zeroshard.parameters import ParamGroup
+from zeroshard.param_groups import ParamGroup
 
 TAG_LENGTH = 0x5A530050
 TAG_TEXT = 0x5A530051
@@ -45,7 +45,7 @@ class Handover:
     """
 
     groups: Sequence[Mapping[str, Any]]
-    agreed: Sequence[Mapping[str, Any]]
+    agreed: Mapping[str, str]
     absent: frozenset[int]
     zeroed: frozenset[int]
     settings: Sequence[float]
@@ -87,7 +87,7 @@ def give(
     control: Control,
     joined: Sequence[int],
     groups: Sequence[ParamGroup],
-    agreed: Sequence[Mapping[str, Any]],
+    agreed: Mapping[str, str],
     params: Sequence[torch.Tensor],
     plan: Plan,
     settings: Sequence[float] = (),
@@ -115,7 +115,7 @@ def give(
     absent = [index for index, param in enumerate(params) if param.grad is None]
     text: dict[str, Any] = {
         "groups": [{k: _written(v) for k, v in group.items() if k not in NOT_SYNCED} for group in groups],
-        "agreed": [{key: _written(value) for key, value in group.items()} for group in agreed],
+        "agreed": dict(agreed),
         "absent": absent,
         "zeroed": [i for i, param in enumerate(params) if type(param.grad) is GradPlaceholder and param.grad.is_zero()],
         "settings": [_number(setting) for setting in settings],
@@ -156,11 +156,9 @@ def take(
         if not gradients or shard.tensor in absent:
             continue
         found[shard.tensor] = receiver.gradient(shard, params[shard.tensor], text["sparse"].get(str(shard.tensor)))
-    groups, agreed = (
-        [{key: _read(value) for key, value in group.items()} for group in text[name]] for name in ("groups", "agreed")
-    )
+    groups = [{key: _read(value) for key, value in group.items()} for group in text["groups"]]
     arguments = {name: _read(value) for name, value in text["arguments"].items()}
-    return Handover(groups, agreed, absent, frozenset(text["zeroed"]), text["settings"], arguments, found)
+    return Handover(groups, text["agreed"], absent, frozenset(text["zeroed"]), text["settings"], arguments, found)
 
 
 def give_gradients(

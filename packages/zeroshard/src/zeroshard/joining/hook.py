@@ -8,7 +8,7 @@ from torch.distributed.algorithms.join import JoinHook
 
 from zeroshard.joining.attendance import Call
 from zeroshard.joining.uneven import UnevenInputs
-from zeroshard.parameters import ParamGroup
+from zeroshard.param_groups import ParamGroup
 
 
 class OptimizerJoinHook(JoinHook):

@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zeroshard._torch_private import local_used_map, version_of
 from zeroshard.clipping import clip_over_ranks
-from zeroshard.fingerprint import fingerprint
 from zeroshard.joining.attendance import Attendance, Call, call_roll
+from zeroshard.joining.fingerprint import fingerprint
 from zeroshard.joining.handover import (
     Handover,
     give,
@@ -35,7 +35,7 @@ from zeroshard.memory import lies_flat
 from zeroshard.overlap.bucket import Bucket, BucketPhase
 from zeroshard.overlap.placeholder import GradPlaceholder
 from zeroshard.overlap.scheduler import BucketScheduler
-from zeroshard.parameters import ParamGroup
+from zeroshard.param_groups import ParamGroup
 from zeroshard.step import StepCoordinator
 
 USE_OURS = (
@@ -154,7 +154,7 @@ class UnevenInputs:
                 self._control,
                 attendance.joined,
                 groups,
-                sharding.hyperparameters.agreed(),
+                sharding.hyperparameters.agreed,
                 sharding.params,
                 sharding.layout.plan,
                 settings,

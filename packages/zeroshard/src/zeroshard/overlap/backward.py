@@ -13,7 +13,7 @@ from zeroshard_comm import agreed
 from zeroshard.overlap.bucket import Bucket
 from zeroshard.overlap.buckets import common_device
 from zeroshard.overlap.scheduler import BucketScheduler, StepMode
-from zeroshard.parameters import ParamGroup
+from zeroshard.param_groups import ParamGroup
 from zeroshard.step import StepCoordinator
 
 

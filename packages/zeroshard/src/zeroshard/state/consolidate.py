@@ -13,7 +13,7 @@ from zeroshard_comm import Manifest, agreed, gather
 from zeroshard_core import Plan, Shard, StateMapError, storage_view
 
 from zeroshard.local_optimizer import LocalOptimizer, sync_groups
-from zeroshard.parameters import ParamGroup
+from zeroshard.param_groups import ParamGroup
 from zeroshard.sharding import Sharding
 from zeroshard.state.serialization import dtype_name, read_value, write_value
 

@@ -11,7 +11,7 @@ from zeroshard_comm import agreed, explain_configs
 from zeroshard_core import Plan, whole_to_local
 
 from zeroshard.local_optimizer import NOT_SYNCED, LocalOptimizer, sync_groups
-from zeroshard.parameters import ParamGroup, in_words, parameters_of
+from zeroshard.param_groups import ParamGroup, in_words, parameters_of
 from zeroshard.sharding import Sharding
 from zeroshard.state.schema import StateSchema
 from zeroshard.state.serialization import copy_value

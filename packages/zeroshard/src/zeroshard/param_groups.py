@@ -1,0 +1,228 @@
+"""What a user hands to an optimizer, read and checked: parameters, their names, groups and hyperparameters."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Number
+from operator import is_
+from typing import Any
+
+import torch
+from zeroshard_core import TensorSpec, is_dense
+
+ParamGroup = dict[str, Any]
+
+
+def read_groups(params: Any) -> list[ParamGroup]:  # noqa: ANN401 - anything may be handed in; this is where it is checked
+    """Check what was handed in, and return it as groups, each as :func:`read_group` returns it.
+
+    Args:
+        params: an iterable of tensors, of ``(name, tensor)`` pairs, or of dicts whose ``"params"`` is a tensor or such
+            an iterable (a generator too). Nothing in it is modified.
+
+    Raises:
+        TypeError: for a tensor, something that cannot be iterated, a set, or a mixture of kinds.
+        ValueError: for an empty list, or as :func:`read_group`.
+    """
+    if isinstance(params, torch.Tensor):
+        raise TypeError(f"`params` must be an iterable of tensors or dicts, but got a single {torch.typename(params)}")
+    items = _listed(params, "`params`")
+    if not items:
+        raise ValueError("ZeroRedundancyOptimizer got an empty parameter list")
+    are_groups = all(isinstance(item, Mapping) for item in items)
+    return [read_group(group) for group in (items if are_groups else [{"params": items}])]
+
+
+def read_group(group: Mapping[str, Any]) -> ParamGroup:
+    """Check one group and return a fresh dict: ``"params"`` is a list of tensors, ``"param_names"`` of names if given.
+
+    Raises:
+        TypeError: if ``group`` is not a dict, its ``"params"`` have no order, or some are no tensors, or have no names
+            where others have.
+        ValueError: if ``"params"`` is missing, or a parameter stands in it twice.
+    """
+    if not isinstance(group, Mapping):
+        raise TypeError(f"a parameter group must be a dict, but got {torch.typename(group)}")
+    if "params" not in group:
+        raise ValueError(
+            f"a parameter group must have the key 'params' with its parameters; this one has {sorted(map(str, group))}"
+        )
+    given = group["params"]
+    items = [given] if isinstance(given, torch.Tensor) else _listed(given, "the 'params' of a group")
+    fresh = {**group, "params": items}
+    if items and all(isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) for item in items):
+        fresh |= {"params": [tensor for _, tensor in items], "param_names": [name for name, _ in items]}
+    if not all(isinstance(tensor, torch.Tensor) for tensor in fresh["params"]):
+        kinds = sorted({torch.typename(item) for item in items})
+        raise TypeError(f"`params` must hold tensors, or (name, tensor) pairs, or dicts, all of one kind; got {kinds}")
+    names = fresh.get("param_names", [f"#{position}" for position in range(len(items))])
+    seen: dict[int, str] = {}
+    for name, tensor in zip(names, fresh["params"], strict=True):
+        if id(tensor) in seen:
+            raise ValueError(f"a parameter group holds the same parameter twice: as {seen[id(tensor)]} and as {name}")
+        seen[id(tensor)] = name
+    return fresh
+
+
+def parameters_of(groups: Iterable[Mapping[str, Any]]) -> list[torch.Tensor]:
+    """Return all parameters in the order of the groups; their positions are the tensor indices of the plan."""
+    return [param for group in groups for param in group["params"]]
+
+
+def title_of(groups: Sequence[Mapping[str, Any]], index: int) -> str:
+    """Return the words by which errors call a parameter, e.g. ``"parameter 0 of group 1 ('bias')"``."""
+    number = 0
+    while index >= len(groups[number]["params"]):
+        index -= len(groups[number]["params"])
+        number += 1
+    names = groups[number].get("param_names")
+    return f"parameter {index} of group {number}" + (f" ({names[index]!r})" if names is not None else "")
+
+
+def active_mask(params: Iterable[torch.Tensor]) -> tuple[bool, ...]:
+    """Tell per parameter whether an optimizer may change it: it is trainable, or still has a gradient."""
+    return tuple([param.requires_grad or param.grad is not None for param in params])
+
+
+def check_members(groups: Sequence[ParamGroup], params: Sequence[torch.Tensor]) -> None:
+    """Raise a RuntimeError if the public param groups do not hold ``params``: somebody has exchanged members."""
+    members = parameters_of(groups)
+    if len(members) != len(params) or not all(map(is_, members, params)):
+        raise RuntimeError(
+            "the members of param_groups are not those that the optimizer was built with; "
+            "add parameters with add_param_group(), and build a new optimizer to exchange or remove them"
+        )
+
+
+def specs_of(groups: Sequence[Mapping[str, Any]], active: Sequence[bool]) -> tuple[TensorSpec, ...]:
+    """Describe all parameters of the groups.
+
+    Args:
+        groups: param groups with list-valued ``"params"``.
+        active: per parameter, whether it counts as trainable.
+
+    Returns:
+        One spec per parameter. A parameter without a name is called ``param.<index>``. Devices are numbered in order of
+        appearance, so that ranks on different GPUs describe the same thing.
+
+    Raises:
+        TypeError: for an active parameter that is a DTensor.
+        ValueError: for a parameter in another layout than strided and COO.
+    """
+    specs: list[TensorSpec] = []
+    logical: dict[torch.device, str] = {}
+    for number, group in enumerate(groups):
+        names = group.get("param_names")
+        for position, param in enumerate(group["params"]):
+            index = len(specs)
+            if param.layout not in (torch.strided, torch.sparse_coo):
+                raise ValueError(
+                    f"{title_of(groups, index)}, of shape {tuple(param.shape)}, is a {param.layout} tensor; only "
+                    f"strided and sparse_coo parameters can be sharded"
+                )
+            if active[index] and hasattr(param, "device_mesh"):
+                raise TypeError(
+                    f"{title_of(groups, index)}, of shape {tuple(param.shape)}, is a DTensor: who holds which of its "
+                    f"elements is settled already; give it to an optimizer that does not shard"
+                )
+            kind = param.device.type
+            alike = sum(known.type == kind for known in logical)
+            device = logical.setdefault(param.device, "cpu" if kind == "cpu" else f"{kind}:{alike}")
+            name = f"param.{index}" if names is None else str(names[position])
+            stride = None if not is_dense(param) or param.is_contiguous() else tuple(param.stride())
+            specs.append(TensorSpec(name, tuple(param.shape), param.dtype, device, active[index], number, stride))
+    return tuple(specs)
+
+
+def settings_of(
+    groups: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any], *, first: int = 0, in_step: bool = False
+) -> dict[str, str]:
+    """Write down hyperparameters so that ranks can compare them, :func:`in_words`: ``{"lr of group 0": "0.1"}``.
+
+    Groups are numbered from ``first`` on. What a group does not say is taken from ``defaults``.
+    """
+    return {
+        f"{key} of group {number}": in_words(value, in_step=in_step)
+        for number, group in enumerate(groups, first)
+        for key, value in {**defaults, **group}.items()
+        if key not in ("params", "param_names")
+    }
+
+
+def in_words(value: object, *, in_step: bool = False) -> str:
+    """Write a value so that ranks can compare it: alike where it means the same, whatever its class.
+
+    Of what is neither a number, a string, a tensor nor a list, tuple or dict of these, only the type is written: two
+    ranks' objects need not look alike. In a step, where nothing may wait for a device, so it is with tensors; and with
+    lists, tuples and dicts in which something is not written.
+    """
+    try:
+        return _words(value, in_step)
+    except TypeError:
+        return type(value).__name__
+
+
+class Hyperparameters:
+    """What ranks must have alike, or each shard would be stepped by its owner's: what the user wrote to the groups.
+
+    What the inner optimizer writes to them in a step does not count: a rank without a tensor of a group may rightly
+    write something else.
+
+    Attributes:
+        agreed: as :func:`settings_of` writes them in a step.
+    """
+
+    def __init__(self) -> None:
+        self.agreed: dict[str, str] = {}
+        self._seen: dict[str, str] = {}
+
+    def follow(self, groups: Sequence[Mapping[str, Any]]) -> int:
+        """Take in what the user has changed in the public param groups, and return 32 bits of all that counts."""
+        now = settings_of(groups, {}, in_step=True)
+        if now != self._seen:
+            agreed = self.agreed | dict(now.items() - self._seen.items())
+            self.agreed = {name: agreed[name] for name in now if name in agreed}
+            self._seen = now
+        return zlib.crc32(repr(sorted(self.agreed.items())).encode())
+
+    def written(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Take note of what the inner optimizer has written to the public param groups."""
+        self._seen = settings_of(groups, {}, in_step=True)
+
+    def adopt(self, agreed: Mapping[str, str], groups: Sequence[Mapping[str, Any]]) -> None:
+        """Take over :attr:`agreed` of another rank, whose values are in the public param groups already."""
+        self.agreed = dict(agreed)
+        self.written(groups)
+
+
+def _listed(given: Any, what: str) -> list[Any]:  # noqa: ANN401 - checked by trying
+    if isinstance(given, (set, frozenset)):
+        raise TypeError(f"{what} must have an order that is the same on every rank; a set has none, use a list")
+    try:
+        return list(given)
+    except TypeError as error:
+        raise TypeError(f"{what} must be an iterable of tensors or dicts, but got {torch.typename(given)}") from error
+
+
+def _words(value: Any, in_step: bool) -> str:  # noqa: ANN401 - a hyperparameter
+    if isinstance(value, torch.Tensor) and not in_step:
+        if value.numel() != 1 or value.device.type == "meta":
+            return f"a tensor of shape {tuple(value.shape)}"
+        value = value.item()
+    elif hasattr(value, "tolist") and not isinstance(value, (torch.Tensor, type)):
+        # NumPy's scalars and arrays as Python's numbers and lists.
+        value = value.tolist()
+    if isinstance(value, float):
+        # As an integer if it is one: 0 and 0.0 mean the same.
+        return repr(int(value)) if value.is_integer() else float.__repr__(value)
+    if isinstance(value, (int, str, torch.dtype, type(None), Number)):
+        return repr(value)
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join([_words(part, in_step) for part in value])})"
+    if isinstance(value, Mapping):
+        parts = [f"{_words(key, in_step)}: {_words(part, in_step)}" for key, part in value.items()]
+        return f"{{{', '.join(sorted(parts))}}}"
+    if in_step:
+        raise TypeError
+    return type(value).__name__
