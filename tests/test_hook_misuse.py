@@ -346,7 +346,8 @@ TRACED = {"backward": HOOKS[1:], "step()": HOOKS[:1], "whole step": HOOKS}
 """What torch.compile traces into our own code today, and into gradients that cannot be read, by hook."""
 
 
-@pytest.mark.ranks(2, backend="gloo")
+# Compiling takes long where others compute too.
+@pytest.mark.ranks(2, backend="gloo", timeout=240)
 @pytest.mark.parametrize(
     ("what", "hook"),
     [
