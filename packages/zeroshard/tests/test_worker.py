@@ -57,3 +57,27 @@ def test_jobs_may_come_while_others_run() -> None:
 
 def test_draining_an_idle_worker_is_a_no_op() -> None:
     Worker("test").drain()
+
+
+@pytest.mark.xfail(strict=True, reason="the worker believes that it runs, and drain() waits forever")
+def test_a_thread_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker("test")
+    done: list[int] = []
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        for number in range(2):
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                worker.submit(lambda number=number: done.append(number))
+    # In a thread of its own, for it may wait forever.
+    drained = threading.Thread(target=worker.drain, daemon=True)
+    drained.start()
+    drained.join(5)
+    assert not drained.is_alive()
+    worker.submit(lambda: done.append(2))
+    worker.drain()
+    # Whoever was told that a job could not be begun does not expect it to be run later.
+    assert done == [2]

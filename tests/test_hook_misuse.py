@@ -1,0 +1,373 @@
+"""Loops and models for which a hook cannot do what it seems to: refused by name, on every rank, and nothing is guessed.
+
+Where something is refused, an error says what it is and what to do; nobody waits for it longer than for its group.
+"""
+
+# No `from __future__ import annotations`: DDP compares the annotations of hooks with the types themselves.
+import copy
+import re
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp_training import HOOKS, Twins, batch, register
+from torch import nn, optim
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+from training import small_model
+from zeroshard import ZeroRedundancyOptimizer
+from zeroshard_testing import assert_replicas_equal
+
+pytestmark = pytest.mark.pairwise
+EVERY_HOOK = pytest.mark.parametrize("hook", HOOKS)
+STEPPING_HOOKS = pytest.mark.parametrize("hook", HOOKS[1:])
+WHERE = pytest.mark.parametrize("where", ["on all ranks", "on rank 1"])
+
+
+def xfailing(reason: str, *values: object) -> Any:
+    return pytest.param(*values, marks=pytest.mark.xfail(strict=True, reason=reason))
+
+
+def group_of(*ranks: int) -> dist.ProcessGroup:
+    """Of these ranks, or of all, with a timeout that ends what hangs."""
+    return dist.new_group(list(ranks) or None, timeout=timedelta(seconds=20))
+
+
+def half_of(rank: int, world_size: int) -> dist.ProcessGroup:
+    """Every second rank, this one among them."""
+    return [group_of(*range(first, world_size, 2)) for first in range(2)][rank % 2]
+
+
+# ---------------------------------------------------------------------- which ranks
+
+
+@pytest.mark.ranks(2, 4, backend="gloo")
+@pytest.mark.parametrize("hook", [xfailing("averaged over the ranks of the optimizer alone", HOOKS[0]), *HOOKS[1:]])
+@pytest.mark.parametrize("narrow", ["optimizer", "model", "second model"])
+def test_a_model_and_an_optimizer_of_different_ranks(rank: int, world_size: int, hook: str, narrow: str) -> None:
+    everyone, half = group_of(), half_of(rank, world_size)
+    of_optimizer, of_model = (half, everyone) if narrow == "optimizer" else (everyone, half)
+    model = small_model().double()
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), optim.SGD, process_group=of_optimizer, overlap_with_ddp=hook != "owner", lr=0.1
+    )
+    if narrow == "second model":
+        register(hook, DistributedDataParallel(model, process_group=everyone), optimizer)
+    ddp = DistributedDataParallel(model, process_group=of_model)
+
+    def train() -> None:
+        register(hook, ddp, optimizer)
+        ddp(batch(0)).sum().backward()
+
+    theirs, ours = map(dist.get_process_group_ranks, (of_model, of_optimizer))
+    with pytest.raises(ValueError, match=re.escape(f"works on the ranks {theirs}, and the optimizer on {ours}")):
+        train()
+
+
+# ---------------------------------------------------------------------- loops that do not step once per backward
+
+TOLD = r"(?s)(?=.*no_sync)(?=.*reduce_to_owner_hook)"
+
+
+def skip_a_step(twins: Twins, *, wrong: bool) -> None:
+    """As a GradScaler does when it finds an infinity."""
+    twins.backward(twins.ddp, 2)
+    if not wrong:
+        twins.optimizer.step()
+    twins.optimizer.zero_grad()
+    twins.backward(twins.ddp, 3)
+
+
+def change_the_rate(twins: Twins, *, wrong: bool) -> None:
+    twins.backward(twins.ddp, 2)
+    if wrong:
+        twins.optimizer.param_groups[0]["lr"] *= 0.5
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@STEPPING_HOOKS
+@WHERE
+@pytest.mark.parametrize("misuse", [skip_a_step, change_the_rate])
+@pytest.mark.xfail(strict=True, reason="trains with other numbers, in silence")
+def test_step_refuses_what_backward_has_stepped_otherwise(
+    rank: int, hook: str, where: str, misuse: Callable[..., None]
+) -> None:
+    twins = Twins(hook, process_group=group_of())
+    twins.iterate(0)
+    twins.iterate(1)
+    model, state = copy.deepcopy(twins.ddp.state_dict()), copy.deepcopy(twins.plain.state_dict())
+    wrong = where == "on all ranks" or rank == 1
+    twins.optimizer.zero_grad()
+    misuse(twins, wrong=wrong)
+    for _ in range(2 if wrong else 0):
+        with pytest.raises(RuntimeError, match=TOLD):
+            twins.optimizer.step()
+    if not wrong:
+        twins.optimizer.step()
+    # Not only the ranks that did it: parameters of all are wrong.
+    for number in (4, 5):
+        twins.optimizer.zero_grad()
+        with pytest.raises(RuntimeError, match=TOLD):
+            twins.backward(twins.ddp, number)
+        with pytest.raises(RuntimeError, match=TOLD):
+            twins.optimizer.step()
+    twins.ddp.load_state_dict(model)
+    twins.optimizer.load_state_dict(state)
+    for number in (6, 7):
+        twins.iterate(number)
+        twins.check(f"after a state was loaded, in iteration {number}")
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@STEPPING_HOOKS
+@pytest.mark.xfail(strict=True, reason="told to call zero_grad()")
+def test_gradients_that_add_up_over_reducing_backwards(hook: str) -> None:
+    twins = Twins(hook, process_group=group_of())
+    twins.iterate(0)
+    twins.optimizer.zero_grad()
+    twins.backward(twins.ddp, 1)
+    with pytest.raises(RuntimeError, match=TOLD):
+        twins.backward(twins.ddp, 2)
+    with pytest.raises(RuntimeError, match=TOLD):
+        twins.optimizer.step()
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@STEPPING_HOOKS
+def test_what_a_scheduler_changes_after_step_is_right(hook: str) -> None:
+    twins = Twins(hook)
+    for number in range(4):
+        twins.iterate(number)
+        for _, optimizer in twins.sides:
+            optimizer.param_groups[0]["lr"] *= 0.7
+        twins.check(f"after iteration {number}")
+
+
+# ---------------------------------------------------------------------- parameters that DDP does not reduce
+
+
+class Growing(nn.Module):
+    """Gets a second head some day, and uses it where it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.uses_head = nn.Linear(40, 8), False
+
+    def grow(self) -> None:
+        self.head = nn.Linear(40, 8, dtype=torch.float64)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.body(inputs) + (self.head(inputs) if self.uses_head else 0.0)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@EVERY_HOOK
+@WHERE
+@pytest.mark.parametrize("known", ["from the start", "later"])
+@pytest.mark.xfail(strict=True, reason="such a parameter is stepped with the gradients of its owner alone")
+def test_a_module_that_ddp_has_never_seen(rank: int, hook: str, where: str, known: str) -> None:
+    model = Growing().double()
+    ddp = DistributedDataParallel(model, process_group=group_of())
+    if known == "from the start":
+        model.grow()
+    optimizer = ZeroRedundancyOptimizer(
+        model.named_parameters(), optim.SGD, process_group=ddp.process_group, overlap_with_ddp=hook != "owner", lr=0.1
+    )
+
+    def iterate() -> None:
+        optimizer.zero_grad()
+        ddp(batch(0)).sum().backward()
+        optimizer.step()
+
+    register(hook, ddp, optimizer)
+    iterate()
+    if known == "later":
+        model.grow()
+        optimizer.add_param_group(
+            {"params": [(f"head.{name}", param) for name, param in model.head.named_parameters()]}
+        )
+        # Without a gradient it does no harm.
+        iterate()
+    model.uses_head = where == "on all ranks" or rank == 1
+    with pytest.raises((RuntimeError, ValueError), match=r"'head\.weight'.*does not reduce"):
+        iterate()
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@EVERY_HOOK
+def test_a_parameter_that_ddp_ignores(hook: str) -> None:
+    model = Growing().double()
+    model.grow()
+    model.uses_head = True
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["head.weight", "head.bias"])
+    ddp = DistributedDataParallel(model)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, overlap_with_ddp=hook != "owner", lr=0.1)
+    register(hook, ddp, optimizer)
+    before = model.head.weight.detach().clone()
+    for number in range(3):
+        optimizer.zero_grad()
+        ddp(batch(number)).sum().backward()
+        optimizer.step()
+    assert_replicas_equal(model.parameters())
+    assert not torch.equal(model.head.weight, before)
+
+
+# ---------------------------------------------------------------------- hooks that reduce in place
+
+
+def in_place(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """As allreduce_hook, by another name."""
+    work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
+    return work.get_future().then(lambda done: done.value()[0])
+
+
+def power_sgd_state() -> object:
+    return powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=3)
+
+
+INNER: dict[str, dict[str, Any]] = {
+    "in place": {"inner": in_place},
+    "fp16": {"inner": fp16_compress_hook},
+    # One bucket, see test_ddp_hooks.py.
+    "PowerSGD": {
+        "inner": powerSGD_hook.powerSGD_hook,
+        "inner_state": power_sgd_state,
+        "exact": False,
+        "ddp": {"bucket_cap_mb": 25},
+    },
+}
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@STEPPING_HOOKS
+@pytest.mark.parametrize("name", INNER)
+def test_hooks_that_reduce_in_place_beside_gradients_that_are_no_views(hook: str, name: str) -> None:
+    arguments = {**INNER[name], "ddp": {"gradient_as_bucket_view": False, **INNER[name].get("ddp", {})}}
+    twins = Twins(hook, **arguments)
+    for number in range(6):
+        twins.iterate(number)
+        twins.check(f"after iteration {number}")
+
+
+# ---------------------------------------------------------------------- backwards that DDP does not finish
+
+
+class Layers(nn.Module):
+    """Leaves one of its layers out where it is told to; each has a bucket of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.unused = nn.ModuleList(nn.Linear(40, 40) for _ in range(3)), -1
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            inputs = inputs if number == self.unused else layer(inputs)
+        return inputs
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@EVERY_HOOK
+@pytest.mark.parametrize("place", [0, 2])
+@pytest.mark.parametrize("when", ["unused", "unused later", "frozen later"])
+@pytest.mark.xfail(strict=True, reason="not told, or told as no_sync() or an exception")
+def test_a_parameter_without_a_gradient(hook: str, place: int, when: str) -> None:
+    twins = Twins(hook, model=Layers, process_group=group_of(), ddp={"bucket_cap_mb": 0.001})
+    layers = twins.ddp.module
+    for number in range(0 if when == "unused" else 3):
+        twins.iterate(number)
+    if when == "frozen later":
+        layers.layers[place].requires_grad_(False)
+    else:
+        layers.unused = place
+    twins.optimizer.zero_grad()
+
+    def iterate() -> None:
+        twins.backward(twins.ddp, 5)
+        twins.optimizer.step()
+
+    words = r"(?s)^(?!.*(inside no_sync|exception has left)).*find_unused_parameters=True"
+    with pytest.raises(RuntimeError, match=words):
+        iterate()
+
+
+# ---------------------------------------------------------------------- torch.compile
+
+
+def deep_model() -> nn.Module:
+    """More than the first bucket of DDP, of which torch.compile wants to make graphs of their own."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(40, 300), nn.GELU(), *(nn.Linear(300, 300) for _ in range(3)), nn.Linear(300, 5))
+
+
+def compiled(function: Any) -> Any:
+    # The others need a C++ compiler, and differ in what becomes of a graph alone.
+    return torch.compile(function, backend="eager")
+
+
+def forward_and_backward(ddp: nn.Module, inputs: torch.Tensor) -> None:
+    ddp(inputs).square().mean().backward()
+
+
+def whole_step(ddp: nn.Module, optimizer: optim.Optimizer, inputs: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    forward_and_backward(ddp, inputs)
+    optimizer.step()
+
+
+class CompiledTwins(Twins):
+    """Twins of which one part of the sharded one is compiled."""
+
+    def __init__(self, hook: str, what: str) -> None:
+        torch._dynamo.reset()
+        model = (lambda: compiled(deep_model())) if what == "model" else deep_model
+        super().__init__(hook, model=model, ddp={"bucket_cap_mb": 1})
+        self.forward = compiled(self.ddp) if what == "DDP" else self.ddp
+        self.forward_and_backward = compiled(forward_and_backward) if what == "backward" else forward_and_backward
+        self.stepping = compiled(self.optimizer.step) if what == "step()" else self.optimizer.step
+        self.whole_step = compiled(whole_step) if what == "whole step" else None
+
+    def iterate(self, seed: int, loss: Any = None) -> None:
+        whole_step(self.plain_ddp, self.plain, batch(seed))
+        if self.whole_step is not None:
+            self.whole_step(self.ddp, self.optimizer, batch(seed))
+            return
+        self.optimizer.zero_grad()
+        self.forward_and_backward(self.forward, batch(seed))
+        self.stepping()
+
+
+TRACED = {"backward": HOOKS[1:], "step()": HOOKS[:1], "whole step": HOOKS}
+"""What torch.compile traces into our own code today, and into gradients that cannot be read, by hook."""
+
+
+# Compiling takes long where others compute too.
+@pytest.mark.ranks(2, backend="gloo", timeout=240)
+@pytest.mark.parametrize(
+    ("what", "hook"),
+    [
+        xfailing("an internal error of torch.compile", what, hook) if hook in TRACED.get(what, ()) else (what, hook)
+        for what in ("model", "DDP", "backward", "step()", "whole step")
+        for hook in HOOKS
+    ],
+)
+def test_what_is_compiled(what: str, hook: str) -> None:
+    twins = CompiledTwins(hook, what)
+    for number in range(4):
+        twins.iterate(number)
+        twins.check(f"after iteration {number}")
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@EVERY_HOOK
+@pytest.mark.xfail(strict=True, reason="DDP hands such hooks pairs of tensors: an AttributeError")
+def test_ddp_in_python_is_refused_by_name(hook: str) -> None:
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        twins = Twins(hook)
+        with pytest.raises((RuntimeError, ValueError, TypeError), match="python_reducer"):
+            twins.iterate(0)
