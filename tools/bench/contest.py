@@ -41,7 +41,7 @@ def take_turns(
     times: Times = {name: [] for name in contenders}
     for number in range(-warm_up, rounds):
         for name in list(contenders)[:: 1 if number % 2 == 0 else -1]:
-            seconds = _mean_processor_time(contenders[name]) if processor_time else _slowest(contenders[name])
+            seconds = mean_processor_time(contenders[name]) if processor_time else _slowest(contenders[name])
             if number >= 0:
                 times[name].append(seconds)
             advance()
@@ -59,7 +59,8 @@ def compared(times: Times, a: str, b: str) -> PairedTiming:
     return PairedTiming(statistics.median(ratios), low, high, statistics.median(times[a]), statistics.median(times[b]))
 
 
-def _mean_processor_time(operation: Callable[[], object]) -> float:
+def mean_processor_time(operation: Callable[[], object]) -> float:
+    """Return the seconds of processor time that all threads of a rank take, on the mean over the ranks. Collective."""
     gc.collect()
     dist.barrier()
     start = process_time()

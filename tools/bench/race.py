@@ -11,21 +11,30 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
-from contenders import CONTENDERS, Trainer
-from contest import Times, take_turns
+from contenders import CONTENDERS, DDP, Trainer
+from contest import Times, mean_processor_time, take_turns
 from progress_bar import calls
 from resident import Peaks, peaks_of
-from workloads import Batch, workload
+from workloads import Batch, tensors, workload
 
 WARM_UP = 2
 """Untimed rounds behind the first iteration, which shows whether a contender runs."""
+_MEMORY_ITERATIONS, _START_ITERATIONS = 5, 2
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 
 Report = dict[str, dict[str, object]]
 """Per contender, what is known of it; ``error`` alone where it does not run."""
 
 
-def race(names: list[str], model: str, layers: int, rounds: int, in_a_row: int, counts_wire: bool) -> Report:
+def race(
+    names: list[str],
+    model: str,
+    layers: int,
+    rounds: int,
+    in_a_row: int,
+    counts_wire: bool,
+    processor_time: bool = False,
+) -> Report:
     """Let contenders train in turn. Collective.
 
     Args:
@@ -36,6 +45,7 @@ def race(names: list[str], model: str, layers: int, rounds: int, in_a_row: int, 
         in_a_row: iterations in each turn, which is shown as their mean.
         counts_wire: whether the interface named in the environment is this rank's alone, so that its counter tells what
             each iteration sends.
+        processor_time: whether ``seconds`` are of processor time, see :func:`contest.take_turns`.
 
     Returns:
         The same on all ranks: per contender ``seconds`` (per round), ``counted`` and ``wire`` (bytes sent by each rank
@@ -56,7 +66,9 @@ def race(names: list[str], model: str, layers: int, rounds: int, in_a_row: int, 
             else:
                 turns[name] = _Turns(trainer, batches[1:], in_a_row, interface)
             advance()
-        times: Times = take_turns(turns, rounds, warm_up=WARM_UP, advance=_counting(turns, advance))
+        times: Times = take_turns(
+            turns, rounds, warm_up=WARM_UP, advance=_counting(turns, advance), processor_time=processor_time
+        )
     reference = next(iter(turns.values()), None)
     for name, turn in turns.items():
         assert reference is not None
@@ -71,7 +83,7 @@ def race(names: list[str], model: str, layers: int, rounds: int, in_a_row: int, 
 
 
 def memory(name: str, model: str, layers: int) -> dict[str, object]:
-    """Measure the memory of one contender, on ranks on which nothing else was built. Collective.
+    """Measure the memory of one contender, on ranks on which nothing else was built but a tiny model. Collective.
 
     Returns:
         ``peaks``, one dict for each rank, or ``error``.
@@ -79,13 +91,13 @@ def memory(name: str, model: str, layers: int) -> dict[str, object]:
     work = workload(model, layers)
     error = None
     peaks = None
-    # So that what the first collectives set up counts for nobody.
-    dist.all_reduce(torch.zeros(1))
     try:
+        # So that what the first iterations of a process import and set up counts for nobody.
+        _train_tiny(name)
         peaks = peaks_of(
             lambda: CONTENDERS[name].build(work),
             Trainer.iterate,
-            work.batches(4, dist.get_rank(), dist.get_world_size()),
+            work.batches(_MEMORY_ITERATIONS, dist.get_rank(), dist.get_world_size()),
         )
     except Exception as caught:  # noqa: BLE001 - whatever it is, the others go on, and it is shown
         error = _first_line(caught)
@@ -93,6 +105,35 @@ def memory(name: str, model: str, layers: int) -> dict[str, object]:
     dist.all_gather_object(answers, (peaks, error))
     errors = [text for _, text in answers if text is not None]
     return {"error": errors[0]} if errors else {"peaks": [found for found, _ in answers]}
+
+
+def start(name: str, model: str, layers: int) -> float:
+    """Measure what one contender's beginning takes, on ranks on which no optimizer was sharded. Collective.
+
+    Returns:
+        Processor time of construction and the first two iterations, in seconds, on the mean over the ranks, less that
+        of the construction of model, DDP and Adam alone. What the first iterations of a process import is not in it.
+    """
+    work = workload(model, layers)
+    batches = work.batches(_START_ITERATIONS, dist.get_rank(), dist.get_world_size())
+    _train_tiny(DDP)
+    alone = mean_processor_time(lambda: CONTENDERS[DDP].build(work))
+    trainers = []
+
+    def begin() -> None:
+        trainers.append(CONTENDERS[name].build(work))
+        for batch in batches:
+            trainers[0].iterate(batch)
+        trainers[0].finish()
+
+    return mean_processor_time(begin) - alone
+
+
+def _train_tiny(name: str) -> None:
+    trainer = CONTENDERS[name].build(tensors((1, 1)))
+    for _ in range(2):
+        trainer.iterate((torch.ones(1, 1),))
+    trainer.finish()
 
 
 class _Turns:

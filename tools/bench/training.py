@@ -7,7 +7,6 @@ to the same parameters in the end. On an emulated link, what each of them sends 
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import sys
 from collections.abc import Callable
@@ -18,13 +17,14 @@ import typer
 from contenders import CONTENDERS, DDP, OURS
 from links import LinkError, linked, missing
 from race import memory, race
+from resident import return_freed_memory
 from rich.console import Console
 from rich.progress import track
 from spawned import machine, on_ranks
 from training_plot import draw
 from training_report import markdown, remarks, table
 from training_result import Entry, Result
-from workloads import workload
+from workloads import MODELS, workload
 
 LAYERS, LAYERS_ON_A_LINK = 20, 6
 _WIDTH = 200
@@ -36,7 +36,7 @@ Launch = Callable[..., Any]
 
 
 def main(
-    model: Annotated[str, typer.Option(help="mlp, gpt")] = "mlp",
+    model: Annotated[str, typer.Option(help=", ".join(MODELS))] = "mlp",
     layers: Annotated[
         int | None,
         typer.Option(
@@ -60,8 +60,8 @@ def main(
     plot_file: Annotated[Path | None, typer.Option("--plot", help="draw the times to this PNG file")] = None,
 ) -> None:
     """Train in turn; the exit status is 1 if contenders come to different parameters, 2 if something is missing."""
-    if model not in ("mlp", "gpt"):
-        raise typer.BadParameter(f"no model {model!r}; there are: mlp, gpt", param_hint="--model")
+    if model not in MODELS:
+        raise typer.BadParameter(f"no model {model!r}; there are: {', '.join(MODELS)}", param_hint="--model")
     unknown = sorted(set(contender or ()) - set(CONTENDERS))
     if unknown:
         raise typer.BadParameter(
@@ -81,8 +81,7 @@ def main(
         raced = launch(race, installed, model, layers, pairs, in_a_row, link is not None)
         if not with_memory:
             return raced, {}
-        # Memory that is freed goes back at once, so that what is resident is what is in use.
-        os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "1048576")
+        return_freed_memory()
         shown = track(installed, "memory, each alone", console=Console(stderr=True), transient=True)
         return raced, {name: launch(memory, name, model, layers) for name in shown if "error" not in raced[name]}
 

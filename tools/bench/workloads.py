@@ -19,6 +19,7 @@ SEED = 0
 WIDTH = 2000
 ROWS = 32
 SEQUENCES = 8
+TENSORS = 200
 _CORPUS_BYTES = 1024 * 1024
 
 
@@ -67,6 +68,28 @@ class Layers(nn.Module):
         return loss
 
 
+class Tensors(nn.Module):
+    """Many parameters of one shape, which each add a little to what comes in; the loss is the mean square.
+
+    Args:
+        count: number of parameters.
+        shape: ``(rows, columns)`` of each, rows a multiple of columns.
+    """
+
+    def __init__(self, count: int, shape: tuple[int, int]) -> None:
+        super().__init__()
+        drawing = torch.Generator().manual_seed(SEED)
+        scale = 0.1 / shape[0] ** 0.5
+        self.tensors = nn.ParameterList(torch.randn(shape, generator=drawing) * scale for _ in range(count))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the loss of ``(rows // columns, columns)`` inputs."""
+        for tensor in self.tensors:
+            inputs = inputs + inputs.view(1, -1) @ tensor
+        loss: torch.Tensor = inputs.square().mean()
+        return loss
+
+
 def mlp(layers: int) -> Workload:
     """Return the workload of ``layers`` large linear layers."""
     return Workload(
@@ -94,17 +117,36 @@ def gpt() -> Workload:
     )
 
 
-def workload(model: str, layers: int) -> Workload:
-    """Return the workload of that name.
+def tensors(shape: tuple[int, int]) -> Workload:
+    """Return the workload of 200 parameters of that shape, in which computing takes little."""
+    rows, columns = shape
 
-    Raises:
-        ValueError: if there is none.
-    """
-    if model == "mlp":
-        return mlp(layers)
-    if model == "gpt":
-        return gpt()
-    raise ValueError(f"no model {model!r}; there are: mlp, gpt")
+    def batches(count: int, rank: int, ranks: int) -> list[Batch]:
+        drawing = torch.Generator().manual_seed(SEED)
+        everyones = (torch.randn(ranks, rows // columns, columns, generator=drawing) for _ in range(count))
+        return [(inputs[rank].clone(),) for inputs in everyones]
+
+    return Workload(
+        name=f"{TENSORS} tensors of {shape}",
+        lr=1e-4,
+        batch="1 row",
+        build=lambda: Tensors(TENSORS, shape),
+        units=lambda _: [],
+        batches=batches,
+    )
+
+
+MODELS: dict[str, Callable[[int], Workload]] = {
+    "mlp": mlp,
+    "gpt": lambda _: gpt(),
+    "tensors": lambda _: tensors((100, 100)),
+    "rows": lambda _: tensors((512, 128)),
+}
+
+
+def workload(model: str, layers: int) -> Workload:
+    """Return the workload of that name, one of :data:`MODELS`; ``layers`` is for those that have a choice."""
+    return MODELS[model](layers)
 
 
 def _rows(count: int, rank: int, ranks: int) -> list[Batch]:
