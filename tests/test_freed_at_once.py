@@ -69,7 +69,7 @@ def left(seen: References) -> list[str]:
 
 
 @pytest.mark.ranks(2, backend="gloo")
-@pytest.mark.parametrize("hook", ["none", *(xfailing(KEEPS, hook) for hook in HOOKS[1:])])
+@pytest.mark.parametrize("hook", ["none", *HOOKS[1:]])
 @pytest.mark.parametrize("by", ["messages", "collectives", "memory"])
 def test_after_training(hook: str, by: str) -> None:
     def use() -> References:
@@ -90,7 +90,7 @@ def test_after_training(hook: str, by: str) -> None:
     ("context", "hook"),
     [
         ("torchs", "none"),
-        *(xfailing(KEEPS, "torchs", hook) for hook in HOOKS[1:]),
+        *(("torchs", hook) for hook in HOOKS[1:]),
         *(xfailing("a cycle inside the block", "ours", hook) for hook in HOOKS),
     ],
 )
@@ -112,9 +112,7 @@ def test_after_a_join_context(context: str, hook: str, fails: bool) -> None:
 
 
 @pytest.mark.ranks(2, backend="gloo")
-@pytest.mark.parametrize(
-    "hook", ["none", *(xfailing("the optimizer keeps the model, whose reducer keeps it", hook) for hook in HOOKS[1:])]
-)
+@pytest.mark.parametrize("hook", ["none", *HOOKS[1:]])
 def test_what_torchs_join_has_left_by_an_exception_is_freed_at_all(hook: str) -> None:
     # The collector does not see through DDP's reducer.
     ddp, optimizer = made(hook, small_model())

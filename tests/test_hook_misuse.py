@@ -92,7 +92,6 @@ def change_the_rate(twins: Twins, *, wrong: bool) -> None:
 @STEPPING_HOOKS
 @WHERE
 @pytest.mark.parametrize("misuse", [skip_a_step, change_the_rate])
-@pytest.mark.xfail(strict=True, reason="trains with other numbers, in silence")
 def test_step_refuses_what_backward_has_stepped_otherwise(
     rank: int, hook: str, where: str, misuse: Callable[..., None]
 ) -> None:
@@ -124,7 +123,6 @@ def test_step_refuses_what_backward_has_stepped_otherwise(
 
 @pytest.mark.ranks(2, backend="gloo")
 @STEPPING_HOOKS
-@pytest.mark.xfail(strict=True, reason="told to call zero_grad()")
 def test_gradients_that_add_up_over_reducing_backwards(hook: str) -> None:
     twins = Twins(hook, process_group=group_of())
     twins.iterate(0)
@@ -169,7 +167,6 @@ class Growing(nn.Module):
 @EVERY_HOOK
 @WHERE
 @pytest.mark.parametrize("known", ["from the start", "later"])
-@pytest.mark.xfail(strict=True, reason="such a parameter is stepped with the gradients of its owner alone")
 def test_a_module_that_ddp_has_never_seen(rank: int, hook: str, where: str, known: str) -> None:
     model = Growing().double()
     ddp = DistributedDataParallel(model, process_group=group_of())
@@ -275,7 +272,6 @@ class Layers(nn.Module):
 @EVERY_HOOK
 @pytest.mark.parametrize("place", [0, 2])
 @pytest.mark.parametrize("when", ["unused", "unused later", "frozen later"])
-@pytest.mark.xfail(strict=True, reason="not told, or told as no_sync() or an exception")
 def test_a_parameter_without_a_gradient(hook: str, place: int, when: str) -> None:
     twins = Twins(hook, model=Layers, process_group=group_of(), ddp={"bucket_cap_mb": 0.001})
     layers = twins.ddp.module
@@ -342,20 +338,10 @@ class CompiledTwins(Twins):
         self.stepping()
 
 
-TRACED = {"backward": HOOKS[1:], "step()": HOOKS[:1], "whole step": HOOKS}
-"""What torch.compile traces into our own code today, and into gradients that cannot be read, by hook."""
-
-
 # Compiling takes long where others compute too.
 @pytest.mark.ranks(2, backend="gloo", timeout=240)
-@pytest.mark.parametrize(
-    ("what", "hook"),
-    [
-        xfailing("an internal error of torch.compile", what, hook) if hook in TRACED.get(what, ()) else (what, hook)
-        for what in ("model", "DDP", "backward", "step()", "whole step")
-        for hook in HOOKS
-    ],
-)
+@EVERY_HOOK
+@pytest.mark.parametrize("what", ["model", "DDP", "backward", "step()", "whole step"])
 def test_what_is_compiled(what: str, hook: str) -> None:
     twins = CompiledTwins(hook, what)
     for number in range(4):
@@ -365,7 +351,6 @@ def test_what_is_compiled(what: str, hook: str) -> None:
 
 @pytest.mark.ranks(2, backend="gloo")
 @EVERY_HOOK
-@pytest.mark.xfail(strict=True, reason="DDP hands such hooks pairs of tensors: an AttributeError")
 def test_ddp_in_python_is_refused_by_name(hook: str) -> None:
     with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
         twins = Twins(hook)

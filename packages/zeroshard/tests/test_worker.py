@@ -59,7 +59,6 @@ def test_draining_an_idle_worker_is_a_no_op() -> None:
     Worker("test").drain()
 
 
-@pytest.mark.xfail(strict=True, reason="the worker believes that it runs, and drain() waits forever")
 def test_a_thread_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = Worker("test")
     done: list[int] = []

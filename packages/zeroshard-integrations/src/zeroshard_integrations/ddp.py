@@ -192,6 +192,11 @@ def _stepping(
 def _receive(
     follower: BackwardFollower, bucket: GradBucket, reduce: Callable[[], Future[torch.Tensor]] | None = None
 ) -> Future[torch.Tensor]:
+    if not isinstance(bucket, GradBucket):
+        raise TypeError(
+            "with torch._dynamo.config.optimize_ddp = 'python_reducer', DistributedDataParallel hands no buckets to "
+            "communication hooks: use another value, such as 'ddp_optimizer'"
+        )
     params = bucket.parameters()
     # Before anybody else reduces it: compressing hooks put another buffer in its place.
     found = Bucket(
@@ -214,7 +219,7 @@ def _receive(
         else:
             _after_ddp(follower.on_backward_end)
     elif begins and not is_shadow:
-        _after_ddp(follower.on_unannounced_end)
+        _after_ddp(follower.on_autograd_end)
     return done
 
 

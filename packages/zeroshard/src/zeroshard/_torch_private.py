@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.algorithms.join import Joinable, _JoinConfig
@@ -19,6 +19,7 @@ USED: Mapping[str, str] = {
     "torch._foreach_mul_": "one call for many gradients, where a loop costs a call for each",
     "torch._foreach_norm": "the same; torch.nn.utils.get_total_norm adds up in the gradients' own precision",
     "torch._C._current_graph_task_id": "whether this thread is in a backward",
+    "torch._disable_dynamo": "torch.compile is not to look into our code; torch.compiler.disable imports the compiler",
     "torch.Tensor._indices": "of a sparse gradient as it is: the public method wants it coalesced",
     "torch.Tensor._values": "the same",
     "torch.Tensor._version": "whether a tensor was written to; the public function only counts up",
@@ -43,7 +44,14 @@ make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
 ATEN_FOREACH_ZERO_ = torch.ops.aten._foreach_zero_.default
 ATEN_TO_COPY = torch.ops.aten._to_copy.default
 JoinConfig = _JoinConfig
+F = TypeVar("F", bound=Callable[..., Any])
 _IN_NO_CONTEXT: JoinConfig = JoinConfig.construct_disabled_join_config()
+
+
+def disable_dynamo(func: F) -> F:
+    """Let torch.compile call a function as it is, and not trace it."""
+    found: F = vars(torch)["_disable_dynamo"](func)
+    return found
 
 
 def in_autograd() -> bool:

@@ -52,11 +52,6 @@ class ExchangeGuard:
                 f"their way; start again from a checkpoint. It was: {self._broken}"
             )
 
-    @property
-    def refuses_loop(self) -> bool:
-        """Whether :meth:`check_loop` raises."""
-        return bool(self._misuse)
-
     def check_loop(self) -> None:
         """Raise if the training loop cannot be followed, until a state is loaded.
 

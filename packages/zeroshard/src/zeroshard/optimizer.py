@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from zeroshard_comm import RankGroup, Traffic
 from zeroshard_core import Cost, Plan, Strategy, numel
 
+from zeroshard._torch_private import disable_dynamo
 from zeroshard.compatibility import TorchNames
 from zeroshard.elementwise import OptimizerFactory, check_shardable
 from zeroshard.layout import Policy
@@ -115,6 +116,11 @@ class ZeroRedundancyOptimizer(TorchNames, Optimizer, Joinable):
         # What schedulers look up in `defaults` is what the inner class fills in.
         self.defaults = self.optim.defaults
         self.initialized = True
+
+    @staticmethod
+    def profile_hook_step(func: Any) -> Any:  # noqa: ANN401 - as torch's
+        """Wrap :meth:`step` as torch does, such that torch.compile calls it as it is."""
+        return disable_dynamo(Optimizer.profile_hook_step(func))
 
     @property
     def optim(self) -> Optimizer:

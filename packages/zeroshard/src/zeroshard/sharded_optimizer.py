@@ -6,6 +6,7 @@ import operator
 from collections import defaultdict
 from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,18 +67,12 @@ class ShardedOptimizer:
         self.hook_failure: BaseException | None = None
         self._public, self._ranks = public, ranks
         self._coordinator = StepCoordinator(self.sharding)
-        self._joining = UnevenInputs(self._coordinator, self._groups, self._is_in_context)
+        # Not methods: what is handed on would keep this object alive.
+        self._groups = partial(_groups_of, public)
+        self._joining = UnevenInputs(self._coordinator, self._groups, partial(_is_in_context, public))
         self._schema = StateSchema(policy.factory, defaults, elementwise=policy.elementwise)
         self._consolidated: StateDict | None = None
         self._holds_state = False
-
-    def _groups(self) -> list[ParamGroup]:
-        public = self._public()
-        return public.param_groups if public is not None else []
-
-    def _is_in_context(self) -> bool:
-        public = self._public()
-        return public is not None and join_config(public).enable
 
     # ------------------------------------------------------------------ state
 
@@ -267,3 +262,13 @@ class ShardedOptimizer:
         self._begin_call(Call.OTHER)
         refusal = RuntimeError(f"{operation} needs all ranks, and one has run out of data: call it outside of Join")
         self._joining.attend(Call.OTHER, self._groups(), impossible=refusal)
+
+
+def _groups_of(public: Callable[[], Any]) -> list[ParamGroup]:
+    optimizer = public()
+    return optimizer.param_groups if optimizer is not None else []
+
+
+def _is_in_context(public: Callable[[], Any]) -> bool:
+    optimizer = public()
+    return optimizer is not None and join_config(optimizer).enable

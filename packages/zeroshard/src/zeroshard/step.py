@@ -76,6 +76,9 @@ class GradientSource(Protocol):
     def check_gradients(self) -> None:
         """Raise if gradients were accumulated on this rank that were never reduced."""
 
+    def check_unreduced(self) -> None:
+        """Raise if parameters that are in no bucket have gradients of this rank alone."""
+
     def end_abandoned(self) -> Exception | None:
         """End a backward that an exception has left, and return an error for all ranks to raise."""
 
@@ -314,9 +317,10 @@ class StepCoordinator:
             layout = self.sharding.update_layout(groups)
             # What is in `.grad` of a shadow is not what is going to be used.
             if not self.shadowing:
+                self.guard.check_loop()
                 self.sharding.local.check_gradients()
-                if self.source is not None and not in_backward and not self.source.has_buckets:
-                    self.source.check_gradients()
+                if self.source is not None and not in_backward:
+                    self.source.check_unreduced()
         except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
             return self.sharding.layout, error
         return layout, None

@@ -54,7 +54,6 @@ class UnevenInputs:
     Attributes:
         someone_joined: tells whether a rank may have run out of data; asked at every call inside a context. All ranks
             must get the same answer at the same call. Changed by a context that knows.
-        partners: the models that share a context of torch's with the optimizer, where they are known.
         has_shadowed: whether this rank has taken part in what the others do, in this context.
         divides_by_running: whether gradients that a hook reduces are averaged over the ranks that still have data.
         calling: what this rank's call does that has begun and not come to its end, if there is one. An error that
@@ -68,11 +67,21 @@ class UnevenInputs:
         self._sharding, self._control = coordinator.sharding, coordinator.sharding.control
         self.divides_by_running = False
         self.someone_joined: Callable[[], bool] = _perhaps
-        self.partners: Sequence[DistributedDataParallel] = ()
+        self._partners: Sequence[weakref.ref[DistributedDataParallel]] = ()
         self._stepped: tuple[list[weakref.ref[torch.Tensor]], list[int]] = [], []
         self.has_shadowed = False
         self.calling: Call | None = None
         self._put_off: Callable[[], None] | None = None
+
+    @property
+    def partners(self) -> Sequence[DistributedDataParallel]:
+        """The models that share a context of torch's with the optimizer, where they are known."""
+        return [model for reference in self._partners if (model := reference()) is not None]
+
+    @partners.setter
+    def partners(self, models: Sequence[DistributedDataParallel]) -> None:
+        # Weakly: a model keeps its hook, which keeps the optimizer.
+        self._partners = [weakref.ref(model) for model in models]
 
     @property
     def is_inside(self) -> bool:

@@ -33,6 +33,7 @@ class GradAccumulator:
         index_of: the tensor index of each parameter.
         placeholders: what stands in the place of each gradient, by tensor.
         in_backward: whether a backward hands over buckets; changed by the scheduler.
+        refusal: why the backward that is being made cannot add to gradients, if it cannot.
         divides_by_running: whether gradients are averaged over the ranks that still have data.
     """
 
@@ -41,6 +42,7 @@ class GradAccumulator:
         self.index_of: dict[torch.Tensor, int] = {}
         self.placeholders: list[GradPlaceholder] = []
         self.in_backward = self.divides_by_running = False
+        self.refusal = ""
         self._params: Sequence[torch.Tensor] = ()
         self._place: dict[int, tuple[BucketState, int]] = {}
         self._carried: dict[int, torch.Tensor] = {}
@@ -73,7 +75,7 @@ class GradAccumulator:
 
     def begin(self) -> None:
         """Begin a backward."""
-        self.in_backward = True
+        self.in_backward, self.refusal = True, ""
         self._replaced.clear()
 
     def reduced(self, state: BucketState, keep: Callable[[torch.Tensor], None]) -> None:
@@ -135,8 +137,10 @@ class GradAccumulator:
     def unreduced(self, tensor: int) -> RuntimeError:
         """Return the error for a gradient that no reduction has brought."""
         return RuntimeError(
-            f"the gradient of tensor {tensor} {self._plan.tensors[tensor].name!r} has not been reduced: the "
-            f"last backward() before step() must not be inside no_sync()"
+            f"the gradient of tensor {tensor} {self._plan.tensors[tensor].name!r} has not been reduced: either the "
+            f"last backward() was under no_sync(), and the one before step() must not be; or "
+            f"DistributedDataParallel waits for a parameter that backward did not use, which needs "
+            f"find_unused_parameters=True, or that was frozen since, after which the model must be wrapped anew"
         )
 
     def is_used(self, tensor: int) -> bool:
@@ -153,10 +157,16 @@ class GradAccumulator:
         if tensor in state.zeroed:
             return
         if state.phase is BucketPhase.STEPPED:
-            raise RuntimeError(
+            self.refusal = (
                 f"tensor {tensor} {self._plan.tensors[tensor].name!r} still has the gradient of the last step: "
                 f"call optimizer.zero_grad() before backward()"
             )
+            if self._steps_early:
+                self.refusal += (
+                    ". To accumulate gradients of several backwards, make all but the last one under no_sync(), or use "
+                    "reduce_to_owner_hook: this hook steps in every backward"
+                )
+            raise RuntimeError(self.refusal)
         gradient = state.owned_gradient(place)
         if gradient is not None:
             self._carried[tensor] = gradient.clone()

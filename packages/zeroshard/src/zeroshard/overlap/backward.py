@@ -10,6 +10,7 @@ import torch
 from torch.futures import Future
 from zeroshard_comm import agreed
 
+from zeroshard._torch_private import disable_dynamo
 from zeroshard.overlap.bucket import Bucket
 from zeroshard.overlap.buckets import common_device
 from zeroshard.overlap.scheduler import BucketScheduler, StepMode
@@ -63,12 +64,14 @@ class BackwardFollower:
         )
         coordinator.source, sharding.follower = self.scheduler, self.scheduler.buckets
         self._backwards_since_step = self._stepped_with = 0
+        self._refusal = ""
 
     @property
     def in_backward(self) -> bool:
         """Whether a backward hands over buckets."""
         return self.scheduler.gradients.in_backward
 
+    @disable_dynamo
     def on_bucket(
         self, bucket: Bucket, reduce: Callable[[], Future[torch.Tensor]] | None = None
     ) -> Future[torch.Tensor]:
@@ -90,11 +93,6 @@ class BackwardFollower:
             RuntimeError: if an earlier backward or step could not be finished.
             ValueError: if the optimizer does not have a parameter of the bucket, or its gradients cannot be sent.
         """
-        if self._coordinator.guard.refuses_loop:
-            # Raised at the end: DDP is then ready for the backward that comes after a state was loaded.
-            done: Future[torch.Tensor] = Future()
-            done.set_result(bucket.buffer)
-            return done
         bucket = self._numbered(bucket)
         may_step = False
         if bucket.index == 0 and self.mode is not StepMode.IN_STEP:
@@ -103,34 +101,61 @@ class BackwardFollower:
             may_step = self._coordinator.observe_early(self._groups())
         return self.scheduler.on_bucket(bucket, reduce=reduce, may_step=may_step)
 
+    @disable_dynamo
     def on_backward_end(self) -> None:
         """Finish a backward, after its last bucket and after everything else that writes gradients.
 
         Raises:
             PeerLostError: if a rank is gone.
-            RuntimeError: if an earlier call of ``step()`` has found that the training loop cannot be followed.
             Exception: if shards are stepped during backward, all that a step raises.
         """
         coordinator = self._coordinator
-        coordinator.guard.check_loop()
         self.scheduler.on_backward_end()
         if self.mode is StepMode.IN_STEP:
             return
-        is_own = not coordinator.shadowing
+        is_own, problem = not coordinator.shadowing, None
         try:
-            coordinator.step(self._groups(), None, {})
+            self.scheduler.check_unreduced()
+        except RuntimeError as error:
+            problem = error
+        try:
+            self._refusal = "the last backward was left by an exception"
+            coordinator.step(self._groups(), None, {}, problem)
+            self._refusal = ""
+        except Exception as error:
+            self._refusal = f"the last backward has not stepped: {error}"
+            raise
         finally:
             coordinator.shadowing = False
+            del problem
         self._joining.forget_what_others_used()
         if is_own:
             self._backwards_since_step += 1
             self._stepped_with = coordinator.sharding.hyperparameters.follow(self._groups())
 
-    def on_unannounced_end(self) -> None:
-        """End a backward of which no bucket was announced as the last, as the first one of a static graph."""
+    @disable_dynamo
+    def on_autograd_end(self) -> None:
+        """End a backward of which no bucket was announced as the last, as the first one of a static graph.
+
+        Raises:
+            RuntimeError: if the framework still waits for gradients.
+            Exception: as :meth:`on_backward_end`.
+        """
         arrived = self.scheduler.buckets.arrived
-        if self.in_backward and len(arrived) > 1 and not any(state.announced for state in arrived):
+        if not self.in_backward or arrived[-1].is_last:
+            return
+        if len(arrived) > 1 and not any(state.announced for state in arrived):
             self.on_backward_end()
+            return
+        rank = self._coordinator.sharding.control.ranks.rank
+        raise self.scheduler.give_up(
+            RuntimeError(
+                f"backward has ended on rank {rank}, and DistributedDataParallel still waits for the gradients of "
+                f"{self.scheduler.buckets.unarrived()}. Parameters that a forward does not use need "
+                f"find_unused_parameters=True; a model of which parameters were frozen must be wrapped anew. The "
+                f"gradients are not complete: start again from a checkpoint"
+            )
+        )
 
     def on_shadow_end(self) -> None:
         """Finish a backward that this rank has shadowed; inside a Join context, when all of it has been shadowed.
@@ -152,6 +177,9 @@ class BackwardFollower:
         guard = self._coordinator.guard
         guard.check()
         guard.check_loop()
+        refusal = self._refusal or self.scheduler.gradients.refusal
+        if refusal:
+            raise RuntimeError(refusal)
         self.scheduler.check_gradients()
         backwards, self._backwards_since_step = self._backwards_since_step, 0
         found = ""
@@ -171,7 +199,7 @@ class BackwardFollower:
     def begin_anew(self) -> None:
         """Forget how step() was called: a state has been loaded."""
         self._coordinator.guard.accept_loop()
-        self._backwards_since_step = 0
+        self._backwards_since_step, self._refusal = 0, ""
 
     def _numbered(self, bucket: Bucket) -> Bucket:
         """Number the buckets by their arrival: in the first backward of a static graph, DDP calls all of them 0.

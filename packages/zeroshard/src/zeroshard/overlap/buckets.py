@@ -117,7 +117,7 @@ class Buckets:
         self._known = frozenset([tensor for state in states for tensor in state.tensors])
         self._local.bound_by_buckets = self._known
         active = [index for index, is_active in enumerate(self._layout.active) if is_active]
-        rest = [index for index in active if index not in self._known]
+        self._rest_tensors = rest = [index for index in active if index not in self._known]
         segments = [
             Segment(shard.rank, storage_view(self._params[index].data)[shard.flat])
             for index in (rest if self.transport.shares_buckets else active)
@@ -130,6 +130,29 @@ class Buckets:
     def arrived(self) -> Sequence[BucketState]:
         """The buckets of this backward that have come, or of the last one, in their order."""
         return [self.by_index[index] for index in self.order if index in self.by_index]
+
+    def check_rest(self) -> None:
+        """Raise if a parameter that is in no bucket has a gradient: it is this rank's own, and differs on the others.
+
+        Raises:
+            RuntimeError: naming the parameter.
+        """
+        for tensor in self._rest_tensors:
+            param = self._params[tensor]
+            if param.grad is not None and not getattr(param, "_ddp_ignored", False):
+                raise RuntimeError(
+                    f"tensor {tensor} {self._layout.plan.tensors[tensor].name!r} has a gradient, but "
+                    f"DistributedDataParallel does not reduce it, so that it differs on every rank: the model has "
+                    f"changed since it was wrapped. Wrap it anew, and build a new optimizer"
+                )
+
+    def unarrived(self) -> str:
+        """Name the parameters whose gradients have not come in this backward, in words."""
+        names = [spec.name for spec in self._layout.plan.tensors]
+        arrived = {tensor for state in self.arrived for tensor in state.tensors}
+        missing = [i for i, is_active in enumerate(self._layout.active) if is_active and i not in arrived]
+        unused = [i for i in missing if self._params[i].grad is None or not self._params[i].requires_grad] or missing
+        return ", ".join(f"tensor {i} {names[i]!r}" for i in unused[:3]) + (", ..." if len(unused) > 3 else "")
 
     def begin(self, first: Bucket) -> None:
         """Begin a backward with its first bucket."""

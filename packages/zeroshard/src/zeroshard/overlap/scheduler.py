@@ -251,6 +251,17 @@ class BucketScheduler:
         if not self.has_buckets:
             self.gradients.check_reduced()
 
+    def check_unreduced(self) -> None:
+        """Raise if parameters that are in no bucket have gradients of this rank alone; see :meth:`Buckets`.
+
+        Raises:
+            RuntimeError: naming one.
+        """
+        if self.has_buckets:
+            self.buckets.check_rest()
+        else:
+            self.gradients.check_reduced()
+
     def owned_gradients(self) -> list[torch.Tensor]:
         """Return this rank's parts of all gradients that the next step will use.
 
@@ -283,9 +294,14 @@ class BucketScheduler:
             return None
         error = self._unended()
         if not self.buckets.arrived or not self.buckets.arrived[-1].is_last:
-            self._guard.break_off(error)
-            raise error
+            raise self.give_up(error)
         self.on_backward_end()
+        return error
+
+    def give_up(self, error: RuntimeError) -> RuntimeError:
+        """Let no rank wait for the buckets that this one will not send, and return the error to be raised."""
+        self._guard.break_off(error)
+        self._control.cut_off()
         return error
 
     def _unended(self) -> RuntimeError:
