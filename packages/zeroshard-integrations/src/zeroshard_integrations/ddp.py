@@ -7,6 +7,7 @@ compute.
 """
 
 # No `from __future__ import annotations`: DDP compares the hooks' annotations with the types themselves.
+import gc
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -65,7 +66,18 @@ def reduce_to_owner_hook(state: ZeroRedundancyOptimizer, bucket: GradBucket) -> 
         >>> optimizer.step()
         >>> dist.destroy_process_group()
     """
-    return _receive(state.follow_backward(StepMode.IN_STEP), bucket)
+    follower = state.follow_backward(StepMode.IN_STEP)
+    if isinstance(bucket, GradBucket) and bucket.index() == 0 and not follower.knows(bucket.parameters()):
+        # DDP does not tell a hook which ranks it works on.
+        for ddp in _models_of(state):
+            _check_ranks(ddp, state)
+    return _receive(follower, bucket)
+
+
+def _models_of(optimizer: ZeroRedundancyOptimizer) -> list[DistributedDataParallel]:
+    """Find the models whose communication hook has an optimizer as its state; those that the collector sees."""
+    found = [item for item in gc.get_objects() if issubclass(type(item), DistributedDataParallel)]
+    return [ddp for ddp in found if any(state is optimizer for _, state in comm_hooks(ddp))]
 
 
 def register_reduce_to_owner(ddp: DistributedDataParallel, optimizer: ZeroRedundancyOptimizer) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -70,6 +70,11 @@ class BackwardFollower:
     def in_backward(self) -> bool:
         """Whether a backward hands over buckets."""
         return self.scheduler.gradients.in_backward
+
+    def knows(self, params: Sequence[torch.Tensor]) -> bool:
+        """Whether the first bucket of the last backward had these parameters."""
+        known = self.scheduler.buckets.by_index.get(0)
+        return known is not None and known.fits(params)
 
     @disable_dynamo
     def on_bucket(

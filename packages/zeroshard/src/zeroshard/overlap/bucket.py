@@ -88,9 +88,9 @@ class BucketState:
         self._bound: tuple[tuple[int, tuple[bool, ...]], list[torch.Tensor | None]] | None = None
         self.take(bucket)
 
-    def fits(self, bucket: Bucket) -> bool:
+    def fits(self, params: Sequence[torch.Tensor]) -> bool:
         """Whether a bucket has the same parameters."""
-        return len(self.params) == len(bucket.params) and all(map(is_, self.params, bucket.params))
+        return len(self.params) == len(params) and all(map(is_, self.params, params))
 
     def take(self, bucket: Bucket) -> None:
         """Take over the buffer of a further backward; the parameters are the same."""

@@ -213,7 +213,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
     return target
 
 
-_REBUILDERS = frozenset({"torch.nn.parallel.distributed", "zeroshard_integrations.join_model"})
+_REBUILDERS = frozenset({"torch.nn.parallel.distributed", "zeroshard_integrations.join.model"})
 
 
 def _is_rebuild() -> bool:

@@ -109,7 +109,7 @@ class BucketScheduler:
                 self.buckets.begin(bucket)
                 self.gradients.begin()
             state = self.buckets.by_index.get(bucket.index)
-            if state is not None and state.fits(bucket):
+            if state is not None and state.fits(bucket.params):
                 state.take(bucket)
             else:
                 state = self.buckets.add(bucket)
