@@ -28,7 +28,7 @@ from zeroshard_comm.traffic import Traffic
 TAG_GRADIENTS = 0x5A530031
 
 WINDOW_BYTES = 4 * 1024 * 1024
-"""More memory for receives has made no backward faster."""
+"""Memory for receives, at most, as long as two messages fit into it."""
 
 
 class MessageReducer(GradientReducer):
