@@ -38,6 +38,19 @@ def test_a_full_staging_buffer_ends_a_message() -> None:
     assert sizes(messages) == [(0, STAGING_LIMIT), (0, STAGING_LIMIT // 4)]
 
 
+def test_small_pieces_that_lie_one_after_another_travel_from_where_they_lie() -> None:
+    flat = torch.arange(30.0)
+    parts = flat.split([10, 15, 5])
+    (message,) = pack_pieces([(0, part) for part in parts])
+    assert (message.data.data_ptr(), message.data.numel()) == (flat.data_ptr(), flat.nbytes)
+    assert sizes((message,)) == sizes(pack_pieces([(0, part.clone()) for part in parts]))
+    # In another order, or with a gap, they are copied.
+    for pieces_apart in (parts[::-1], (parts[0], parts[2])):
+        (apart,) = pack_pieces([(0, part) for part in pieces_apart])
+        apart.pack()
+        assert torch.equal(apart.data.view(torch.float32), torch.cat(pieces_apart))
+
+
 def test_what_is_packed_is_unpacked_where_it_belongs() -> None:
     sent, received = pieces((0, 3), (0, 5)), pieces((0, 3), (0, 5))
     (there,) = pack_pieces(sent)

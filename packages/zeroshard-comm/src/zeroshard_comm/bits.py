@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import lru_cache
 
 
-def pack_bits(bits: Sequence[bool]) -> list[int]:
-    """Pack bits into numbers.
+@lru_cache
+def pack_bits(bits: tuple[bool, ...]) -> tuple[int, ...]:
+    """Pack bits into numbers. In most steps they are those of the step before.
 
-    >>> pack_bits([True, False, True])
-    [5]
+    >>> pack_bits((True, False, True))
+    (5,)
     """
-    return [
-        sum(1 << place for place, bit in enumerate(bits[start : start + 63]) if bit)
-        for start in range(0, len(bits), 63)
-    ]
+    return tuple(
+        [
+            sum([1 << place for place, bit in enumerate(bits[start : start + 63]) if bit])
+            for start in range(0, len(bits), 63)
+        ]
+    )
 
 
-def unpack_bits(words: Sequence[int], count: int) -> tuple[bool, ...]:
+@lru_cache
+def unpack_bits(words: tuple[int, ...], count: int) -> tuple[bool, ...]:
     """Return the first ``count`` bits of what :func:`pack_bits` has packed.
 
-    >>> unpack_bits([5], 4)
+    >>> unpack_bits((5,), 4)
     (True, False, True, False)
     """
     return tuple([bool(words[place // 63] >> place % 63 & 1) for place in range(count)])

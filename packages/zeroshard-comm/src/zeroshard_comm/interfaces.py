@@ -55,7 +55,7 @@ class BucketHeader:
     @classmethod
     def from_words(cls, words: Sequence[int], tensors: int) -> BucketHeader:
         """Return what :meth:`to_words` has written, of a bucket of so many tensors."""
-        may_step, is_shadow, *present = unpack_bits(words[2:], 2 + tensors)
+        may_step, is_shadow, *present = unpack_bits(tuple(words[2:]), 2 + tensors)
         return cls(words[0], words[1], tuple(present), may_step, is_shadow)
 
 

@@ -11,7 +11,8 @@ Messages are tagged, and of one tag and pair of ranks they are matched in order:
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import chain, pairwise
 
 import torch
 from zeroshard_core import Run
@@ -25,6 +26,9 @@ from zeroshard_comm.receive_window import Receive, ReceiveWindow
 from zeroshard_comm.traffic import Traffic
 
 TAG_GRADIENTS = 0x5A530031
+
+WINDOW_BYTES = 4 * 1024 * 1024
+"""Memory for receives, at most, as long as two messages fit into it."""
 
 
 class MessageReducer(GradientReducer):
@@ -59,7 +63,11 @@ class MessageReducer(GradientReducer):
         # So long that every dtype's elements may lie behind it.
         self.header_words = len(BucketHeader(0, 0, (False,) * tensors).to_words())
         self.header_words += self.header_words % 2
-        self._views: tuple[torch.Tensor, dict[BucketMessage, tuple[torch.Tensor, ...]]] | None = None
+        # Where each of them begins and ends, and what lies between them.
+        ranges = [part for messages in self._messages.values() for message in messages for part in message.ranges]
+        self._edges = sorted({0, *chain.from_iterable(ranges)})
+        self._place = {start: place for place, start in enumerate(self._edges)}
+        self._sizes = [stop - start for start, stop in pairwise(self._edges)]
 
     def expect(self, *, gradients: bool = True) -> MessageReduceWork:
         """Post the receives as the window allows.
@@ -85,14 +93,13 @@ class MessageReducer(GradientReducer):
         """Return what every other rank sends to ``owner``."""
         return self._messages[owner]
 
-    def pieces(self, buffer: torch.Tensor, message: BucketMessage) -> tuple[torch.Tensor, ...]:
-        """Return the views of ``buffer`` that travel in a message."""
-        if self._views is None or self._views[0].data_ptr() != buffer.data_ptr():
-            self._views = (buffer, {})
-        views = self._views[1]
-        if message not in views:
-            views[message] = tuple([buffer[start:stop] for start, stop in message.ranges])
-        return views[message]
+    def cut(self, buffer: torch.Tensor) -> Callable[[BucketMessage], Pieces]:
+        """Return what gives the views of ``buffer`` that travel in a message.
+
+        They are not kept: DDP replaces its buckets once, and the memory of the first ones is to be free then.
+        """
+        views = buffer[: self._edges[-1]].split(self._sizes) if self._sizes else ()
+        return lambda message: tuple([views[self._place[start]] for start, _ in message.ranges])
 
 
 class MessageReduceWork(BucketReduceWork):
@@ -100,7 +107,7 @@ class MessageReduceWork(BucketReduceWork):
 
     def __init__(self, reducer: MessageReducer, *, gradients: bool) -> None:
         self._reducer, self._window = reducer, reducer.window
-        self._buffer: torch.Tensor | None = None
+        self._cut: Callable[[BucketMessage], Pieces] | None = None
         self._headers: dict[int, BucketHeader] = {}
         self._sends: list[Message] = []
         # What is sent must live as long as the sends.
@@ -126,7 +133,7 @@ class MessageReduceWork(BucketReduceWork):
             PeerLostError: if a rank is gone.
         """
         reducer, ranks = self._reducer, self._reducer.ranks
-        self._buffer, self._headers[ranks.rank] = buffer, header
+        self._cut, self._headers[ranks.rank] = reducer.cut(buffer), header
         words = header.to_words()
         words += [0] * (reducer.header_words - len(words))
         own = torch.tensor(words, dtype=torch.int64, device="cpu").view(buffer.dtype)
@@ -134,7 +141,7 @@ class MessageReduceWork(BucketReduceWork):
         for peer in ranks.peers:
             first = True
             for message in self._of(peer):
-                pieces = reducer.pieces(buffer, message)
+                pieces = self._cut(message)
                 if first or len(pieces) > 1:
                     self._staged.append(torch.cat((own, *pieces) if first else pieces))
                     pieces = (self._staged[-1],)
@@ -155,10 +162,10 @@ class MessageReduceWork(BucketReduceWork):
         Raises:
             PeerLostError: if a rank is gone.
         """
-        assert self._buffer is not None
+        assert self._cut is not None
         waited = 0.0
         for number, (message, receives) in enumerate(self._arrivals):
-            waited += self._add_up(self._reducer.pieces(self._buffer, message), receives, with_header=number == 0)
+            waited += self._add_up(self._cut(message), receives, with_header=number == 0)
         self._arrivals = []
         self._reducer.traffic.add("reduce", waited=waited)
         return [self._headers[rank] for rank in sorted(self._headers)]
@@ -206,11 +213,9 @@ _NOTHING = BucketMessage((), 0)
 
 
 def window_bytes(bucket_bytes: Sequence[int]) -> int:
-    """Return how many bytes of receives to allow for buckets of these sizes: somewhat less than two of the largest.
+    """Return how many bytes of receives to allow for buckets of these sizes.
 
-    Room for one bucket is too little on a slow wire: that a receive has been posted is told to the sender behind all
-    that is on its way to it already. Never less than two messages, since sums over three ranks and more hold one while
-    they wait for the next; and never more than sixteen: the first bucket of DDP is the whole model.
+    Never less than two messages. Room for one message is too little: that a receive has been posted is told to the
+    sender behind all that is on its way to it already.
     """
-    largest = max(bucket_bytes, default=0)
-    return max(2 * CHUNK_BYTES, min(16 * CHUNK_BYTES, 2 * largest - CHUNK_BYTES))
+    return min(WINDOW_BYTES, max(2 * CHUNK_BYTES, 2 * max(bucket_bytes, default=0)))

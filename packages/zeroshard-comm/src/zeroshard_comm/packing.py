@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from zeroshard_core import Run
@@ -19,8 +20,11 @@ from zeroshard_comm._torch_private import foreach_copy_
 PACK_BELOW = 256 * 1024
 """Pieces of fewer bytes than this are packed."""
 
-CHUNK_BYTES = 4 * 1024 * 1024
-"""Largest message of gradients, in bytes: what has arrived is added while the rest is on its way."""
+CHUNK_BYTES = 512 * 1024
+"""A large run of gradients travels in messages of this many bytes: one is added while the next are on their way."""
+
+PACKED_BYTES = 2 * 1024 * 1024
+"""Small runs of gradients travel in messages of at most this many bytes: fewer, as they are copied anyway."""
 
 STAGING_LIMIT = 8 * 1024 * 1024
 """A staging buffer holds at most this many bytes (one piece always fits, being smaller)."""
@@ -32,8 +36,8 @@ class PackedMessage:
 
     Attributes:
         owner: group rank.
-        data: 1-D bytes: the piece itself, or a staging buffer.
-        slots: where the pieces lie in a staging buffer; empty if it is the piece itself.
+        data: 1-D bytes: the memory of the pieces themselves, or a staging buffer.
+        slots: where the pieces lie in a staging buffer; empty if there is none.
         pieces: the pieces.
     """
 
@@ -87,9 +91,15 @@ def _runs(pieces: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 def _staged(owner: int, pieces: Sequence[torch.Tensor]) -> PackedMessage:
-    staging = torch.empty(sum(piece.numel() for piece in pieces), dtype=pieces[0].dtype, device=pieces[0].device)
-    slots = staging.split([piece.numel() for piece in pieces])
-    return PackedMessage(owner, staging.view(torch.uint8), tuple(slots), tuple(pieces))
+    first, sizes = pieces[0], [piece.numel() for piece in pieces]
+    expected = accumulate([piece.nbytes for piece in pieces[:-1]], initial=first.data_ptr())
+    if len({piece.untyped_storage().data_ptr() for piece in pieces}) == 1 and all(
+        piece.data_ptr() == address for piece, address in zip(pieces, expected, strict=True)
+    ):
+        # They lie one after another already, as parameters do in a flat buffer.
+        return PackedMessage(owner, first.as_strided((sum(sizes),), (1,)).view(torch.uint8))
+    staging = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
+    return PackedMessage(owner, staging.view(torch.uint8), staging.split(sizes), tuple(pieces))
 
 
 @dataclass(frozen=True)
@@ -130,8 +140,7 @@ def bucket_messages(runs: Sequence[Run], itemsize: int) -> list[BucketMessage]:
     for start, stop in small:
         if room < stop - start:
             packed.append([])
-            # The header comes on top, and two messages must fit into the smallest window.
-            room = CHUNK_BYTES // itemsize // 2
+            room = PACKED_BYTES // itemsize
         packed[-1].append((start, stop))
         room -= stop - start
     step = CHUNK_BYTES // itemsize

@@ -36,7 +36,8 @@ class ReceiveWindow:
     """Posts receives in order, as far ahead as a limit of memory allows, and keeps the memory for the next ones.
 
     A sender starts when its receive is posted, so a window that is as large as what is on its way keeps the wire busy.
-    Any thread may call any method.
+    Two receives are posted whatever they bring: a sum holds one while it waits for the next. Any thread may call any
+    method.
 
     Args:
         ranks: the group; its backend matches messages by tag.
@@ -47,14 +48,12 @@ class ReceiveWindow:
         self._lock = threading.Lock()
         self._waiting: deque[Receive] = deque()
         self._free: dict[int, list[torch.Tensor]] = {}
-        self._held = 0
-        self._limit = 0
+        self._held = self._count = self._made = self._limit = 0
 
     def limit(self, nbytes: int) -> None:
         """Let at most this many bytes be posted or held at a time, and give back all memory that is not in use."""
         with self._lock:
-            self._limit = nbytes
-            self._free = {}
+            self._limit, self._free, self._made = nbytes, {}, self._held
 
     def extend(self, receives: Sequence[Receive]) -> None:
         """Append receives, and post what there is room for.
@@ -88,12 +87,19 @@ class ReceiveWindow:
             self._free.setdefault(receive.nbytes, []).append(receive.scratch)
             receive.scratch = receive.message = None
             self._held -= receive.nbytes
+            self._count -= 1
             self._post()
 
     def _post(self) -> None:
-        while self._waiting and (self._held == 0 or self._held + self._waiting[0].nbytes <= self._limit):
+        while self._waiting and (self._count < 2 or self._held + self._waiting[0].nbytes <= self._limit):
             receive = self._waiting.popleft()
-            free = self._free.get(receive.nbytes)
-            receive.scratch = free.pop() if free else torch.empty(receive.nbytes, dtype=torch.uint8, device="cpu")
+            if not self._free.get(receive.nbytes):
+                if self._made + receive.nbytes > self._limit:
+                    # Of other lengths: of few buckets two bring the same.
+                    self._free, self._made = {}, self._held
+                self._free[receive.nbytes] = [torch.empty(receive.nbytes, dtype=torch.uint8, device="cpu")]
+                self._made += receive.nbytes
+            receive.scratch = self._free[receive.nbytes].pop()
+            self._count += 1
             self._held += receive.nbytes
             receive.message = messages.receive(self._ranks, receive.peer, receive.scratch, receive.tag, "backward()")
