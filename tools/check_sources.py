@@ -43,15 +43,8 @@ AIMS: Mapping[str, Aim] = {
 LONGEST_MODULE = 400
 LONGEST_CLASS = 250
 OVER: Mapping[str, int] = {
-    "zeroshard.engine": 425,
-    "zeroshard.engine.Engine": 377,
-    "zeroshard.local.LocalOptimizer": 267,
-    "zeroshard.optimizer": 593,
-    "zeroshard.optimizer.ZeroRedundancyOptimizer": 554,
-    "zeroshard.pipeline": 810,
-    "zeroshard.pipeline.Pipeline": 688,
-    "zeroshard.uneven.UnevenInputs": 343,
-    "zeroshard_integrations.join_model.ModelInJoin": 317,
+    "zeroshard.joining.uneven.UnevenInputs": 343,
+    "zeroshard_integrations.join.model.ModelInJoin": 317,
 }
 """Modules and classes that are over the limit, and how many lines they have. Nothing is added."""
 
