@@ -1,10 +1,17 @@
-"""Which combinations of its parameters a test marked ``pairwise`` tests by default."""
+"""What tests on ranks have in common: which combinations are tested by default, and that little counts as much."""
 
 from __future__ import annotations
 
 from itertools import combinations, groupby
 
 import pytest
+from zeroshard_comm import transport
+
+
+@pytest.fixture(autouse=True)
+def _is_worth_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Add up gradients in a thread, however few they are, as those of large models are."""
+    monkeypatch.setattr(transport, "WORTH_A_THREAD", 0)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ddp_by_collectives import STEPPING
 from ddp_training import HOOKS, Twins
 from torch import nn, optim
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
@@ -17,6 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
     fp16_compress_wrapper,
 )
 from training import DENSE_OPTIMIZERS, small_model
+from zeroshard_comm import transport
 
 pytestmark = pytest.mark.pairwise
 EVERY_HOOK = pytest.mark.parametrize("hook", HOOKS)
@@ -38,6 +40,18 @@ def train(twins: Twins, loss: Any = None, last: int = 50) -> None:
 @pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
 def test_parity(hook: str, partition: str, views: bool) -> None:
     train(Twins(hook, partition=partition, ddp={"gradient_as_bucket_view": views}))
+
+
+@pytest.mark.ranks(2, 3, backend="gloo")
+@EVERY_HOOK
+@pytest.mark.parametrize("partition", ["whole", "split"])
+def test_gradients_of_a_small_model_are_added_up_without_a_thread(
+    hook: str, partition: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transport, "WORTH_A_THREAD", 1 << 40)
+    twins = Twins(hook, model=Branches, partition=partition, ddp={"find_unused_parameters": True})
+    train(twins, lambda ddp, inputs: ddp(inputs, 1).square().mean(), last=6)
+    assert not twins.optimizer.follow_backward(STEPPING[hook]).scheduler.buckets.transport.uses_thread
 
 
 @pytest.mark.ranks(2, 3, backend="gloo")

@@ -19,19 +19,21 @@ from zeroshard_comm.same_host import WORTH_READING, SameHostBroadcaster, SameHos
 
 TAG_BUCKETS = 0x5A530032
 
+WORTH_A_THREAD = 16 * 1024 * 1024
+"""Gradients of fewer bytes in all are added up when the last have come: the thread would cost more than it overlaps."""
+
 
 class Transport(ABC):
     """Makes the reducers and broadcasters of one optimizer's buckets.
 
     Attributes:
         tags: offset to the tags of its messages, which must be the same on all ranks; 0 if it sends none.
-        is_ordered: whether all that it does must be done in one order on all ranks, and so by one thread; else
-            another thread may finish what one has begun.
+        uses_thread: whether another thread finishes what one has begun; else all is done in one order on all ranks.
         shares_buckets: whether the parameters of a bucket travel by themselves, or all of them together.
     """
 
     tags: int = 0
-    is_ordered: bool = True
+    uses_thread: bool = False
     shares_buckets: bool = True
 
     @abstractmethod
@@ -57,11 +59,11 @@ class MessageTransport(Transport):
 
     Args:
         control: has the group, whose backend matches messages by tag, and the traffic.
+        uses_thread: whether another thread adds up what arrives.
     """
 
-    is_ordered = False
-
-    def __init__(self, control: Control) -> None:
+    def __init__(self, control: Control, *, uses_thread: bool) -> None:
+        self.uses_thread = uses_thread
         self._ranks, self._traffic = control.ranks, control.traffic
         self.tags = control.ranks.context.allocate_tags()
         self._window = ReceiveWindow(control.ranks)
@@ -139,5 +141,5 @@ def choose_transport(control: Control, device: torch.device, nbytes: int) -> Tra
     if device.type == "cpu" and all_read(control.ranks) and nbytes >= WORTH_READING:
         return SameHostTransport(control)
     if control.ranks.sends_tagged(device):
-        return MessageTransport(control)
+        return MessageTransport(control, uses_thread=nbytes >= WORTH_A_THREAD)
     return CollectiveTransport(control, device)

@@ -218,6 +218,7 @@ def _receive(
         gradients=bucket.gradients(),
         params=params,
         present=tuple([param.grad is not None for param in params]),
+        announced=bucket.index(),
     )
     # A rank that has run out of data: DDP calls the hook without a backward.
     is_shadow = not in_autograd()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 
 import torch
 from zeroshard_comm import Broadcast, Control, ParameterBroadcaster, Segment, choose_broadcaster
-from zeroshard_core import BucketLayout, FlatBuffer, Plan, TensorSpec, bucket_layouts, storage_view
+from zeroshard_core import BucketLayout, FlatBuffer, Plan, Slot, TensorSpec, bucket_layouts, storage_view
 
 from zeroshard.layout import same_place
 from zeroshard.memory import lies_flat
@@ -206,34 +207,44 @@ class ParameterSync:
             packed.update({i: plan.tensors[i] for i in members})
         self._buffers, self._packed = kept, packed
 
-    def _segments(self, plan: Plan, active: Sequence[bool]) -> list[Segment]:
-        """The pieces that travel, in an order that follows from plan and activity alone."""
-        segments: list[Segment] = []
-        alone = [i for i, is_active in enumerate(active) if is_active and i not in self._packed]
-        for buffer in self._buffers:
-            for owner, members, start, stop in _runs(buffer.layout, plan):
-                if owner is None or not all(active[i] for i in members):
-                    alone += [i for i in members if active[i]]
-                else:
-                    segments.append(Segment(owner, buffer.storage[start:stop]))
-        for i in alone:
-            if self._params[i].layout is torch.strided:
-                segments += self._pieces(plan, i)
-            else:
-                item = SparseParameter(plan.of_tensor(i)[0].rank, self._params[i])
-                self._sparse.setdefault(self._params[i].device, []).append(item)
-        return segments
+    def segments(self, plan: Plan, wanted: Sequence[int]) -> list[Segment]:
+        """Return what travels of some parameters that lie flat, in as few segments as possible.
 
-    def _pieces(self, plan: Plan, tensor: int) -> list[Segment]:
-        param = self._params[tensor].detach()
-        if lies_flat(param):
-            flat = storage_view(param)
-            return [Segment(shard.rank, flat[shard.flat]) for shard in plan.of_tensor(tensor)]
-        # Such a tensor travels as a contiguous copy.
-        owner = plan.of_tensor(tensor)[0].rank
-        loose = _Loose(owner, param, torch.empty(param.shape, dtype=param.dtype, device=param.device))
-        self._loose.append(loose)
-        return [Segment(owner, loose.copy.view(-1))]
+        Args:
+            plan: who owns what.
+            wanted: their indices, the same on every rank.
+
+        Returns:
+            In an order that follows from plan and indices alone.
+        """
+        chosen = frozenset(wanted)
+        found: list[Segment] = []
+        alone = [index for index in wanted if index not in self._packed]
+        for buffer in self._buffers:
+            for owner, members, start, stop in _runs(buffer.layout, plan, chosen):
+                if owner is None:
+                    alone += members
+                else:
+                    found.append(Segment(owner, buffer.storage[start:stop]))
+        for index in alone:
+            flat = storage_view(self._params[index].detach())
+            found += [Segment(shard.rank, flat[shard.flat]) for shard in plan.of_tensor(index)]
+        return found
+
+    def _segments(self, plan: Plan, active: Sequence[bool]) -> list[Segment]:
+        """The segments of all active parameters; those without a flat view of their memory get a copy that travels."""
+        shared = [index for index, is_active in enumerate(active) if is_active]
+        flat = [i for i in shared if i in self._packed or lies_flat(self._params[i])]
+        segments = self.segments(plan, flat)
+        for index in sorted({*shared} - {*flat}):
+            owner, param = plan.of_tensor(index)[0].rank, self._params[index].detach()
+            if param.layout is torch.strided:
+                # Such a tensor travels as a contiguous copy.
+                self._loose.append(_Loose(owner, param, param.new_empty(param.shape)))
+                segments.append(Segment(owner, self._loose[-1].copy.view(-1)))
+            else:
+                self._sparse.setdefault(param.device, []).append(SparseParameter(owner, self._params[index]))
+        return segments
 
 
 @dataclass(frozen=True, eq=False)
@@ -254,15 +265,15 @@ def _places(tensors: Sequence[torch.Tensor]) -> _Places:
     )
 
 
-def _runs(layout: BucketLayout, plan: Plan) -> list[tuple[int | None, list[int], int, int]]:
-    """Cut a buffer into runs of whole tensors of one owner: owner (None: cut), tensors, start, stop in elements."""
-    runs: list[tuple[int | None, list[int], int]] = []
-    for slot in layout.slots:
+def _runs(layout: BucketLayout, plan: Plan, wanted: Set[int]) -> Iterator[tuple[int | None, list[int], int, int]]:
+    """Cut a buffer into runs of wanted tensors of one owner: owner (None: cut), tensors, start and stop in elements."""
+    ends = [slot.offset for slot in layout.slots[1:]] + [layout.numel]
+
+    def owner_of(slot: Slot) -> tuple[bool, int | None]:
         shards = plan.of_tensor(slot.tensor)
-        owner = shards[0].rank if len(shards) == 1 else None
-        if runs and runs[-1][0] == owner:
-            runs[-1][1].append(slot.tensor)
-        else:
-            runs.append((owner, [slot.tensor], slot.offset))
-    stops = [start for _, _, start in runs[1:]] + [layout.numel]
-    return [(owner, members, start, stop) for (owner, members, start), stop in zip(runs, stops, strict=True)]
+        return slot.tensor in wanted, shards[0].rank if len(shards) == 1 else None
+
+    for (is_wanted, owner), run in groupby(zip(layout.slots, ends, strict=True), lambda item: owner_of(item[0])):
+        if is_wanted:
+            slots = list(run)
+            yield owner, [slot.tensor for slot, _ in slots], slots[0][0].offset, slots[-1][1]

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
-from zeroshard_comm import Control, Position, RankGroup, ShardingConfig, Traffic, agreed, check_config, connect
+from zeroshard_comm import Control, Position, RankGroup, ShardingConfig, Traffic, agreed, connect
 
 from zeroshard.elementwise import name_of
 from zeroshard.layout import Layout, Policy, first_layout, next_layout, same_place, same_shards
@@ -20,14 +20,11 @@ from zeroshard.parameter_sync import ParameterSync
 _logger = logging.getLogger(__name__)
 
 
-class LayoutFollower(Protocol):
-    """What else is laid out by the plan; see :class:`zeroshard.overlap.buckets.Buckets`."""
+class _LayoutFollower(Protocol):
+    """What else is laid out by the plan; it is a :class:`zeroshard.overlap.buckets.Buckets`."""
 
-    def check(self, params: Sequence[torch.Tensor], layout: Layout) -> None:
-        """Raise what :meth:`follow` would."""
-
-    def follow(self, params: Sequence[torch.Tensor], layout: Layout) -> None:
-        """Take over another layout, or parameters that have moved in memory."""
+    def check(self, params: Sequence[torch.Tensor], layout: Layout) -> None: ...
+    def follow(self, params: Sequence[torch.Tensor], layout: Layout) -> None: ...
 
 
 class Sharding:
@@ -63,7 +60,7 @@ class Sharding:
         read_groups: Callable[[], list[ParamGroup]],
     ) -> None:
         self.control, self._policy = Control(ranks, traffic), policy
-        self.follower: LayoutFollower | None = None
+        self.follower: _LayoutFollower | None = None
         name = name_of(policy.factory)
         order: Mapping[str, int] = {}
         with agreed(self.control, "ZeroRedundancyOptimizer()") as declared:
@@ -91,16 +88,6 @@ class Sharding:
             len(self.params),
             policy.name,
         )
-
-    def check_layout(self, operation: str, problem: Exception | None) -> None:
-        """Raise on every rank if one differs, or has a problem, before a call that concerns all. Collective.
-
-        Raises:
-            DisagreementError: if ranks are in different calls, or their layouts differ.
-            PeerLostError: if a rank is gone.
-            Exception: a rank's problem.
-        """
-        check_config(self.control, operation, self.layout.declaration, error=problem)
 
     def grow(self, groups: list[ParamGroup], append: Callable[[], None]) -> None:
         """Take in a new param group on all ranks, or on none. Collective.

@@ -25,65 +25,45 @@ from zeroshard.sharding import Sharding
 from zeroshard.stepped_in_parts import may_step_in_parts
 
 
-class Sharable(Protocol):
-    """Parameters that are brought from their owners to all ranks; see :class:`zeroshard.parameter_sync.Sharing`."""
+class _Sharing(Protocol):
+    """Parameters that are brought from their owners to all ranks; as :class:`zeroshard.parameter_sync.Sharing`."""
 
-    def expect(self) -> None:
-        """Expect the owners' new values."""
-
-    def send(self) -> None:
-        """Send this rank's values."""
-
-    def arrive(self) -> None:
-        """Wait until the others' values have arrived."""
-
-    def wait(self) -> None:
-        """As :meth:`arrive`, and until this rank's own values may be changed."""
+    def expect(self) -> None: ...
+    def send(self) -> None: ...
+    def arrive(self) -> None: ...
+    def wait(self) -> None: ...
 
 
-class Part(Protocol):
-    """Parameters that are updated and shared together; see :class:`zeroshard.overlap.bucket.BucketState`."""
+class _Part(Protocol):
+    """Parameters that are updated and shared together; as :class:`zeroshard.overlap.bucket.BucketState`."""
 
     @property
-    def sharing(self) -> Sharable:
-        """Brings their owners' new values to all ranks."""
-
-    def bind(self) -> None:
-        """Hand the local optimizer this rank's parts of their gradients."""
-
-    def unbind(self) -> None:
-        """Take them back."""
-
-    def step(self, arguments: Mapping[str, Any]) -> None:
-        """Update what this rank owns of them."""
+    def sharing(self) -> _Sharing: ...
+    def bind(self) -> None: ...
+    def unbind(self) -> None: ...
+    def step(self, arguments: Mapping[str, Any]) -> None: ...
 
 
-class GradientSource(Protocol):
-    """Where gradients come from, bucket by bucket; see :class:`zeroshard.overlap.scheduler.BucketScheduler`."""
+class _Buckets(Protocol):
+    """As :class:`zeroshard.overlap.buckets.Buckets`."""
 
-    @property
-    def steps_early(self) -> bool:
-        """Whether shards are stepped during backward."""
+    def move_gradients(self, before: Plan, now: Plan) -> None: ...
+
+
+class _GradientSource(Protocol):
+    """Where gradients come from, bucket by bucket; it is a :class:`zeroshard.overlap.scheduler.BucketScheduler`."""
 
     @property
-    def has_buckets(self) -> bool:
-        """Whether buckets are known: from the first backward on, on all ranks alike."""
-
+    def steps_early(self) -> bool: ...
     @property
-    def parts(self) -> Sequence[Part]:
-        """What a step updates and shares."""
-
-    def check_gradients(self) -> None:
-        """Raise if gradients were accumulated on this rank that were never reduced."""
-
-    def check_unreduced(self) -> None:
-        """Raise if parameters that are in no bucket have gradients of this rank alone."""
-
-    def end_abandoned(self) -> Exception | None:
-        """End a backward that an exception has left, and return an error for all ranks to raise."""
-
-    def move_gradients(self, before: Plan, now: Plan) -> None:
-        """Bring gradients to their new owners."""
+    def has_buckets(self) -> bool: ...
+    @property
+    def parts(self) -> Sequence[_Part]: ...
+    def check_gradients(self) -> None: ...
+    def check_unreduced(self) -> None: ...
+    def end_abandoned(self) -> Exception | None: ...
+    @property
+    def buckets(self) -> _Buckets: ...
 
 
 def _nobody_to_tell() -> None:
@@ -105,7 +85,7 @@ class StepCoordinator:
 
     def __init__(self, sharding: Sharding) -> None:
         self.sharding, self.guard = sharding, ExchangeGuard(sharding.control)
-        self.source: GradientSource | None = None
+        self.source: _GradientSource | None = None
         self.shadowing = False
         self._begun: tuple[Layout, Exception | None] | None = None
 
@@ -203,8 +183,8 @@ class StepCoordinator:
             before = sharding.layout.plan
             sharding.adopt(layout, groups)
             if source is not None:
-                source.move_gradients(before, layout.plan)
-        shares: Sequence[Sharable] = [sharding.sync] if source is None else [part.sharing for part in source.parts]
+                source.buckets.move_gradients(before, layout.plan)
+        shares: Sequence[_Sharing] = [sharding.sync] if source is None else [part.sharing for part in source.parts]
         failure: Exception | None = None
         result: Any = None
         try:
@@ -233,7 +213,7 @@ class StepCoordinator:
         sharding.hyperparameters.written(groups)
         return result
 
-    def _update(self, parts: Sequence[Part], arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as the inner step
+    def _update(self, parts: Sequence[_Part], arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as the inner step
         """Update part by part, and send each as soon as it is; all at once where the optimizer wants that."""
         local = self.sharding.local
         if may_step_in_parts(local.optim):
@@ -252,7 +232,7 @@ class StepCoordinator:
             for part in parts:
                 part.unbind()
 
-    def _share(self, shares: Sequence[Sharable], declared: int | None, failure: Exception | None) -> None:
+    def _share(self, shares: Sequence[_Sharing], declared: int | None, failure: Exception | None) -> None:
         """Share all parameters, also after a failure, and learn whether anything was wrong on any rank. Collective.
 
         Args:

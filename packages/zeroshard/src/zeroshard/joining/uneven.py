@@ -9,29 +9,23 @@ zero gradients, or what they had accumulated when they ran out.
 from __future__ import annotations
 
 import weakref
-import zlib
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from operator import attrgetter, is_not
 from typing import Any
 
-import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from zeroshard._torch_private import local_used_map, version_of
+from zeroshard._torch_private import local_used_map
 from zeroshard.clipping import clip_over_ranks
 from zeroshard.joining.attendance import Attendance, Call, call_roll
-from zeroshard.joining.fingerprint import fingerprint
+from zeroshard.joining.changed_parameters import bring_parameters
 from zeroshard.joining.handover import (
     Handover,
     give,
-    give_parameters,
     is_nonzero,
     take,
-    take_parameters,
     unwritable,
 )
-from zeroshard.memory import lies_flat
+from zeroshard.joining.stepped_gradients import SteppedGradients
 from zeroshard.overlap.bucket import Bucket, BucketPhase
 from zeroshard.overlap.placeholder import GradPlaceholder
 from zeroshard.overlap.scheduler import BucketScheduler
@@ -68,14 +62,14 @@ class UnevenInputs:
         self.divides_by_running = False
         self.someone_joined: Callable[[], bool] = _perhaps
         self._partners: Sequence[weakref.ref[DistributedDataParallel]] = ()
-        self._stepped: tuple[list[weakref.ref[torch.Tensor]], list[int]] = [], []
+        self._stepped = SteppedGradients()
         self.has_shadowed = False
         self.calling: Call | None = None
         self._put_off: Callable[[], None] | None = None
 
     @property
     def partners(self) -> Sequence[DistributedDataParallel]:
-        """The models that share a context of torch's with the optimizer, where they are known."""
+        """The models that share a context of torch's with the optimizer, if known."""
         return [model for reference in self._partners if (model := reference()) is not None]
 
     @partners.setter
@@ -90,7 +84,7 @@ class UnevenInputs:
 
     @property
     def steps_in_backward(self) -> bool:
-        """Whether a communication hook steps the optimizer, so that there is nothing to do in its own step."""
+        """Whether a communication hook steps the optimizer."""
         return self._scheduler is not None and self._scheduler.steps_early
 
     @property
@@ -157,7 +151,7 @@ class UnevenInputs:
             return
         untold = impossible if impossible is not None else self.untold(groups, arguments)
         attendance = call_roll(self._control, call, untold=untold)
-        self._bring_parameters(attendance)
+        bring_parameters(self._sharding, attendance)
         if attendance.joined and attendance.giver == self._control.ranks.rank:
             give(
                 self._control,
@@ -172,12 +166,7 @@ class UnevenInputs:
             )
 
     def untold(self, groups: Sequence[ParamGroup], arguments: Mapping[str, Any] | None = None) -> Exception | None:
-        """Return an error that names what ranks without data cannot be told, if there is something.
-
-        Args:
-            groups: the public param groups.
-            arguments: keyword arguments of a step.
-        """
+        """Return an error that names what ranks without data cannot be told, if there is something."""
         return unwritable(groups, arguments or {})
 
     def stepped(self) -> None:
@@ -185,17 +174,7 @@ class UnevenInputs:
         self.forget_what_others_used()
         if self._scheduler is None and not self._control.alone:
             # In every step, also outside of contexts: a window may begin before one.
-            grads = [*filter(_is_there, map(_grad_of, self._sharding.params))]
-            self._stepped = [*map(weakref.ref, grads)], [*map(version_of, grads)]
-
-    def has_unstepped(self) -> bool:
-        """Whether there are gradients other than those of the last step."""
-        known, versions = self._stepped
-        grads = [*filter(_is_there, map(_grad_of, self._sharding.params))]
-        if len(grads) != len(known):
-            return bool(grads)
-        same = all(ref() is grad for ref, grad in zip(known, grads, strict=True))
-        return not same or [*map(version_of, grads)] != versions
+            self._stepped.record(self._sharding.params)
 
     # ------------------------------------------------------------------ a rank that has run out
 
@@ -239,7 +218,7 @@ class UnevenInputs:
             self._scheduler.gradients.carry_replaced()
 
     def attend_backward(self, bucket: Bucket) -> None:
-        """Tell, or hear, that a backward begins in which shards may be stepped; see `JoinPart`. Collective."""
+        """Tell, or hear, that a backward begins in which shards may be stepped. Collective."""
         if bucket.is_shadow:
             self.shadow_backward(self._groups())
         else:
@@ -325,7 +304,7 @@ class UnevenInputs:
 
     def _take(self, attendance: Attendance, groups: list[ParamGroup]) -> Handover:
         sharding = self._sharding
-        self._bring_parameters(attendance)
+        bring_parameters(self._sharding, attendance)
         given = take(
             self._control,
             attendance.giver,
@@ -344,26 +323,6 @@ class UnevenInputs:
             for index in given.absent:
                 sharding.params[index].grad = None
         return given
-
-    def _bring_parameters(self, attendance: Attendance) -> None:
-        """Let ranks that have run out have the parameters of the others, if these have changed theirs since a step.
-
-        Weights are clipped, or normalized, by training loops; nothing tells of it.
-        """
-        if not attendance.joined or attendance.call not in (Call.STEP, Call.BACKWARD):
-            return
-        sharding = self._sharding
-        active = zip(sharding.params, sharding.layout.active, strict=True)
-        params = [param for param, is_active in active if is_active and lies_flat(param)]
-        # One of another dtype or shape has been converted, which the step itself tells of.
-        forms = zlib.crc32(repr([(param.dtype, param.shape) for param in params]).encode())
-        told = self._control.all_gather_ints([forms, fingerprint(params)], "a step inside Join")
-        form, print_ = told[attendance.giver]
-        stale = [rank for rank in attendance.joined if told[rank][0] == form and told[rank][1] != print_]
-        if stale and self._control.ranks.rank == attendance.giver:
-            give_parameters(self._control, stale, params)
-        elif self._control.ranks.rank in stale:
-            take_parameters(self._control, attendance.giver, params)
 
     def _clip(self, given: Handover) -> None:
         sharding = self._sharding
@@ -407,7 +366,7 @@ class UnevenInputs:
         sharding = self._sharding
         if self.has_shadowed or self.someone_joined is not _perhaps or self._scheduler is not None:
             return None
-        if not self.has_unstepped():
+        if not self._stepped.differ(self._sharding.params):
             return None
         for index, param in enumerate(sharding.params):
             if param.grad is not None and is_nonzero([param.grad]):
@@ -421,9 +380,6 @@ class UnevenInputs:
     def _partners_accumulate(self) -> bool:
         """Whether DDP has told, in the iteration that was just shadowed, that the others do not reduce gradients."""
         return bool(self.partners) and not any(model.require_forward_param_sync for model in self.partners)
-
-
-_grad_of, _is_there = attrgetter("grad"), partial(is_not, None)
 
 
 def _perhaps() -> bool:

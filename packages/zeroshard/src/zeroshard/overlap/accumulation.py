@@ -151,7 +151,11 @@ class GradAccumulator:
     # ------------------------------------------------------------------ what placeholders do
 
     def carry(self, tensor: int) -> None:
-        """Keep what was reduced of a gradient; see :class:`~zeroshard.overlap.placeholder.Accumulator`."""
+        """Keep what was reduced of a gradient, before a further backward overwrites it.
+
+        Raises:
+            RuntimeError: if it was stepped already.
+        """
         state, place = self._place[tensor]
         self._touched.add(tensor)
         if tensor in state.zeroed:
@@ -172,12 +176,12 @@ class GradAccumulator:
             self._carried[tensor] = gradient.clone()
 
     def deliver(self, tensor: int) -> None:
-        """Take note that values to which something was carried go into a bucket; see the same class."""
+        """Take note that values to which something was carried go into a bucket."""
         if tensor in self._carried:
             self._delivered.add(tensor)
 
     def zero(self, tensor: int) -> None:
-        """Set a reduced gradient to zero; see the same class."""
+        """Set a reduced gradient to zero."""
         state, place = self._place[tensor]
         state.zeroed.add(tensor)
         self._carried.pop(tensor, None)
@@ -187,12 +191,12 @@ class GradAccumulator:
             gradient.zero_()
 
     def is_zeroed(self, tensor: int) -> bool:
-        """Whether a reduced gradient was set to zero; see the same class."""
+        """Whether a reduced gradient was set to zero."""
         place = self._place.get(tensor)
         return place is not None and tensor in place[0].zeroed
 
     def replace(self, tensor: int, place: torch.Tensor) -> None:
-        """Write into ``place`` what is to be in a bucket where a placeholder is; see the same class.
+        """Write into ``place`` what is to be in a bucket where a placeholder is.
 
         DDP copies gradients into its buckets when it rebuilds them in a forward, and those of parameters that a
         backward did not use. The owner puts in what was reduced before, times the number of ranks, by which the
@@ -236,7 +240,7 @@ class GradAccumulator:
         self._delivered.clear()
 
     def advice(self, operation: str) -> str:
-        """Say what to call instead; see the same class."""
+        """Say why an operation on a placeholder cannot be done, and what to call instead."""
         if "_amp_" in operation:
             return (
                 "a GradScaler cannot be combined with gradients that are sent to their owners. Use bfloat16, which "

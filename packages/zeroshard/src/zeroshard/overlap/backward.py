@@ -18,17 +18,12 @@ from zeroshard.param_groups import ParamGroup
 from zeroshard.step import StepCoordinator
 
 
-class JoinPart(Protocol):
-    """What a Join context has to do with a backward; see :class:`zeroshard.joining.uneven.UnevenInputs`."""
+class _JoinPart(Protocol):
+    """What a Join context has to do with a backward; it is a :class:`zeroshard.joining.uneven.UnevenInputs`."""
 
-    def attend_backward(self, bucket: Bucket) -> None:
-        """Begin a backward in which shards may be stepped, before anything is sent."""
-
-    def end_shadow(self, end: Callable[[], None]) -> None:
-        """End a backward that this rank has shadowed."""
-
-    def forget_what_others_used(self) -> None:
-        """Take note that a backward has stepped."""
+    def attend_backward(self, bucket: Bucket) -> None: ...
+    def end_shadow(self, end: Callable[[], None]) -> None: ...
+    def forget_what_others_used(self) -> None: ...
 
 
 class BackwardFollower:
@@ -51,7 +46,7 @@ class BackwardFollower:
     def __init__(
         self,
         coordinator: StepCoordinator,
-        joining: JoinPart,
+        joining: _JoinPart,
         groups: Callable[[], list[ParamGroup]],
         mode: StepMode,
     ) -> None:
@@ -60,7 +55,7 @@ class BackwardFollower:
         with agreed(sharding.control, "a communication hook's first call"):
             common_device(sharding.params, sharding.layout)
         self.scheduler = BucketScheduler(
-            sharding.control, guard, sharding.local, sharding.params, sharding.layout, mode
+            sharding.control, guard, sharding.local, sharding.sync, sharding.params, sharding.layout, mode
         )
         coordinator.source, sharding.follower = self.scheduler, self.scheduler.buckets
         self._backwards_since_step = self._stepped_with = 0
@@ -212,9 +207,9 @@ class BackwardFollower:
         Raises:
             RuntimeError: if they are of two models, or an earlier backward did not come to its end.
         """
-        if not self.in_backward:
-            return bucket
         before = self.scheduler.buckets.arrived
+        if not self.in_backward or (bucket.index == len(before) and not before[-1].is_last):
+            return bucket
         seen = {param for other in before for param in other.params}
         error: RuntimeError | None = None
         if not seen.isdisjoint(bucket.params):

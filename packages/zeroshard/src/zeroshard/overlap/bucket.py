@@ -9,11 +9,11 @@ from operator import attrgetter, is_
 
 import torch
 from torch.profiler import record_function
-from zeroshard_comm import Segment, Transport
-from zeroshard_core import Plan, Run, storage_view
+from zeroshard_comm import Transport
+from zeroshard_core import Plan, Run
 
 from zeroshard.local_optimizer import LocalOptimizer, PartialStepper
-from zeroshard.parameter_sync import Sharing
+from zeroshard.parameter_sync import ParameterSync, Sharing
 
 _grad_of = attrgetter("grad")
 
@@ -106,12 +106,13 @@ class BucketState:
         for tensor in self.owned_tensors:
             tensor.grad = None
 
-    def follow(self, plan: Plan, local: LocalOptimizer, transport: Transport) -> None:
+    def follow(self, plan: Plan, local: LocalOptimizer, sync: ParameterSync, transport: Transport) -> None:
         """Lay out everything for a plan, and for parameters where they are now. Nothing may be on its way.
 
         Args:
             plan: who owns what.
             local: the local optimizer, its shards detached from the parameters.
+            sync: where parameters lie.
             transport: carries the bucket.
 
         Raises:
@@ -128,10 +129,7 @@ class BucketState:
         self.owned_tensors = [shard.tensor for shard in self._owned.values()]
         self._partial = PartialStepper(local, list(self._owned.values()))
         self._bound = None
-        segments: list[Segment] = []
-        for index, param in zip(self.tensors, self.params, strict=True) if transport.shares_buckets else ():
-            flat = storage_view(param.data)
-            segments += [Segment(shard.rank, flat[shard.flat]) for shard in plan.of_tensor(index)]
+        segments = sync.segments(plan, sorted(self.tensors)) if transport.shares_buckets else []
         self.sharing = Sharing(self.params, transport.broadcaster(segments) if segments else None)
         self.reducer = transport.reducer(self._runs(plan), self._like, len(self.tensors))
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 from zeroshard_comm import Control, Segment, agreed, choose_broadcaster, choose_transport
-from zeroshard_core import Plan, storage_view
+from zeroshard_core import Plan
 
 from zeroshard.layout import Layout
 from zeroshard.local_optimizer import LocalOptimizer
@@ -16,7 +16,7 @@ from zeroshard.memory import lies_flat
 from zeroshard.overlap.accumulation import GradAccumulator
 from zeroshard.overlap.bucket import Bucket, BucketPhase, BucketState, Unbucketed, gradient_view
 from zeroshard.overlap.placeholder import GradPlaceholder
-from zeroshard.parameter_sync import Sharing
+from zeroshard.parameter_sync import ParameterSync, Sharing
 
 _logger = logging.getLogger(__name__)
 
@@ -30,6 +30,7 @@ class Buckets:
         control: the channel of the ranks' agreements, and the group.
         gradients: where gradients are.
         local: the local optimizer.
+        sync: where parameters lie.
         params: all parameters, by tensor index.
         layout: who owns what.
 
@@ -50,10 +51,11 @@ class Buckets:
         control: Control,
         gradients: GradAccumulator,
         local: LocalOptimizer,
+        sync: ParameterSync,
         params: Sequence[torch.Tensor],
         layout: Layout,
     ) -> None:
-        self._control, self._gradients, self._local = control, gradients, local
+        self._control, self._gradients, self._local, self._sync = control, gradients, local, sync
         self.device = common_device(params, layout)
         nbytes = sum(spec.nbytes for spec in layout.plan.tensors)
         self.transport = choose_transport(control, self.device, nbytes)
@@ -75,7 +77,7 @@ class Buckets:
         self._params, self._layout = list(params), layout
         self._gradients.follow(self._params, layout.plan, self._local)
         for state in self.by_index.values():
-            state.follow(layout.plan, self._local, self.transport)
+            state.follow(layout.plan, self._local, self._sync, self.transport)
         self._lay_out_rest()
 
     def check(self, params: Sequence[torch.Tensor], layout: Layout) -> None:
@@ -118,11 +120,7 @@ class Buckets:
         self._local.bound_by_buckets = self._known
         active = [index for index, is_active in enumerate(self._layout.active) if is_active]
         self._rest_tensors = rest = [index for index in active if index not in self._known]
-        segments = [
-            Segment(shard.rank, storage_view(self._params[index].data)[shard.flat])
-            for index in (rest if self.transport.shares_buckets else active)
-            for shard in self._layout.plan.of_tensor(index)
-        ]
+        segments = self._sync.segments(self._layout.plan, rest if self.transport.shares_buckets else active)
         sharing = Sharing([self._params[index] for index in rest], self.transport.broadcaster(segments))
         self.rest = Unbucketed(self._local, rest, sharing)
 
@@ -190,7 +188,7 @@ class Buckets:
                     f"each of them its own"
                 )
             state = BucketState(bucket, tensors)
-            state.follow(layout.plan, self._local, self.transport)
+            state.follow(layout.plan, self._local, self._sync, self.transport)
             lies = f"{bucket.buffer.numel()} elements of {bucket.buffer.dtype}: tensors {tensors} at {state.offsets}"
             settings = {
                 **layout.declaration.settings,

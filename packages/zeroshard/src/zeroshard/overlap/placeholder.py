@@ -21,34 +21,17 @@ from zeroshard._torch_private import ATEN_FOREACH_ZERO_, ATEN_TO_COPY, in_autogr
 _aten = torch.ops.aten
 
 
-class Accumulator(Protocol):
-    """Knows where the values are."""
-
-    def carry(self, tensor: int) -> None:
-        """Keep the reduced gradient of a tensor for the next reduction, before a further backward overwrites it.
-
-        Raises:
-            RuntimeError: if it was stepped already.
-        """
-
-    def deliver(self, tensor: int) -> None:
-        """Take note that values that were added to a gradient which is carried go into a bucket."""
-
-    def zero(self, tensor: int) -> None:
-        """Set the reduced gradient of a tensor to zero."""
-
-    def replace(self, tensor: int, place: torch.Tensor) -> None:
-        """Write into ``place`` what is to be in a bucket in place of the reduced gradient."""
-
-    def is_zeroed(self, tensor: int) -> bool:
-        """Whether the reduced gradient of a tensor was set to zero since."""
+class _Accumulator(Protocol):
+    """Knows where the values are; it is a :class:`zeroshard.overlap.accumulation.GradAccumulator`."""
 
     @property
-    def in_backward(self) -> bool:
-        """Whether a backward hands over buckets."""
-
-    def advice(self, operation: str) -> str:
-        """Say why an operation cannot be done, and what to call instead."""
+    def in_backward(self) -> bool: ...
+    def carry(self, tensor: int) -> None: ...
+    def deliver(self, tensor: int) -> None: ...
+    def zero(self, tensor: int) -> None: ...
+    def replace(self, tensor: int, place: torch.Tensor) -> None: ...
+    def is_zeroed(self, tensor: int) -> bool: ...
+    def advice(self, operation: str) -> str: ...
 
 
 class GradPlaceholder(torch.Tensor):
@@ -66,17 +49,17 @@ class GradPlaceholder(torch.Tensor):
 
     _tensor: int
     _title: str
-    _accumulator_of: weakref.ref[Accumulator]
+    _accumulator_of: weakref.ref[_Accumulator]
     _local: torch.Tensor | None
 
     @staticmethod
     def __new__(
-        cls: type[GradPlaceholder], param: torch.Tensor, tensor: int, name: str, accumulator: Accumulator
+        cls: type[GradPlaceholder], param: torch.Tensor, tensor: int, name: str, accumulator: _Accumulator
     ) -> GradPlaceholder:
         """Make a tensor without memory."""
         return make_wrapper_subclass(cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device)
 
-    def __init__(self, param: torch.Tensor, tensor: int, name: str, accumulator: Accumulator) -> None:  # noqa: ARG002 - as __new__
+    def __init__(self, param: torch.Tensor, tensor: int, name: str, accumulator: _Accumulator) -> None:  # noqa: ARG002 - as __new__
         self._tensor, self._title, self._local = tensor, name, None
         # Weakly: the accumulator knows the parameter, whose gradient this is, and such a circle is never collected.
         self._accumulator_of = weakref.ref(accumulator)
@@ -138,7 +121,7 @@ class GradPlaceholder(torch.Tensor):
         return self._local is None and self._accumulator.is_zeroed(self._tensor)
 
     @property
-    def _accumulator(self) -> Accumulator:
+    def _accumulator(self) -> _Accumulator:
         accumulator = self._accumulator_of()
         if accumulator is None:
             raise RuntimeError(f"the optimizer that had the gradient of {self._title!r} is gone: call zero_grad()")

@@ -18,7 +18,6 @@ import torch
 from torch.futures import Future
 from torch.profiler import record_function
 from zeroshard_comm import BucketHeader, BucketReduceWork, Control
-from zeroshard_core import Plan
 
 from zeroshard.exchange_guard import ExchangeGuard
 from zeroshard.layout import Layout
@@ -27,6 +26,7 @@ from zeroshard.overlap.accumulation import GradAccumulator
 from zeroshard.overlap.bucket import Bucket, BucketState, Unbucketed
 from zeroshard.overlap.buckets import Buckets
 from zeroshard.overlap.worker import ReductionQueue
+from zeroshard.parameter_sync import ParameterSync
 from zeroshard.stepped_in_parts import may_step_in_parts
 
 
@@ -45,6 +45,7 @@ class BucketScheduler:
         control: the channel of the ranks' agreements, and the group.
         guard: tells whether earlier exchanges came to their end.
         local: the local optimizer.
+        sync: where parameters lie.
         params: all parameters, by tensor index.
         layout: who owns what.
         mode: when shards are stepped.
@@ -64,15 +65,16 @@ class BucketScheduler:
         control: Control,
         guard: ExchangeGuard,
         local: LocalOptimizer,
+        sync: ParameterSync,
         params: Sequence[torch.Tensor],
         layout: Layout,
         mode: StepMode,
     ) -> None:
         self.mode, self._control, self._guard = mode, control, guard
         self.gradients = GradAccumulator(control.ranks.world_size, steps_early=self.steps_early)
-        self.buckets = buckets = Buckets(control, self.gradients, local, params, layout)
+        self.buckets = buckets = Buckets(control, self.gradients, local, sync, params, layout)
         name = f"zeroshard rank {control.ranks.rank}"
-        self._queue = ReductionQueue(name, buckets.device, in_order=buckets.transport.is_ordered)
+        self._queue = ReductionQueue(name, buckets.device, uses_thread=buckets.transport.uses_thread)
         # Of a device with streams, a future orders those who wait for it after the stream on which it was set.
         self._devices: list[int | str | torch.device] = [] if buckets.device.type == "cpu" else [buckets.device]
         self._local = local
@@ -84,22 +86,12 @@ class BucketScheduler:
     def on_bucket(
         self, bucket: Bucket, *, reduce: Callable[[], Future[torch.Tensor]] | None, may_step: bool
     ) -> Future[torch.Tensor]:
-        """Send a bucket of gradients to their owners. The first bucket of a backward has the index 0.
+        """Send a bucket of gradients to their owners; see :meth:`BackwardFollower.on_bucket`.
 
         Args:
-            bucket: of this backward.
-            reduce: if somebody else reduces it on all ranks, begins that, and returns the result to come, as long as
-                the bucket.
+            bucket: of this backward, the first of which has the index 0.
+            reduce: if somebody else reduces it on all ranks, begins that, and returns the result to come.
             may_step: whether this rank's shards may be stepped during this backward.
-
-        Returns:
-            The bucket's buffer to come, when this rank's parts of it are reduced.
-
-        Raises:
-            DisagreementError: if ranks have other buckets.
-            PeerLostError: if a rank is gone.
-            RuntimeError: if an earlier exchange could not be finished.
-            ValueError: if the optimizer does not have a parameter of the bucket.
         """
         self._guard.check()
         try:
@@ -136,7 +128,7 @@ class BucketScheduler:
             raise
 
     def _expect_parameters(self, bucket: Bucket, state: BucketState) -> None:
-        """Post receives of what is stepped early, before there is a job that may send: in one order for all buckets."""
+        """Post receives of what is stepped early, before a job may send: in one order for all buckets."""
         if self._may_step_early and self.mode is StepMode.PER_BUCKET:
             state.sharing.expect()
         elif self._may_step_early and self.mode is StepMode.AFTER_BACKWARD and bucket.is_last:
@@ -239,11 +231,7 @@ class BucketScheduler:
         return [*self.buckets.arrived, self.buckets.rest]
 
     def check_gradients(self) -> None:
-        """Look which gradients the next step will use, and raise if some were never reduced.
-
-        Raises:
-            RuntimeError: naming a tensor that has a gradient of this rank alone.
-        """
+        """Look which gradients the next step will use, and raise if some were never reduced."""
         if self.gradients.in_backward:
             raise self._unended()
         for state in self.buckets.arrived:
@@ -252,22 +240,14 @@ class BucketScheduler:
             self.gradients.check_reduced()
 
     def check_unreduced(self) -> None:
-        """Raise if parameters that are in no bucket have gradients of this rank alone; see :meth:`Buckets`.
-
-        Raises:
-            RuntimeError: naming one.
-        """
+        """Raise if parameters that are in no bucket have gradients of this rank alone."""
         if self.has_buckets:
             self.buckets.check_rest()
         else:
             self.gradients.check_reduced()
 
     def owned_gradients(self) -> list[torch.Tensor]:
-        """Return this rank's parts of all gradients that the next step will use.
-
-        Raises:
-            RuntimeError: if gradients were accumulated on this rank that were never reduced.
-        """
+        """Return this rank's parts of all gradients that the next step will use; raise as :meth:`check_gradients`."""
         self.check_gradients()
         found: list[torch.Tensor] = []
         for part in self.parts:
@@ -275,10 +255,6 @@ class BucketScheduler:
             found += [tensor.grad for tensor in part.owned_tensors if tensor.grad is not None]
             part.unbind()
         return found
-
-    def move_gradients(self, before: Plan, now: Plan) -> None:
-        """Bring gradients to their new owners; see :meth:`Buckets.move_gradients`."""
-        self.buckets.move_gradients(before, now)
 
     def end_abandoned(self) -> RuntimeError | None:
         """End a backward that an exception has left after its last bucket, and return an error for all ranks to raise.
@@ -299,7 +275,7 @@ class BucketScheduler:
         return error
 
     def give_up(self, error: RuntimeError) -> RuntimeError:
-        """Let no rank wait for the buckets that this one will not send, and return the error to be raised."""
+        """Let no rank wait for the buckets that this one will not send; return the error to be raised."""
         self._guard.break_off(error)
         self._control.cut_off()
         return error

@@ -81,12 +81,12 @@ class ReductionQueue:
     Args:
         name: of the thread.
         device: where buckets are.
-        in_order: whether all ranks must do the same in the same order, so that nothing may depend on what has arrived:
-            then there is no thread, and on an accelerator everything is queued on a side stream.
+        uses_thread: whether there is a thread. Else all ranks do the same in the same order, whatever has arrived, and
+            on an accelerator everything is queued on a side stream.
     """
 
-    def __init__(self, name: str, device: torch.device, *, in_order: bool) -> None:
-        self._in_order, self._side, self._worker = in_order, SideStream(device), Worker(name)
+    def __init__(self, name: str, device: torch.device, *, uses_thread: bool) -> None:
+        self._uses_thread, self._side, self._worker = uses_thread, SideStream(device), Worker(name)
         self._begun: deque[tuple[Job, BucketReduceWork]] = deque()
         self._finished: deque[BucketReduceWork] = deque()
 
@@ -98,25 +98,24 @@ class ReductionQueue:
             work: closed some time after that.
         """
         self._begun.append((finish, work))
-        if not self._in_order:
+        if self._uses_thread:
             self._worker.submit(self._finish_next)
 
     def finish(self, *, leave: int) -> None:
-        """Finish all but the last few, if that is to be done in one order; else a no-op."""
-        if not self._in_order or len(self._begun) <= leave:
+        """Finish all but the last few; a no-op if a thread does that."""
+        if self._uses_thread or len(self._begun) <= leave:
             return
         with self._side.after_current():
             while len(self._begun) > leave:
                 self._finish_one()
-            self._close(leave=0)
 
     def then(self, job: Job) -> None:
         """Do something after the reductions that were taken in so far."""
-        if self._in_order:
-            with self._side.after_current():
-                job()
-        else:
+        if self._uses_thread:
             self._worker.submit(job)
+            return
+        with self._side.after_current():
+            job()
 
     def drain(self) -> None:
         """Wait until all is done; on an accelerator, order the current stream after that.
