@@ -104,8 +104,7 @@ class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):
             Joinable.__init__(self)
             return self.param_groups
 
-        # Weakly: an optimizer that is let go is to be freed at once, with its memory.
-        self._sharded = ShardedOptimizer(ranks, policy, defaults, read, weakref.ref(self))
+        self._sharded = ShardedOptimizer(ranks, policy, defaults, read, weakref.ref(self))  # to be freed at once
         sync_groups(self.optim.param_groups, self.param_groups)
         self.defaults = self.optim.defaults  # as the class fills them in: schedulers look values up there
         self.initialized = True
