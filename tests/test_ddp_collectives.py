@@ -203,9 +203,10 @@ def test_models_and_groups_that_change(hook: str) -> None:
     train(twins, last=2)
     extra = [nn.Parameter(torch.ones(70, 3, dtype=torch.float64)) for _ in twins.sides]
     for param, (_, optimizer) in zip(extra, twins.sides, strict=True):
+        param._ddp_ignored = True
         optimizer.add_param_group({"params": [param], "lr": 0.5})
     for number in range(3, 6):
-        # Nobody reduces the gradient of a parameter that DDP does not know; it is equal on all ranks here.
+        # DDP does not reduce the gradient of a parameter that it was told to ignore; it is equal on all ranks here.
         for param, (ddp, optimizer) in zip(extra, twins.sides, strict=True):
             optimizer.zero_grad()
             param.grad = torch.full_like(param, float(number))

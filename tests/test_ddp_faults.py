@@ -266,7 +266,7 @@ def test_hooks_that_would_come_too_late_and_results_of_the_wrong_size() -> None:
 
     model = small_model()
     optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, lr=0.1, overlap_with_ddp=True)
-    with pytest.raises(ValueError, match="a step pre-hook would be called behind the step"):
+    with pytest.raises(ValueError, match="a step pre-hook would be called after the step"):
         optimizer.register_step_pre_hook(lambda *_: None)
     ddp = DistributedDataParallel(model)
     register("behind", ddp, optimizer, short)

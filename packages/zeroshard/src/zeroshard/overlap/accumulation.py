@@ -137,10 +137,10 @@ class GradAccumulator:
     def unreduced(self, tensor: int) -> RuntimeError:
         """Return the error for a gradient that no reduction has brought."""
         return RuntimeError(
-            f"the gradient of tensor {tensor} {self._plan.tensors[tensor].name!r} has not been reduced: either the "
-            f"last backward() was under no_sync(), and the one before step() must not be; or "
-            f"DistributedDataParallel waits for a parameter that backward did not use, which needs "
-            f"find_unused_parameters=True, or that was frozen since, after which the model must be wrapped anew"
+            f"the gradient of tensor {tensor} {self._plan.tensors[tensor].name!r} has not been reduced: the last "
+            f"backward() before step() was under no_sync(), and must not be; or DistributedDataParallel waits for a "
+            f"parameter that it did not use, which needs find_unused_parameters=True, or that was frozen since the "
+            f"model was wrapped, which must then be wrapped anew"
         )
 
     def is_used(self, tensor: int) -> bool:

@@ -137,25 +137,12 @@ class BackwardFollower:
     def on_autograd_end(self) -> None:
         """End a backward of which no bucket was announced as the last, as the first one of a static graph.
 
-        Raises:
-            RuntimeError: if the framework still waits for gradients.
-            Exception: as :meth:`on_backward_end`.
+        Called when autograd's work is done, or that of a backward inside of it, as of activation checkpoints.
         """
         arrived = self.scheduler.buckets.arrived
-        if not self.in_backward or arrived[-1].is_last:
-            return
-        if len(arrived) > 1 and not any(state.announced for state in arrived):
+        if self.in_backward and len(arrived) > 1 and not any(state.announced for state in arrived):
             self.on_backward_end()
-            return
-        rank = self._coordinator.sharding.control.ranks.rank
-        raise self.scheduler.give_up(
-            RuntimeError(
-                f"backward has ended on rank {rank}, and DistributedDataParallel still waits for the gradients of "
-                f"{self.scheduler.buckets.unarrived()}. Parameters that a forward does not use need "
-                f"find_unused_parameters=True; a model of which parameters were frozen must be wrapped anew. The "
-                f"gradients are not complete: start again from a checkpoint"
-            )
-        )
+        self.scheduler.left_with = len(arrived)
 
     def on_shadow_end(self) -> None:
         """Finish a backward that this rank has shadowed; inside a Join context, when all of it has been shadowed.

@@ -54,6 +54,7 @@ class BucketScheduler:
         mode: as given.
         gradients: where gradients are, and what is carried over from earlier backwards.
         buckets: which there are.
+        left_with: how many buckets had come when autograd's work, or that of a backward inside of it, was done.
 
     Raises:
         RuntimeError: if the group has no backend for the device that parameters are on.
@@ -78,7 +79,7 @@ class BucketScheduler:
         # Of a device with streams, a future orders those who wait for it after the stream on which it was set.
         self._devices: list[int | str | torch.device] = [] if buckets.device.type == "cpu" else [buckets.device]
         self._local = local
-        self._backwards = 0
+        self._backwards = self.left_with = 0
         self._may_step = self._all_may_step = False
 
     # ------------------------------------------------------------------ a backward
@@ -97,7 +98,7 @@ class BucketScheduler:
         try:
             if bucket.index == 0:
                 self._may_step, self._all_may_step = may_step, True
-                self._backwards += 1
+                self._backwards, self.left_with = self._backwards + 1, 0
                 self.buckets.begin(bucket)
                 self.gradients.begin()
             state = self.buckets.by_index.get(bucket.index)
@@ -128,10 +129,12 @@ class BucketScheduler:
             raise
 
     def _expect_parameters(self, bucket: Bucket, state: BucketState) -> None:
-        """Post receives of what is stepped early, before a job may send: in one order for all buckets."""
-        if self._may_step_early and self.mode is StepMode.PER_BUCKET:
+        """Post receives of what is stepped early, before a thread may send: in one order for all buckets."""
+        if not self.buckets.transport.uses_thread or not self._may_step_early:
+            return
+        if self.mode is StepMode.PER_BUCKET:
             state.sharing.expect()
-        elif self._may_step_early and self.mode is StepMode.AFTER_BACKWARD and bucket.is_last:
+        elif self.mode is StepMode.AFTER_BACKWARD and bucket.is_last:
             for other in self.buckets.arrived:
                 other.sharing.expect()
 
@@ -139,8 +142,7 @@ class BucketScheduler:
         """Wait until every gradient lies at its owner, and put placeholders in their places.
 
         Raises:
-            PeerLostError: if a rank is gone.
-            RuntimeError: if ranks are in different backwards.
+            PeerLostError, RuntimeError: if a rank is gone, or in another backward.
         """
         try:
             with record_function("zeroshard::wait for gradients"):
@@ -170,11 +172,10 @@ class BucketScheduler:
                 with record_function(f"zeroshard::reduce bucket {state.index}"):
                     self._take_in(state, work.finish(), result)
         except BaseException as error:
-            # Others may still be waiting for the next bucket; this rank has nothing to send any more.
             self._guard.break_off(error)
             raise
         finally:
-            # Also after an error: backward would wait for ever. It is raised at its end.
+            # Also after an error, which is raised at the end of backward: it would wait for ever.
             done.set_result(state.buffer)
         if self.mode is StepMode.PER_BUCKET:
             self._step_early(state)
@@ -204,7 +205,7 @@ class BucketScheduler:
         return self._may_step and may_step_in_parts(self._local.optim)
 
     def _step_early(self, state: BucketState) -> None:
-        """Step a bucket during backward, and share it, also if the step has failed: all ranks have agreed to."""
+        """Step a bucket during backward, and share it, also after a failure: all ranks have agreed to."""
         if not self._all_may_step or self._guard.is_broken:
             return
         if self._may_step:
@@ -231,7 +232,7 @@ class BucketScheduler:
         return [*self.buckets.arrived, self.buckets.rest]
 
     def check_gradients(self) -> None:
-        """Look which gradients the next step will use, and raise if some were never reduced."""
+        """Look which gradients the next step will use; raise if some were never reduced."""
         if self.gradients.in_backward:
             raise self._unended()
         for state in self.buckets.arrived:
@@ -240,14 +241,14 @@ class BucketScheduler:
             self.gradients.check_reduced()
 
     def check_unreduced(self) -> None:
-        """Raise if parameters that are in no bucket have gradients of this rank alone."""
+        """Raise if parameters that are in no bucket have gradients."""
         if self.has_buckets:
             self.buckets.check_rest()
         else:
             self.gradients.check_reduced()
 
     def owned_gradients(self) -> list[torch.Tensor]:
-        """Return this rank's parts of all gradients that the next step will use; raise as :meth:`check_gradients`."""
+        """Return this rank's parts of all gradients that the next step will use."""
         self.check_gradients()
         found: list[torch.Tensor] = []
         for part in self.parts:
@@ -257,31 +258,35 @@ class BucketScheduler:
         return found
 
     def end_abandoned(self) -> RuntimeError | None:
-        """End a backward that an exception has left after its last bucket, and return an error for all ranks to raise.
-
-        Returns:
-            None if there is no such backward.
+        """End a backward that was left after its last bucket, if there is one; return an error for all ranks to raise.
 
         Raises:
             RuntimeError: if it was left before its last bucket, which the others wait for.
-            PeerLostError: if a rank is gone.
         """
         if not self.gradients.in_backward:
             return None
         error = self._unended()
-        if not self.buckets.arrived or not self.buckets.arrived[-1].is_last:
-            raise self.give_up(error)
+        if self._guard.is_broken:
+            raise error
         self.on_backward_end()
         return error
 
-    def give_up(self, error: RuntimeError) -> RuntimeError:
-        """Let no rank wait for the buckets that this one will not send; return the error to be raised."""
-        self._guard.break_off(error)
-        self._control.cut_off()
-        return error
-
     def _unended(self) -> RuntimeError:
-        return RuntimeError(
-            f"the last backward did not come to its end on rank {self._control.ranks.rank}: an exception has left it, "
-            f"and its gradients are not complete. Start again from a checkpoint"
+        """Return an error for a backward that has not ended; let no rank wait for buckets that will not be sent."""
+        arrived, rank = self.buckets.arrived, self._control.ranks.rank
+        if self.left_with != len(arrived):
+            why = "an exception has left it"
+        else:
+            why = (
+                f"DistributedDataParallel still waits for the gradients of {self.buckets.unarrived()}. Parameters that "
+                f"a forward does not use need find_unused_parameters=True; a model of which parameters were frozen "
+                f"must be wrapped anew"
+            )
+        error = RuntimeError(
+            f"the last backward did not come to its end on rank {rank}: {why}. Its gradients are not complete: start "
+            f"again from a checkpoint"
         )
+        if not arrived or not arrived[-1].is_last:
+            self._guard.break_off(error)
+            self._control.cut_off()
+        return error
