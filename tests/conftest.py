@@ -11,7 +11,7 @@ from zeroshard_comm import transport
 @pytest.fixture(autouse=True)
 def _is_worth_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Add up gradients in a thread, however few they are, as those of large models are."""
-    monkeypatch.setattr(transport, "WORTH_A_THREAD", 0)
+    monkeypatch.setattr(transport, "WORTH_OVERLAPPING", 0)
 
 
 @pytest.hookimpl(tryfirst=True)

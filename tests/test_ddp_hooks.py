@@ -48,7 +48,7 @@ def test_parity(hook: str, partition: str, views: bool) -> None:
 def test_gradients_of_a_small_model_are_added_up_without_a_thread(
     hook: str, partition: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transport, "WORTH_A_THREAD", 1 << 40)
+    monkeypatch.setattr(transport, "WORTH_OVERLAPPING", 1 << 40)
     twins = Twins(hook, model=Branches, partition=partition, ddp={"find_unused_parameters": True})
     train(twins, lambda ddp, inputs: ddp(inputs, 1).square().mean(), last=6)
     assert not twins.optimizer.follow_backward(STEPPING[hook]).scheduler.buckets.transport.uses_thread

@@ -19,8 +19,8 @@ from zeroshard_comm.same_host import WORTH_READING, SameHostBroadcaster, SameHos
 
 TAG_BUCKETS = 0x5A530032
 
-WORTH_A_THREAD = 16 * 1024 * 1024
-"""Gradients of fewer bytes in all are added up when the last have come: the thread would cost more than it overlaps."""
+WORTH_OVERLAPPING = 16 * 1024 * 1024
+"""Fewer bytes in all are added up when the last have come, and shared together: overlapping would cost more."""
 
 
 class Transport(ABC):
@@ -59,11 +59,11 @@ class MessageTransport(Transport):
 
     Args:
         control: has the group, whose backend matches messages by tag, and the traffic.
-        uses_thread: whether another thread adds up what arrives.
+        overlaps: whether another thread adds up what arrives, and buckets are shared one by one: for much data.
     """
 
-    def __init__(self, control: Control, *, uses_thread: bool) -> None:
-        self.uses_thread = uses_thread
+    def __init__(self, control: Control, *, overlaps: bool) -> None:
+        self.uses_thread = self.shares_buckets = overlaps
         self._ranks, self._traffic = control.ranks, control.traffic
         self.tags = control.ranks.context.allocate_tags()
         self._window = ReceiveWindow(control.ranks)
@@ -141,5 +141,5 @@ def choose_transport(control: Control, device: torch.device, nbytes: int) -> Tra
     if device.type == "cpu" and all_read(control.ranks) and nbytes >= WORTH_READING:
         return SameHostTransport(control)
     if control.ranks.sends_tagged(device):
-        return MessageTransport(control, uses_thread=nbytes >= WORTH_A_THREAD)
+        return MessageTransport(control, overlaps=nbytes >= WORTH_OVERLAPPING)
     return CollectiveTransport(control, device)

@@ -58,6 +58,8 @@ class _GradientSource(Protocol):
     @property
     def has_buckets(self) -> bool: ...
     @property
+    def has_parts(self) -> bool: ...
+    @property
     def parts(self) -> Sequence[_Part]: ...
     def check_gradients(self) -> None: ...
     def check_unreduced(self) -> None: ...
@@ -190,7 +192,7 @@ class StepCoordinator:
         try:
             if source is not None:
                 source.check_gradients()
-                result = self._update(source.parts, arguments)
+                result = self._update(source, arguments)
             elif gradients is not None:
                 sharding.local.step_with(gradients, arguments)
             else:
@@ -213,10 +215,10 @@ class StepCoordinator:
         sharding.hyperparameters.written(groups)
         return result
 
-    def _update(self, parts: Sequence[_Part], arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as the inner step
-        """Update part by part, and send each as soon as it is; all at once where the optimizer wants that."""
-        local = self.sharding.local
-        if may_step_in_parts(local.optim):
+    def _update(self, source: _GradientSource, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as the inner step
+        """Update part by part, and send each as soon as it is; all at once where that is of no use, or impossible."""
+        local, parts = self.sharding.local, source.parts
+        if source.has_parts and may_step_in_parts(local.optim):
             for part in parts:
                 part.sharing.expect()
             for part in parts:

@@ -227,6 +227,11 @@ class BucketScheduler:
         return bool(self.buckets.by_index)
 
     @property
+    def has_parts(self) -> bool:
+        """Whether parts are stepped one by one."""
+        return self.steps_early or self.buckets.transport.shares_buckets
+
+    @property
     def parts(self) -> Sequence[BucketState | Unbucketed]:
         """What a step updates and shares: the buckets, and the parameters that are in none."""
         return [*self.buckets.arrived, self.buckets.rest]
