@@ -27,6 +27,7 @@ from zeroshard_comm import (
 from zeroshard_comm import all_read as all_ranks_read
 from zeroshard_comm.packing import CHUNK_BYTES
 from zeroshard_comm.process_memory import SWITCH
+from zeroshard_comm.same_host import scratch_memory
 from zeroshard_comm.transport import SameHostTransport
 from zeroshard_core import Run
 from zeroshard_testing import Faults
@@ -46,7 +47,7 @@ def all_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def reducer(runs: list[Run], dtype: torch.dtype = torch.float64) -> SameHostReducer:
-    return SameHostReducer(Control(RankGroup.of()), runs, dtype, 1)
+    return SameHostReducer(Control(RankGroup.of()), runs, dtype, 1, scratch_memory())
 
 
 @pytest.mark.ranks(2, 3, 4, backend="gloo")

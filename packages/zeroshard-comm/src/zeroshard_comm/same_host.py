@@ -30,7 +30,7 @@ from zeroshard_comm.interfaces import (
     ParameterBroadcaster,
     Segment,
 )
-from zeroshard_comm.packing import BucketMessage, bucket_messages
+from zeroshard_comm.packing import CHUNK_BYTES, PACKED_BYTES, BucketMessage, bucket_messages
 from zeroshard_comm.process_group import RankGroup
 from zeroshard_comm.process_memory import SWITCH, ProcessMemory, machine
 from zeroshard_comm.rank_order import mean_in_rank_order
@@ -160,6 +160,11 @@ class _Reading(Broadcast):
         self.arrive()
 
 
+def scratch_memory() -> torch.Tensor:
+    """Return memory for what is read of gradients: the sum over the ranks before this one, and the next term."""
+    return torch.empty((2, max(PACKED_BYTES, CHUNK_BYTES)), dtype=torch.uint8, device="cpu")
+
+
 class SameHostReducer(GradientReducer):
     """Reads what this rank owns of a bucket where the others have it, and adds it up.
 
@@ -170,17 +175,18 @@ class SameHostReducer(GradientReducer):
         runs: ranges of elements of the bucket and who owns them, in bucket order; what lies between belongs to nobody.
         dtype: of the bucket, which is on the CPU.
         tensors: number of tensors in the bucket.
+        scratch: of :func:`scratch_memory`, which reducers that are used one after another share.
     """
 
-    def __init__(self, control: Control, runs: Sequence[Run], dtype: torch.dtype, tensors: int) -> None:
+    def __init__(
+        self, control: Control, runs: Sequence[Run], dtype: torch.dtype, tensors: int, scratch: torch.Tensor
+    ) -> None:
         self.control, self.ranks, self.dtype, self.tensors = control, control.ranks, dtype, tensors
         self._messages = list(bucket_messages([run for run in runs if run.rank == self.ranks.rank], dtype.itemsize))
         owned = sum(message.nbytes for message in self._messages)
         self._received = owned * len(self.ranks.peers)
         self._sent = sum(run.stop - run.start for run in runs) * dtype.itemsize - owned
-        largest = max((message.nbytes for message in self._messages), default=0)
-        # The sum over the ranks before this one needs a place beside that of the next term.
-        self._scratch = torch.empty((2, largest), dtype=torch.uint8, device="cpu")
+        self._scratch = scratch
         self._reads: dict[int, tuple[int, list[ProcessMemory]]] = {}
         self._said: list[int] = []
         self._heard: list[list[int]] = []

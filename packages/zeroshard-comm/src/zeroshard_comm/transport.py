@@ -15,7 +15,7 @@ from zeroshard_comm.collective_reducer import CollectiveReducer
 from zeroshard_comm.interfaces import GradientReducer, ParameterBroadcaster, Segment
 from zeroshard_comm.message_reducer import MessageReducer, window_bytes
 from zeroshard_comm.receive_window import ReceiveWindow
-from zeroshard_comm.same_host import WORTH_READING, SameHostBroadcaster, SameHostReducer, all_read
+from zeroshard_comm.same_host import WORTH_READING, SameHostBroadcaster, SameHostReducer, all_read, scratch_memory
 
 TAG_BUCKETS = 0x5A530032
 
@@ -115,11 +115,11 @@ class SameHostTransport(Transport):
     shares_buckets = False
 
     def __init__(self, control: Control) -> None:
-        self._control = control
+        self._control, self._scratch = control, scratch_memory()
 
     def reducer(self, runs: Sequence[Run], bucket: torch.Tensor, tensors: int) -> GradientReducer:
         """Make one that reads this rank's part where the others have it."""
-        return SameHostReducer(self._control, runs, bucket.dtype, tensors)
+        return SameHostReducer(self._control, runs, bucket.dtype, tensors, self._scratch)
 
     def broadcaster(self, segments: Sequence[Segment]) -> ParameterBroadcaster:
         """Make one for the thread that calls a step."""

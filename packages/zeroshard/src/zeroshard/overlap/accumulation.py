@@ -6,6 +6,7 @@ reduction, so the owner carries what was reduced before, and adds it after the r
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from operator import attrgetter, is_
 
@@ -99,12 +100,26 @@ class GradAccumulator:
         """End a backward: put placeholders where the gradients were."""
         self.in_backward = False
         for state in states:
-            for tensor, param in zip(state.tensors, state.params, strict=True):
+            placeholders = [self.placeholders[tensor] for tensor in state.tensors]
+            if state.is_first:
+                placeholders = self._passing(state)
+            for param, placeholder in zip(state.params, placeholders, strict=True):
                 if param.grad is not None:
-                    param.grad = self.placeholders[tensor]
+                    param.grad = placeholder
         for tensor in self._touched:
             self.placeholders[tensor]._local = None
         self._touched.clear()
+
+    def _passing(self, state: BucketState) -> list[GradPlaceholder]:
+        """Make placeholders for the first backward: when they are set to None, the bucket's memory is given back.
+
+        DDP makes new buckets in the forward after that, and its gradients need the memory.
+        """
+        made = [GradPlaceholder(self._params[i], i, self._plan.tensors[i].name, self) for i in state.tensors]
+        state_of = weakref.ref(state)
+        given_back = weakref.finalize(made[0], lambda: state.release() if (state := state_of()) is not None else None)
+        given_back.atexit = False
+        return made
 
     # ------------------------------------------------------------------ what the next step will use
 

@@ -57,6 +57,7 @@ class BucketState:
     Args:
         bucket: as it was handed over for the first time.
         tensors: the indices of its parameters in the plan.
+        is_first: whether it is of the first backward, after which DDP makes new buckets; also an attribute.
 
     Attributes:
         tensors: as given.
@@ -76,7 +77,8 @@ class BucketState:
         failure: what the optimizer raised then, if it did.
     """
 
-    def __init__(self, bucket: Bucket, tensors: Sequence[int]) -> None:
+    def __init__(self, bucket: Bucket, tensors: Sequence[int], *, is_first: bool) -> None:
+        self.is_first = is_first
         self.index, self.tensors, self.params = bucket.index, tuple(tensors), list(bucket.params)
         start = int(bucket.buffer.storage_offset())
         self.offsets = [int(gradient.storage_offset()) - start for gradient in bucket.gradients]
@@ -101,10 +103,11 @@ class BucketState:
         self.is_stepped_early, self.failure = False, None
 
     def release(self) -> None:
-        """Let go of the memory of the bucket: its gradients were used, and the framework has a new one."""
-        self.buffer = self._bound = None
-        for tensor in self.owned_tensors:
-            tensor.grad = None
+        """Let go of the memory of the bucket if its gradients were used: the framework needs it for another one."""
+        if self.phase is BucketPhase.STEPPED:
+            self.buffer = self._bound = None
+            for tensor in self.owned_tensors:
+                tensor.grad = None
 
     def follow(self, plan: Plan, local: LocalOptimizer, sync: ParameterSync, transport: Transport) -> None:
         """Lay out everything for a plan, and for parameters where they are now. Nothing may be on its way.
@@ -174,7 +177,12 @@ class BucketState:
         Args:
             to_step: whether it is going to use them.
         """
-        key = (self.buffer.data_ptr() if self.buffer is not None else 0, self.present)
+        if self.buffer is None:
+            raise RuntimeError(
+                "gradients of the first backward have been stepped and set to None, and their memory was given back: "
+                "call backward() before the next step()"
+            )
+        key = (self.buffer.data_ptr(), self.present)
         if self._bound is None or self._bound[0] != key:
             there = self.present
             self._bound = (key, [self.owned_gradient(place) if there[place] else None for place in self._owned])

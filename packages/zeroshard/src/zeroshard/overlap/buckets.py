@@ -14,7 +14,7 @@ from zeroshard.layout import Layout
 from zeroshard.local_optimizer import LocalOptimizer
 from zeroshard.memory import lies_flat
 from zeroshard.overlap.accumulation import GradAccumulator
-from zeroshard.overlap.bucket import Bucket, BucketPhase, BucketState, Unbucketed, gradient_view
+from zeroshard.overlap.bucket import Bucket, BucketState, Unbucketed, gradient_view
 from zeroshard.overlap.placeholder import GradPlaceholder
 from zeroshard.parameter_sync import ParameterSync, Sharing
 
@@ -158,8 +158,7 @@ class Buckets:
         if known is not None and known.buffer is not None and known.buffer.data_ptr() != first.buffer.data_ptr():
             # The framework has made new buckets, for which it needs the memory of those before.
             for state in self.by_index.values():
-                if state.phase is BucketPhase.STEPPED:
-                    state.release()
+                state.release()
         self.order = []
 
     def end(self) -> None:
@@ -187,7 +186,7 @@ class Buckets:
                     f"DistributedDataParallel cannot have one optimizer with a communication hook of zeroshard; give "
                     f"each of them its own"
                 )
-            state = BucketState(bucket, tensors)
+            state = BucketState(bucket, tensors, is_first=not self._known)
             state.follow(layout.plan, self._local, self._sync, self.transport)
             lies = f"{bucket.buffer.numel()} elements of {bucket.buffer.dtype}: tensors {tensors} at {state.offsets}"
             settings = {
