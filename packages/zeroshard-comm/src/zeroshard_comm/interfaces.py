@@ -91,6 +91,16 @@ class GradientReducer(ABC):
     All ranks begin their buckets in the same order.
     """
 
+    def expect(self, *, gradients: bool = True) -> None:  # noqa: B027 - not all can prepare anything
+        """Prepare for the next :meth:`begin`, in the same order as these, before there is anything to send.
+
+        Args:
+            gradients: as for that.
+
+        Raises:
+            PeerLostError: if a rank is gone.
+        """
+
     @abstractmethod
     def begin(self, buffer: torch.Tensor, header: BucketHeader, *, gradients: bool = True) -> BucketReduceWork:
         """Send a header and this rank's values to their owners; the header may reach the other ranks, too.

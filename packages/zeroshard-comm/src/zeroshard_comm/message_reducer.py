@@ -27,7 +27,7 @@ from zeroshard_comm.traffic import Traffic
 
 TAG_GRADIENTS = 0x5A530031
 
-WINDOW_BYTES = 4 * 1024 * 1024
+WINDOW_BYTES = 16 * 1024 * 1024
 """Memory for receives, at most, as long as two messages fit into it."""
 
 
@@ -57,6 +57,7 @@ class MessageReducer(GradientReducer):
     ) -> None:
         self.ranks, self.traffic, self.tensors, self.tags = ranks, traffic, tensors, tags
         self.window = window
+        self._expected: MessageReduceWork | None = None
         self._messages: dict[int, list[BucketMessage]] = {owner: [] for owner in range(ranks.world_size)}
         for owner, messages in self._messages.items():
             messages += bucket_messages([run for run in runs if run.rank == owner], dtype.itemsize)
@@ -69,23 +70,17 @@ class MessageReducer(GradientReducer):
         self._place = {start: place for place, start in enumerate(self._edges)}
         self._sizes = [stop - start for start, stop in pairwise(self._edges)]
 
-    def expect(self, *, gradients: bool = True) -> MessageReduceWork:
+    def expect(self, *, gradients: bool = True) -> None:
         """Post the receives as the window allows.
 
         The sooner the better, also before there is anything to send: that a receive has been posted is told to the
-        sender behind all that this rank is sending already.
-
-        Args:
-            gradients: False to exchange headers alone, which all ranks must do then.
-
-        Raises:
-            PeerLostError: if a rank is gone.
+        sender after all that this rank is sending already.
         """
-        return MessageReduceWork(self, gradients=gradients)
+        self._expected = MessageReduceWork(self, gradients=gradients)
 
     def begin(self, buffer: torch.Tensor, header: BucketHeader, *, gradients: bool = True) -> MessageReduceWork:
-        """Expect and send at once."""
-        work = self.expect(gradients=gradients)
+        """Expect, if that was not done yet, and send."""
+        work, self._expected = self._expected or MessageReduceWork(self, gradients=gradients), None
         work.send(buffer, header)
         return work
 

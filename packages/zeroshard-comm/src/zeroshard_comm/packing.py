@@ -20,7 +20,7 @@ from zeroshard_comm._torch_private import foreach_copy_
 PACK_BELOW = 256 * 1024
 """Pieces of fewer bytes than this are packed."""
 
-CHUNK_BYTES = 512 * 1024
+CHUNK_BYTES = 1024 * 1024
 """A large run of gradients travels in messages of this many bytes: one is added while the next are on their way."""
 
 PACKED_BYTES = 2 * 1024 * 1024

@@ -20,6 +20,9 @@ from zeroshard.parameter_sync import ParameterSync, Sharing
 
 _logger = logging.getLogger(__name__)
 
+_SETTLED = 3
+"""After so many equal backwards, the next one is expected to have the same buckets: DDP rebuilds them once, before."""
+
 
 class Buckets:
     """The buckets of one sharded optimizer, and the parameters that are in none.
@@ -63,7 +66,8 @@ class Buckets:
         self.order: list[int] = []
         self._known: frozenset[int] = frozenset()
         """Tensors that backwards have reduced which came to their end."""
-        self._is_new = False
+        self._is_new = self._is_expected = False
+        self._alike = 0
         local.detach_shards()
         self.follow(params, layout)
 
@@ -152,9 +156,17 @@ class Buckets:
         unused = [i for i in missing if self._params[i].grad is None or not self._params[i].requires_grad] or missing
         return ", ".join(f"tensor {i} {names[i]!r}" for i in unused[:3]) + (", ..." if len(unused) > 3 else "")
 
-    def begin(self, first: Bucket) -> None:
-        """Begin a backward with its first bucket."""
+    def begin(self, first: Bucket, *, gradients: bool) -> None:
+        """Begin a backward with its first bucket, and prepare for the others if they have been the same for a while.
+
+        Args:
+            first: the bucket.
+            gradients: whether gradients are sent to their owners, and not reduced by somebody else.
+        """
         known = self.by_index.get(0)
+        self._is_expected = self._alike >= _SETTLED and known is not None and known.fits(first.params)
+        for index in self.order if self._is_expected else ():
+            self.by_index[index].reducer.expect(gradients=gradients)
         if known is not None and known.buffer is not None and known.buffer.data_ptr() != first.buffer.data_ptr():
             # The framework has made new buckets, for which it needs the memory of those before.
             for state in self.by_index.values():
@@ -163,6 +175,7 @@ class Buckets:
 
     def end(self) -> None:
         """End a backward: after a rebuild there may be fewer buckets."""
+        self._alike = 0 if self._is_new else self._alike + 1
         if self._is_new:
             self._is_new = False
             self.by_index = {index: self.by_index[index] for index in self.order}
@@ -176,6 +189,11 @@ class Buckets:
             PeerLostError: if a rank is gone.
             ValueError: if the optimizer does not have a parameter of the bucket, or its gradients cannot be sent.
         """
+        if self._is_expected:
+            raise RuntimeError(
+                "buckets have changed after many equal backwards, as if the model had been wrapped in another "
+                "DistributedDataParallel: build a new optimizer for that"
+            )
         layout = self._layout
         with agreed(self._control, "backward()") as declared:
             index_of, places = self._gradients.index_of, range(len(bucket.params))

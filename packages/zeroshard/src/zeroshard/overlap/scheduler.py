@@ -99,7 +99,7 @@ class BucketScheduler:
             if bucket.index == 0:
                 self._may_step, self._all_may_step = may_step, True
                 self._backwards, self.left_with = self._backwards + 1, 0
-                self.buckets.begin(bucket)
+                self.buckets.begin(bucket, gradients=reduce is None)
                 self.gradients.begin()
             state = self.buckets.by_index.get(bucket.index)
             if state is not None and state.fits(bucket.params):
