@@ -20,7 +20,7 @@ from zeroshard_comm._torch_private import foreach_copy_
 PACK_BELOW = 256 * 1024
 """Pieces of fewer bytes than this are packed."""
 
-CHUNK_BYTES = 1024 * 1024
+CHUNK_BYTES = 4 * 1024 * 1024
 """A large run of gradients travels in messages of this many bytes: one is added while the next are on their way."""
 
 PACKED_BYTES = 2 * 1024 * 1024
@@ -119,12 +119,13 @@ _WITH_THE_HEADER = 64
 """Elements of a large run that are packed where nothing else is."""
 
 
-def bucket_messages(runs: Sequence[Run], itemsize: int) -> list[BucketMessage]:
+def bucket_messages(runs: Sequence[Run], itemsize: int, chunk_bytes: int = CHUNK_BYTES) -> list[BucketMessage]:
     """Lay out the gradients of one owner as messages: large runs by chunks, small ones together.
 
     Args:
         runs: of the owner, in bucket order.
         itemsize: bytes of an element.
+        chunk_bytes: of which large runs have at most so many in a message.
 
     Returns:
         The messages, the first of which is packed: what else is to be told can travel with it.
@@ -143,7 +144,7 @@ def bucket_messages(runs: Sequence[Run], itemsize: int) -> list[BucketMessage]:
             room = PACKED_BYTES // itemsize
         packed[-1].append((start, stop))
         room -= stop - start
-    step = CHUNK_BYTES // itemsize
+    step = chunk_bytes // itemsize
     chunks = [[(at, min(at + step, stop))] for start, stop in large for at in range(start, stop, step)]
     return [
         BucketMessage(tuple(ranges), sum(stop - start for start, stop in ranges) * itemsize)

@@ -30,13 +30,16 @@ from zeroshard_comm.interfaces import (
     ParameterBroadcaster,
     Segment,
 )
-from zeroshard_comm.packing import CHUNK_BYTES, PACKED_BYTES, BucketMessage, bucket_messages
+from zeroshard_comm.packing import PACKED_BYTES, BucketMessage, bucket_messages
 from zeroshard_comm.process_group import RankGroup
 from zeroshard_comm.process_memory import SWITCH, ProcessMemory, machine
 from zeroshard_comm.rank_order import mean_in_rank_order
 
 WORTH_READING = 512 * 1024
 """Fewer bytes in all travel in messages: agreeing costs more than the copies."""
+
+_READ_BYTES = 512 * 1024
+"""Large gradients are read in parts of at most so many bytes, which a cache may hold until they are added."""
 
 _READY, _DONE = "step(), where all ranks have their new values", "backward(), where all ranks have read gradients"
 
@@ -162,7 +165,7 @@ class _Reading(Broadcast):
 
 def scratch_memory() -> torch.Tensor:
     """Return memory for what is read of gradients: the sum over the ranks before this one, and the next term."""
-    return torch.empty((2, max(PACKED_BYTES, CHUNK_BYTES)), dtype=torch.uint8, device="cpu")
+    return torch.empty((2, max(PACKED_BYTES, _READ_BYTES)), dtype=torch.uint8, device="cpu")
 
 
 class SameHostReducer(GradientReducer):
@@ -182,7 +185,8 @@ class SameHostReducer(GradientReducer):
         self, control: Control, runs: Sequence[Run], dtype: torch.dtype, tensors: int, scratch: torch.Tensor
     ) -> None:
         self.control, self.ranks, self.dtype, self.tensors = control, control.ranks, dtype, tensors
-        self._messages = list(bucket_messages([run for run in runs if run.rank == self.ranks.rank], dtype.itemsize))
+        owned_runs = [run for run in runs if run.rank == self.ranks.rank]
+        self._messages = bucket_messages(owned_runs, dtype.itemsize, _READ_BYTES)
         owned = sum(message.nbytes for message in self._messages)
         self._received = owned * len(self.ranks.peers)
         self._sent = sum(run.stop - run.start for run in runs) * dtype.itemsize - owned

@@ -256,27 +256,26 @@ class GradAccumulator:
 
     def advice(self, operation: str) -> str:
         """Say why an operation on a placeholder cannot be done, and what to call instead."""
-        if "_amp_" in operation:
-            return (
-                "a GradScaler cannot be combined with gradients that are sent to their owners. Use bfloat16, which "
-                "needs none, or train without a communication hook"
-                + (
-                    ". This one has stepped during backward, with the scaled gradients: load a checkpoint"
-                    if self._steps_early
-                    else ""
-                )
-            )
-        if self._steps_early:
-            return (
-                "this hook steps during backward, so gradients can be neither clipped nor changed. Use "
-                "reduce_to_owner_hook for that, and optimizer.clip_grad_norm_()"
-            )
-        return (
-            "to clip, call optimizer.clip_grad_norm_(max_norm), which also returns the norm over all ranks; to change "
-            "gradients, do it in a hook of the tensor, or train without a communication hook"
-        )
+        return _advice(operation, steps_early=self._steps_early)
 
     def _owned(self, tensor: int, whole: torch.Tensor) -> torch.Tensor:
         """What this rank owns of a gradient."""
         shard = self._local.shards[tensor]
         return shard.shard.box(whole) if shard.is_cut else whole
+
+
+def _advice(operation: str, *, steps_early: bool) -> str:
+    if "_amp_" in operation:
+        return (
+            "a GradScaler cannot be combined with gradients that are sent to their owners. Use bfloat16, which needs "
+            "none, or train without a communication hook"
+        ) + (". This one has stepped during backward, with the scaled gradients: load a checkpoint" * steps_early)
+    if steps_early:
+        return (
+            "this hook steps during backward, so gradients can be neither clipped nor changed. Use "
+            "reduce_to_owner_hook for that, and optimizer.clip_grad_norm_()"
+        )
+    return (
+        "to clip, call optimizer.clip_grad_norm_(max_norm), which also returns the norm over all ranks; to change "
+        "gradients, do it in a hook of the tensor, or train without a communication hook"
+    )

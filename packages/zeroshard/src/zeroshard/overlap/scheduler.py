@@ -74,8 +74,7 @@ class BucketScheduler:
         self.mode, self._control, self._guard = mode, control, guard
         self.gradients = GradAccumulator(control.ranks.world_size, steps_early=self.steps_early)
         self.buckets = buckets = Buckets(control, self.gradients, local, sync, params, layout)
-        name = f"zeroshard rank {control.ranks.rank}"
-        self._queue = ReductionQueue(name, buckets.device, uses_thread=buckets.transport.uses_thread)
+        self._queue = ReductionQueue(control.ranks.rank, buckets.device, uses_thread=buckets.transport.uses_thread)
         # Of a device with streams, a future orders those who wait for it after the stream on which it was set.
         self._devices: list[int | str | torch.device] = [] if buckets.device.type == "cpu" else [buckets.device]
         self._local = local
@@ -90,8 +89,8 @@ class BucketScheduler:
         """Send a bucket of gradients to their owners; see :meth:`BackwardFollower.on_bucket`.
 
         Args:
-            bucket: of this backward, the first of which has the index 0.
-            reduce: if somebody else reduces it on all ranks, begins that, and returns the result to come.
+            bucket: the first of a backward has the index 0.
+            reduce: as there.
             may_step: whether this rank's shards may be stepped during this backward.
         """
         self._guard.check()
@@ -120,9 +119,8 @@ class BucketScheduler:
                 self._queue.finish(leave=0)
             elif self.mode is StepMode.PER_BUCKET:
                 self._queue.finish(leave=1)
-            if bucket.is_last and self.mode is StepMode.AFTER_BACKWARD:
-                for other in self.buckets.arrived:
-                    self._queue.then(partial(self._step_early, other))
+            for other in self.buckets.arrived if bucket.is_last and self.mode is StepMode.AFTER_BACKWARD else ():
+                self._queue.then(partial(self._step_early, other))
             return done
         except BaseException as error:
             self._guard.break_off(error)
@@ -263,11 +261,7 @@ class BucketScheduler:
         return found
 
     def end_abandoned(self) -> RuntimeError | None:
-        """End a backward that was left after its last bucket, if there is one; return an error for all ranks to raise.
-
-        Raises:
-            RuntimeError: if it was left before its last bucket, which the others wait for.
-        """
+        """End a backward that was left after its last bucket, and return an error for all ranks; raise if before it."""
         if not self.gradients.in_backward:
             return None
         error = self._unended()

@@ -79,14 +79,15 @@ class ReductionQueue:
     """Finishes reductions in the order in which they began: in a worker thread, or when :meth:`finish` is called.
 
     Args:
-        name: of the thread.
+        rank: of the thread, for its name.
         device: where buckets are.
         uses_thread: whether there is a thread. Else all ranks do the same in the same order, whatever has arrived, and
             on an accelerator everything is queued on a side stream.
     """
 
-    def __init__(self, name: str, device: torch.device, *, uses_thread: bool) -> None:
-        self._uses_thread, self._side, self._worker = uses_thread, SideStream(device), Worker(name)
+    def __init__(self, rank: int, device: torch.device, *, uses_thread: bool) -> None:
+        self._uses_thread, self._side = uses_thread, SideStream(device)
+        self._worker = Worker(f"zeroshard rank {rank}")
         self._begun: deque[tuple[Job, BucketReduceWork]] = deque()
         self._finished: deque[BucketReduceWork] = deque()
 
