@@ -57,8 +57,7 @@ class BucketScheduler:
         left_with: how many buckets had come when autograd's work, or that of a backward inside of it, was done.
 
     Raises:
-        RuntimeError: if the group has no backend for the device that parameters are on.
-        ValueError: if parameters cannot be exchanged in buckets.
+        RuntimeError, ValueError: if parameters cannot be exchanged in buckets.
     """
 
     def __init__(
