@@ -42,8 +42,9 @@ will_execute = torch._C._will_engine_execute_node
 
 
 def comm_hooks(ddp: DistributedDataParallel) -> Sequence[tuple[Callable[..., Any], object]]:
-    """Return the communication hooks in Python, each with its state."""
-    return ddp._comm_hooks
+    """Return the communication hooks in Python, each with its state; none of a model that could not be built."""
+    found: Sequence[tuple[Callable[..., Any], object]] = vars(ddp).get("_comm_hooks", ())
+    return found
 
 
 def has_comm_hook(ddp: DistributedDataParallel) -> bool:

@@ -119,7 +119,11 @@ class ParameterSync:
         if self._ranks.world_size == 1:
             return
         by_device: dict[torch.device, list[Segment]] = {}
-        for segment in self._segments(plan, active):
+        shared = [index for index, is_active in enumerate(active) if is_active]
+        for index in [index for index in shared if params[index].layout is not torch.strided]:
+            item = SparseParameter(plan.of_tensor(index)[0].rank, params[index])
+            self._sparse.setdefault(params[index].device, []).append(item)
+        for segment in self.segments(plan, [i for i in shared if params[i].layout is torch.strided]):
             by_device.setdefault(segment.buffer.device, []).append(segment)
         self._broadcasters = [
             choose_broadcaster(self._control, segments, device) for device, segments in by_device.items()
@@ -208,14 +212,15 @@ class ParameterSync:
         self._buffers, self._packed = kept, packed
 
     def segments(self, plan: Plan, wanted: Sequence[int]) -> list[Segment]:
-        """Return what travels of some parameters that lie flat, in as few segments as possible.
+        """Return what travels of some parameters, in as few segments as possible.
 
         Args:
             plan: who owns what.
-            wanted: their indices, the same on every rank.
+            wanted: their indices, the same on every rank; none of them sparse.
 
         Returns:
-            In an order that follows from plan and indices alone.
+            In an order that follows from plan and indices alone: a rank's parameters may have gaps in memory where the
+            others' have none.
         """
         chosen = frozenset(wanted)
         found: list[Segment] = []
@@ -227,24 +232,15 @@ class ParameterSync:
                 else:
                     found.append(Segment(owner, buffer.storage[start:stop]))
         for index in alone:
-            flat = storage_view(self._params[index].detach())
-            found += [Segment(shard.rank, flat[shard.flat]) for shard in plan.of_tensor(index)]
-        return found
-
-    def _segments(self, plan: Plan, active: Sequence[bool]) -> list[Segment]:
-        """The segments of all active parameters; those without a flat view of their memory get a copy that travels."""
-        shared = [index for index, is_active in enumerate(active) if is_active]
-        flat = [i for i in shared if i in self._packed or lies_flat(self._params[i])]
-        segments = self.segments(plan, flat)
-        for index in sorted({*shared} - {*flat}):
-            owner, param = plan.of_tensor(index)[0].rank, self._params[index].detach()
-            if param.layout is torch.strided:
-                # Such a tensor travels as a contiguous copy.
-                self._loose.append(_Loose(owner, param, param.new_empty(param.shape)))
-                segments.append(Segment(owner, self._loose[-1].copy.view(-1)))
+            param, shards = self._params[index].detach(), plan.of_tensor(index)
+            if lies_flat(param):
+                flat = storage_view(param)
+                found += [Segment(shard.rank, flat[shard.flat]) for shard in shards]
             else:
-                self._sparse.setdefault(param.device, []).append(SparseParameter(owner, self._params[index]))
-        return segments
+                # Such a tensor travels as a contiguous copy.
+                self._loose.append(_Loose(shards[0].rank, param, param.new_empty(param.shape)))
+                found.append(Segment(shards[0].rank, self._loose[-1].copy.view(-1)))
+        return found
 
 
 @dataclass(frozen=True, eq=False)
