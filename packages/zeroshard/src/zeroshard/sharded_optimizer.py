@@ -150,8 +150,11 @@ class ShardedOptimizer:
                 return self._step_after_backward(follower, closure, arguments, failure)
             if follower is not None and closure is not None:
                 # Its backward reduces the gradients that are stepped: once, before any shard is.
-                with torch.enable_grad():
-                    loss = closure()
+                try:
+                    with torch.enable_grad():
+                        loss = closure()
+                except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
+                    failure = failure or error
                 closure = None
             groups = self._groups()
 
@@ -225,7 +228,12 @@ class ShardedOptimizer:
     def add_param_group(self, append: Callable[[], None]) -> None:
         """Take in a new param group on all ranks, or on none."""
         self._refuse_joined("add_param_group()")
+        follower = self.follower
+        is_noted = follower is not None and follower.has_same_hyperparameters()
         self.sharding.grow(self._groups(), append)
+        if follower is not None and is_noted:
+            # Those of the new group are no change.
+            follower.note_hyperparameters()
         self._joining.calling = None
 
     # ------------------------------------------------------------------ uneven inputs

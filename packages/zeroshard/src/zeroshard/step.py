@@ -172,7 +172,10 @@ class StepCoordinator:
         if closure is None or problem is not None or layout is not sharding.layout:
             try:
                 agreement.reach(problem)
-            except (PeerLostError, DifferentCallsError):
+            except (PeerLostError, DifferentCallsError) as error:
+                if source is not None and source.steps_early:
+                    # What was sent early will not be waited for.
+                    self.guard.break_off(error)
                 raise
             except Exception:
                 # A hook may have stepped and sent buckets on some ranks; the others wait for what is left of them.

@@ -60,7 +60,10 @@ class GradAccumulator:
         names = [spec.name for spec in plan.tensors]
         self.placeholders = [GradPlaceholder(p, i, names[i], self) for i, p in enumerate(params)]
         for tensor in self._place:
-            if type(params[tensor].grad) is GradPlaceholder:
+            grad = params[tensor].grad
+            if type(grad) is GradPlaceholder:
+                # What was accumulated and not reduced belongs to the next reduction still.
+                self.placeholders[tensor]._local = grad._local
                 params[tensor].grad = self.placeholders[tensor]
 
     def placeholder_of(self, param: torch.Tensor) -> GradPlaceholder | None:
@@ -111,14 +114,21 @@ class GradAccumulator:
         self._touched.clear()
 
     def _passing(self, state: BucketState) -> list[GradPlaceholder]:
-        """Make placeholders for the first backward: when they are set to None, the bucket's memory is given back.
+        """Make placeholders for the first backward: when all are set to None, the bucket's memory is given back.
 
         DDP makes new buckets in the forward after that, and its gradients need the memory.
         """
         made = [GradPlaceholder(self._params[i], i, self._plan.tensors[i].name, self) for i in state.tensors]
-        state_of = weakref.ref(state)
-        given_back = weakref.finalize(made[0], lambda: state.release() if (state := state_of()) is not None else None)
-        given_back.atexit = False
+        state_of, left = weakref.ref(state), [len(made)]
+
+        def dropped() -> None:
+            left[0] -= 1
+            state = state_of()
+            if left[0] == 0 and state is not None:
+                state.release()
+
+        for placeholder in made:
+            weakref.finalize(placeholder, dropped).atexit = False
         return made
 
     # ------------------------------------------------------------------ what the next step will use
@@ -192,8 +202,7 @@ class GradAccumulator:
 
     def deliver(self, tensor: int) -> None:
         """Take note that values to which something was carried go into a bucket."""
-        if tensor in self._carried:
-            self._delivered.add(tensor)
+        self._delivered.update({tensor} & self._carried.keys())
 
     def zero(self, tensor: int) -> None:
         """Set a reduced gradient to zero."""
@@ -250,7 +259,7 @@ class GradAccumulator:
         self._replaced.clear()
 
     def forget_carried(self) -> None:
-        """Forget what was carried: all gradients were dropped since."""
+        """Forget what was carried: all gradients were dropped."""
         self._carried.clear()
         self._delivered.clear()
 

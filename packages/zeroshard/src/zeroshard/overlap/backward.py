@@ -93,6 +93,7 @@ class BackwardFollower:
             RuntimeError: if an earlier backward or step could not be finished.
             ValueError: if the optimizer does not have a parameter of the bucket, or its gradients cannot be sent.
         """
+        self._coordinator.guard.check()
         bucket = self._numbered(bucket)
         may_step = False
         if bucket.index == 0 and self.mode is not StepMode.IN_STEP:
@@ -131,7 +132,15 @@ class BackwardFollower:
         self._joining.forget_what_others_used()
         if is_own:
             self._backwards_since_step += 1
-            self._stepped_with = coordinator.sharding.hyperparameters.follow(self._groups())
+            self.note_hyperparameters()
+
+    def has_same_hyperparameters(self) -> bool:
+        """Whether hyperparameters are those that the last backward has stepped with, or that were noted since."""
+        return self._coordinator.sharding.hyperparameters.follow(self._groups()) == self._stepped_with
+
+    def note_hyperparameters(self) -> None:
+        """Take the present hyperparameters for those that the last backward has stepped with."""
+        self._stepped_with = self._coordinator.sharding.hyperparameters.follow(self._groups())
 
     @disable_dynamo
     def on_autograd_end(self) -> None:
@@ -172,7 +181,7 @@ class BackwardFollower:
         found = ""
         if backwards > 1:
             found = f"{backwards} backwards have stepped since the last call of step()"
-        elif backwards and self._coordinator.sharding.hyperparameters.follow(self._groups()) != self._stepped_with:
+        elif backwards and not self.has_same_hyperparameters():
             found = "a hyperparameter was changed after the backward that has stepped with it"
         if found:
             guard.refuse_loop(
@@ -195,13 +204,13 @@ class BackwardFollower:
             RuntimeError: if they are of two models, or an earlier backward did not come to its end.
         """
         before = self.scheduler.buckets.arrived
-        if not self.in_backward or (bucket.index == len(before) and not before[-1].is_last):
+        if not self.in_backward or (0 < bucket.index == len(before) and not before[-1].is_last):
             return bucket
         seen = {param for other in before for param in other.params}
         error: RuntimeError | None = None
         if not seen.isdisjoint(bucket.params):
             error = RuntimeError("an earlier backward did not come to its end on this rank")
-        elif before[-1].is_last or bucket.index not in (0, len(before)):
+        elif not before or before[-1].is_last or bucket.index not in (0, len(before)):
             error = RuntimeError(
                 "buckets of two models arrive in one backward: with a communication hook of zeroshard, each model "
                 "in DistributedDataParallel needs an optimizer and a backward of its own"

@@ -177,12 +177,12 @@ class BucketState:
         Args:
             to_step: whether it is going to use them.
         """
-        if self.buffer is None:
+        if self.buffer is None and any(self.present):
             raise RuntimeError(
                 "gradients of the first backward have been stepped and set to None, and their memory was given back: "
                 "call backward() before the next step()"
             )
-        key = (self.buffer.data_ptr(), self.present)
+        key = (self.buffer.data_ptr() if self.buffer is not None else 0, self.present)
         if self._bound is None or self._bound[0] != key:
             there = self.present
             self._bound = (key, [self.owned_gradient(place) if there[place] else None for place in self._owned])

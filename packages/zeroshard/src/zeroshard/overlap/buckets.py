@@ -176,6 +176,9 @@ class Buckets:
     def end(self) -> None:
         """End a backward: after a rebuild there may be fewer buckets."""
         self._alike = 0 if self._is_new else self._alike + 1
+        for state in self.by_index.values():
+            # Where DDP does not rebuild its buckets after the first backward, it never will.
+            state.is_first = state.is_first and self._is_new
         if self._is_new:
             self._is_new = False
             self.by_index = {index: self.by_index[index] for index in self.order}

@@ -76,8 +76,7 @@ class BucketScheduler:
         self._queue = ReductionQueue(control.ranks.rank, buckets.device, uses_thread=buckets.transport.uses_thread)
         # Of a device with streams, a future orders those who wait for it after the stream on which it was set.
         self._devices: list[int | str | torch.device] = [] if buckets.device.type == "cpu" else [buckets.device]
-        self._local = local
-        self._backwards = self.left_with = 0
+        self._local, self._backwards, self.left_with = local, 0, 0
         self._may_step = self._all_may_step = False
 
     # ------------------------------------------------------------------ a backward
@@ -162,9 +161,10 @@ class BucketScheduler:
         done: Future[torch.Tensor],
     ) -> None:
         """One bucket, from the arrival of its gradients to the owners' means; and its step, if that comes at once."""
-        assert state.buffer is not None
-        self._queue.keep(state.buffer)
+        buffer = state.buffer
+        assert buffer is not None
         try:
+            self._queue.keep(buffer)
             if not self._guard.is_broken:
                 with record_function(f"zeroshard::reduce bucket {state.index}"):
                     self._take_in(state, work.finish(), result)
@@ -173,7 +173,7 @@ class BucketScheduler:
             raise
         finally:
             # Also after an error, which is raised at the end of backward: it would wait for ever.
-            done.set_result(state.buffer)
+            done.set_result(buffer)
         if self.mode is StepMode.PER_BUCKET:
             self._step_early(state)
 
