@@ -9,9 +9,6 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch exports it unseen
-    GradBucket,  # type: ignore[attr-defined]  # torch exports it unseen
-    distributed_c10d,
-)
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from zeroshard_comm._torch_private import check_names
