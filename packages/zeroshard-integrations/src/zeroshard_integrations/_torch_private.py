@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch._C import _distributed_c10d
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch exports it unseen
 from torch.futures import Future
@@ -21,7 +20,6 @@ _REDUCER = "torch.distributed.Reducer"
 USED: Mapping[str, str] = {
     "torch.autograd.Variable._execution_engine": "what is to be done at the end of a backward, in order with DDP's",
     "torch._C._will_engine_execute_node": "whether a backward adds to .grad, or torch.autograd.grad() only reads",
-    "torch.distributed.distributed_c10d._world": "whether there are process groups that could be taken for each other",
     f"{_DDP}._comm_hooks": "which optimizer a model's communication hooks hand gradients to",
     f"{_DDP}._get_ddp_logging_data": "whether there is a hook in C++, which is not in that list",
     f"{_DDP}._build_params_for_reducer": "which parameters are reduced, in which order",
@@ -41,11 +39,6 @@ check_names("zeroshard_integrations", USED, TESTED_WITH)
 
 queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 will_execute = torch._C._will_engine_execute_node
-
-
-def has_several_groups() -> bool:
-    """Whether there is another process group than the default one."""
-    return len(dist.distributed_c10d._world.pg_map) > 1
 
 
 def comm_hooks(ddp: DistributedDataParallel) -> Sequence[tuple[Callable[..., Any], object]]:

@@ -22,7 +22,7 @@ from zeroshard import BackwardFollower, Bucket, StepMode, ZeroRedundancyOptimize
 from zeroshard._torch_private import in_autograd
 from zeroshard.joining.contribution import contribute
 
-from zeroshard_integrations._torch_private import comm_hooks, has_several_groups, queue_callback
+from zeroshard_integrations._torch_private import comm_hooks, queue_callback
 
 Hook = Callable[[Any, GradBucket], Future[torch.Tensor]]
 
@@ -69,7 +69,7 @@ def reduce_to_owner_hook(state: ZeroRedundancyOptimizer, bucket: GradBucket) -> 
     follower = state.follow_backward(StepMode.IN_STEP)
     if isinstance(bucket, GradBucket) and bucket.index() == 0 and not follower.knows(bucket.parameters()):
         # DDP does not tell a hook which ranks it works on, and finding out takes a while.
-        for ddp in _models_of(state) if has_several_groups() else ():
+        for ddp in _models_of(state) if dist.get_pg_count() > 1 else ():
             _check_ranks(ddp, state)
     return _receive(follower, bucket)
 
