@@ -13,7 +13,7 @@ from zeroshard_comm.interfaces import (
     ParameterBroadcaster,
     Segment,
 )
-from zeroshard_comm.message_reducer import MessageReducer, MessageReduceWork, window_bytes
+from zeroshard_comm.message_reducer import MessageReducer, MessageReduceWork
 from zeroshard_comm.messages import Message, receive, send
 from zeroshard_comm.packing import PACK_BELOW
 from zeroshard_comm.process_group import GroupContext, RankGroup
@@ -70,5 +70,4 @@ __all__ = [
     "gather",
     "receive",
     "send",
-    "window_bytes",
 ]

@@ -92,7 +92,7 @@ class GradientReducer(ABC):
     """
 
     def expect(self, *, gradients: bool = True) -> None:  # noqa: B027 - not all can prepare anything
-        """Prepare for the next :meth:`begin`, in the same order as these, before there is anything to send.
+        """Prepare for the next :meth:`begin`, once for each and in their order, before there is anything to send.
 
         Args:
             gradients: as for that.

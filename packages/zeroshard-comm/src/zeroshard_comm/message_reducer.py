@@ -19,7 +19,7 @@ from zeroshard_core import Run
 
 from zeroshard_comm.interfaces import BucketHeader, BucketReduceWork, GradientReducer
 from zeroshard_comm.messages import Message, send
-from zeroshard_comm.packing import CHUNK_BYTES, BucketMessage, bucket_messages
+from zeroshard_comm.packing import BucketMessage, bucket_messages
 from zeroshard_comm.process_group import RankGroup
 from zeroshard_comm.rank_order import Pieces, mean_in_rank_order
 from zeroshard_comm.receive_window import Receive, ReceiveWindow
@@ -28,7 +28,8 @@ from zeroshard_comm.traffic import Traffic
 TAG_GRADIENTS = 0x5A530031
 
 WINDOW_BYTES = 16 * 1024 * 1024
-"""Memory for receives, at most, as long as two messages fit into it."""
+"""Memory for receives. Room for one message is too little on a slow wire: that a receive has been posted is told to the
+sender after all that is on its way to it already."""
 
 
 class MessageReducer(GradientReducer):
@@ -98,7 +99,7 @@ class MessageReducer(GradientReducer):
 
 
 class MessageReduceWork(BucketReduceWork):
-    """One bucket on its way; see :meth:`MessageReducer.expect`. Sent once, then finished once, and closed."""
+    """One bucket on its way, of which the receives are posted first. Sent once, then finished once, and closed."""
 
     def __init__(self, reducer: MessageReducer, *, gradients: bool) -> None:
         self._reducer, self._window = reducer, reducer.window
@@ -205,12 +206,3 @@ class MessageReduceWork(BucketReduceWork):
 
 
 _NOTHING = BucketMessage((), 0)
-
-
-def window_bytes(bucket_bytes: Sequence[int]) -> int:
-    """Return how many bytes of receives to allow for buckets of these sizes.
-
-    Never less than two messages. Room for one message is too little: that a receive has been posted is told to the
-    sender behind all that is on its way to it already.
-    """
-    return min(WINDOW_BYTES, max(2 * CHUNK_BYTES, 2 * max(bucket_bytes, default=0)))

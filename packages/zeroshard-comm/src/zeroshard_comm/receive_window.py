@@ -41,19 +41,15 @@ class ReceiveWindow:
 
     Args:
         ranks: the group; its backend matches messages by tag.
+        limit: bytes that may be posted, or kept, at a time.
     """
 
-    def __init__(self, ranks: RankGroup) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: RankGroup, limit: int) -> None:
+        self._ranks, self._limit = ranks, limit
         self._lock = threading.Lock()
         self._waiting: deque[Receive] = deque()
         self._free: dict[int, list[torch.Tensor]] = {}
-        self._held = self._count = self._made = self._limit = 0
-
-    def limit(self, nbytes: int) -> None:
-        """Let at most this many bytes be posted or held at a time, and give back all memory that is not in use."""
-        with self._lock:
-            self._limit, self._free, self._made = nbytes, {}, self._held
+        self._held = self._count = self._made = 0
 
     def extend(self, receives: Sequence[Receive]) -> None:
         """Append receives, and post what there is room for.

@@ -13,7 +13,7 @@ from zeroshard_comm.broadcasters import CollectiveBroadcaster, MessageBroadcaste
 from zeroshard_comm.choice import choose_private_group
 from zeroshard_comm.collective_reducer import CollectiveReducer
 from zeroshard_comm.interfaces import GradientReducer, ParameterBroadcaster, Segment
-from zeroshard_comm.message_reducer import MessageReducer, window_bytes
+from zeroshard_comm.message_reducer import WINDOW_BYTES, MessageReducer
 from zeroshard_comm.receive_window import ReceiveWindow
 from zeroshard_comm.same_host import WORTH_READING, SameHostBroadcaster, SameHostReducer, all_read, scratch_memory
 
@@ -50,9 +50,6 @@ class Transport(ABC):
     def broadcaster(self, segments: Sequence[Segment]) -> ParameterBroadcaster:
         """Make what brings all ranks the owners' values of some segments."""
 
-    def make_room(self, bucket_bytes: Sequence[int]) -> None:  # noqa: B027 - most need none
-        """Set aside memory for receives of buckets of these sizes, where any is needed."""
-
 
 class MessageTransport(Transport):
     """Tagged messages, which never meet the collectives that others issue on the same group.
@@ -66,7 +63,7 @@ class MessageTransport(Transport):
         self.uses_thread = self.shares_buckets = overlaps
         self._ranks, self._traffic = control.ranks, control.traffic
         self.tags = control.ranks.context.allocate_tags()
-        self._window = ReceiveWindow(control.ranks)
+        self._window = ReceiveWindow(control.ranks, WINDOW_BYTES)
 
     def reducer(self, runs: Sequence[Run], bucket: torch.Tensor, tensors: int) -> GradientReducer:
         """Make one that sends every owner its part."""
@@ -75,10 +72,6 @@ class MessageTransport(Transport):
     def broadcaster(self, segments: Sequence[Segment]) -> ParameterBroadcaster:
         """Make one with the tags of this transport."""
         return MessageBroadcaster(self._ranks, segments, self._traffic, tag=TAG_BUCKETS + self.tags)
-
-    def make_room(self, bucket_bytes: Sequence[int]) -> None:
-        """Set the limit of the memory for receives."""
-        self._window.limit(window_bytes(bucket_bytes))
 
 
 class CollectiveTransport(Transport):

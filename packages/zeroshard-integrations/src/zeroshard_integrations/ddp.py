@@ -67,9 +67,9 @@ def reduce_to_owner_hook(state: ZeroRedundancyOptimizer, bucket: GradBucket) -> 
         >>> dist.destroy_process_group()
     """
     follower = state.follow_backward(StepMode.IN_STEP)
-    if isinstance(bucket, GradBucket) and bucket.index() == 0 and not follower.knows(bucket.parameters()):
-        # DDP does not tell a hook which ranks it works on, and finding out takes a while.
-        for ddp in _models_of(state) if dist.get_pg_count() > 1 else ():
+    # DDP does not tell a hook which ranks it works on, and finding out takes a while: where it may be others.
+    if dist.get_pg_count() > 1 and isinstance(bucket, GradBucket) and bucket.index() == 0:
+        for ddp in () if follower.knows(bucket.parameters()) else _models_of(state):
             _check_ranks(ddp, state)
     return _receive(follower, bucket)
 
@@ -237,9 +237,9 @@ def _receive(
 
 
 def _after_ddp(call: Callable[[], None]) -> None:
-    """Call something at the end of backward, behind what DDP does there.
+    """Call something at the end of backward, after what DDP does there.
 
-    DDP queues the callback that writes gradients behind this one, and what this one queues comes last.
+    DDP queues the callback that writes gradients after this one, and what this one queues comes last.
     """
     queue_callback(lambda: queue_callback(call))
 

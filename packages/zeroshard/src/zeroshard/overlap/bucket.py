@@ -37,7 +37,7 @@ class Bucket:
         gradients: views of the buffer, each in the shape of its parameter.
         params: the parameters.
         present: per parameter, whether this rank has computed a gradient for it.
-        announced: the number that the framework gave it, where that was another one.
+        announced: the number that the framework gave it.
         is_shadow: whether this rank has no backward of its own, since it has run out of data.
     """
 
@@ -63,7 +63,6 @@ class BucketState:
         tensors: as given.
         params: the parameters.
         offsets: per tensor, its first element in the bucket.
-        nbytes: of the bucket.
         buffer: the bucket, 1-D; None after :meth:`release`.
         is_last: whether the bucket was the last one of its backward.
         announced: its number, as the framework gave it.
@@ -83,7 +82,7 @@ class BucketState:
         start = int(bucket.buffer.storage_offset())
         self.offsets = [int(gradient.storage_offset()) - start for gradient in bucket.gradients]
         self._strides = [param.stride() for param in bucket.params]
-        self.nbytes, self._like = bucket.buffer.nbytes, bucket.buffer.new_empty(0)
+        self._like = bucket.buffer.new_empty(0)
         self.present: tuple[bool, ...] = (False,) * len(self.tensors)
         self.zeroed: set[int] = set()
         self.failure: Exception | None = None

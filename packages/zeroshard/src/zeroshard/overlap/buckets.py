@@ -221,7 +221,6 @@ class Buckets:
         # Others keep the states that they had before a rebuild until their own new bucket comes.
         self._gradients.locate([state])
         self._is_new = True
-        self.transport.make_room([other.nbytes for other in self.by_index.values()])
         return state
 
 
