@@ -220,7 +220,7 @@ def test_a_block_that_is_entered_again_and_one_that_never_is(rank: int, hook: st
         pass
     Join(joinables, divide_by_initial_world_size=False)
     assert getattr(uneven.ddp, "_divide_by_initial_world_size", True)
-    assert not uneven.optimizer._sharded._joining.divides_by_running
+    assert not uneven.optimizer._sharded.joining.divides_by_running
     uneven.divide_by_initial = False
     join = Join(joinables, divide_by_initial_world_size=False)
     for _ in range(2):
@@ -229,7 +229,7 @@ def test_a_block_that_is_entered_again_and_one_that_never_is(rank: int, hook: st
         assert uneven.distance() < 1e-12
         assert join.shadowed_steps == (0 if rank else 2)
     assert getattr(uneven.ddp, "_divide_by_initial_world_size", True)
-    assert not uneven.optimizer._sharded._joining.divides_by_running
+    assert not uneven.optimizer._sharded.joining.divides_by_running
 
 
 @pytest.mark.ranks(2, backend="gloo")

@@ -39,24 +39,24 @@ class BucketHeader:
         bucket: number of the bucket in it, from 0.
         present: per tensor of the bucket, whether this rank has a gradient for it.
         may_step: whether this rank may step during this backward.
-        is_shadow: whether this rank has no backward of its own, since it has run out of data.
+        is_own: whether this rank has computed the bucket, and not only taken part in the others' reduction.
     """
 
     backward: int
     bucket: int
     present: tuple[bool, ...]
     may_step: bool = False
-    is_shadow: bool = False
+    is_own: bool = True
 
     def to_words(self) -> list[int]:
         """Return it as 64-bit integers; as many for each bucket of as many tensors."""
-        return [self.backward, self.bucket, *pack_bits((self.may_step, self.is_shadow, *self.present))]
+        return [self.backward, self.bucket, *pack_bits((self.may_step, self.is_own, *self.present))]
 
     @classmethod
     def from_words(cls, words: Sequence[int], tensors: int) -> BucketHeader:
         """Return what :meth:`to_words` has written, of a bucket of so many tensors."""
-        may_step, is_shadow, *present = unpack_bits(tuple(words[2:]), 2 + tensors)
-        return cls(words[0], words[1], tuple(present), may_step, is_shadow)
+        may_step, is_own, *present = unpack_bits(tuple(words[2:]), 2 + tensors)
+        return cls(words[0], words[1], tuple(present), may_step, is_own)
 
 
 class BucketReduceWork(ABC):

@@ -20,7 +20,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from zeroshard import BackwardFollower, Bucket, StepMode, ZeroRedundancyOptimizer
 from zeroshard._torch_private import in_autograd
-from zeroshard.joining.contribution import contribute
+from zeroshard.joining import contribute
 
 from zeroshard_integrations._torch_private import comm_hooks, queue_callback
 
@@ -220,18 +220,14 @@ def _receive(
         present=tuple([param.grad is not None for param in params]),
         announced=bucket.index(),
     )
-    # A rank that has run out of data: DDP calls the hook without a backward.
-    is_shadow = not in_autograd()
-    if is_shadow:
+    if not in_autograd():
+        # Without a backward: Join calls the hook of a rank that has run out of data.
         found = contribute(found, follower.scheduler.gradients)
     begins = not follower.in_backward
     done = follower.on_bucket(found, reduce)
-    if found.is_last:
-        if is_shadow:
-            follower.on_shadow_end()
-        else:
-            _after_ddp(follower.on_backward_end)
-    elif begins and not is_shadow:
+    if found.is_own and found.is_last:
+        _after_ddp(follower.on_backward_end)
+    elif found.is_own and begins:
         _after_ddp(follower.on_autograd_end)
     return done
 

@@ -1,7 +1,6 @@
 """Sharded optimizer state for data-parallel training with PyTorch."""
 
 from zeroshard.elementwise import ELEMENTWISE
-from zeroshard.joining.hook import OptimizerJoinHook
 from zeroshard.optimizer import ZeroRedundancyOptimizer
 from zeroshard.overlap.backward import BackwardFollower
 from zeroshard.overlap.bucket import Bucket
@@ -13,7 +12,6 @@ __all__ = [
     "BackwardFollower",
     "Bucket",
     "GradPlaceholder",
-    "OptimizerJoinHook",
     "StepMode",
     "ZeroRedundancyOptimizer",
 ]

@@ -221,23 +221,6 @@ class LocalOptimizer:
             for shard in self._detached:
                 shard.tensor.grad = None
 
-    def step_with(self, gradients: Mapping[int, torch.Tensor], arguments: Mapping[str, Any]) -> None:
-        """Step the inner optimizer once with other gradients than those of the parameters, which stay as they are.
-
-        Args:
-            gradients: by tensor, each in the shape of what this rank owns of it. A tensor that is missing is not
-                stepped.
-            arguments: keyword arguments of the inner step.
-        """
-        before = [shard.tensor.grad for shard in self.shards.values()]
-        try:
-            for index, shard in self.shards.items():
-                shard.tensor.grad = gradients.get(index)
-            self.step_bound(arguments)
-        finally:
-            for shard, grad in zip(self.shards.values(), before, strict=True):
-                shard.tensor.grad = grad
-
     def step_bound(self, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as the inner step
         """Step the inner optimizer with the gradients that its tensors have, and call its own hooks.
 

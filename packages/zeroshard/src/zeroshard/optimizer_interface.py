@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 from zeroshard_core import Plan
 
 from zeroshard._torch_private import disable_dynamo
+from zeroshard.joining import join_in_torch
 from zeroshard.local_optimizer import sync_groups
 from zeroshard.overlap.backward import BackwardFollower
 from zeroshard.overlap.scheduler import StepMode
@@ -47,10 +49,9 @@ class OptimizerInterface:
                 gradients over the ranks that still have data, also with the hooks of ``zeroshard_integrations.ddp``.
 
         Raises:
-            ValueError: if the optimizer comes before a model that has its parameters.
             RuntimeError: if the optimizer is in a context of ``zeroshard_integrations.join`` already.
         """
-        return self._sharded.join_hook(divide_by_running=not kwargs.get("divide_by_initial_world_size", True))
+        return join_in_torch(weakref.ref(self), kwargs)
 
     @property
     def join_device(self) -> torch.device:

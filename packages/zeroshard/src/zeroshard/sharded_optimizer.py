@@ -10,16 +10,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
-from torch.nn.parallel import DistributedDataParallel
 from zeroshard_comm import RankGroup, Traffic
 
-from zeroshard._torch_private import JoinConfig, join_config, set_join_config
 from zeroshard.clipping import clip_over_ranks
-from zeroshard.joining.attendance import Call
-from zeroshard.joining.hook import OptimizerJoinHook
-from zeroshard.joining.partners import partners_in_torch, refuse_before_model
-from zeroshard.joining.uneven import UnevenInputs
+from zeroshard.joining import Call, Participant
 from zeroshard.layout import Policy
 from zeroshard.local_optimizer import Closure
 from zeroshard.overlap.backward import BackwardFollower
@@ -47,6 +41,7 @@ class ShardedOptimizer:
         sharding: the plan at work.
         traffic: bytes, calls and waiting so far.
         follower: takes gradients bucket by bucket, once they come that way.
+        joining: announces calls in Join contexts.
         hook_failure: what the user's hooks before a step have raised.
 
     Raises:
@@ -65,11 +60,11 @@ class ShardedOptimizer:
         self.sharding = Sharding(ranks, self.traffic, policy, defaults, read)
         self.follower: BackwardFollower | None = None
         self.hook_failure: BaseException | None = None
-        self._public, self._ranks = public, ranks
+        self._ranks = ranks
         self._coordinator = StepCoordinator(self.sharding)
         # Not methods: what is handed on would keep this object alive.
         self._groups = partial(_groups_of, public)
-        self._joining = UnevenInputs(self._coordinator, self._groups, partial(_is_in_context, public))
+        self.joining = Participant(self.sharding, self._groups)
         self._schema = StateSchema(policy.factory, defaults, elementwise=policy.elementwise)
         self._consolidated: StateDict | None = None
         self._holds_state = False
@@ -101,13 +96,12 @@ class ShardedOptimizer:
             # NumPy's integers are ranks too.
             with suppress(Exception):
                 target = operator.index(to)  # type: ignore[arg-type] # that is what is tried
-        self._begin_call(Call.CONSOLIDATE)
-        self._joining.attend(Call.CONSOLIDATE, self._groups(), (target,))
-        self._consolidate(target, to)
-        self._joining.calling = None
+        self._coordinator.guard.check()
+        self.joining.announce(Call.CONSOLIDATE, takes_buckets=self.follower is not None, target=target)
+        self.apply_consolidation(target, to)
 
-    def _consolidate(self, target: int, to: object) -> None:
-        """As :meth:`consolidate`, also of a rank that has run out of data."""
+    def apply_consolidation(self, target: int, to: object = None) -> None:
+        """As :meth:`consolidate`, of a checked rank."""
 
         def release() -> None:
             self._consolidated = None
@@ -131,14 +125,18 @@ class ShardedOptimizer:
 
     def load(self, read: Callable[[], Mapping[str, Any]]) -> None:
         """Load a whole state dict on all ranks, or on none."""
-        self._refuse_joined("load_state_dict()")
+        self.joining.announce(Call.REFUSED)
         load(self.sharding, self._groups(), self._schema, read)
         self._consolidated, self._holds_state = None, True
-        self._joining.calling = None
         if self.follower is not None:
             self.follower.begin_anew()
 
     # ------------------------------------------------------------------ stepping
+
+    @property
+    def steps_early(self) -> bool:
+        """Whether a communication hook steps during backward."""
+        return self.follower is not None and self.follower.scheduler.steps_early
 
     def step(self, closure: Closure | None, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as the inner step
         """Make a step, or check the one that backward has made."""
@@ -156,19 +154,25 @@ class ShardedOptimizer:
                 except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
                     failure = failure or error
                 closure = None
-            groups = self._groups()
-
-            def attend() -> None:
-                self._begin_call(Call.STEP)
-                self._joining.attend(Call.STEP, groups, arguments=arguments)
-
-            result = self._coordinator.step(groups, closure, arguments, failure, attend)
+            self._coordinator.guard.check()
+            call = Call.STEP if closure is None else Call.REFUSED
+            self.joining.announce(call, takes_buckets=follower is not None, **arguments)
+            result = self.apply_step(arguments, closure, failure)
         finally:
             del failure
-        self._joining.calling = None
-        self._joining.stepped()
-        self._holds_state = True
         return result if loss is None else loss
+
+    def apply_step(
+        self, arguments: Mapping[str, Any], closure: Closure | None = None, problem: BaseException | None = None
+    ) -> Any:  # noqa: ANN401 - as the inner step
+        """Make a step; see :meth:`StepCoordinator.step`."""
+        try:
+            result = self._coordinator.step(self._groups(), closure, arguments, problem)
+        finally:
+            del problem
+        self.joining.stepped()
+        self._holds_state = True
+        return result
 
     def _step_after_backward(
         self,
@@ -200,24 +204,27 @@ class ShardedOptimizer:
                 "this optimizer is stepped during backward by its communication hook, so there is nothing left to "
                 "clip; use reduce_to_owner_hook, and clip between backward() and step()"
             )
-        self._begin_call(Call.CLIP)
-        self._joining.attend(Call.CLIP, self._groups(), (max_norm, norm_type, error_if_nonfinite))
-        norm = clip_over_ranks(
+        self._coordinator.guard.check()
+        asked = {"max_norm": max_norm, "norm_type": norm_type, "error_if_nonfinite": error_if_nonfinite}
+        self.joining.announce(Call.CLIP, takes_buckets=True, **asked)
+        return self.apply_clipping(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+
+    def apply_clipping(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> torch.Tensor:
+        """As :meth:`clip_grad_norm_`, of gradients that lie at their owners."""
+        assert self.follower is not None
+        return clip_over_ranks(
             self.sharding.control,
             self.follower.scheduler.owned_gradients,
             max_norm,
             norm_type,
-            params[0].dtype,
+            self.sharding.params[0].dtype,
             error_if_nonfinite=error_if_nonfinite,
         )
-        self._joining.calling = None
-        return norm
 
     def follow_backward(self, mode: StepMode) -> BackwardFollower:
         """Take gradients bucket by bucket from now on."""
         if self.follower is None:
-            self.follower = BackwardFollower(self._coordinator, self._joining, self._groups, mode)
-            self.follower.scheduler.gradients.divides_by_running = self._joining.divides_by_running
+            self.follower = BackwardFollower(self._coordinator, self.joining, self._groups, mode)
         elif self.follower.mode is not mode:
             raise ValueError(
                 f"a communication hook steps this optimizer {self.follower.mode.value!r} already, and cannot step it "
@@ -227,56 +234,15 @@ class ShardedOptimizer:
 
     def add_param_group(self, append: Callable[[], None]) -> None:
         """Take in a new param group on all ranks, or on none."""
-        self._refuse_joined("add_param_group()")
+        self.joining.announce(Call.REFUSED)
         follower = self.follower
         is_noted = follower is not None and follower.has_same_hyperparameters()
         self.sharding.grow(self._groups(), append)
         if follower is not None and is_noted:
             # Those of the new group are no change.
             follower.note_hyperparameters()
-        self._joining.calling = None
-
-    # ------------------------------------------------------------------ uneven inputs
-
-    def join_hook(self, *, divide_by_running: bool) -> JoinHook:
-        """Enter a Join context."""
-        public = self._public()
-        if type(join_config(public)) is not JoinConfig:
-            raise RuntimeError(
-                "this optimizer is in a Join block already, and blocks cannot be nested: leave the outer one first"
-            )
-        partners = partners_in_torch()
-        refuse_before_model(partners, public)
-        self._joining.begin(divide_by_running=divide_by_running)
-        self._joining.partners = [item for item in partners if isinstance(item, DistributedDataParallel)]
-        self._joining.forget_what_others_used()
-        return OptimizerJoinHook(self._joining, self._groups, self._leave_join, lambda to: self._consolidate(to, to))
-
-    def _leave_join(self) -> None:
-        public = self._public()
-        if public is not None:
-            set_join_config(public, None)
-        self._joining.end()
-
-    def _begin_call(self, call: Call) -> None:
-        """Tell a Join context that this rank is about to communicate; ``calling`` is set to None after the call."""
-        self._coordinator.guard.check()
-        self._joining.calling = call
-        public: Joinable = self._public()
-        Join.notify_join_context(public)
-
-    def _refuse_joined(self, operation: str) -> None:
-        """Raise on every rank if one of a Join context has run out of data. Collective inside a context."""
-        self._begin_call(Call.OTHER)
-        refusal = RuntimeError(f"{operation} needs all ranks, and one has run out of data: call it outside of Join")
-        self._joining.attend(Call.OTHER, self._groups(), impossible=refusal)
 
 
 def _groups_of(public: Callable[[], Any]) -> list[ParamGroup]:
     optimizer = public()
     return optimizer.param_groups if optimizer is not None else []
-
-
-def _is_in_context(public: Callable[[], Any]) -> bool:
-    optimizer = public()
-    return optimizer is not None and join_config(optimizer).enable

@@ -7,12 +7,10 @@ updates its shards and shares them; and they agree that this has succeeded every
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-import torch
 from torch.profiler import record_function
 from zeroshard_comm import DifferentCallsError, PeerLostError, check_config, explain_configs
 from zeroshard_core import Plan
@@ -68,10 +66,6 @@ class _GradientSource(Protocol):
     def buckets(self) -> _Buckets: ...
 
 
-def _nobody_to_tell() -> None:
-    pass
-
-
 class StepCoordinator:
     """Makes the steps of one sharded optimizer, and holds what they need.
 
@@ -82,13 +76,11 @@ class StepCoordinator:
         sharding: as given.
         guard: tells whether earlier exchanges came to their end.
         source: where gradients come from, once they come bucket by bucket.
-        shadowing: whether steps are those of a rank that has run out of data, whose schedulers no longer run.
     """
 
     def __init__(self, sharding: Sharding) -> None:
         self.sharding, self.guard = sharding, ExchangeGuard(sharding.control)
         self.source: _GradientSource | None = None
-        self.shadowing = False
         self._begun: tuple[Layout, Exception | None] | None = None
 
     def step(
@@ -97,8 +89,6 @@ class StepCoordinator:
         closure: Closure | None,
         arguments: Mapping[str, Any],
         problem: BaseException | None = None,
-        attend: Callable[[], None] = _nobody_to_tell,
-        gradients: Mapping[int, torch.Tensor] | None = None,
     ) -> Any:  # noqa: ANN401 - what the inner step returns
         """Follow the model, update this rank's shards, and bring every rank the others'. Collective.
 
@@ -107,8 +97,6 @@ class StepCoordinator:
             closure: re-evaluates the model.
             arguments: further keyword arguments of the inner step.
             problem: what this rank has met before the step, for every rank to raise.
-            attend: called once before anything is sent, and after a closure.
-            gradients: step with these in place of what is in ``.grad``, see :meth:`LocalOptimizer.step_with`.
 
         Returns:
             What the inner step returned.
@@ -125,7 +113,7 @@ class StepCoordinator:
         with self.guard.exchange():
             try:
                 failure = self.guard.as_error(problem) if problem is not None else None
-                return self._step(groups, closure, arguments, failure, attend, gradients)
+                return self._step(groups, closure, arguments, failure)
             finally:
                 failure = problem = None
 
@@ -140,23 +128,12 @@ class StepCoordinator:
         layout, problem = self._begun
         return problem is None and layout is self.sharding.layout
 
-    @contextmanager
-    def as_shadow(self) -> Iterator[None]:
-        """Make steps as those of a rank that has run out of data."""
-        before, self.shadowing = self.shadowing, True
-        try:
-            yield
-        finally:
-            self.shadowing = before
-
     def _step(
         self,
         groups: Sequence[ParamGroup],
         closure: Closure | None,
         arguments: Mapping[str, Any],
         problem: Exception | None,
-        attend: Callable[[], None],
-        gradients: Mapping[int, torch.Tensor] | None,
     ) -> Any:  # noqa: ANN401 - what the inner step returns
         """As :meth:`step`; what interrupts the local step is raised as an error."""
         sharding, source = self.sharding, self.source
@@ -166,8 +143,8 @@ class StepCoordinator:
         layout, observed = self._begun if self._begun is not None else self._observe(groups)
         self._begun = None
         problem = observed if problem is None else problem
-        declared = None if self.shadowing else sharding.hyperparameters.follow(groups)
-        agreement = _Agreement(sharding, layout, attend)
+        declared = sharding.hyperparameters.follow(groups)
+        agreement = _Agreement(sharding, layout)
         # A closure communicates, too: ranks agree when it has returned.
         if closure is None or problem is not None or layout is not sharding.layout:
             try:
@@ -196,8 +173,6 @@ class StepCoordinator:
             if source is not None:
                 source.check_gradients()
                 result = self._update(source, arguments)
-            elif gradients is not None:
-                sharding.local.step_with(gradients, arguments)
             else:
                 watched = self._watched(closure, groups, agreement) if closure is not None else None
                 with record_function("zeroshard::update"):
@@ -300,12 +275,10 @@ class StepCoordinator:
         """Look at what the user did since the last step; hand back what is wrong instead of raising it."""
         try:
             layout = self.sharding.update_layout(groups)
-            # What is in `.grad` of a shadow is not what is going to be used.
-            if not self.shadowing:
-                self.guard.check_loop()
-                self.sharding.local.check_gradients()
-                if self.source is not None and not in_backward:
-                    self.source.check_unreduced()
+            self.guard.check_loop()
+            self.sharding.local.check_gradients()
+            if self.source is not None and not in_backward:
+                self.source.check_unreduced()
         except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
             return self.sharding.layout, error
         return layout, None
@@ -318,8 +291,8 @@ class _Agreement:
         has_failed: whether it has raised an error, which every rank has heard of.
     """
 
-    def __init__(self, sharding: Sharding, layout: Layout, attend: Callable[[], None]) -> None:
-        self._control, self._config, self._attend = sharding.control, layout.declaration, attend
+    def __init__(self, sharding: Sharding, layout: Layout) -> None:
+        self._control, self._config = sharding.control, layout.declaration
         self._is_over = self.has_failed = False
 
     def reach(self, problem: Exception | None = None) -> None:
@@ -338,7 +311,6 @@ class _Agreement:
         self._is_over = self.has_failed = True
         try:
             with record_function("zeroshard::agree"):
-                self._attend()
                 check_config(self._control, "step()", self._config, error=problem)
         except PeerLostError as lost:
             # The others may be lost because of this rank's problem, e.g. in collectives of a closure that raised here.

@@ -1,8 +1,8 @@
 """Uneven inputs: train with DistributedDataParallel and a sharded optimizer until every rank has used all of its data.
 
-A drop-in for ``torch.distributed.algorithms.join``, with its names and signatures. Ranks that run out of data take part
-in what the others do, as if they contributed zero gradients; what they had accumulated counts. Parameters end where a
-single process would have ended that sees the batches of all ranks.
+A drop-in for ``torch.distributed.algorithms.join``, with its names and signatures. Every rank announces each call before
+it communicates; a rank that has run out of data takes part in what the others announce, as if its gradients were zero.
+Data flows from :class:`Join` to ``context``, which announces, and ``ddp_model``, which knows where backwards begin.
 """
 
 from __future__ import annotations
@@ -16,27 +16,18 @@ from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.distributed.algorithms.join import Joinable, JoinHook
 from zeroshard._torch_private import join_config
 
-from zeroshard_integrations.join.block import ENDED, JoinBlock
-from zeroshard_integrations.join.checks import common_group
-from zeroshard_integrations.join.config import BlockConfig
-from zeroshard_integrations.join.failure import early_leaving, fail
-from zeroshard_integrations.join.shadow import Shadow
+from zeroshard_integrations.join.context import JoinableConfig, JoinContext, check_joinables
 
 __all__ = ["Join", "JoinHook", "Joinable"]
 
 
 class Join:
-    """A block in which every rank trains on as many batches as it has.
+    """A context in which every rank trains on as many batches as it has.
 
-    ``with Join([ddp, optimizer]) as join:`` around the training loop. Every joinable tells the block before it
-    communicates (:meth:`notify_join_context`), and a rank that has left the loop calls the hook of that joinable, until
-    all ranks have left. Backwards are followed as well. So what is shadowed is what the others
-    do: backwards under ``ddp.no_sync()``, several before a step, steps that are left out, forwards without a backward,
-    and gradients that are never set to zero, or changed, all end where one process would have.
+    ``with Join([ddp, optimizer]) as join:`` around the training loop. Each forward of a model, each backward that reduces
+    gradients, and each call of a sharded optimizer is announced by a word from each rank to each other.
 
-    Entering is collective: all ranks enter a block with the same joinables and settings, in the same order. While all
-    ranks have data, the forward of a model costs one word from each rank to each other, which is waited for when the
-    forward has been computed; a joinable that is neither a model nor a sharded optimizer waits in front.
+    Entering is collective: all ranks enter a context with the same joinables and settings, in the same order.
 
     Args:
         joinables: models in DistributedDataParallel, sharded optimizers, and any other
@@ -50,7 +41,7 @@ class Join:
         ValueError: if there are no joinables, one is there twice, they are of several process groups, an optimizer
             comes before its model or is torch's, or a communication hook's model or optimizer is missing.
         TypeError: if something is no joinable.
-        RuntimeError: if a joinable is in a block already.
+        RuntimeError: if a joinable is in a context already.
 
     Example:
         >>> import os, tempfile, torch
@@ -79,34 +70,30 @@ class Join:
         throw_on_early_termination: bool = False,
         **kwargs: Any,  # noqa: ANN401 - arguments of any joinable
     ) -> None:
-        self._joinables = list(joinables)
-        self._enable, self._throws, self._arguments = enable, throw_on_early_termination, kwargs
-        self._group = common_group(self._joinables)
-        self._block: JoinBlock | None = None
-        self._shadow: Shadow | None = None
+        self._joinables, self._enable = list(joinables), enable
+        self._throws, self._arguments = throw_on_early_termination, kwargs
+        self._group = check_joinables(self._joinables)
+        self._context: JoinContext | None = None
         self._is_inside = False
-
-    # ------------------------------------------------------------------ what a training loop may ask
 
     @property
     def running(self) -> int:
-        """How many ranks still have data, as of the last forward; 0 behind the block."""
-        return self._block.running if self._block is not None else dist.get_world_size(self._group)
+        """How many ranks still have data, as of the last announced call; 0 after the block."""
+        if self._context is None:
+            return dist.get_world_size(self._group)
+        return len(self._context.attendance.running)
 
     @property
     def shadowed_steps(self) -> int:
         """How many steps of the others this rank has taken part in without data of its own.
 
-        Of all sharded optimizers; of reductions of gradients, where no sharded optimizer steps by itself.
+        Of all sharded optimizers; of reductions of the first model's gradients, where none steps.
         """
-        if self._block is None or self._shadow is None:
-            return 0
-        of_hooks = [hook.steps for hook in self._block.steps.values() if not hook.steps_in_backward]
-        return sum(of_hooks) if of_hooks else self._shadow.reductions
+        return self._context.steps if self._context is not None else 0
 
     @staticmethod
     def notify_join_context(joinable: Joinable) -> dist.Work | None:
-        """Tell the block that a joinable is in, if it is in one, that it is about to communicate.
+        """Announce that a joinable is about to communicate, if it is in a context.
 
         A joinable calls this, or torch's, before the collectives that its hook shadows, on every rank alike.
 
@@ -114,82 +101,57 @@ class Join:
             joinable: itself.
 
         Returns:
-            None in a block of ours; in torch's, the operation under way that tells the other ranks, if there is one.
+            None in a context of ours; in torch's, the operation under way that tells the other ranks, if there is one.
 
         Raises:
             DisagreementError: if the ranks that still have data are in different calls.
             PeerLostError: if a rank is gone.
             RuntimeError: if a rank has run out of data, with ``throw_on_early_termination``.
-            Exception: what another rank has met inside the block.
+            Exception: what another rank has met inside the context.
         """
         config = join_config(joinable)
-        if isinstance(config, BlockConfig):
+        if isinstance(config, JoinableConfig):
             config.notify()
             return None
         work: dist.Work | None = TorchJoin.notify_join_context(joinable)
         return work
 
-    # ------------------------------------------------------------------ entering and leaving
-
     def __enter__(self) -> Join:
-        """Enter the block. Collective.
+        """Enter the context. Collective.
 
         Raises:
             DisagreementError: if ranks enter with other joinables or settings.
-            RuntimeError: if a joinable is in a block already.
+            RuntimeError: if a joinable is in a context already.
             Exception: what a joinable has raised when it was asked for its hook; on every rank.
             PeerLostError: if a rank is gone.
         """
         if self._enable:
-            self._block, self._shadow = None, None
-            self._block = JoinBlock(self._joinables, self._group, throws=self._throws, arguments=self._arguments)
+            self._context = None
+            self._context = JoinContext(self._joinables, throws=self._throws, arguments=self._arguments)
             self._is_inside = True
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Shadow the others until all have left. Collective.
+        """Take part in the others' calls until all have left. Collective.
 
         Raises:
-            RuntimeError: if this rank has left in the middle of an iteration; on every rank.
             DisagreementError: if ranks that still have data make different calls; on every rank.
             PeerLostError: if a rank is gone.
-            Exception: what another rank has met inside the block.
+            Exception: what another rank has met inside the context.
         """
-        if self._block is None or not self._is_inside:
+        context = self._context
+        if context is None or not self._is_inside:
             return
         try:
             if value is None:
-                self._leave(self._block)
-            elif not isinstance(value, Exception):
-                # The process is to end at once. The others find the note when they have lost it.
-                self._block.note.leave(value)
-            elif not self._block.is_told:
-                fail(self._block, value)
-        finally:
-            self._is_inside = False
-            self._block.reset()
-
-    def _leave(self, block: JoinBlock) -> None:
-        try:
-            if block.is_told:
-                raise RuntimeError(ENDED)
-            early = early_leaving(block)
-            if early is not None:
-                raise early
-            block.answered()
-            self._shadow = Shadow(block)
-            is_last_joiner = self._shadow.follow()
-            # What a hook raises from here on is its own matter.
-            block.is_over = True
-            for hook in block.hooks:
-                hook.post_hook(is_last_joiner)
+                context.follow()
+            elif isinstance(value, Exception):
+                context.tell_failure(value)
         except Exception as error:
-            if block.is_over:
-                block.note.leave(error)
-            elif not block.is_told:
-                fail(block, error)
+            context.tell_failure(error)
             raise
         finally:
-            block.running = 0
+            self._is_inside = False
+            context.reset()

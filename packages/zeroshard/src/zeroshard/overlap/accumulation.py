@@ -50,6 +50,7 @@ class GradAccumulator:
         self._delivered: set[int] = set()
         """Of the carried ones, those whose later values are on their way: their window was not given up."""
         self._touched: set[int] = set()
+        self._has_replaced = False
         self._replaced: dict[int, int] = {}
         """By tensor, the address of what DDP has put in the place of its placeholder, in a forward."""
 
@@ -79,7 +80,7 @@ class GradAccumulator:
 
     def begin(self) -> None:
         """Begin a backward."""
-        self.in_backward, self.refusal = True, ""
+        self.in_backward, self.refusal, self._has_replaced = True, "", bool(self._replaced)
         self._replaced.clear()
 
     def reduced(self, state: BucketState, keep: Callable[[torch.Tensor], None]) -> None:
@@ -233,8 +234,8 @@ class GradAccumulator:
         # The place may be where it lies.
         gradient = gradient.clone() if gradient is not None else None
         place.zero_()
-        if gradient is not None and self.divides_by_running and in_autograd():
-            # Not of this backward, and not to be scaled with what is.
+        if gradient is not None and in_autograd():
+            # Not of this backward, and not to be averaged with what is.
             self._carried[tensor] = gradient
             self.deliver(tensor)
         elif gradient is not None:
@@ -242,26 +243,17 @@ class GradAccumulator:
         if not is_used:
             self._replaced[tensor] = place.data_ptr()
 
-    def carry_replaced(self) -> None:
-        """Carry what :meth:`replace` has put into buckets in a forward, at the beginning of a backward.
+    def check_scalable(self) -> None:
+        """Raise if buckets hold what an earlier backward has brought, multiplied by the number of all ranks.
 
-        It must not be in the buckets where the number of ranks, by which it was multiplied, is not what the reduction
-        divides by.
+        Raises:
+            RuntimeError: saying so.
         """
-        for tensor, address in self._replaced.items():
-            grad = self._params[tensor].grad
-            if grad is None or type(grad) is GradPlaceholder or grad.data_ptr() != address:
-                continue
-            if tensor in self._local.shards:
-                self._carried[tensor] = self._owned(tensor, grad) / self._world_size
-                self.deliver(tensor)
-            grad.zero_()
-        self._replaced.clear()
-
-    def forget_carried(self) -> None:
-        """Forget what was carried: all gradients were dropped."""
-        self._carried.clear()
-        self._delivered.clear()
+        if self._has_replaced:
+            raise RuntimeError(
+                "gradients of earlier backwards were kept while DistributedDataParallel rebuilt its buckets, and are "
+                "now to be averaged over fewer ranks than it has: give every rank a step in the first two iterations"
+            )
 
     def advice(self, operation: str) -> str:
         """Say why an operation on a placeholder cannot be done, and what to call instead."""

@@ -18,12 +18,14 @@ from zeroshard.param_groups import ParamGroup
 from zeroshard.step import StepCoordinator
 
 
-class _JoinPart(Protocol):
-    """What a Join context has to do with a backward; it is a :class:`zeroshard.joining.uneven.UnevenInputs`."""
+class _Participant(Protocol):
+    """Announces calls in Join contexts; it is a :class:`zeroshard.joining.Participant`."""
 
-    def attend_backward(self, bucket: Bucket) -> None: ...
-    def end_shadow(self, end: Callable[[], None]) -> None: ...
-    def forget_what_others_used(self) -> None: ...
+    divides_by_running: bool
+
+    def announce_backward(self, *, is_own: bool) -> None: ...
+    def announce_step_in_backward(self) -> None: ...
+    def stepped(self) -> None: ...
 
 
 class BackwardFollower:
@@ -34,7 +36,7 @@ class BackwardFollower:
 
     Args:
         coordinator: makes the steps of the optimizer.
-        joining: its part in Join contexts.
+        joining: announces calls in Join contexts.
         groups: returns its param groups.
         mode: when shards are stepped; also an attribute.
 
@@ -46,7 +48,7 @@ class BackwardFollower:
     def __init__(
         self,
         coordinator: StepCoordinator,
-        joining: _JoinPart,
+        joining: _Participant,
         groups: Callable[[], list[ParamGroup]],
         mode: StepMode,
     ) -> None:
@@ -59,6 +61,7 @@ class BackwardFollower:
         )
         coordinator.source, sharding.follower = self.scheduler, self.scheduler.buckets
         self._backwards_since_step = self._stepped_with = 0
+        self._is_own = True
         self._refusal = ""
 
     @property
@@ -96,10 +99,12 @@ class BackwardFollower:
         self._coordinator.guard.check()
         bucket = self._numbered(bucket)
         may_step = False
-        if bucket.index == 0 and self.mode is not StepMode.IN_STEP:
-            self._coordinator.shadowing = bucket.is_shadow
-            self._joining.attend_backward(bucket)
-            may_step = self._coordinator.observe_early(self._groups())
+        if bucket.index == 0:
+            self._is_own = bucket.is_own
+            self.scheduler.gradients.divides_by_running = self._joining.divides_by_running
+            if self.mode is not StepMode.IN_STEP:
+                self._joining.announce_backward(is_own=bucket.is_own)
+                may_step = self._coordinator.observe_early(self._groups())
         return self.scheduler.on_bucket(bucket, reduce=reduce, may_step=may_step)
 
     @disable_dynamo
@@ -114,23 +119,24 @@ class BackwardFollower:
         self.scheduler.on_backward_end()
         if self.mode is StepMode.IN_STEP:
             return
-        is_own, problem = not coordinator.shadowing, None
+        problem = None
         try:
             self.scheduler.check_unreduced()
         except RuntimeError as error:
             problem = error
         try:
             self._refusal = "the last backward was left by an exception"
+            if self._is_own:
+                self._joining.announce_step_in_backward()
             coordinator.step(self._groups(), None, {}, problem)
             self._refusal = ""
         except Exception as error:
             self._refusal = f"the last backward has not stepped: {error}"
             raise
         finally:
-            coordinator.shadowing = False
             del problem
-        self._joining.forget_what_others_used()
-        if is_own:
+        self._joining.stepped()
+        if self._is_own:
             self._backwards_since_step += 1
             self.note_hyperparameters()
 
@@ -152,17 +158,6 @@ class BackwardFollower:
         if self.in_backward and len(arrived) > 1 and not any(state.announced for state in arrived):
             self.on_backward_end()
         self.scheduler.left_with = len(arrived)
-
-    def on_shadow_end(self) -> None:
-        """Finish a backward that this rank has shadowed; inside a Join context, when all of it has been shadowed.
-
-        What the others do after the last bucket, such as telling which parameters were used, comes before their step.
-
-        Raises:
-            PeerLostError: if a rank is gone.
-            Exception: as :meth:`on_backward_end`.
-        """
-        self._joining.end_shadow(self.on_backward_end)
 
     def on_step(self) -> None:
         """Check a call of ``step()``, where backward has stepped: that this was the one update that the call asks for.

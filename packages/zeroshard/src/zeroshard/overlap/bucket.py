@@ -38,7 +38,7 @@ class Bucket:
         params: the parameters.
         present: per parameter, whether this rank has computed a gradient for it.
         announced: the number that the framework gave it.
-        is_shadow: whether this rank has no backward of its own, since it has run out of data.
+        is_own: whether this rank has computed it, and not only taken part in the others' reduction.
     """
 
     index: int
@@ -48,7 +48,7 @@ class Bucket:
     params: Sequence[torch.Tensor]
     present: tuple[bool, ...]
     announced: int = 0
-    is_shadow: bool = False
+    is_own: bool = True
 
 
 class BucketState:

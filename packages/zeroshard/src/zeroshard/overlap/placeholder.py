@@ -196,7 +196,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
     return target
 
 
-_REBUILDERS = frozenset({"torch.nn.parallel.distributed", "zeroshard_integrations.join.model"})
+_REBUILDERS = frozenset({"torch.nn.parallel.distributed", "zeroshard_integrations._torch_private"})
 
 
 def _is_rebuild() -> bool:

@@ -104,7 +104,7 @@ class BucketScheduler:
             else:
                 state = self.buckets.add(bucket)
             self.buckets.order.append(bucket.index)
-            header = BucketHeader(self._backwards, bucket.index, bucket.present, self._may_step_early, bucket.is_shadow)
+            header = BucketHeader(self._backwards, bucket.index, bucket.present, self._may_step_early, bucket.is_own)
             with record_function(f"zeroshard::send bucket {bucket.index}"):
                 work = state.reducer.begin(bucket.buffer, header, gradients=reduce is None)
             # Nobody looks at the gradients in it any more: who reduces it may write to it at once, in a thread.
@@ -189,8 +189,9 @@ class BucketScheduler:
                 )
         if result is not None:
             state.replace(result.wait(), self._queue.keep)
-        running = sum(not header.is_shadow for header in headers)
+        running = sum(header.is_own for header in headers)
         if self.gradients.divides_by_running and 0 < running < len(headers):
+            self.gradients.check_scalable()
             state.scale(len(headers) / running)
         state.present = tuple([any(bits) for bits in zip(*[header.present for header in headers], strict=True)])
         self._all_may_step = self._all_may_step and all(header.may_step for header in headers)

@@ -1,0 +1,423 @@
+"""One Join context that was entered, on one rank: what it announces, and what it does when it has run out of data."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, SupportsIndex
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Joinable, JoinHook
+from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
+from torch.nn.parallel import DistributedDataParallel
+from zeroshard import ZeroRedundancyOptimizer
+from zeroshard._torch_private import JoinConfig, join_config, set_join_config
+from zeroshard.joining import (
+    Announcement,
+    Attendance,
+    Call,
+    end_backward,
+    exchange,
+    fail,
+    follow,
+    receive_values,
+    send_values,
+)
+from zeroshard_comm import Control, PeerLostError, RankGroup
+
+from zeroshard_integrations._torch_private import divide_by
+from zeroshard_integrations.ddp import optimizers_of_hooks
+from zeroshard_integrations.join.ddp_model import DDPModel, Held
+
+_UNKNOWN = (
+    "gradients that were reduced and others of no_sync() were added, or gradients were changed between backwards of "
+    "one window, or kept from before the block, and a rank has run out of data, whose part of them nobody knows: call "
+    "zero_grad() before a window, and change gradients only after the backward that reduces"
+)
+
+
+class JoinContext:
+    """The state of a context. It belongs to the thread that trains.
+
+    Args:
+        joinables: in the order of the context.
+        throws: whether a rank that runs out is an error on every rank.
+        arguments: for the joinables' hooks.
+
+    Attributes:
+        attendance: what all ranks have announced last.
+        steps: how many steps, or reductions where there are none, this rank has taken part in without data.
+
+    Raises:
+        DisagreementError: if ranks enter with other joinables or settings; on every rank, as what follows.
+        RuntimeError: if a joinable is in a context already.
+        Exception: what a joinable has raised when it was asked for its hook.
+        PeerLostError: if a rank is gone.
+    """
+
+    def __init__(self, joinables: Sequence[Joinable], *, throws: bool, arguments: Mapping[str, Any]) -> None:
+        self._joinables, self._throws, self._arguments = joinables, throws, arguments
+        self._hooks: dict[int, JoinHook] = {}
+        self._models: dict[int, DDPModel] = {}
+        self._optimizers: dict[int, ZeroRedundancyOptimizer] = {}
+        self._group = check_joinables(joinables)
+        ranks = RankGroup.of(self._group)
+        self._rank, self._control = ranks.rank, Control(ranks)
+        self.attendance = Attendance(Announcement(Call.NOTIFY), tuple(range(ranks.world_size)), ())
+        self._reductions = self._steps = 0
+        self._has_run_out = self._is_told = False
+        try:
+            self._enter()
+        except BaseException:
+            self.reset()
+            raise
+
+    @property
+    def steps(self) -> int:
+        """How many steps this rank has taken part in without data; reductions where no sharded optimizer steps."""
+        return self._steps or self._reductions
+
+    # ------------------------------------------------------------------ entering and leaving
+
+    def _enter(self) -> None:
+        settings = {"throw_on_early_termination": self._throws, **self._arguments}
+        told = [", ".join([type(joinable).__name__ for joinable in self._joinables])]
+        told += [f"{name}={_told(value)}" for name, value in sorted(settings.items())]
+        entered, error = f"Join([{told[0]}], {', '.join(told[1:])})", None
+        try:
+            for joinable in self._joinables:
+                check_not_nested(joinable)
+            for place, joinable in enumerate(self._joinables, 1):
+                self._take_in(place, joinable)
+        except Exception as failure:  # noqa: BLE001 - every rank must hear of it, whatever it is
+            error = failure
+        try:
+            self._control.check_consistent(
+                "entering Join",
+                zlib.crc32(entered.encode()),
+                error=error,
+                detail=lambda: entered,
+                explain=lambda here, there, rank, other: f"rank {rank} has entered {here}, and rank {other} {there}",
+            )
+        finally:
+            del error
+
+    def _take_in(self, place: int, joinable: Joinable) -> None:
+        divides_by_running = not self._arguments.get("divide_by_initial_world_size", True)
+        notify: Callable[[], object] = lambda: self._call(Announcement(Call.NOTIFY, place))  # noqa: E731 - may be another
+        enabled: Callable[[], bool] = lambda: True  # noqa: E731 - the same
+        if isinstance(joinable, ZeroRedundancyOptimizer):
+            joining = joinable._sharded.joining
+            joining.exchange, joining.divides_by_running = (
+                (lambda call: self._optimizer_calls(place, call)),
+                divides_by_running,
+            )
+            self._optimizers[place], notify = joinable, lambda: None
+        else:
+            self._hooks[place] = joinable.join_hook(**self._arguments)
+        if isinstance(joinable, DistributedDataParallel):
+            takes_buckets = bool(optimizers_of_hooks(joinable))
+            model = DDPModel(
+                joinable,
+                takes_buckets=takes_buckets,
+                divides_by_running=divides_by_running and not takes_buckets,
+                begins=lambda model: self._backward_begins(place, model),
+            )
+            self._models[place] = model
+            notify, enabled = (lambda: self._forward_begins(place, model)), model.synchronizes_buffers
+        set_join_config(joinable, JoinableConfig.make(notify, enabled))
+
+    def reset(self) -> None:
+        """Take all joinables out of the context; also after an error."""
+        for model in self._models.values():
+            model.leave()
+        for optimizer in self._optimizers.values():
+            optimizer._sharded.joining.leave()
+        for joinable in self._joinables:
+            if isinstance(join_config(joinable), JoinableConfig):
+                set_join_config(joinable, None)
+        self._models, self._optimizers, self._hooks = {}, {}, {}
+
+    def tell_failure(self, error: Exception) -> None:
+        """Tell the others at their next call of an error that leaves the context on this rank.
+
+        Not if they know it, or are in the middle of a backward: they raise when this process has ended.
+        """
+        if not self._is_told and not any(model.in_backward for model in self._models.values()):
+            self._is_told = True
+            try:
+                fail(self._control, error)
+            except PeerLostError:
+                pass
+            finally:
+                del error
+
+    # ------------------------------------------------------------------ a rank that still has data
+
+    def _call(self, mine: Announcement) -> Attendance:
+        """Announce a call of this rank, or that it has run out; and hear of the others'."""
+        if self._is_told:
+            raise RuntimeError(
+                "this Join block has ended with an error on every rank: leave it, and do not catch errors inside of it"
+            )
+        if self._has_run_out and mine.call is not Call.JOINED:
+            return self.attendance
+        # An error from here on is known to every rank.
+        self._is_told = True
+        self.attendance = attendance = exchange(self._control, mine)
+        if self._throws and attendance.joined and attendance.running:
+            raise RuntimeError(
+                f"rank {attendance.joined[0]} has run out of data, and throw_on_early_termination is set: an error on "
+                f"every rank. Catch it around the block to stop training here, or leave the setting out to go on"
+            )
+        self._is_told = False
+        return attendance
+
+    def _optimizer_calls(self, place: int, call: Call) -> Attendance:
+        """A sharded optimizer is about to communicate."""
+        if call in (Call.BACKWARD, Call.JOINED):
+            # That was announced for its model, and all was handed over.
+            return Attendance(self.attendance.made, self.attendance.running, ())
+        check_has_model(self._joinables, self._optimizers[place])
+        return self._call(Announcement(call, place))
+
+    def _forward_begins(self, place: int, model: DDPModel) -> None:
+        with_grad = torch.is_grad_enabled()
+        reduces = with_grad and model.ddp.require_backward_grad_sync
+        attendance = self._call(Announcement(Call.FORWARD, place, reduces, with_grad))
+        if with_grad and not self._has_run_out:
+            model.watches_all = bool(attendance.joined) and len(self._models) > 1
+            model.forward(reduces=reduces)
+
+    def _backward_begins(self, place: int, model: DDPModel) -> None:
+        if self.attendance.joined and any(not other.has_all for other in self._models.values() if other is not model):
+            error = RuntimeError(
+                "gradients of two models of the Join block come in turns in one backward, and a rank has run out of "
+                "data, which does not know in which order: put both models into one DistributedDataParallel"
+            )
+            self._is_told = True
+            fail(self._control, error)
+            raise error
+        attendance = self._call(Announcement(Call.BACKWARD, place, reduces=True))
+        if model.divides_by_running:
+            divide_by(model.ddp, len(attendance.running), initial=False)
+        if attendance.joined:
+            model.look(is_local=False)
+            self._prepare_backward(model, attendance)
+
+    def _prepare_backward(self, model: DDPModel, attendance: Attendance) -> None:
+        """Bring ranks without data what they need for a backward of a model. Collective."""
+        self._is_told = True
+        self._hand_over_gradients(model, attendance.running, attendance.joined)
+        for optimizer in optimizers_of_hooks(model.ddp):
+            if optimizer._sharded.steps_early:
+                optimizer._sharded.joining.hand_over(attendance, takes_buckets=True)
+        self._is_told = False
+
+    def _hand_over_gradients(self, model: DDPModel, running: Sequence[int], joined: Sequence[int]) -> None:
+        """Bring ranks without data the gradients to which a backward of the others adds. Collective.
+
+        Args:
+            model: whose.
+            running: the ranks with data.
+            joined: the others.
+
+        Raises:
+            RuntimeError: if nobody knows what they are to have; on every rank.
+        """
+        is_joined = self._rank in joined
+        mine = [-1, -1] if is_joined else [model.held, model.window]
+        told = self._control.all_gather_ints(mine, "a backward inside Join")
+        held, source = max((told[rank][0], -rank) for rank in running)
+        if held == Held.UNKNOWN:
+            raise RuntimeError(_UNKNOWN)
+        if held == Held.REDUCED and not (model.divides_by_running):
+            self._copy_gradients(model, -source, joined)
+        elif is_joined and (held != Held.LOCAL or told[-source][1] != model.window):
+            model.drop_gradients()
+
+    def _copy_gradients(self, model: DDPModel, source: int, joined: Sequence[int]) -> None:
+        """Bring gradients that were reduced from one rank to others: which there are, and the values that it has."""
+        params = list(model.ddp.module.parameters())
+        if self._rank == source:
+            grads = [param.grad for param in params]
+            values = [g is not None if model.takes_buckets else g if g is None else g.detach() for g in grads]
+            for peer in joined:
+                send_values(self._control, peer, values)
+        elif self._rank in joined:
+            for param, value in zip(params, receive_values(self._control, source), strict=True):
+                if not model.takes_buckets:
+                    param.grad = None if value is None else value.to(param.device)
+                elif not value:
+                    param.grad = None
+
+    # ------------------------------------------------------------------ a rank that has run out
+
+    def follow(self) -> None:
+        """Take part in what the others do until all have left their loops. Collective.
+
+        Raises:
+            Exception: what a rank has met.
+        """
+        for model in self._models.values():
+            problem = model.problem()
+            if problem is not None:
+                raise problem
+        before, self._has_run_out = self.attendance.joined, True
+        while (attendance := self._call(Announcement(Call.JOINED))).running:
+            before = attendance.joined
+            self._do(attendance)
+        last = [rank for rank in attendance.joined if rank not in before]
+        if before:
+            for model in self._models.values():
+                if self._rank in last:
+                    model.look(is_local=False)
+                self._hand_over_gradients(model, last, before)
+        # What a hook raises from here on is its own matter.
+        self._is_told = True
+        for hook in self._hooks.values():
+            hook.post_hook(self._rank in last)
+
+    def _do(self, attendance: Attendance) -> None:
+        made = attendance.made
+        for model in self._models.values():
+            model.end_backward()
+        for optimizer in self._optimizers.values():
+            end_backward(optimizer._sharded)
+        if made.call is Call.FORWARD:
+            self._models[made.place].follow_forward(reduces=made.reduces, with_grad=made.with_grad)
+        elif made.call is Call.BACKWARD:
+            self._reductions += made.place == min(self._models)
+            model = self._models[made.place]
+            self._prepare_backward(model, attendance)
+            model.follow_backward(len(attendance.running))
+        elif made.place in self._optimizers:
+            self._steps += made.call is Call.STEP
+            follow(self._optimizers[made.place]._sharded, attendance)
+        else:
+            self._hooks[made.place].main_hook()
+
+
+class JoinableConfig(JoinConfig):
+    """The ``_join_config`` of a joinable inside a context of ours.
+
+    torch's ``notify_join_context`` asks whether the joinable is the first of its context, which then communicates, and
+    does nothing if not. It is told that it is not, and the context is told of the call.
+    """
+
+    notify: Callable[[], object]
+    _enabled: Callable[[], bool]
+
+    @classmethod
+    def make(cls, notify: Callable[[], object], enabled: Callable[[], bool]) -> JoinableConfig:
+        """Return one that calls ``notify``; ``enabled`` tells whether the joinable itself is to ask who has data."""
+        made = cls(enable=True, throw_on_early_termination=False, is_first_joinable=False)
+        made.notify, made._enabled = notify, enabled
+        return made
+
+    @property
+    def is_first_joinable(self) -> bool:
+        """Tell the context of a call, since only ``notify_join_context`` asks."""
+        self.notify()
+        return False
+
+    @property
+    def enable(self) -> bool:
+        """Whether the joinable itself communicates with ranks that have run out."""
+        return self._enabled()
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Callable[[], JoinConfig], tuple[()]]:
+        """Copy and pickle as the config of a joinable outside of any context, which a copied model is."""
+        return JoinConfig.construct_disabled_join_config, ()
+
+
+def _told(value: object) -> str:
+    """A setting in words that are the same on all ranks."""
+    return repr(value) if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__
+
+
+# ---------------------------------------------------------------------- what a context takes
+
+
+def check_joinables(joinables: Sequence[Joinable]) -> dist.ProcessGroup:
+    """Check the joinables of a context, and return the process group that all of them have.
+
+    Raises:
+        ValueError: if there are none, their groups differ, an optimizer comes before its model, the optimizer of a
+            model's communication hook or its model is missing, one is there twice, or is torch's sharded optimizer.
+        TypeError: if one is no joinable.
+        RuntimeError: if one is in a context already.
+    """
+    if not joinables:
+        raise ValueError("Join needs at least one joinable, such as a model in DistributedDataParallel")
+    if len({id(joinable) for joinable in joinables}) < len(joinables):
+        raise ValueError("a joinable is twice in the list that Join was given")
+    for joinable in joinables:
+        if not isinstance(joinable, Joinable):
+            raise TypeError(f"Join takes joinables, and {type(joinable).__name__} is none")
+        if isinstance(joinable, TorchZero):
+            raise ValueError(
+                "torch's ZeroRedundancyOptimizer steps with old gradients where a rank has run out of data: use "
+                "zeroshard.ZeroRedundancyOptimizer"
+            )
+        check_not_nested(joinable)
+    groups = [joinable.join_process_group for joinable in joinables]
+    for joinable, group in zip(joinables, groups, strict=True):
+        if group != groups[0]:
+            ranks = [dist.get_process_group_ranks(each) for each in (groups[0], group)]
+            raise ValueError(
+                f"{type(joinables[0]).__name__} works on the ranks {ranks[0]} in one process group, and "
+                f"{type(joinable).__name__} on {ranks[1]} in another: give all joinables of a Join block the same "
+                f"process group, or enter a block for each group"
+            )
+    own: set[torch.Tensor] = set()
+    for joinable in joinables:
+        if isinstance(joinable, ZeroRedundancyOptimizer):
+            own.update(param for group in joinable.param_groups for param in group["params"])
+            check_has_model(joinables, joinable)
+        if isinstance(joinable, DistributedDataParallel):
+            if not own.isdisjoint(joinable.parameters()):
+                raise ValueError(
+                    "the optimizer comes before its model in Join, so a rank without data would step before it has "
+                    "gradients: write Join([ddp, optimizer])"
+                )
+            for optimizer in optimizers_of_hooks(joinable):
+                if all(optimizer is not other for other in joinables):
+                    raise ValueError(
+                        "a communication hook of this model hands gradients to an optimizer that is not in the Join "
+                        "block: write Join([ddp, optimizer])"
+                    )
+    found: dist.ProcessGroup = groups[0]
+    return found
+
+
+def check_has_model(joinables: Sequence[Joinable], optimizer: ZeroRedundancyOptimizer) -> None:
+    """Raise if an optimizer is handed gradients of a model that is not in the context.
+
+    A hook that was registered before the first backward shows only then.
+
+    Raises:
+        ValueError: saying so.
+    """
+    models = [other for other in joinables if isinstance(other, DistributedDataParallel)]
+    if optimizer.takes_buckets and all(
+        optimizer is not other for model in models for other in optimizers_of_hooks(model)
+    ):
+        raise ValueError(
+            "a communication hook hands gradients to this optimizer of a model that is not in the Join block: write "
+            "Join([ddp, optimizer])"
+        )
+
+
+def check_not_nested(joinable: Joinable) -> None:
+    """Raise if a joinable is in a context of ours already.
+
+    Raises:
+        RuntimeError: saying so.
+    """
+    if isinstance(join_config(joinable), JoinableConfig):
+        raise RuntimeError(
+            f"this {type(joinable).__name__} is in a Join block already, and blocks cannot be nested: leave the outer "
+            f"one first, or put all joinables in one block"
+        )

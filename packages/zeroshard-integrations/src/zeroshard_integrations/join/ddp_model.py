@@ -1,0 +1,279 @@
+"""A model in DistributedDataParallel inside a Join context: where its backwards begin, and those of the others.
+
+The backward of a rank without data is DDP's own: buckets of zeros, reduced as the others reduce theirs. Here they hold
+what the rank has accumulated and not reduced, if the others' step is to use that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+from zeroshard import GradPlaceholder
+from zeroshard._torch_private import local_used_map, version_of
+from zeroshard_core import is_dense
+
+from zeroshard_integrations._torch_private import (
+    buckets_of_zeros,
+    divide_by,
+    forget_join,
+    has_comm_hook,
+    has_rebuilt_buckets,
+    params_for_reducer,
+    prepare_forward,
+    push_rebuilt_params,
+    queue_callback,
+    run_comm_hook,
+    will_execute,
+)
+
+
+class Held(IntEnum):
+    """What the gradients are to which a backward adds; the most that a rank says counts."""
+
+    NOTHING = 0
+    """All are None or zero."""
+    REDUCED = 1
+    """What earlier backwards have reduced, the same on every rank."""
+    LOCAL = 2
+    """What this rank has accumulated under ``no_sync()``."""
+    UNKNOWN = 3
+    """Both, or gradients that were changed in between, so that nobody knows a joined rank's part of them."""
+
+
+class DDPModel:
+    """One model of a context, on one rank; only the context uses it.
+
+    Args:
+        ddp: the model.
+        takes_buckets: whether a communication hook of zeroshard keeps the gradients at their owners.
+        divides_by_running: whether gradients are averaged over the ranks that still have data, where DDP does that.
+        begins: called with the model directly before the first gradient of a backward that reduces.
+
+    Attributes:
+        ddp: as given.
+        takes_buckets: as given.
+        divides_by_running: as given.
+        in_backward: whether a backward has begun on this rank that has not come to its end.
+        watches_all: whether to follow, from the next forward on, when all gradients of a backward are there.
+        has_all: whether they are.
+        held: what the gradients are.
+        window: how often a backward under ``no_sync()`` has begun with no gradients.
+    """
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        *,
+        takes_buckets: bool,
+        divides_by_running: bool,
+        begins: Callable[[DDPModel], None],
+    ) -> None:
+        self.ddp, self.takes_buckets, self.divides_by_running, self._begins = (
+            ddp,
+            takes_buckets,
+            divides_by_running,
+            begins,
+        )
+        self.in_backward, self.has_all, self.window = False, True, 0
+        self._reduces, self._local_forwards, self._has_run = False, 0, False
+        self._trained: list[torch.Tensor] = []
+        self._watched: tuple[bool, list[int]] = False, []
+        self._handles: list[RemovableHandle] = []
+        self.watches_all = False
+        self._watch()
+        # Of these it is not known whether they were reduced.
+        self.held = Held.UNKNOWN if self._grads() else Held.NOTHING
+        self._marks: list[tuple[int, int]] = []
+        self._works: list[Any] = []
+
+    def leave(self) -> None:
+        """Leave the model as it was."""
+        for handle in self._handles:
+            handle.remove()
+        if self.divides_by_running:
+            # True: by the number of ranks of the group, whatever the last backward's number was.
+            divide_by(self.ddp, self.ddp.process_group.size(), initial=True)
+        forget_join(self.ddp)
+
+    def synchronizes_buffers(self) -> bool:
+        """Whether DDP sends module buffers around, for which it must know who still has data."""
+        return len(self.ddp.modules_buffers) > 0
+
+    # ------------------------------------------------------------------ a rank that still has data
+
+    def forward(self, *, reduces: bool) -> None:
+        """Take note of a forward with gradients.
+
+        Args:
+            reduces: whether its backward reduces them.
+        """
+        self._watch()
+        # What a forward has prepared stays so until a backward has reduced.
+        self._reduces = self._reduces or reduces
+        self._local_forwards += not self._reduces
+
+    def _watch(self) -> None:
+        """Watch the parameters that are trained now."""
+        trained = [param for param in self.ddp.module.parameters() if param.requires_grad]
+        known = (self.watches_all, [*map(id, trained)])
+        if known == self._watched:
+            return
+        self._watched = known
+        for handle in self._handles:
+            handle.remove()
+        self._trained, self._handles = trained, []
+        params = [param for param in params_for_reducer(self.ddp) if param.requires_grad]
+        if params:
+            self._handles.append(register_multi_grad_hook(params, self._first_gradient, mode="any"))
+        if params and self.watches_all:
+            self._handles.append(register_multi_grad_hook(params, self._last_gradient, mode="all"))
+
+    def _first_gradient(self, gradient: torch.Tensor) -> None:  # noqa: ARG002 - torch's signature
+        # `torch.autograd.grad` calls hooks of parameters, too.
+        if not (self._reduces or self._local_forwards) or not any(map(_is_added_to, self._trained)):
+            return
+        self._has_run = self.in_backward = True
+        # After DDP's own callbacks, and those of communication hooks, which follow them.
+        queue_callback(lambda: queue_callback(lambda: queue_callback(self._ends)))
+        if not self._reduces:
+            self._local_forwards -= 1
+            self.look(is_local=True)
+            return
+        self._reduces, self.has_all = False, False
+        self._begins(self)
+        self.held = Held.REDUCED
+
+    def _last_gradient(self, gradients: Sequence[torch.Tensor | None]) -> None:  # noqa: ARG002 - torch's signature
+        self.has_all = True
+
+    def _ends(self) -> None:
+        self.in_backward, self.has_all = False, True
+        self._marks = self._marked()
+
+    def look(self, *, is_local: bool) -> None:
+        """Find out what the gradients are now, to which a backward adds.
+
+        Args:
+            is_local: whether it is under ``no_sync()``.
+        """
+        if self.held is Held.LOCAL and self._marked() == self._marks:
+            return
+        grads = self._grads()
+        if all(map(_is_zero, grads)):
+            self.held = Held.LOCAL if is_local else Held.NOTHING
+            self.window += is_local
+        elif is_local or self.held is not Held.REDUCED:
+            keeps = self.takes_buckets and self._marked() == self._marks
+            self.held = Held.LOCAL if keeps else Held.UNKNOWN
+
+    def _grads(self) -> list[torch.Tensor]:
+        return [param.grad for param in self.ddp.module.parameters() if param.grad is not None]
+
+    def _marked(self) -> list[tuple[int, int]]:
+        """What changes if a gradient is written or replaced."""
+        return [(id(grad), version_of(grad)) for grad in self._grads()]
+
+    # ------------------------------------------------------------------ a rank that has run out
+
+    def problem(self) -> Exception | None:
+        """Return why this rank cannot take part, if it cannot: DDP has not seen enough of the model."""
+        if self.ddp.static_graph and not has_rebuilt_buckets(self.ddp) and not self._has_run:
+            return ValueError(
+                "this rank has run out of data without a single batch, and static_graph lets DistributedDataParallel "
+                "learn the graph in the first: give every rank a batch, or leave static_graph out"
+            )
+        sparse = [
+            f"{name}.weight".removeprefix(".")
+            for name, module in self.ddp.module.named_modules()
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad
+        ]
+        if not sparse or (self._knows_sparse() and (has_rebuilt_buckets(self.ddp) or self.ddp.find_unused_parameters)):
+            return None
+        return ValueError(
+            f"this rank has run out of data with fewer than two batches, and {sparse[0]!r} has sparse gradients, whose "
+            f"shape DistributedDataParallel does not know before: give every rank two batches, or use sparse=False"
+        )
+
+    def _knows_sparse(self) -> bool:
+        try:
+            buckets_of_zeros(self.ddp)
+        except RuntimeError:
+            return False
+        return True
+
+    def drop_gradients(self) -> None:
+        """Set all gradients to None."""
+        for param in self.ddp.module.parameters():
+            param.grad = None
+
+    def follow_forward(self, *, reduces: bool, with_grad: bool) -> None:
+        """Do what DDP does in a forward, without data. Collective."""
+        prepare_forward(self.ddp, with_grad=with_grad)
+        self.ddp.require_forward_param_sync = reduces
+
+    def follow_backward(self, running: int) -> None:
+        """Begin to take part in the reduction of gradients, with what is in ``.grad``. Collective.
+
+        Args:
+            running: how many ranks still have data.
+        """
+        ddp = self.ddp
+        # With a communication hook, it is the hook that divides.
+        share = 1 if has_comm_hook(ddp) else running if self.divides_by_running else ddp.process_group.size()
+        used = [int(param.grad is not None) for param in params_for_reducer(ddp)]
+        buckets = buckets_of_zeros(ddp)
+        for bucket in () if self.takes_buckets else buckets:
+            _fill(bucket, share)
+        self._works = [run_comm_hook(ddp, bucket) for bucket in buckets]
+        counts = local_used_map(ddp)
+        if ddp.find_unused_parameters and counts is not None:
+            counts.copy_(torch.tensor(used if len(used) == len(counts) else [0] * len(counts), device="cpu"))
+            self._works.append(dist.all_reduce(counts, group=ddp.process_group, async_op=True))
+        if not self.takes_buckets:
+            self.drop_gradients()
+        self.held = Held.NOTHING
+        push_rebuilt_params(ddp)
+
+    def end_backward(self) -> None:
+        """Wait for what :meth:`follow_backward` has begun; a no-op if there is nothing."""
+        works, self._works = self._works, []
+        for work in works:
+            work.wait()
+
+
+def _is_added_to(param: torch.Tensor) -> bool:
+    """Whether autograd is about to add to the gradient of a parameter, as far as it tells."""
+    try:
+        return will_execute(get_gradient_edge(param).node)
+    except RuntimeError:
+        # Not of a parameter to which `torch.autograd.grad` differentiates.
+        return False
+
+
+def _is_zero(grad: torch.Tensor) -> bool:
+    if isinstance(grad, GradPlaceholder):
+        return grad.is_zero()
+    values = grad if grad.layout is torch.strided else grad.coalesce().values()
+    return not bool(values.any())
+
+
+def _fill(bucket: Any, share: int) -> None:  # noqa: ANN401 - a GradBucket
+    """Put what parameters have in ``.grad`` into a bucket of zeros, divided by ``share``."""
+    buffer, params = bucket.buffer(), bucket.parameters()
+    if buffer.layout is not torch.strided:
+        if params[0].grad is not None:
+            bucket.set_buffer(params[0].grad / share)
+        return
+    for param, view in zip(params, bucket.gradients(), strict=True):
+        if param.grad is not None:
+            stride = param.stride() if is_dense(param) else view.stride()
+            place = buffer.as_strided(param.shape, stride, int(view.storage_offset()))
+            torch.div(param.grad, share, out=place)

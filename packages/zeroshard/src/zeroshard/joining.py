@@ -1,0 +1,586 @@
+"""Uneven inputs: what ranks with data announce, and what a rank without data does for its optimizer.
+
+Inside a Join context every rank announces every call before it communicates. A rank that has run out of data announces
+that it has; then the first rank with data hands over what the call needs and that one cannot know, and it does its
+part. Outside of a context nothing is announced.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from typing import Any, Protocol
+
+import torch
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+from zeroshard_comm import Control, DisagreementError, agreed, receive, send
+from zeroshard_core import Shard
+
+from zeroshard._torch_private import JoinConfig, foreach_norm, join_config, local_used_map, set_join_config, version_of
+from zeroshard.local_optimizer import NOT_SYNCED
+from zeroshard.overlap.accumulation import GradAccumulator
+from zeroshard.overlap.backward import BackwardFollower
+from zeroshard.overlap.bucket import Bucket, gradient_view
+from zeroshard.overlap.placeholder import GradPlaceholder
+from zeroshard.param_groups import ParamGroup
+from zeroshard.sharding import Sharding
+from zeroshard.state.serialization import read_value, write_value
+
+TAG_SIZE = 0x5A530050
+TAG_VALUES = 0x5A530051
+
+USE_OURS = "use zeroshard_integrations.join.Join in place of torch's"
+
+
+# ---------------------------------------------------------------------- what ranks tell each other
+
+
+class Call(IntEnum):
+    """What a rank is about to do."""
+
+    JOINED = 0
+    """It has run out of data, and takes part in what the others do."""
+    STEP = 1
+    CLIP = 2
+    CONSOLIDATE = 3
+    BACKWARD = 4
+    """Of a model: the first gradient of a backward that reduces; of an optimizer: that steps during backward."""
+    FORWARD = 5
+    NOTIFY = 6
+    """Whatever another joinable does."""
+    REFUSED = 7
+    """What a rank without data cannot take part in, such as loading a state."""
+    FAILED = 8
+    """It leaves the context with an error."""
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """What a rank says before a call.
+
+    Attributes:
+        call: what it is about to do.
+        place: of what does it, from 1: in the list of joinables, or the number of the optimizer; 0 for any.
+        reduces: of a forward, whether its backward will reduce gradients.
+        with_grad: of a forward, whether gradients are enabled.
+    """
+
+    call: Call
+    place: int = 0
+    reduces: bool = False
+    with_grad: bool = False
+
+    @property
+    def word(self) -> int:
+        """All of it as an integer."""
+        return self.call | self.reduces << 4 | self.with_grad << 5 | self.place << 6
+
+    @classmethod
+    def of(cls, word: int) -> Announcement:
+        """Read :attr:`word`."""
+        return cls(Call(word & 15), word >> 6, bool(word >> 4 & 1), bool(word >> 5 & 1))
+
+    def __str__(self) -> str:
+        """Return such as ``"step() of joinable 2"``."""
+        name = f"{self.call.name.lower()} of joinable {self.place}"
+        if self.call is Call.FORWARD:
+            name += f" {'with' if self.with_grad else 'without'} gradients, {'not ' * self.reduces}under no_sync()"
+        return name
+
+
+@dataclass(frozen=True)
+class Attendance:
+    """What all ranks have announced.
+
+    Attributes:
+        made: the call of the ranks that still have data; JOINED if there are none.
+        running: those ranks, ascending.
+        joined: the others, ascending.
+    """
+
+    made: Announcement
+    running: tuple[int, ...]
+    joined: tuple[int, ...]
+
+
+def exchange(control: Control, mine: Announcement) -> Attendance:
+    """Tell all ranks what this one is about to do, and hear it from them. Collective.
+
+    Raises:
+        DisagreementError: if ranks that still have data are about to do different things.
+        PeerLostError: if a rank is gone.
+        Exception: the error of a rank that has failed, on every rank.
+    """
+    answers = [Announcement.of(word) for [word] in control.all_gather_ints([mine.word], "a call inside Join")]
+    if any(answer.call is Call.FAILED for answer in answers):
+        control.check_consistent("leaving Join")
+    running = tuple([rank for rank, answer in enumerate(answers) if answer.call is not Call.JOINED])
+    joined = tuple([rank for rank, answer in enumerate(answers) if answer.call is Call.JOINED])
+    made = answers[running[0]] if running else Announcement(Call.JOINED)
+    for rank, answer in enumerate(answers):
+        if answer != made and (rank in running or answer.place not in (0, made.place)):
+            raise DisagreementError(
+                f"inside Join, rank {running[0]} is about to make a {made}, and rank {rank} a {answer}: ranks that "
+                f"still have data must make the same calls in the same order, and decide about no_sync() and step() "
+                f"by the number of the batch"
+            )
+    return Attendance(made, running, joined)
+
+
+def fail(control: Control, error: Exception) -> None:
+    """Tell all ranks of an error at their next announcement. Collective."""
+    try:
+        control.all_gather_ints([Announcement(Call.FAILED).word], "leaving Join")
+        control.inconsistency("leaving Join", error=error)
+    finally:
+        # A frame that keeps an error which passes through it keeps itself alive.
+        del error
+
+
+def send_values(control: Control, peer: int, value: object) -> None:
+    """Send tensors, numbers, strings, None, and lists and dicts of these to a rank.
+
+    Raises:
+        PeerLostError: if it is gone.
+    """
+    assert control.channel is not None
+    tensors: list[torch.Tensor] = []
+    text = json.dumps(write_value(value, tensors, "what is handed over inside Join")).encode()
+    body = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    send(control.channel, peer, torch.tensor([len(text)], device="cpu"), TAG_SIZE, "Join").wait("Join")
+    for tensor in (body, *tensors):
+        if tensor.numel() > 0:
+            values = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+            send(control.channel, peer, values, TAG_VALUES, "Join").wait("Join")
+
+
+def receive_values(control: Control, peer: int) -> Any:  # noqa: ANN401 - as send_values
+    """Receive what :func:`send_values` sends; tensors are on the CPU, and contiguous.
+
+    Raises:
+        PeerLostError: if the rank is gone.
+    """
+    channel = control.channel
+    assert channel is not None
+
+    def arriving(dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int] | None = None) -> torch.Tensor:  # noqa: ARG001 - as MakeTensor
+        tensor = torch.empty(shape, dtype=dtype, device="cpu")
+        if tensor.numel() > 0:
+            receive(channel, peer, tensor.view(-1).view(torch.uint8), TAG_VALUES, "Join").wait("Join")
+        return tensor
+
+    size = torch.zeros(1, dtype=torch.int64, device="cpu")
+    receive(channel, peer, size, TAG_SIZE, "Join").wait("Join")
+    return read_value(json.loads(bytes(arriving(torch.uint8, [int(size)]).tolist())), arriving)
+
+
+# ---------------------------------------------------------------------- the part of one optimizer
+
+
+class _Sharded(Protocol):
+    """All of an optimizer; it is a :class:`zeroshard.sharded_optimizer.ShardedOptimizer`."""
+
+    joining: Participant
+    sharding: Sharding
+    follower: BackwardFollower | None
+
+    @property
+    def steps_early(self) -> bool: ...
+    def apply_step(self, arguments: Mapping[str, Any]) -> object: ...
+    def apply_clipping(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> object: ...
+    def apply_consolidation(self, target: int) -> None: ...
+
+
+class Participant:
+    """Announces the calls of one optimizer, and does what the others announce.
+
+    Args:
+        sharding: of the optimizer.
+        groups: returns its public param groups.
+
+    Attributes:
+        exchange: announces a call in the context that the optimizer is in; None outside. Contexts change it.
+        divides_by_running: whether gradients are averaged over the ranks that still have data, where a communication
+            hook of zeroshard reduces them.
+        problem: returns why ranks without data cannot take part in a step, if they cannot.
+    """
+
+    def __init__(self, sharding: Sharding, groups: Callable[[], list[ParamGroup]]) -> None:
+        self._sharding, self._groups = sharding, groups
+        self.leave()
+
+    def leave(self) -> None:
+        """Leave a context."""
+        self.exchange: Callable[[Call], Attendance] | None = None
+        self.problem: Callable[[], Exception | None] = lambda: None
+        self.divides_by_running = False
+        self._versions: list[int] = []
+
+    def announce(self, call: Call, *, takes_buckets: bool = False, **arguments: Any) -> None:  # noqa: ANN401 - of any call
+        """Announce a call; where a rank has run out of data, hand over what it needs, or take it. Collective.
+
+        A no-op outside of a context.
+
+        Args:
+            call: what this rank is about to do.
+            takes_buckets: whether a communication hook keeps gradients at their owners.
+            **arguments: of the call, for the ranks that have run out.
+
+        Raises:
+            Exception: as :func:`exchange`; or why a rank without data cannot take part, on every rank.
+        """
+        if self.exchange is None or self._sharding.control.alone:
+            return
+        attendance = self.exchange(call)
+        if attendance.joined and attendance.running:
+            self.hand_over(attendance, takes_buckets=takes_buckets, **arguments)
+
+    def announce_backward(self, *, is_own: bool) -> None:
+        """Announce a backward during which shards are stepped; or take part in one that is not this rank's own."""
+        self.announce(Call.BACKWARD if is_own else Call.JOINED, takes_buckets=True)
+
+    def announce_step_in_backward(self) -> None:
+        """Announce that a backward has come to its end, in which shards are stepped."""
+        self.announce(Call.STEP, takes_buckets=True)
+
+    def stepped(self) -> None:
+        """Remember which parameters a step has left, to notice others that the loop writes."""
+        if self.exchange is not None:
+            self._versions = list(map(version_of, self._sharding.params))
+
+    def hand_over(self, attendance: Attendance, *, takes_buckets: bool, **arguments: Any) -> Any:  # noqa: ANN401 - arguments
+        """Bring ranks without data what the call needs: hyperparameters, gradients, arguments. Collective.
+
+        Args:
+            attendance: of the call.
+            takes_buckets: whether a communication hook keeps gradients at their owners.
+            **arguments: of the call, on ranks with data.
+
+        Returns:
+            The arguments of the rank that has handed them over.
+
+        Raises:
+            Exception: why that is impossible, on every rank.
+        """
+        control, source, call = self._sharding.control, attendance.running[0], attendance.made.call
+        rank, written = control.ranks.rank, dict[int, Any]()
+        with agreed(control, "a call inside Join"):
+            if rank in attendance.running:
+                self._check(call)
+            if rank == source:
+                common = self._describe(call, arguments, takes_buckets=takes_buckets)
+                for peer in attendance.joined:
+                    needs = call is Call.STEP and not takes_buckets
+                    written[peer] = {**common, "gradients": self._gradients_of(peer) if needs else {}}
+        for peer, values in written.items():
+            send_values(control, peer, values)
+        if rank not in attendance.joined:
+            return arguments
+        given = receive_values(control, source)
+        self._take_hyperparameters(given["groups"], given["agreed"])
+        if call is not Call.BACKWARD:
+            self._take_gradients(given, takes_buckets=takes_buckets)
+        return given["arguments"]
+
+    def _check(self, call: Call) -> None:
+        if call is Call.REFUSED:
+            raise RuntimeError(
+                "add_param_group(), load_state_dict() and step(closure) need all ranks, and one has run out of data: "
+                "call them outside of Join"
+            )
+        problem = self.problem()
+        if call is Call.STEP and problem is not None:
+            raise problem
+        params = self._sharding.params
+        if self._versions and self._versions != list(map(version_of, params)):
+            raise RuntimeError(
+                "parameters were changed after the last step(), as by clipping or normalizing weights, and ranks that "
+                "have run out of data do not know how: change them outside of Join, or by a parametrization"
+            )
+        if call is Call.BACKWARD:
+            # It steps, and the step at its end is announced as well.
+            self._versions = []
+
+    def _describe(self, call: Call, arguments: Mapping[str, Any], *, takes_buckets: bool) -> dict[str, Any]:
+        groups = [{k: v for k, v in group.items() if k not in NOT_SYNCED} for group in self._groups()]
+        self._sharding.hyperparameters.follow(self._groups())
+        named = [(f"the hyperparameter {key!r}", value) for group in groups for key, value in group.items()]
+        for name, value in [
+            *named,
+            *((f"the argument {key!r} of {call.name.lower()}", v) for key, v in arguments.items()),
+        ]:
+            # Raises.
+            write_value(value, [], f"a rank has run out of data in Join, and cannot be told {name}: it")
+        grads = [param.grad for param in self._sharding.params] if takes_buckets else []
+        return {
+            "groups": groups,
+            "agreed": dict(self._sharding.hyperparameters.agreed),
+            "arguments": dict(arguments),
+            "absent": [index for index, grad in enumerate(grads) if grad is None],
+            "zeroed": [i for i, grad in enumerate(grads) if isinstance(grad, GradPlaceholder) and grad.is_zero()],
+        }
+
+    def _gradients_of(self, peer: int) -> dict[str, torch.Tensor]:
+        """This rank's gradients of what another one owns, by tensor."""
+        found: dict[str, torch.Tensor] = {}
+        for shard in self._sharding.layout.plan.of_rank(peer):
+            grad = self._sharding.params[shard.tensor].grad
+            if grad is not None:
+                found[str(shard.tensor)] = shard.box(grad.detach()) if self._is_cut(shard) else grad.detach()
+        return found
+
+    def _take_hyperparameters(self, given: Sequence[Mapping[str, Any]], agreed: Mapping[str, str]) -> None:
+        groups = self._groups()
+        for from_group, to_group in zip(given, groups, strict=True):
+            for key, value in from_group.items():
+                present = to_group.get(key)
+                if isinstance(value, torch.Tensor) and isinstance(present, torch.Tensor):
+                    present.copy_(value)
+                else:
+                    to_group[key] = value
+        self._sharding.hyperparameters.adopt(agreed, groups)
+
+    def _take_gradients(self, given: Mapping[str, Any], *, takes_buckets: bool) -> None:
+        params = self._sharding.params
+        if takes_buckets:
+            for index in given["absent"]:
+                params[index].grad = None
+            for index in given["zeroed"]:
+                grad = params[index].grad
+                if isinstance(grad, GradPlaceholder):
+                    grad.zero_()
+            return
+        self.drop_gradients()
+        for shard in self._sharding.layout.plan.of_rank(self._sharding.control.ranks.rank):
+            values, param = given["gradients"].get(str(shard.tensor)), params[shard.tensor]
+            if values is not None and self._is_cut(shard):
+                param.grad = torch.zeros_like(param)
+                shard.box(param.grad).copy_(values)
+            elif values is not None:
+                param.grad = values.to(param.device)
+
+    def drop_gradients(self) -> None:
+        """Set all gradients to None."""
+        for param in self._sharding.params:
+            param.grad = None
+
+    def _is_cut(self, shard: Shard) -> bool:
+        return self._sharding.layout.plan.is_cut(shard.tensor)
+
+
+def follow(sharded: _Sharded, attendance: Attendance) -> None:
+    """Do what the ranks that still have data do with an optimizer. Collective.
+
+    Raises:
+        PeerLostError: if a rank is gone.
+        Exception: what a rank has met.
+    """
+    follower, call = sharded.follower, attendance.made.call
+    end_backward(sharded)
+    arguments = sharded.joining.hand_over(attendance, takes_buckets=follower is not None)
+    if call is Call.CLIP:
+        sharded.apply_clipping(**arguments)
+    elif call is Call.CONSOLIDATE:
+        sharded.apply_consolidation(**arguments)
+    elif follower is not None and follower.in_backward:
+        follower.on_backward_end()
+    else:
+        sharded.apply_step(arguments)
+    if follower is None:
+        sharded.joining.drop_gradients()
+
+
+def end_backward(sharded: _Sharded) -> None:
+    """End a backward of which this rank was handed the others' gradients; a no-op if that is a part of their step."""
+    follower = sharded.follower
+    if follower is not None and follower.in_backward and not sharded.steps_early:
+        follower.on_backward_end()
+
+
+def contribute(bucket: Bucket, gradients: GradAccumulator) -> Bucket:
+    """Write into a bucket of zeros what this rank has accumulated and not reduced, and regard it as handed over.
+
+    As a backward would whose own gradients are zero: values of backwards under ``no_sync()`` are added up by the
+    reduction, and what was reduced before and not stepped yet is carried over by its owner.
+
+    Args:
+        bucket: as a framework hands it over on a rank without a backward.
+        gradients: of the optimizer that takes it next.
+    """
+    present: list[bool] = []
+    for param, place in zip(bucket.params, bucket.gradients, strict=True):
+        grad = param.grad
+        values = grad
+        if isinstance(grad, GradPlaceholder):
+            if not gradients.is_used(grad._tensor):
+                gradients.carry(grad._tensor)
+                gradients.deliver(grad._tensor)
+            values, grad._local = grad._local, None
+        if values is not None:
+            offset = int(place.storage_offset()) - int(bucket.buffer.storage_offset())
+            gradient_view(bucket.buffer, offset, param.shape, param.stride()).copy_(values)
+        present.append(values is not None)
+        # A parameter that the optimizer does not have is refused by who takes the bucket.
+        placeholder = gradients.placeholder_of(param)
+        if placeholder is not None:
+            param.grad = placeholder
+    return replace(bucket, present=tuple(present), is_own=False)
+
+
+# ---------------------------------------------------------------------- torch's context manager
+
+
+class OptimizerJoinHook(JoinHook):
+    """The hook of an optimizer for torch's Join, which tells joinables neither who has run out nor who else there is.
+
+    So each iteration is one forward and one reducing backward of each model and one ``step()`` of each optimizer. A
+    second forward without a step is an error on every rank that reaches it.
+
+    Args:
+        public: returns the optimizer.
+        divide_by_running: whether gradients are averaged over the ranks that still have data.
+    """
+
+    def __init__(self, public: Callable[[], Any], *, divide_by_running: bool) -> None:
+        # Not the optimizer itself, which knows this hook until the context is left.
+        self._public = public
+        sharded = self._sharded
+        self._control = sharded.sharding.control
+        self._number = 1 + (position.optimizer if (position := self._control.position) is not None else 0)
+        self._has_forward = False
+        self._kept: Sequence[torch.Tensor] = ()
+        params = set(sharded.sharding.params)
+        # torch does not tell a joinable which others there are.
+        self._models = [
+            weakref.ref(item)
+            for item in gc.get_objects()
+            if issubclass(type(item), DistributedDataParallel) and not params.isdisjoint(item.parameters())
+        ]
+        trained = [param for param in params if param.requires_grad]
+        me = weakref.ref(self)
+        self._handles: list[RemovableHandle] = [
+            model.register_forward_pre_hook(lambda *_: hook._forward_begins() if (hook := me()) else None)
+            for model in self._present_models()
+        ]
+        if trained and sharded.follower is None:
+            self._handles.append(
+                torch.autograd.graph.register_multi_grad_hook(
+                    trained, lambda _: hook._backward_begins() if (hook := me()) else None, mode="any"
+                )
+            )
+        joining = sharded.joining
+        joining.exchange, joining.divides_by_running, joining.problem = self._exchange, divide_by_running, self._problem
+        self._clear_used_maps()
+        super().__init__()
+
+    def main_hook(self) -> None:
+        """Take part in the others' calls of the optimizer, up to their step. Collective.
+
+        Raises:
+            PeerLostError: if a rank is gone.
+            Exception: what a rank has met.
+        """
+        self._check_order()
+        call = Call.JOINED
+        while call is not Call.STEP:
+            attendance = self._exchange(Call.JOINED)
+            follow(self._sharded, attendance)
+            call = attendance.made.call
+        # The others have used theirs.
+        self._sharded.joining.drop_gradients()
+        self._clear_used_maps()
+
+    def post_hook(self, is_last_joiner: bool) -> None:  # noqa: ARG002 - torch's signature
+        """Leave the context."""
+        for handle in self._handles:
+            handle.remove()
+        self._sharded.joining.leave()
+        public = self._public()
+        if public is not None:
+            set_join_config(public, None)
+
+    @property
+    def _sharded(self) -> _Sharded:
+        found: _Sharded = self._public()._sharded
+        return found
+
+    def _exchange(self, call: Call) -> Attendance:
+        public: Joinable | None = self._public()
+        if public is None or not join_config(public).enable:
+            return Attendance(Announcement(call), (self._control.ranks.rank,), ())
+        if call is Call.STEP:
+            self._has_forward = False
+            Join.notify_join_context(public)
+        return exchange(self._control, Announcement(call, self._number))
+
+    def _present_models(self) -> list[DistributedDataParallel]:
+        return [model for reference in self._models if (model := reference()) is not None]
+
+    def _check_order(self) -> None:
+        public = self._public()
+        if public is not None and join_config(public).is_first_joinable and self._present_models():
+            raise ValueError(
+                "the optimizer comes before its model in Join, so a rank without data would step before it has "
+                "gradients: write Join([ddp, optimizer])"
+            )
+
+    def _forward_begins(self) -> None:
+        public = self._public()
+        if public is None or not join_config(public).enable or self._control.alone:
+            return
+        self._check_order()
+        if self._has_forward:
+            error = RuntimeError(
+                f"a second forward without step() inside torch's Join, whose ranks without data would wait for that: "
+                f"to accumulate gradients, to leave out steps or to evaluate, {USE_OURS}"
+            )
+            fail(self._control, error)
+            raise error
+        self._has_forward = True
+
+    def _backward_begins(self) -> None:
+        """Keep, without waiting for a device, whether gradients are added to what was reduced before."""
+        grads = [param.grad for param in self._sharded.sharding.params if param.grad is not None]
+        self._kept = foreach_norm([grad for grad in grads if grad.layout is torch.strided], 1.0) if grads else ()
+
+    def _problem(self) -> Exception | None:
+        if self._sharded.follower is None and any(bool(norm) for norm in self._kept):
+            return RuntimeError(
+                f"a backward has added to gradients that were not set to zero, and a rank has run out of data in "
+                f"torch's Join, which does not count them: call zero_grad() in every iteration, or {USE_OURS}"
+            )
+        return None
+
+    def _clear_used_maps(self) -> None:
+        """Take the others' marks out of what DDP contributes the next time of this rank's used parameters.
+
+        torch's Join leaves them in, and before the first backward they are whatever was in memory.
+        """
+        for model in self._present_models():
+            used = local_used_map(model)
+            if model.find_unused_parameters and used is not None:
+                used.zero_()
+
+
+def join_in_torch(public: Callable[[], Any], arguments: Mapping[str, Any]) -> JoinHook:
+    """Enter a context of torch's.
+
+    Args:
+        public: returns the optimizer.
+        arguments: of the context, for all joinables.
+
+    Raises:
+        RuntimeError: if the optimizer is in a context of ``zeroshard_integrations.join`` already.
+    """
+    if type(join_config(public())) is not JoinConfig:
+        raise RuntimeError(
+            "this optimizer is in a Join block already, and blocks cannot be nested: leave the outer one first"
+        )
+    divide_by_running = not arguments.get("divide_by_initial_world_size", True)
+    return OptimizerJoinHook(public, divide_by_running=divide_by_running)
