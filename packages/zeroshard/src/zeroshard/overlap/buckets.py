@@ -215,7 +215,7 @@ class Buckets:
                 "tags of hooks, in the order of their first backward": f"{self.transport.tags:#x}",
                 f"bucket {bucket.index}": lies,
             }
-            declared.config = replace(layout.declaration, settings=settings)
+            declared.set(replace(layout.declaration, settings=settings))
         _logger.debug("bucket %d of %d bytes has the tensors %s", bucket.index, bucket.buffer.nbytes, tensors)
         self.by_index[bucket.index] = state
         # Others keep the states that they had before a rebuild until their own new bucket comes.
