@@ -15,7 +15,6 @@ from typing import Any, Protocol
 import torch
 from torch.profiler import record_function
 from zeroshard_comm import DifferentCallsError, PeerLostError, check_config, explain_configs
-from zeroshard_core import Plan
 
 from zeroshard.exchange_guard import ExchangeGuard
 from zeroshard.layout import Layout, check_unchanged
@@ -44,12 +43,6 @@ class _Part(Protocol):
     def step(self, arguments: Mapping[str, Any]) -> None: ...
 
 
-class _Buckets(Protocol):
-    """As :class:`zeroshard.overlap.buckets.Buckets`."""
-
-    def move_gradients(self, before: Plan, now: Plan) -> None: ...
-
-
 class _GradientSource(Protocol):
     """Where gradients come from, bucket by bucket; it is a :class:`zeroshard.overlap.scheduler.BucketScheduler`."""
 
@@ -64,8 +57,6 @@ class _GradientSource(Protocol):
     def check_gradients(self) -> None: ...
     def check_unreduced(self) -> None: ...
     def end_abandoned(self) -> Exception | None: ...
-    @property
-    def buckets(self) -> _Buckets: ...
 
 
 def _nobody_to_tell() -> None:
@@ -185,10 +176,7 @@ class StepCoordinator:
             finally:
                 del problem, observed
         if layout is not sharding.layout:
-            before = sharding.layout.plan
             sharding.adopt(layout, groups)
-            if source is not None:
-                source.buckets.move_gradients(before, layout.plan)
         shares: Sequence[_Sharing] = [sharding.sync] if source is None else [part.sharing for part in source.parts]
         failure: Exception | None = None
         result: Any = None
