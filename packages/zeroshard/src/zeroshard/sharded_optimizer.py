@@ -72,7 +72,6 @@ class ShardedOptimizer:
         self._joining = UnevenInputs(self._coordinator, self._groups, partial(_is_in_context, public))
         self._schema = StateSchema(policy.factory, defaults, elementwise=policy.elementwise)
         self._consolidated: StateDict | None = None
-        self._holds_state = False
 
     # ------------------------------------------------------------------ state
 
@@ -81,7 +80,7 @@ class ShardedOptimizer:
         """State of what this rank owns, under the public parameters."""
         local = self.sharding.local
         inner = local.optim.state
-        placeholder = self.sharding.params[0] if self._holds_state else None
+        placeholder = self.sharding.params[0] if self._coordinator.has_state else None
         if (inner or placeholder is None) and not any(shard.is_detached for shard in local.shards.values()):
             return inner
         return StateView(local, placeholder)
@@ -133,7 +132,7 @@ class ShardedOptimizer:
         """Load a whole state dict on all ranks, or on none."""
         self._refuse_joined("load_state_dict()")
         load(self.sharding, self._groups(), self._schema, read)
-        self._consolidated, self._holds_state = None, True
+        self._consolidated, self._coordinator.has_state = None, True
         self._joining.calling = None
         if self.follower is not None:
             self.follower.begin_anew()
@@ -167,7 +166,6 @@ class ShardedOptimizer:
             del failure
         self._joining.calling = None
         self._joining.stepped()
-        self._holds_state = True
         return result if loss is None else loss
 
     def _step_after_backward(

@@ -74,12 +74,13 @@ class StepCoordinator:
         guard: tells whether earlier exchanges came to their end.
         source: where gradients come from, once they come bucket by bucket.
         shadowing: whether steps are those of a rank that has run out of data, whose schedulers no longer run.
+        has_state: whether the ranks have made a step together, or loaded a state; set by who loads it.
     """
 
     def __init__(self, sharding: Sharding) -> None:
         self.sharding, self.guard = sharding, ExchangeGuard(sharding.control)
         self.source: _GradientSource | None = None
-        self.shadowing = False
+        self.shadowing = self.has_state = False
         self._begun: tuple[Layout, Exception | None] | None = None
 
     def step(
@@ -204,6 +205,7 @@ class StepCoordinator:
             del failure
         sync_groups(sharding.local.optim.param_groups, groups)
         sharding.hyperparameters.written(groups)
+        self.has_state = True
         return result
 
     def _update(self, source: _GradientSource, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as the inner step
