@@ -182,10 +182,10 @@ def _trainer(
 
 
 _WAYS: dict[str, tuple[str, Callable[..., None] | None]] = {
-    "step": ("step() behind DDP's all-reduce", None),
+    "step": ("step() after DDP's all-reduce", None),
     "owner": ("gradients reduced to their owners, then step()", _reduce_to_owner),
     "overlap": (
-        "stepped in the hook, bucket by bucket behind all buckets",
+        "stepped in the hook, bucket by bucket after all buckets",
         partial(_step_in_hook, maker=hook_with_zero_step),
     ),
     "interleaved": (

@@ -18,7 +18,7 @@ from resident import Peaks, peaks_of
 from workloads import Batch, tensors, workload
 
 WARM_UP = 2
-"""Untimed rounds behind the first iteration, which shows whether a contender runs."""
+"""Untimed rounds after the first iteration, which shows whether a contender runs."""
 _MEMORY_ITERATIONS, _START_ITERATIONS = 5, 2
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 
@@ -49,7 +49,7 @@ def race(
 
     Returns:
         The same on all ranks: per contender ``seconds`` (per round), ``counted`` and ``wire`` (bytes sent by each rank
-        in an iteration, None where nobody counts) and ``difference``, or ``error``.
+        in an iteration, None where nothing counts them) and ``difference``, or ``error``.
     """
     work = workload(model, layers)
     batches = work.batches(1 + (WARM_UP + rounds) * in_a_row, dist.get_rank(), dist.get_world_size())
@@ -92,7 +92,7 @@ def memory(name: str, model: str, layers: int) -> dict[str, object]:
     error = None
     peaks = None
     try:
-        # So that what the first iterations of a process import and set up counts for nobody.
+        # So that what the first iterations of a process import and set up counts for none.
         _train_tiny(name)
         peaks = peaks_of(
             lambda: CONTENDERS[name].build(work),

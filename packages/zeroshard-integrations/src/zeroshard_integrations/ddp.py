@@ -115,7 +115,7 @@ def hook_with_zero_step(
     zero: ZeroRedundancyOptimizer,
     shard_buckets: bool = False,  # noqa: ARG001 - torch's signature; the optimizer's partition decides who owns what
 ) -> Hook:
-    """Return a hook that steps the optimizer during backward, behind the last bucket.
+    """Return a hook that steps the optimizer during backward, after the last bucket.
 
     All reductions are on their way before the first shard is stepped, so that they have the wire to themselves; steps
     and parameters follow bucket by bucket. Backward returns when parameters are up to date. All iterations train, from
@@ -218,7 +218,7 @@ def _receive(
             "communication hooks: use another value, such as 'ddp_optimizer'"
         )
     params = bucket.parameters()
-    # Before anybody else reduces it: compressing hooks put another buffer in its place.
+    # Before another hook reduces it: compressing hooks put another buffer in its place.
     found = Bucket(
         index=bucket.index(),
         is_last=bucket.is_last(),

@@ -222,7 +222,7 @@ class LocalOptimizer:
                 shard.tensor.grad = None
 
     def step_with(self, gradients: Mapping[int, torch.Tensor], arguments: Mapping[str, Any]) -> None:
-        """Step the inner optimizer once with other gradients than those of the parameters, which stay as they are.
+        """Step the inner optimizer once with other gradients than those of the parameters, which are unchanged.
 
         Args:
             gradients: by tensor, each in the shape of what this rank owns of it. A tensor that is missing is not

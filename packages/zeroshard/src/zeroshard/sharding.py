@@ -140,7 +140,7 @@ class Sharding:
     def update_layout(self, groups: Sequence[ParamGroup]) -> Layout:
         """Follow what the user did since the last step, and return the layout that fits it.
 
-        If parameters' data was rebound but not converted, that is taken in at once: it concerns nobody else. Another
+        If parameters' data was rebound but not converted, that is taken in at once: it concerns no other rank. Another
         layout is to be agreed upon with all ranks, and then adopted.
 
         Args:

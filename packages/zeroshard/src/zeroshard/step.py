@@ -59,7 +59,7 @@ class _GradientSource(Protocol):
     def end_abandoned(self) -> Exception | None: ...
 
 
-def _nobody_to_tell() -> None:
+def _nothing_to_tell() -> None:
     pass
 
 
@@ -89,7 +89,7 @@ class StepCoordinator:
         closure: Closure | None,
         arguments: Mapping[str, Any],
         problem: BaseException | None = None,
-        attend: Callable[[], None] = _nobody_to_tell,
+        attend: Callable[[], None] = _nothing_to_tell,
         gradients: Mapping[int, torch.Tensor] | None = None,
     ) -> Any:  # noqa: ANN401 - what the inner step returns
         """Follow the model, update this rank's shards, and bring every rank the others'. Collective.
