@@ -124,7 +124,6 @@ def start(name: str, model: str, layers: int) -> float:
         trainers.append(CONTENDERS[name].build(work))
         for batch in batches:
             trainers[0].iterate(batch)
-        trainers[0].finish()
 
     return mean_processor_time(begin) - alone
 
@@ -133,7 +132,6 @@ def _train_tiny(name: str) -> None:
     trainer = CONTENDERS[name].build(tensors((1, 1)))
     for _ in range(2):
         trainer.iterate((torch.ones(1, 1),))
-    trainer.finish()
 
 
 class _Turns:
@@ -153,7 +151,6 @@ class _Turns:
         self._before = self._counts()
         for batch in batches:
             self.trainer.iterate(batch)
-        self.trainer.finish()
 
     def count(self) -> None:
         """Note what the iteration that has just ended on all ranks sent, if it was this contender's."""
