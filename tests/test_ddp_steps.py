@@ -9,7 +9,8 @@ import pytest
 import torch
 from ddp_training import HOOKS, Twins
 from torch import nn, optim
-from zeroshard_testing import assert_replicas_equal
+from zeroshard_comm import PeerLostError
+from zeroshard_testing import Faults, assert_replicas_equal
 
 pytestmark = pytest.mark.pairwise
 
@@ -98,6 +99,18 @@ def test_gradients_follow_their_tensors_to_other_owners(what: str) -> None:
         optimizer.step()
     assert twins.optimizer.plan.owners[:4] != before
     twins.check("after the step")
+
+
+# What was interrupted leaves messages without another end.
+@pytest.mark.ranks(2, backend="gloo", isolation="process", checks="no:messages")
+def test_no_rank_waits_for_one_that_is_interrupted_while_gradients_move(rank: int, faults: Faults) -> None:
+    twins = Thawed()
+    twins.backward(twins.ddp, 0)
+    faults.raise_(0, at="send", error=KeyboardInterrupt())
+    with pytest.raises(PeerLostError if rank else KeyboardInterrupt):
+        twins.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3, dtype=torch.float64))]})
+    with pytest.raises(RuntimeError, match="lost rank 0" if rank else "was interrupted by Keyboard"):
+        twins.optimizer.step()
 
 
 @pytest.mark.ranks(2, backend="gloo")

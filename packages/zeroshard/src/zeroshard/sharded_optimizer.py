@@ -228,7 +228,8 @@ class ShardedOptimizer:
         self._refuse_joined("add_param_group()")
         follower = self.follower
         is_noted = follower is not None and follower.has_same_hyperparameters()
-        self.sharding.grow(self._groups(), append)
+        with self._coordinator.guard.exchange():
+            self.sharding.grow(self._groups(), append)
         if follower is not None and is_noted:
             # Those of the new group are no change.
             follower.note_hyperparameters()
