@@ -1,8 +1,8 @@
 """Everything this repository checks and builds, one nox session each; ``nox -l`` lists them.
 
 Torch is installed first, at one version, in every session that needs it: ``ZEROSHARD_TORCH`` names another one (such as
-``2.11.0``). Where pip would fetch a build with CUDA that nobody needs, ``PIP_EXTRA_INDEX_URL`` points it to an index of
-CPU builds.
+``2.11.0``). Where pip would fetch a build with CUDA for no use, ``PIP_EXTRA_INDEX_URL`` points it to an index of CPU
+builds.
 
 Tags say where a session runs by itself: ``ci`` on every change, ``unit`` on every change and every Python, ``nightly``,
 and ``gpu`` where there is one. The workflows take their matrices from ``nox -l --json -t TAG``.
@@ -172,7 +172,7 @@ def docs(session: nox.Session) -> None:
 
 @nox.session(tags=["nightly"])
 def bench(session: nox.Session) -> None:
-    """Run benchmarks: all of tools/bench, or those named after ``--``; options behind the names go to each of them."""
+    """Run benchmarks: all of tools/bench, or those named after ``--``; options after the names go to each of them."""
     programs = {
         path.stem: path
         for path in sorted(ROOT.glob("tools/bench/*.py"))

@@ -61,6 +61,19 @@ def test_parameters_in_flat_buffers(hook: str, partition: str) -> None:
     train(Twins(hook, partition=partition, parameters_as_bucket_view=True), last=5)
 
 
+@pytest.mark.ranks(2, backend="gloo")
+@STEPPING_HOOKS
+@pytest.mark.parametrize("steps", [True, False], ids=["step()", "hooks alone"])
+def test_state_is_empty_on_no_rank_after_a_step(rank: int, hook: str, steps: bool) -> None:
+    twins = Twins(hook, model=lambda: nn.Linear(40, 30, bias=False))
+    assert not twins.optimizer.state
+    twins.backward(twins.ddp, 0)
+    if steps:
+        twins.optimizer.step()
+    assert list(twins.optimizer.state) == list(twins.ddp.parameters())
+    assert bool(twins.optimizer.optim.state) == (rank == 0)
+
+
 @pytest.mark.ranks(1, 5, backend="gloo")
 @EVERY_HOOK
 def test_one_rank_and_more_ranks_than_tensors(hook: str) -> None:

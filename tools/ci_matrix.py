@@ -25,7 +25,7 @@ def cells(listing: object, pythons: Iterable[str] = (DEFAULT_PYTHON,)) -> list[d
         pythons: Versions of Python, such as ``"3.10"``.
 
     Returns:
-        Cells with the keys ``session`` (for ``nox -s``), ``python`` and ``arguments`` (what goes behind the session).
+        Cells with the keys ``session`` (for ``nox -s``), ``python`` and ``arguments`` (what comes after the session).
 
     Raises:
         ValueError: If the list has another form, or would give no cell at all.

@@ -108,7 +108,7 @@ def distributed_uses(module: Module) -> Iterator[tuple[int, str]]:
 
     Imports under any name, attributes of whatever ``torch`` was imported as, ``getattr``, and the dotted name as a
     string, which is what dynamic imports and `sys.modules` take. A dynamic import whose name is computed counts as
-    well, for nobody can tell what it reaches.
+    well, for it cannot be told what it reaches.
 
     Args:
         module: The module.

@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -42,7 +42,6 @@ class Trainer:
         backward: takes the loss.
         step: updates the parameters.
         traffic: the optimizer's own counts, where it has them.
-        finish: waits for what the last iteration has left to the next one.
     """
 
     model: nn.Module
@@ -51,7 +50,6 @@ class Trainer:
     backward: Callable[[torch.Tensor], object]
     step: Callable[[], object]
     traffic: Traffic | None = None
-    finish: Callable[[], object] = lambda: None
 
     def iterate(self, batch: Batch) -> None:
         """Train on one batch. Collective."""
@@ -150,9 +148,7 @@ def _ours(work: Workload, *, partition: str, register: Callable[..., None] | Non
     )
     if register is not None:
         register(wrapped, optimizer)
-    trainer = _trainer(model, wrapped, optimizer, optimizer.traffic)
-    # Reading parameters waits for those that are still arriving.
-    return replace(trainer, finish=lambda: list(wrapped.parameters()))
+    return _trainer(model, wrapped, optimizer, optimizer.traffic)
 
 
 def _reduce_to_owner(wrapped: DistributedDataParallel, optimizer: zeroshard.ZeroRedundancyOptimizer) -> None:
@@ -182,10 +178,10 @@ def _trainer(
 
 
 _WAYS: dict[str, tuple[str, Callable[..., None] | None]] = {
-    "step": ("step() behind DDP's all-reduce", None),
+    "step": ("step() after DDP's all-reduce", None),
     "owner": ("gradients reduced to their owners, then step()", _reduce_to_owner),
     "overlap": (
-        "stepped in the hook, bucket by bucket behind all buckets",
+        "stepped in the hook, bucket by bucket after all buckets",
         partial(_step_in_hook, maker=hook_with_zero_step),
     ),
     "interleaved": (

@@ -40,7 +40,7 @@ def alternate(
         a: the function in the ratio's numerator.
         b: the function in its denominator.
         pairs: number of pairs, at least 6 (fewer have no 95 % interval).
-        clock: gives the time in seconds. Work of one thread that waits for nobody may be timed by
+        clock: gives the time in seconds. Work of one thread that waits for nothing may be timed by
             ``time.process_time``, which leaves out what other processes take on a busy machine.
 
     Returns:

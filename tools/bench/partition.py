@@ -2,7 +2,7 @@
 
 Both are given what they work on: ours the specs, torch's a bare object with the parameters and the world size (the scan
 needs no process group). Ours validates the plan and counts its loads within the time. Times are processor time: all of
-this runs in one thread and waits for nobody.
+this runs in one thread and waits for nothing.
 """
 
 from __future__ import annotations

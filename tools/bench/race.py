@@ -18,7 +18,7 @@ from resident import Peaks, peaks_of
 from workloads import Batch, tensors, workload
 
 WARM_UP = 2
-"""Untimed rounds behind the first iteration, which shows whether a contender runs."""
+"""Untimed rounds after the first iteration, which shows whether a contender runs."""
 _MEMORY_ITERATIONS, _START_ITERATIONS = 5, 2
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 
@@ -49,7 +49,7 @@ def race(
 
     Returns:
         The same on all ranks: per contender ``seconds`` (per round), ``counted`` and ``wire`` (bytes sent by each rank
-        in an iteration, None where nobody counts) and ``difference``, or ``error``.
+        in an iteration, None where nothing counts them) and ``difference``, or ``error``.
     """
     work = workload(model, layers)
     batches = work.batches(1 + (WARM_UP + rounds) * in_a_row, dist.get_rank(), dist.get_world_size())
@@ -92,7 +92,7 @@ def memory(name: str, model: str, layers: int) -> dict[str, object]:
     error = None
     peaks = None
     try:
-        # So that what the first iterations of a process import and set up counts for nobody.
+        # So that what the first iterations of a process import and set up counts for none.
         _train_tiny(name)
         peaks = peaks_of(
             lambda: CONTENDERS[name].build(work),
@@ -124,7 +124,6 @@ def start(name: str, model: str, layers: int) -> float:
         trainers.append(CONTENDERS[name].build(work))
         for batch in batches:
             trainers[0].iterate(batch)
-        trainers[0].finish()
 
     return mean_processor_time(begin) - alone
 
@@ -133,7 +132,6 @@ def _train_tiny(name: str) -> None:
     trainer = CONTENDERS[name].build(tensors((1, 1)))
     for _ in range(2):
         trainer.iterate((torch.ones(1, 1),))
-    trainer.finish()
 
 
 class _Turns:
@@ -153,7 +151,6 @@ class _Turns:
         self._before = self._counts()
         for batch in batches:
             self.trainer.iterate(batch)
-        self.trainer.finish()
 
     def count(self) -> None:
         """Note what the iteration that has just ended on all ranks sent, if it was this contender's."""

@@ -45,9 +45,7 @@ def main(
     ] = None,
     ranks: Annotated[int, typer.Option(min=2, max=64, help="number of ranks")] = 2,
     pairs: Annotated[int, typer.Option(min=6, help="rounds; fewer than 6 have no interval")] = 15,
-    in_a_row: Annotated[
-        int, typer.Option(min=1, help="iterations in each turn; more than 1 to see what overlaps with the next forward")
-    ] = 1,
+    in_a_row: Annotated[int, typer.Option(min=1, help="iterations in each turn")] = 1,
     contender: Annotated[
         list[str] | None, typer.Option(help=f"one or more of {', '.join(CONTENDERS)}; all by default")
     ] = None,

@@ -14,7 +14,7 @@ _EMPTY = ""
 
 
 def rows(result: Result) -> Rows:
-    """Return the headings and a row for each contender that ran; columns that nobody has anything in are left out."""
+    """Return the headings and a row for each contender that ran; empty columns are left out."""
     headings = [
         "contender", "ms", "to torch ZeRO (95 %)", "to ddp (95 %)", "counted MB", "wire MB", "wire / all-reduce",
         "peak MB", "peak / parameters", "settled MB", "difference",

@@ -50,7 +50,7 @@ class Workload:
 
 
 class Layers(nn.Module):
-    """Square linear layers, one behind the other; the loss is the mean square of what comes out.
+    """Square linear layers, one after the other; the loss is the mean square of what comes out.
 
     Args:
         count: number of layers.

@@ -75,7 +75,7 @@ def harness_table(
         _put(write, "")
     trials = [trial for trial in TRIALS.values() if trial.wrong and (kind is None or trial.kind in kind)]
     bounds = Bounds(limit, max(limit, bound))
-    # Whoever ends this program ends what it runs too, as Ctrl-C does.
+    # What ends this program ends what it runs too, as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with _progress() as told:
@@ -205,7 +205,7 @@ def _show(table: list[list[str]], text: str) -> None:
 
 @contextmanager
 def _progress() -> Iterator[Told]:
-    """Show how far the runs are: a bar for each harness, or lines where nobody looks at a terminal."""
+    """Show how far the runs are: a bar for each harness, or lines where there is no terminal."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield lambda harness, text, done, total: console.print(

@@ -34,7 +34,7 @@ class Shape:
 
 
 class Block(nn.Module):
-    """Causal self-attention and a feed-forward layer, each behind a norm and added to what came in."""
+    """Causal self-attention and a feed-forward layer, each after a norm and added to what came in."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()

@@ -71,7 +71,7 @@ def quickstart(
     """
     started = time.perf_counter()
     console, progress = Console(), Console(stderr=True)
-    # Whoever ends this program ends its ranks too, as Ctrl-C does.
+    # What ends this program ends its ranks too, as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         text = read_corpus(data or Path(sysconfig.get_path("stdlib")), least=CONTEXT + 1)

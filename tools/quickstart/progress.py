@@ -1,4 +1,4 @@
-"""Progress on the terminal's error stream: live bars, or plain lines where nobody looks at a terminal."""
+"""Progress on the terminal's error stream: live bars, or plain lines where there is no terminal."""
 
 from __future__ import annotations
 

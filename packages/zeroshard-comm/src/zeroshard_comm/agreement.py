@@ -111,7 +111,7 @@ class Control:
 
     @property
     def alone(self) -> bool:
-        """Whether there is nobody to agree with: one rank, or a backend that moves no data."""
+        """Whether there is no other rank to agree with: one rank, or a backend that moves no data."""
         return self.channel is None or self.ranks.world_size == 1
 
     def check_consistent(

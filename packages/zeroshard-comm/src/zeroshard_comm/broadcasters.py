@@ -32,7 +32,7 @@ class _Packed(ParameterBroadcaster):
         pack_below: int = PACK_BELOW,
     ) -> None:
         super().__init__(ranks, segments, traffic)
-        # A rank alone has nobody to tell.
+        # A rank alone has nothing to send.
         pieces = [(segment.owner, segment.buffer) for segment in self.segments] if ranks.world_size > 1 else []
         self.messages = pack_pieces(pieces, pack_below)
         self.unpacks = ranks.moves_data()
@@ -62,7 +62,7 @@ class _Arriving(Broadcast):
 
 
 class MessageBroadcaster(_Packed):
-    """Sends each message to every peer. Tags keep them from meeting anything else on the group, whoever sends when.
+    """Sends each message to every peer. Tags keep them from meeting anything else on the group, whatever the order.
 
     Args:
         ranks: the group; its backend matches messages by tag (gloo, CPU tensors).

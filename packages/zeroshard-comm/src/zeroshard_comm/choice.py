@@ -39,7 +39,7 @@ def choose_broadcaster(
 
 
 def choose_private_group(ranks: RankGroup, device: torch.device) -> RankGroup:
-    """Return a group of the same ranks and backend whose collectives never meet those of anybody else. Collective.
+    """Return a group of the same ranks and backend whose collectives never meet any others. Collective.
 
     It is made once per process group. One rank alone, and a backend that moves no data, need none.
 

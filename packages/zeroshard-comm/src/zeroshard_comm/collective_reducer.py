@@ -27,7 +27,7 @@ from zeroshard_comm.words import TAG_NOTES, Words
 
 @dataclass(frozen=True)
 class _Crate:
-    """Small stretches of one owner, and where they lie one behind the other."""
+    """Small stretches of one owner, and where they lie one after the other."""
 
     owner: int
     staging: torch.Tensor
@@ -39,10 +39,10 @@ class CollectiveReducer(GradientReducer):
     """The collectives of one bucket.
 
     Args:
-        ranks: a group on which nobody else issues anything.
+        ranks: a group on which nothing else is issued.
         control: has the channel of the headers.
         traffic: where bytes are counted, as kinds ``"reduce"`` and ``"control"``.
-        runs: ranges of elements of the bucket and who owns them, in bucket order; what lies between belongs to nobody.
+        runs: ranges of elements of the bucket and who owns them, in bucket order; what lies between has no owner.
         like: a bucket, or any tensor of its dtype and device.
         tensors: number of tensors in the bucket.
     """
@@ -58,7 +58,7 @@ class CollectiveReducer(GradientReducer):
     ) -> None:
         self.ranks, self.control, self.traffic, self.tensors = ranks, control, traffic, tensors
         world_size = ranks.world_size
-        # A rank alone has nobody to reduce with.
+        # A rank alone has nothing to reduce.
         moved = [run for run in runs if run.stop > run.start] if world_size > 1 else []
         limit = PACK_BELOW // like.element_size()
         self._large = [run for run in moved if run.stop - run.start >= limit]
@@ -71,7 +71,7 @@ class CollectiveReducer(GradientReducer):
                 self.crates.append(_Crate(owner, staging, tuple(staging.split(sizes)), tuple(ranges)))
 
     def begin(self, buffer: torch.Tensor, header: BucketHeader, *, gradients: bool = True) -> BucketReduceWork:
-        """Send a header, and issue the reductions of a bucket behind what the current stream is doing."""
+        """Send a header, and issue the reductions of a bucket after what the current stream is doing."""
         words = Words(self.control, header.to_words(), TAG_NOTES, "backward()")
         works: list[dist.Work | None] = []
         if gradients and self.ranks.world_size > 1:

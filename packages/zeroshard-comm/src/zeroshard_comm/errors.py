@@ -19,6 +19,9 @@ class DifferentCallsError(DisagreementError):
 class PeerLostError(RuntimeError):
     """A rank of the group closed its connection, died, or did not answer within the group's timeout.
 
+    The rank that raises it has closed its own connections in that group if the group is gloo's: every other call on it,
+    such as a collective of DistributedDataParallel, then raises on every rank, while other groups still work.
+
     Attributes:
         peer: which one, a group rank; None if that is not known.
     """

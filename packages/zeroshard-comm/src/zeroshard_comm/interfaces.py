@@ -66,7 +66,7 @@ class BucketReduceWork(ABC):
     def finish(self) -> list[BucketHeader]:
         """Wait for what this rank owns; the bucket then holds there the mean over all ranks, elsewhere anything.
 
-        On an accelerator the current stream is ordered behind that.
+        On an accelerator the current stream is ordered after that.
 
         Returns:
             The headers of all ranks, in rank order. Where a rank owns nothing of the bucket, they may be its own alone,
@@ -138,7 +138,7 @@ class Broadcast(ABC):
     def wait(self) -> None:
         """As :meth:`arrive`, and until this rank's own segments may be changed.
 
-        On an accelerator both return when the current stream is ordered behind that.
+        On an accelerator both return when the current stream is ordered after that.
 
         Raises:
             PeerLostError: if a rank is gone.

@@ -37,7 +37,7 @@ class MessageReducer(GradientReducer):
 
     Args:
         ranks: the group; its backend matches messages by tag.
-        runs: ranges of elements of the bucket and who owns them, in bucket order; what lies between belongs to nobody.
+        runs: ranges of elements of the bucket and who owns them, in bucket order; what lies between has no owner.
         dtype: of the bucket, which is on the CPU.
         tensors: number of tensors in the bucket.
         window: posts the receives of gradients.
@@ -62,7 +62,7 @@ class MessageReducer(GradientReducer):
         self._messages: dict[int, list[BucketMessage]] = {owner: [] for owner in range(ranks.world_size)}
         for owner, messages in self._messages.items():
             messages += bucket_messages([run for run in runs if run.rank == owner], dtype.itemsize)
-        # So long that every dtype's elements may lie behind it.
+        # So long that every dtype's elements may lie after it.
         self.header_words = len(BucketHeader(0, 0, (False,) * tensors).to_words())
         self.header_words += self.header_words % 2
         # Where each of them begins and ends, and what lies between them.

@@ -13,7 +13,7 @@ from zeroshard_comm.errors import lost, wait_for
 from zeroshard_comm.process_group import RankGroup
 
 TAG_NOTHING = 0x5A530005
-"""Of messages that nobody sends."""
+"""Of messages that are never sent."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,7 +79,7 @@ def receive(ranks: RankGroup, peer: int, buffer: torch.Tensor, tag: int, operati
 def cut_off(ranks: RankGroup) -> None:
     """Close this rank's connections, as its end would: it has lost a rank, but may live on, and others wait for it.
 
-    Nothing can be sent on the group any more, neither by this project nor by anybody else.
+    Nothing can be sent on the group any more, neither by this project nor by its user.
 
     Args:
         ranks: the group; gloo, for CPU tensors.

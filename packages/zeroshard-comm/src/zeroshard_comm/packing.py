@@ -107,7 +107,7 @@ class BucketMessage:
     """Gradients that travel together to one owner.
 
     Attributes:
-        ranges: of elements of the bucket, one behind the other.
+        ranges: of elements of the bucket, one after the other.
         nbytes: of all of them.
     """
 

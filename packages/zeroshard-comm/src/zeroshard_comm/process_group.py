@@ -40,7 +40,7 @@ class GroupContext:
             else of none; None before they have tried.
         unread: whether peers may be reading gradients of this rank.
         ring: combines words of all ranks, once they have agreed for the first time and are few.
-        abandoned: messages that nobody waits for after a rank was lost, and what they send.
+        abandoned: messages that are no longer waited for after a rank was lost, and what they send.
         optimizers: how many were built on the group.
     """
 
@@ -61,7 +61,7 @@ class GroupContext:
         return self.optimizers
 
     def allocate_tags(self) -> int:
-        """Return an offset to tags that nobody else has been given on this group, in 65,535 calls.
+        """Return an offset to tags that nothing else has been given on this group, in 65,535 calls.
 
         Messages of one tag and pair of ranks match in order, so who has an order of its own needs tags of its own. All
         tags of this project are ``0x5A530...``. All ranks allocate in the same order, and should compare what they were
@@ -99,7 +99,7 @@ class GroupContext:
 
 
 _contexts: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupContext] = weakref.WeakKeyDictionary()
-"""The one place where a context is found by its group, for whoever comes later: the group is all that they have in
+"""The one place where a context is found by its group, by all that come later: the group is all that they have in
 common, and must not get a second one while it lives."""
 
 
@@ -141,7 +141,7 @@ class RankGroup:
         return _contexts.setdefault(self.group, GroupContext())
 
     def private_group(self, backend: str, purpose: str) -> RankGroup:
-        """Return a group of the same ranks, with the same timeout, on which nobody else issues anything.
+        """Return a group of the same ranks, with the same timeout, on which nothing else is issued.
 
         It is made once for each purpose, by a collective among these ranks alone.
 
@@ -167,7 +167,7 @@ class RankGroup:
 
     @property
     def peers(self) -> tuple[int, ...]:
-        """The other ranks, starting behind this one, so that not all ranks turn to the same peer first."""
+        """The other ranks, starting after this one, so that not all ranks turn to the same peer first."""
         return tuple((self.rank + step) % self.world_size for step in range(1, self.world_size))
 
     @property

@@ -1,4 +1,4 @@
-"""The mean over all ranks in ascending rank order, whoever owns it, so that it does not depend on the plan."""
+"""The mean over all ranks in ascending rank order, with any owner, so that it does not depend on the plan."""
 
 from __future__ import annotations
 

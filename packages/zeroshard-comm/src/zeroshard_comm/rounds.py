@@ -44,7 +44,7 @@ class Rounds:
         """Return the bitwise OR over all ranks. Collective, in log2 N rounds of one message sent and one received.
 
         In round k each rank sends what it has to the rank 2^k further on. A rank that has lost another one says so in
-        place of numbers, and waits for nobody any more.
+        place of numbers, and no longer waits for any.
 
         Args:
             numbers: 64-bit integers, as many on every rank.
@@ -61,7 +61,7 @@ class Rounds:
         sends: list[tuple[Message | None, torch.Tensor]] = []
         ahead = [1 << number for number in range(math.ceil(math.log2(size)))]
         # gloo starts a send only once its receive is posted. When a rank has heard of all, theirs are posted, then, and
-        # its own sends wait for nobody.
+        # its own sends do not wait.
         rooms = [torch.empty_like(mine) for _ in ahead]
         receives = [
             self._issued(receive, room, (rank - distance) % size, tag, operation)
@@ -71,7 +71,7 @@ class Rounds:
             target, source, payload = (rank + distance) % size, (rank - distance) % size, mine.clone()
             sends.append((self._issued(send, payload, target, tag, operation), payload))
             if lost:
-                # Posted all the same: whoever sends that waits until it is received.
+                # Posted all the same: its sender waits until it is received.
                 self._channel.context.abandoned.append((arriving, room))
                 continue
             try:
@@ -83,7 +83,7 @@ class Rounds:
             mine |= room
             mine[0] = lost
         for message, _ in sends:
-            # Whoever is gone now is missed by the next agreement, if by nothing else.
+            # A rank that is gone now is missed by the next agreement, if by nothing else.
             with suppress(PeerLostError):
                 if message is not None:
                     message.wait(operation, _TELLING if lost else _SENDING)
@@ -108,7 +108,7 @@ class Rounds:
             return None
 
     def _error_for(self, peer: int | None, operation: str) -> PeerLostError:
-        """Make the error for a rank that was lost, by this rank or another one; None if nobody knows which."""
+        """Make the error for a rank that was lost, by this rank or another one; None if it is not known which."""
         if peer in self._lost:
             return self._lost.pop(peer)
         who = "a rank" if peer is None else f"rank {peer}"

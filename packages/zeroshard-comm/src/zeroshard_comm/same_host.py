@@ -1,12 +1,12 @@
 """The two moves between processes of one host: reads of the owners' or contributors' memory (``process_vm_readv``).
 
 Over loopback a byte is copied into the kernel by one process and out of it by the other, by threads that must be woken.
-A read across processes is one copy, made by whoever needs the bytes. Ranks say where their memory lies, once per layout
+A read across processes is one copy, made by the rank that needs it. Ranks say where their memory lies, once per layout
 with parameters, with the header of a bucket with gradients. Then a move is two agreements and one call of the kernel
 per peer: *ready*, when all ranks have their values; the reads; and *done*, when all have read, before any rank may
 write to or free its memory. All three belong to the thread that calls a collective method, or in which a framework
 calls a communication hook. After an agreement that has failed a rank may go on, and what others read then may be
-anything; but they cannot agree that they are done, so that nobody takes it for good.
+anything; but they cannot agree that they are done, so that no rank takes it for good.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class SameHostReducer(GradientReducer):
 
     Args:
         control: the channel, and the group, of which :func:`all_read` is true.
-        runs: ranges of elements of the bucket and who owns them, in bucket order; what lies between belongs to nobody.
+        runs: ranges of elements of the bucket and who owns them, in bucket order; what lies between has no owner.
         dtype: of the bucket, which is on the CPU.
         tensors: number of tensors in the bucket.
         scratch: of :func:`scratch_memory`, which reducers that are used one after another share.

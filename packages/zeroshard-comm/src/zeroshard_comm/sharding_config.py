@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,6 +14,7 @@ from zeroshard_core import Plan
 
 from zeroshard_comm.agreement import Control
 from zeroshard_comm.process_group import RankGroup
+from zeroshard_comm.verdict import Explain
 
 Setting = str | int | float | bool | None
 
@@ -68,15 +69,13 @@ def agree(plan: Plan, group: dist.ProcessGroup | None = None, *, settings: Mappi
     check_config(Control(RankGroup.of(group)), "agree()", ShardingConfig(plan, settings or {}))
 
 
-def check_config(
-    control: Control, operation: str, config: ShardingConfig | None, *, error: Exception | None = None
-) -> None:
+def check_config(control: Control, operation: str, config: ShardingConfig, *, error: Exception | None = None) -> None:
     """As :func:`agree`, over an existing control channel.
 
     Args:
         control: the channel.
         operation: what this rank is about to do.
-        config: what it holds; None if it failed before it had anything, which ``error`` then says.
+        config: what it holds.
         error: its own failure, if it had one.
 
     Raises:
@@ -85,31 +84,36 @@ def check_config(
         Exception: if a rank reported an error: that error, on every rank.
     """
     try:
-        control.check_consistent(
-            operation,
-            config.digest if config is not None else 0,
-            error=error,
-            detail=config.to_json if config is not None else str,
-            explain=explain_configs,
-        )
+        control.check_consistent(operation, config.digest, error=error, detail=config.to_json, explain=explain_configs)
     finally:
         del error
 
 
 @dataclass
 class Declared:
-    """What this rank declares at the end of a block of :func:`agreed`; None if it has nothing to declare yet."""
+    """What this rank declares at the end of a block of :func:`agreed`: at first nothing.
 
-    config: ShardingConfig | None = None
+    Attributes:
+        digest: a 63-bit number that is equal on ranks that agree.
+        detail: called only after a difference: the text behind the digest.
+    """
+
+    digest: int = 0
+    detail: Callable[[], str] = str
+
+    def set(self, config: ShardingConfig) -> None:
+        """Declare a configuration."""
+        self.digest, self.detail = config.digest, config.to_json
 
 
 @contextmanager
-def agreed(control: Control, operation: str) -> Iterator[Declared]:
+def agreed(control: Control, operation: str, explain: Explain | None = None) -> Iterator[Declared]:
     """Do something on this rank, and then raise on every rank if it failed on one, or if ranks differ. Collective.
 
     Args:
         control: the channel.
         operation: what this rank is about to do.
+        explain: names a difference of two details, see :meth:`Control.check_consistent`; of configurations if None.
 
     Yields:
         What the block is to declare.
@@ -125,7 +129,9 @@ def agreed(control: Control, operation: str) -> Iterator[Declared]:
     except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
         failure = error
     try:
-        check_config(control, operation, declared.config, error=failure)
+        control.check_consistent(
+            operation, declared.digest, error=failure, detail=declared.detail, explain=explain or explain_configs
+        )
     finally:
         # A frame that keeps an error which passes through it keeps itself alive, and all that it refers to.
         del failure

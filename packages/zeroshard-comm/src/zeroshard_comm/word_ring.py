@@ -2,8 +2,8 @@
 
 It costs a fraction of the processor time of messages in rounds, since gloo keeps what it needs between the same ranks.
 But it is a ring: its latency grows with the number of ranks, and when a rank is lost, its neighbours alone see the
-all-reduce fail. So whoever sees it fail closes its connections, and the failure travels on, rank by rank; after it the
-group is of no use, to anybody.
+all-reduce fail. So a rank that sees it fail closes its connections, and the failure travels on, rank by rank; after it
+the group is of no use.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A few numbers from every rank to every rank, that are sent at once and read later.
 
-They travel over the control channel, from host to host, so that nobody waits for an accelerator to read them. Where
-nothing travels (one rank alone, torch's ``fake`` backend) a rank hears itself.
+They travel over the control channel, from host to host, so that reading them does not wait for an accelerator.
+Where nothing travels (one rank alone, torch's ``fake`` backend) a rank hears itself.
 """
 
 from __future__ import annotations

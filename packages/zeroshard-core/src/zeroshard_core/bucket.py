@@ -102,7 +102,7 @@ def bucket_layouts(
 def owned_runs(layout: BucketLayout, plan: Plan) -> tuple[Run, ...]:
     """List the longest unbroken ranges of a bucket that have one owner each, in bucket order.
 
-    Padding between two slots belongs to the run if both sides have the same owner, and to nobody otherwise.
+    Padding between two slots belongs to the run if both sides have the same owner, and to no run otherwise.
 
     Args:
         layout: a layout of tensors of ``plan``.

@@ -52,7 +52,7 @@ class FlatBuffer:
     def adopt(self, tensors: Mapping[int, torch.Tensor]) -> None:
         """Copy tensors in, and make each a view of its place (``tensor.data = view``).
 
-        Values stay as they are, and the memory format becomes that of the spec. Strides of dimensions of size 1 stay:
+        Values are unchanged, and the memory format becomes that of the spec. Strides of dimensions of size 1 stay:
         they do not say where elements lie, but may tell kernels which format is meant. A tensor that was adopted before
         may be adopted again, for instance after its ``.data`` was rebound.
 

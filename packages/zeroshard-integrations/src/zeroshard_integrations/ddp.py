@@ -69,15 +69,23 @@ def reduce_to_owner_hook(state: ZeroRedundancyOptimizer, bucket: GradBucket) -> 
     follower = state.follow_backward(StepMode.IN_STEP)
     # DDP does not tell a hook which ranks it works on, and finding out takes a while: where it may be others.
     if dist.get_pg_count() > 1 and isinstance(bucket, GradBucket) and bucket.index() == 0:
-        for ddp in () if follower.knows(bucket.parameters()) else _models_of(state):
+        params = bucket.parameters()
+        for ddp in () if follower.knows(params) else _models_of(state, params[0]):
             _check_ranks(ddp, state)
     return _receive(follower, bucket)
 
 
-def _models_of(optimizer: ZeroRedundancyOptimizer) -> list[DistributedDataParallel]:
-    """Find the models whose communication hook has an optimizer as its state; those that the collector sees."""
-    found = [item for item in gc.get_objects() if issubclass(type(item), DistributedDataParallel)]
-    return [ddp for ddp in found if any(state is optimizer for _, state in comm_hooks(ddp))]
+def _models_of(optimizer: ZeroRedundancyOptimizer, param: torch.Tensor) -> list[DistributedDataParallel]:
+    """Find the models whose communication hook has an optimizer as its state; those that the collector sees.
+
+    A hook of the user's may have anything as its state. So if there are none, these are all models with a hook and the
+    parameter; or none, if one of them has the optimizer's process group.
+    """
+    found = [item for item in gc.get_objects() if issubclass(type(item), DistributedDataParallel) and comm_hooks(item)]
+    registered = [ddp for ddp in found if any(state is optimizer for _, state in comm_hooks(ddp))]
+    holders = [ddp for ddp in found if any(param is other for other in ddp.parameters())]
+    is_plain = registered or any(ddp.process_group is optimizer.process_group for ddp in holders)
+    return registered if is_plain else holders
 
 
 def register_reduce_to_owner(ddp: DistributedDataParallel, optimizer: ZeroRedundancyOptimizer) -> None:
@@ -107,7 +115,7 @@ def hook_with_zero_step(
     zero: ZeroRedundancyOptimizer,
     shard_buckets: bool = False,  # noqa: ARG001 - torch's signature; the optimizer's partition decides who owns what
 ) -> Hook:
-    """Return a hook that steps the optimizer during backward, behind the last bucket.
+    """Return a hook that steps the optimizer during backward, after the last bucket.
 
     All reductions are on their way before the first shard is stepped, so that they have the wire to themselves; steps
     and parameters follow bucket by bucket. Backward returns when parameters are up to date. All iterations train, from
@@ -210,7 +218,7 @@ def _receive(
             "communication hooks: use another value, such as 'ddp_optimizer'"
         )
     params = bucket.parameters()
-    # Before anybody else reduces it: compressing hooks put another buffer in its place.
+    # Before another hook reduces it: compressing hooks put another buffer in its place.
     found = Bucket(
         index=bucket.index(),
         is_last=bucket.is_last(),

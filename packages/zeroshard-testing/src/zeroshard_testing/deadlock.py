@@ -37,7 +37,7 @@ def find_deadlock(states: Mapping[int, RankState]) -> Deadlock | None:
 
 
 def _never_comes(awaited: Awaited, rank: int, states: Mapping[int, RankState]) -> str | None:
-    """Say why what a rank waits for never comes if nobody issues anything more; None if it may come."""
+    """Say why what a rank waits for never comes if no rank issues anything more; None if it may come."""
     if awaited.kind == "collective":
         return _collectives_never_complete(rank, states)
     if awaited.kind in ("send", "recv"):
@@ -107,4 +107,4 @@ def _fate(rank: int, states: Mapping[int, RankState]) -> str:
 
 
 def _fates(ranks: list[int], states: Mapping[int, RankState]) -> str:
-    return ", ".join(f"rank {rank} {_fate(rank, states)}" for rank in ranks) or "there is nobody else"
+    return ", ".join(f"rank {rank} {_fate(rank, states)}" for rank in ranks) or "there is no other rank"

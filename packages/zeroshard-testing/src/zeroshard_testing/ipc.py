@@ -67,7 +67,7 @@ class Channel:
         return taken
 
     def shut_down(self) -> None:
-        """End the connection, whoever holds copies of this end."""
+        """End the connection, also if other processes hold copies of this end."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 

@@ -1,7 +1,7 @@
 """What ranks have issued, compared: pure functions over what each of them did in a test that passed on all of them.
 
 A collective that a member of its group leaves out, or issues otherwise, completes by luck or on some ranks only; a
-message that nobody receives is a hang with larger tensors.
+message that is never received is a hang with larger tensors.
 """
 
 from __future__ import annotations

@@ -175,7 +175,7 @@ class Monitor:
             self._outcomes[slot] = Outcome(kinds.FAILED, text, found_by_controller=True)
 
     def _explain_aborts(self) -> None:
-        """Say of ranks that a signal has ended, and of nobody else, in which collective they met another one."""
+        """Say of ranks that a signal has ended, and of no others, in which collective they met another one."""
         for slot, outcome in list(self._outcomes.items()):
             status = self._workers[slot].status
             if outcome.kind == kinds.DIED and status == -signal.SIGABRT:

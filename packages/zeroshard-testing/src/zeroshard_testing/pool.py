@@ -136,7 +136,7 @@ class Pool:
         """Return workers that are alive and ready, one for each process that the spec needs."""
         self._launcher.take_news()
         if self._store is not None and self._store.status is not None:
-            # Whoever is connected to a store that is gone cannot make another group.
+            # A worker that is connected to a store that is gone cannot make another group.
             self._launcher.kill(self._store)
             self._store = None
             for key in list(self._crews):
@@ -169,7 +169,7 @@ class Pool:
     def _ready_store(self) -> Child:
         if self._store is None:
             self._store = self._launcher.start({"kind": "store"})
-        # Again, if whoever waited for it before was interrupted.
+        # Again, if what waited for it before was interrupted.
         self._launcher.await_ready([self._store])
         return self._store
 
@@ -206,6 +206,6 @@ class Pool:
         }
         for rank, child in zip(spec.ranks, crew.workers, strict=True):
             child.forget_output()
-            # A worker that has died in the meantime is noticed by whoever watches it.
+            # A worker that has died in the meantime is noticed by the monitor.
             with suppress(ClosedError):
                 child.channel.send({**request, "rank": rank}, payload)

@@ -127,7 +127,7 @@ class RankInspector:
         record = self._waits.of_group(group)
         issued = self._waits.collectives_in(group)
         here = [one for one in recorded or () if one.group == group.group_name]
-        # Of what C++ issued and whose timeout has passed nobody can tell how it ended.
+        # Of what C++ issued and whose timeout has passed it cannot be told how it ended.
         late = time() if self._ended is None else self._ended
         expired = {one.number for one in here if one.created + one.timeout < late} - record.collectives.keys()
         return GroupState(

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import struct
 import zlib
 from collections.abc import Callable, Sequence
 
 import torch
-from zeroshard_comm import Control
+from zeroshard_comm import Control, agreed
 
 from zeroshard._torch_private import foreach_mul_, foreach_norm
 
@@ -40,28 +39,16 @@ def clip_over_ranks(
         DisagreementError: if ranks want other norms.
         PeerLostError: if a rank is gone.
     """
-    failure: Exception | None = None
     held: Sequence[torch.Tensor] = ()
-    mine, digest = 0.0, 0
-    try:
+    mine = 0.0
+    with agreed(control, "clip_grad_norm_()", _explain) as declared:
         max_norm, norm_type = float(max_norm), float(norm_type)
-        digest = zlib.crc32(struct.pack("<dd?", max_norm, norm_type, error_if_nonfinite))
+        wanted = f"max_norm={max_norm}, norm_type={norm_type}, error_if_nonfinite={error_if_nonfinite}"
+        declared.digest, declared.detail = zlib.crc32(wanted.encode()), lambda: wanted
         held = gradients()
         if held:
             norms = torch.stack([norm.double() for norm in foreach_norm(list(held), norm_type)])
             mine = float(torch.linalg.vector_norm(norms, norm_type))
-    except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
-        failure = error
-    try:
-        control.check_consistent(
-            "clip_grad_norm_()",
-            digest,
-            error=failure,
-            detail=lambda: f"max_norm={max_norm}, norm_type={norm_type}, error_if_nonfinite={error_if_nonfinite}",
-            explain=lambda here, there, rank, other: f"rank {rank} called it with {here}, rank {other} with {there}",
-        )
-    finally:
-        del failure
     parts = torch.tensor(control.all_gather_float(mine, "clip_grad_norm_()"), dtype=torch.float64, device="cpu")
     total = float(torch.linalg.vector_norm(parts, norm_type))
     if error_if_nonfinite and not math.isfinite(total):
@@ -74,3 +61,7 @@ def clip_over_ranks(
     if held and not scale >= 1.0:
         foreach_mul_(list(held), scale)
     return torch.tensor(total, dtype=dtype, device="cpu")
+
+
+def _explain(here: str, there: str, rank: int, other: int) -> str:
+    return f"rank {rank} called it with {here}, rank {other} with {there}"

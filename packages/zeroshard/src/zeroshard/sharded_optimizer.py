@@ -67,7 +67,6 @@ class ShardedOptimizer:
         self.joining = Participant(self.sharding, self._groups)
         self._schema = StateSchema(policy.factory, defaults, elementwise=policy.elementwise)
         self._consolidated: StateDict | None = None
-        self._holds_state = False
 
     # ------------------------------------------------------------------ state
 
@@ -76,7 +75,7 @@ class ShardedOptimizer:
         """State of what this rank owns, under the public parameters."""
         local = self.sharding.local
         inner = local.optim.state
-        placeholder = self.sharding.params[0] if self._holds_state else None
+        placeholder = self.sharding.params[0] if self._coordinator.has_state else None
         if (inner or placeholder is None) and not any(shard.is_detached for shard in local.shards.values()):
             return inner
         return StateView(local, placeholder)
@@ -127,7 +126,7 @@ class ShardedOptimizer:
         """Load a whole state dict on all ranks, or on none."""
         self.joining.announce(Call.REFUSED)
         load(self.sharding, self._groups(), self._schema, read)
-        self._consolidated, self._holds_state = None, True
+        self._consolidated, self._coordinator.has_state = None, True
         if self.follower is not None:
             self.follower.begin_anew()
 
@@ -171,7 +170,6 @@ class ShardedOptimizer:
         finally:
             del problem
         self.joining.stepped()
-        self._holds_state = True
         return result
 
     def _step_after_backward(
@@ -237,7 +235,8 @@ class ShardedOptimizer:
         self.joining.announce(Call.REFUSED)
         follower = self.follower
         is_noted = follower is not None and follower.has_same_hyperparameters()
-        self.sharding.grow(self._groups(), append)
+        with self._coordinator.guard.exchange():
+            self.sharding.grow(self._groups(), append)
         if follower is not None and is_noted:
             # Those of the new group are no change.
             follower.note_hyperparameters()

@@ -67,7 +67,7 @@ class Sharding:
             groups = read_groups()
             self.layout = first_layout(policy, groups, name)
             self.local = LocalOptimizer(policy.factory, groups, self.layout.plan, ranks.rank, defaults)
-            declared.config = with_hyperparameters(self.layout, settings_of(groups, self.local.optim.defaults))
+            declared.set(with_hyperparameters(self.layout, settings_of(groups, self.local.optim.defaults)))
             order = read_order(self.control, self.layout.plan.tensors, parameters_of(groups))
         check_order(self.control, order, "ZeroRedundancyOptimizer()")
         self.control.position = Position(ranks.context.number_optimizer(), name, 0)
@@ -105,7 +105,7 @@ class Sharding:
         layout, order = self.layout, dict[str, int]()
         try:
             with agreed(self.control, "add_param_group()") as declared:
-                declared.config = layout.declaration
+                declared.set(layout.declaration)
                 append()
                 layout = next_layout(self._policy, layout, groups)
                 self.local.check_cut_dims(self.layout.plan, layout.plan)
@@ -113,7 +113,7 @@ class Sharding:
                 if self.follower is not None:
                     self.follower.check(parameters_of(groups), layout)
                 hyperparameters = settings_of(groups[before:], self.local.optim.defaults, first=before)
-                declared.config = with_hyperparameters(layout, hyperparameters)
+                declared.set(with_hyperparameters(layout, hyperparameters))
                 order = read_order(self.control, layout.plan.tensors, parameters_of(groups))
             check_order(self.control, order, "add_param_group()")
         except BaseException:
@@ -140,7 +140,7 @@ class Sharding:
     def update_layout(self, groups: Sequence[ParamGroup]) -> Layout:
         """Follow what the user did since the last step, and return the layout that fits it.
 
-        If parameters' data was rebound but not converted, that is taken in at once: it concerns nobody else. Another
+        If parameters' data was rebound but not converted, that is taken in at once: it concerns no other rank. Another
         layout is to be agreed upon with all ranks, and then adopted.
 
         Args:

@@ -1,6 +1,6 @@
 """Sharing parameters that are sparse tensors: how many elements they have is known to their owner alone.
 
-Such a parameter has no flat storage to view, belongs to one rank as a whole, and travels behind the dense ones: first
+Such a parameter has no flat storage to view, belongs to one rank as a whole, and travels after the dense ones: first
 its count of elements, then their indices and values.
 """
 

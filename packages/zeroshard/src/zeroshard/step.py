@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 from torch.profiler import record_function
 from zeroshard_comm import DifferentCallsError, PeerLostError, check_config, explain_configs
-from zeroshard_core import Plan
 
 from zeroshard.exchange_guard import ExchangeGuard
 from zeroshard.layout import Layout, check_unchanged
@@ -42,12 +41,6 @@ class _Part(Protocol):
     def step(self, arguments: Mapping[str, Any]) -> None: ...
 
 
-class _Buckets(Protocol):
-    """As :class:`zeroshard.overlap.buckets.Buckets`."""
-
-    def move_gradients(self, before: Plan, now: Plan) -> None: ...
-
-
 class _GradientSource(Protocol):
     """Where gradients come from, bucket by bucket; it is a :class:`zeroshard.overlap.scheduler.BucketScheduler`."""
 
@@ -62,8 +55,6 @@ class _GradientSource(Protocol):
     def check_gradients(self) -> None: ...
     def check_unreduced(self) -> None: ...
     def end_abandoned(self) -> Exception | None: ...
-    @property
-    def buckets(self) -> _Buckets: ...
 
 
 class StepCoordinator:
@@ -76,11 +67,13 @@ class StepCoordinator:
         sharding: as given.
         guard: tells whether earlier exchanges came to their end.
         source: where gradients come from, once they come bucket by bucket.
+        has_state: whether the ranks have made a step together, or loaded a state; set by who loads it.
     """
 
     def __init__(self, sharding: Sharding) -> None:
         self.sharding, self.guard = sharding, ExchangeGuard(sharding.control)
         self.source: _GradientSource | None = None
+        self.has_state = False
         self._begun: tuple[Layout, Exception | None] | None = None
 
     def step(
@@ -162,10 +155,7 @@ class StepCoordinator:
             finally:
                 del problem, observed
         if layout is not sharding.layout:
-            before = sharding.layout.plan
             sharding.adopt(layout, groups)
-            if source is not None:
-                source.buckets.move_gradients(before, layout.plan)
         shares: Sequence[_Sharing] = [sharding.sync] if source is None else [part.sharing for part in source.parts]
         failure: Exception | None = None
         result: Any = None
@@ -191,6 +181,7 @@ class StepCoordinator:
             del failure
         sync_groups(sharding.local.optim.param_groups, groups)
         sharding.hyperparameters.written(groups)
+        self.has_state = True
         return result
 
     def _update(self, source: _GradientSource, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as the inner step

@@ -73,7 +73,7 @@ class GradAccumulator:
         return self.placeholders[tensor] if tensor is not None else None
 
     def locate(self, states: Sequence[BucketState]) -> None:
-        """Take note of which parameters are in which bucket; others stay where they were."""
+        """Take note of which parameters are in which bucket; others are unchanged."""
         self._place.update({i: (state, place) for state in states for place, i in enumerate(state.tensors)})
 
     # ------------------------------------------------------------------ a backward
@@ -226,7 +226,7 @@ class GradAccumulator:
         DDP copies gradients into its buckets when it rebuilds them in a forward, and those of parameters that a
         backward did not use. The owner puts in what was reduced before, times the number of ranks, by which the
         reduction divides; so it is added to if a further backward comes before the step, and discarded by whatever
-        discards gradients. Nobody else puts in anything.
+        discards gradients. The other ranks put in zeros.
         """
         state, position = self._place[tensor]
         is_used = self.is_used(tensor)

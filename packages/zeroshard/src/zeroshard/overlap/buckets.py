@@ -14,7 +14,7 @@ from zeroshard.layout import Layout
 from zeroshard.local_optimizer import LocalOptimizer
 from zeroshard.memory import lies_flat
 from zeroshard.overlap.accumulation import GradAccumulator
-from zeroshard.overlap.bucket import Bucket, BucketState, Unbucketed, gradient_view
+from zeroshard.overlap.bucket import Bucket, BucketPhase, BucketState, Unbucketed, gradient_view
 from zeroshard.overlap.placeholder import GradPlaceholder
 from zeroshard.parameter_sync import ParameterSync, Sharing
 
@@ -69,15 +69,18 @@ class Buckets:
         self._is_new = self._is_expected = False
         self._alike = 0
         local.detach_shards()
+        self._layout = layout
         self.follow(params, layout)
 
     def follow(self, params: Sequence[torch.Tensor], layout: Layout) -> None:
-        """Take over another layout, or parameters that have moved in memory.
+        """Take over another layout, or parameters that have moved in memory. Collective if a reduced tensor moves.
 
         Raises:
+            PeerLostError: if a rank is gone.
             ValueError: if parameters cannot be exchanged in buckets.
         """
         self.check(params, layout)
+        self._move_gradients(self._layout.plan, layout.plan)
         self._params, self._layout = list(params), layout
         self._gradients.follow(self._params, layout.plan, self._local)
         for state in self.by_index.values():
@@ -96,25 +99,18 @@ class Buckets:
                 f"move the model before DistributedDataParallel and the optimizer are built"
             )
 
-    def move_gradients(self, before: Plan, now: Plan) -> None:
-        """Bring gradients to their new owners, where a plan gives tensors others than they were reduced to. Collective.
-
-        Args:
-            before: the plan by which they were reduced.
-            now: the plan by which they are going to be stepped.
-
-        Raises:
-            PeerLostError: if a rank is gone.
-        """
+    def _move_gradients(self, before: Plan, now: Plan) -> None:
+        """Bring gradients that were reduced by a plan to the owners by which they are going to be stepped."""
         segments = [
             Segment(shard.rank, state.buffer[offset + shard.flat.start : offset + shard.flat.stop])
             for state in self.arrived
-            if state.buffer is not None
+            # What moves takes part for the first time: in a bucket that was stepped it has no gradient on any rank.
+            if state.buffer is not None and state.phase is not BucketPhase.STEPPED
             for tensor, offset in zip(state.tensors, state.offsets, strict=True)
             if before.of_tensor(tensor) != now.of_tensor(tensor)
             for shard in before.of_tensor(tensor)
         ]
-        if self._control.ranks.world_size > 1:
+        if segments and self._control.ranks.world_size > 1:
             choose_broadcaster(self._control, segments, self.device, by_reading=False).broadcast()
 
     def _lay_out_rest(self) -> None:
@@ -215,7 +211,7 @@ class Buckets:
                 "tags of hooks, in the order of their first backward": f"{self.transport.tags:#x}",
                 f"bucket {bucket.index}": lies,
             }
-            declared.config = replace(layout.declaration, settings=settings)
+            declared.set(replace(layout.declaration, settings=settings))
         _logger.debug("bucket %d of %d bytes has the tensors %s", bucket.index, bucket.buffer.nbytes, tensors)
         self.by_index[bucket.index] = state
         # Others keep the states that they had before a rebuild until their own new bucket comes.

@@ -164,7 +164,7 @@ def _convert(gradient: GradPlaceholder, *, dtype: Any = None, device: Any = None
 
 
 def _add(gradient: torch.Tensor, other: torch.Tensor, **options: object) -> torch.Tensor:
-    """Add what a further backward has computed, as autograd does, and nobody else may."""
+    """Add what a further backward has computed, as autograd does, and nothing else may."""
     by_autograd = in_autograd() and not options
     if not by_autograd or not isinstance(gradient, GradPlaceholder) or isinstance(other, GradPlaceholder):
         held = next(item for item in (gradient, other) if isinstance(item, GradPlaceholder))
@@ -180,7 +180,7 @@ def _add(gradient: torch.Tensor, other: torch.Tensor, **options: object) -> torc
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    """Move this rank's own values, as DDP does between a gradient and its bucket, and nobody else may."""
+    """Move this rank's own values, as DDP does between a gradient and its bucket, and nothing else may."""
     held = target if isinstance(target, GradPlaceholder) else source
     assert isinstance(held, GradPlaceholder)
     if not (held._accumulator.in_backward or in_autograd() or _is_rebuild()):

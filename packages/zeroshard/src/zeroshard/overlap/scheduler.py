@@ -107,7 +107,7 @@ class BucketScheduler:
             header = BucketHeader(self._backwards, bucket.index, bucket.present, self._may_step_early, bucket.is_own)
             with record_function(f"zeroshard::send bucket {bucket.index}"):
                 work = state.reducer.begin(bucket.buffer, header, gradients=reduce is None)
-            # Nobody looks at the gradients in it any more: who reduces it may write to it at once, in a thread.
+            # The gradients in it are no longer looked at: who reduces it may write to it at once, in a thread.
             result = reduce() if reduce is not None else None
             done: Future[torch.Tensor] = Future(devices=self._devices)
             self._expect_parameters(bucket, state)

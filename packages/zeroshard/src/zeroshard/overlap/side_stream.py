@@ -39,6 +39,6 @@ class SideStream:
             torch.accelerator.current_stream(self._device).wait_stream(self._stream)
 
     def keep(self, tensor: torch.Tensor) -> None:
-        """Let nobody else have the memory of a tensor, also after it is gone, before this stream has got so far."""
+        """Keep the memory of a tensor, also after it is gone, until this stream has got so far."""
         if self._stream is not None:
             tensor.record_stream(self._stream)

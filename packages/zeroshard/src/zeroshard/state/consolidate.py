@@ -48,7 +48,7 @@ def consolidate(
     operation, plan, control = f"consolidate_state_dict(to={target})", sharding.layout.plan, sharding.control
     manifest, packed = Manifest([], []), list[ParamGroup]()
     with agreed(control, operation) as declared:
-        declared.config = sharding.layout.declaration
+        declared.set(sharding.layout.declaration)
         if not 0 <= target < plan.world_size:
             raise ValueError(
                 f"consolidate_state_dict(to={to!r}): `to` must be a group rank from 0 to {plan.world_size - 1}"

@@ -36,30 +36,16 @@ def load(
         Exception: whatever else a rank meets. All raise on every rank, and leave local optimizer and groups as before.
     """
     control, layout = sharding.control, sharding.layout
-    digest = 0
     state_dict: Mapping[str, Any] = {}
     by_tensor, mine = dict[int, Any](), dict[Any, Any]()
-    failure: Exception | None = None
-    try:
+    with agreed(control, "load_state_dict()", _explain) as declared:
         state_dict = read()
         layout = sharding.update_layout(groups)
         by_tensor, others = _checked(state_dict, groups, layout.plan, schema)
-        digest = _digest(state_dict) ^ layout.declaration.digest
+        declared.set(layout.declaration)
+        declared.digest ^= _digest(state_dict)
         # Tensors stay where they were, but nothing is shared with the state dict.
         mine = copy_value({**whole_to_local(layout.plan, control.ranks.rank, by_tensor), **others})
-    except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
-        failure = error
-    try:
-        control.check_consistent(
-            "load_state_dict()",
-            digest,
-            error=failure,
-            detail=layout.declaration.to_json,
-            explain=lambda *sides: explain_configs(*sides) or "they were handed different checkpoints",
-        )
-    finally:
-        # A frame that keeps an error which passes through it keeps itself alive, and the model.
-        del failure
     inner = sharding.local.optim
     before = (inner.state, inner.param_groups)
     try:
@@ -73,6 +59,10 @@ def load(
     sync_groups(inner.param_groups, groups)
     # Frozen tensors that now have state stay with the rank that holds it when they are unfrozen.
     sharding.pin(frozenset(by_tensor), groups)
+
+
+def _explain(here: str, there: str, rank: int, other: int) -> str:
+    return explain_configs(here, there, rank, other) or "they were handed different checkpoints"
 
 
 def _checked(
