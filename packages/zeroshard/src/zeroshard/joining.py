@@ -20,9 +20,8 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 from zeroshard_comm import Control, DisagreementError, agreed, receive, send
-from zeroshard_core import Shard
 
-from zeroshard._torch_private import JoinConfig, foreach_norm, join_config, local_used_map, set_join_config, version_of
+from zeroshard._torch_private import JoinConfig, foreach_norm, join_config, local_used_map, set_join_config
 from zeroshard.local_optimizer import NOT_SYNCED
 from zeroshard.overlap.accumulation import GradAccumulator
 from zeroshard.overlap.backward import BackwardFollower
@@ -51,12 +50,14 @@ class Call(IntEnum):
     CONSOLIDATE = 3
     BACKWARD = 4
     """Of a model: the first gradient of a backward that reduces; of an optimizer: that steps during backward."""
-    FORWARD = 5
-    NOTIFY = 6
+    END = 5
+    """Of a backward that has stepped."""
+    FORWARD = 6
+    NOTIFY = 7
     """Whatever another joinable does."""
-    REFUSED = 7
+    REFUSED = 8
     """What a rank without data cannot take part in, such as loading a state."""
-    FAILED = 8
+    FAILED = 9
     """It leaves the context with an error."""
 
 
@@ -198,7 +199,7 @@ class _Sharded(Protocol):
 
 
 class Participant:
-    """Announces the calls of one optimizer, and does what the others announce.
+    """Announces the calls of one optimizer, and hands over what ranks without data need for them.
 
     Args:
         sharding: of the optimizer.
@@ -220,16 +221,14 @@ class Participant:
         self.exchange: Callable[[Call], Attendance] | None = None
         self.problem: Callable[[], Exception | None] = lambda: None
         self.divides_by_running = False
-        self._versions: list[int] = []
 
-    def announce(self, call: Call, *, takes_buckets: bool = False, **arguments: Any) -> None:  # noqa: ANN401 - of any call
-        """Announce a call; where a rank has run out of data, hand over what it needs, or take it. Collective.
+    def announce(self, call: Call, **arguments: Any) -> None:  # noqa: ANN401 - of any call
+        """Announce a call, and hand over what it needs if a rank has run out of data. Collective.
 
         A no-op outside of a context.
 
         Args:
             call: what this rank is about to do.
-            takes_buckets: whether a communication hook keeps gradients at their owners.
             **arguments: of the call, for the ranks that have run out.
 
         Raises:
@@ -238,32 +237,26 @@ class Participant:
         if self.exchange is None or self._sharding.control.alone:
             return
         attendance = self.exchange(call)
-        if attendance.joined and attendance.running:
-            self.hand_over(attendance, takes_buckets=takes_buckets, **arguments)
+        if attendance.joined and attendance.running and call is not Call.END:
+            self.hand_over(attendance, arguments)
 
     def announce_backward(self, *, is_own: bool) -> None:
         """Announce a backward during which shards are stepped; or take part in one that is not this rank's own."""
-        self.announce(Call.BACKWARD if is_own else Call.JOINED, takes_buckets=True)
+        self.announce(Call.BACKWARD if is_own else Call.JOINED)
 
-    def announce_step_in_backward(self) -> None:
-        """Announce that a backward has come to its end, in which shards are stepped."""
-        self.announce(Call.STEP, takes_buckets=True)
+    def announce_end(self) -> None:
+        """Announce that such a backward has come to its end."""
+        self.announce(Call.END)
 
-    def stepped(self) -> None:
-        """Remember which parameters a step has left, to notice others that the loop writes."""
-        if self.exchange is not None:
-            self._versions = list(map(version_of, self._sharding.params))
-
-    def hand_over(self, attendance: Attendance, *, takes_buckets: bool, **arguments: Any) -> Any:  # noqa: ANN401 - arguments
-        """Bring ranks without data what the call needs: hyperparameters, gradients, arguments. Collective.
+    def hand_over(self, attendance: Attendance, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - arguments of any call
+        """Bring ranks without data what a call needs: from the first rank that has some. Collective.
 
         Args:
             attendance: of the call.
-            takes_buckets: whether a communication hook keeps gradients at their owners.
-            **arguments: of the call, on ranks with data.
+            arguments: of the call, on ranks with data.
 
         Returns:
-            The arguments of the rank that has handed them over.
+            The arguments.
 
         Raises:
             Exception: why that is impossible, on every rank.
@@ -274,19 +267,16 @@ class Participant:
             if rank in attendance.running:
                 self._check(call)
             if rank == source:
-                common = self._describe(call, arguments, takes_buckets=takes_buckets)
-                for peer in attendance.joined:
-                    needs = call is Call.STEP and not takes_buckets
-                    written[peer] = {**common, "gradients": self._gradients_of(peer) if needs else {}}
+                common = self._describe(call, arguments)
+                written = {peer: {**common, **self._tensors_for(peer, call)} for peer in attendance.joined}
         for peer, values in written.items():
             send_values(control, peer, values)
-        if rank not in attendance.joined:
-            return arguments
-        given = receive_values(control, source)
-        self._take_hyperparameters(given["groups"], given["agreed"])
-        if call is not Call.BACKWARD:
-            self._take_gradients(given, takes_buckets=takes_buckets)
-        return given["arguments"]
+        if rank in attendance.joined:
+            given = receive_values(control, source)
+            arguments = given["arguments"]
+            self._take_hyperparameters(given["groups"], given["agreed"])
+            self._take_tensors(call, given)
+        return arguments
 
     def _check(self, call: Call) -> None:
         if call is Call.REFUSED:
@@ -297,42 +287,36 @@ class Participant:
         problem = self.problem()
         if call is Call.STEP and problem is not None:
             raise problem
-        params = self._sharding.params
-        if self._versions and self._versions != list(map(version_of, params)):
-            raise RuntimeError(
-                "parameters were changed after the last step(), as by clipping or normalizing weights, and ranks that "
-                "have run out of data do not know how: change them outside of Join, or by a parametrization"
-            )
-        if call is Call.BACKWARD:
-            # It steps, and the step at its end is announced as well.
-            self._versions = []
 
-    def _describe(self, call: Call, arguments: Mapping[str, Any], *, takes_buckets: bool) -> dict[str, Any]:
+    def _describe(self, call: Call, arguments: Mapping[str, Any]) -> dict[str, Any]:
         groups = [{k: v for k, v in group.items() if k not in NOT_SYNCED} for group in self._groups()]
         self._sharding.hyperparameters.follow(self._groups())
         named = [(f"the hyperparameter {key!r}", value) for group in groups for key, value in group.items()]
-        for name, value in [
-            *named,
-            *((f"the argument {key!r} of {call.name.lower()}", v) for key, v in arguments.items()),
-        ]:
+        named += [(f"the argument {key!r} of {call.name.lower()}()", value) for key, value in arguments.items()]
+        for name, value in named:
             # Raises.
             write_value(value, [], f"a rank has run out of data in Join, and cannot be told {name}: it")
-        grads = [param.grad for param in self._sharding.params] if takes_buckets else []
+        return {"groups": groups, "agreed": dict(self._sharding.hyperparameters.agreed), "arguments": dict(arguments)}
+
+    def _tensors_for(self, peer: int, call: Call) -> dict[str, Any]:
+        """What another rank is to update, as it is here: the loop may have changed it; and with which gradients."""
+        params = self._sharding.params
+        grads = [param.grad for param in params]
+        takes_buckets, updates = self._sharding.follower is not None, call in (Call.STEP, Call.BACKWARD)
         return {
-            "groups": groups,
-            "agreed": dict(self._sharding.hyperparameters.agreed),
-            "arguments": dict(arguments),
+            "parameters": self._of_rank(peer, params) if updates else {},
+            "gradients": self._of_rank(peer, grads) if updates and not takes_buckets else {},
             "absent": [index for index, grad in enumerate(grads) if grad is None],
             "zeroed": [i for i, grad in enumerate(grads) if isinstance(grad, GradPlaceholder) and grad.is_zero()],
         }
 
-    def _gradients_of(self, peer: int) -> dict[str, torch.Tensor]:
-        """This rank's gradients of what another one owns, by tensor."""
-        found: dict[str, torch.Tensor] = {}
-        for shard in self._sharding.layout.plan.of_rank(peer):
-            grad = self._sharding.params[shard.tensor].grad
-            if grad is not None:
-                found[str(shard.tensor)] = shard.box(grad.detach()) if self._is_cut(shard) else grad.detach()
+    def _of_rank(self, peer: int, values: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor]:
+        """What a rank owns of parameters, or of their gradients, by tensor."""
+        plan, found = self._sharding.layout.plan, dict[str, torch.Tensor]()
+        for shard in plan.of_rank(peer):
+            value = values[shard.tensor]
+            if value is not None:
+                found[str(shard.tensor)] = shard.box(value.detach()) if plan.is_cut(shard.tensor) else value.detach()
         return found
 
     def _take_hyperparameters(self, given: Sequence[Mapping[str, Any]], agreed: Mapping[str, str]) -> None:
@@ -346,32 +330,31 @@ class Participant:
                     to_group[key] = value
         self._sharding.hyperparameters.adopt(agreed, groups)
 
-    def _take_gradients(self, given: Mapping[str, Any], *, takes_buckets: bool) -> None:
-        params = self._sharding.params
-        if takes_buckets:
-            for index in given["absent"]:
-                params[index].grad = None
-            for index in given["zeroed"]:
-                grad = params[index].grad
-                if isinstance(grad, GradPlaceholder):
-                    grad.zero_()
+    def _take_tensors(self, call: Call, given: Mapping[str, Any]) -> None:
+        params, rank = self._sharding.params, self._sharding.control.ranks.rank
+        places = self._of_rank(rank, params)
+        for tensor, values in given["parameters"].items():
+            places[tensor].copy_(values)
+        if call is Call.BACKWARD:
             return
-        self.drop_gradients()
-        for shard in self._sharding.layout.plan.of_rank(self._sharding.control.ranks.rank):
-            values, param = given["gradients"].get(str(shard.tensor)), params[shard.tensor]
-            if values is not None and self._is_cut(shard):
+        for index in given["absent"]:
+            params[index].grad = None
+        for index in given["zeroed"]:
+            grad = params[index].grad
+            if isinstance(grad, GradPlaceholder):
+                grad.zero_()
+        for tensor, values in given["gradients"].items():
+            param = params[int(tensor)]
+            param.grad = values.to(param.device)
+            if values.shape != param.shape:
+                # This rank's part of it; the rest is not looked at.
                 param.grad = torch.zeros_like(param)
-                shard.box(param.grad).copy_(values)
-            elif values is not None:
-                param.grad = values.to(param.device)
+                self._of_rank(rank, [each.grad for each in params])[tensor].copy_(values)
 
     def drop_gradients(self) -> None:
         """Set all gradients to None."""
         for param in self._sharding.params:
             param.grad = None
-
-    def _is_cut(self, shard: Shard) -> bool:
-        return self._sharding.layout.plan.is_cut(shard.tensor)
 
 
 def follow(sharded: _Sharded, attendance: Attendance) -> None:
@@ -381,19 +364,21 @@ def follow(sharded: _Sharded, attendance: Attendance) -> None:
         PeerLostError: if a rank is gone.
         Exception: what a rank has met.
     """
-    follower, call = sharded.follower, attendance.made.call
+    call, follower = attendance.made.call, sharded.follower
+    if call is Call.END:
+        assert follower is not None
+        follower.on_backward_end()
+        return
     end_backward(sharded)
-    arguments = sharded.joining.hand_over(attendance, takes_buckets=follower is not None)
+    arguments = sharded.joining.hand_over(attendance, {})
     if call is Call.CLIP:
         sharded.apply_clipping(**arguments)
     elif call is Call.CONSOLIDATE:
         sharded.apply_consolidation(**arguments)
-    elif follower is not None and follower.in_backward:
-        follower.on_backward_end()
     else:
         sharded.apply_step(arguments)
-    if follower is None:
-        sharded.joining.drop_gradients()
+        if follower is None:
+            sharded.joining.drop_gradients()
 
 
 def end_backward(sharded: _Sharded) -> None:
@@ -488,7 +473,7 @@ class OptimizerJoinHook(JoinHook):
         """
         self._check_order()
         call = Call.JOINED
-        while call is not Call.STEP:
+        while call not in (Call.STEP, Call.END):
             attendance = self._exchange(Call.JOINED)
             follow(self._sharded, attendance)
             call = attendance.made.call
@@ -514,8 +499,9 @@ class OptimizerJoinHook(JoinHook):
         public: Joinable | None = self._public()
         if public is None or not join_config(public).enable:
             return Attendance(Announcement(call), (self._control.ranks.rank,), ())
-        if call is Call.STEP:
+        if call in (Call.STEP, Call.END):
             self._has_forward = False
+        if call is Call.STEP:
             Join.notify_join_context(public)
         return exchange(self._control, Announcement(call, self._number))
 

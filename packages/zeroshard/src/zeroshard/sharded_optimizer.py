@@ -96,7 +96,7 @@ class ShardedOptimizer:
             with suppress(Exception):
                 target = operator.index(to)  # type: ignore[arg-type] # that is what is tried
         self._coordinator.guard.check()
-        self.joining.announce(Call.CONSOLIDATE, takes_buckets=self.follower is not None, target=target)
+        self.joining.announce(Call.CONSOLIDATE, target=target)
         self.apply_consolidation(target, to)
 
     def apply_consolidation(self, target: int, to: object = None) -> None:
@@ -155,7 +155,7 @@ class ShardedOptimizer:
                 closure = None
             self._coordinator.guard.check()
             call = Call.STEP if closure is None else Call.REFUSED
-            self.joining.announce(call, takes_buckets=follower is not None, **arguments)
+            self.joining.announce(call, **arguments)
             result = self.apply_step(arguments, closure, failure)
         finally:
             del failure
@@ -166,11 +166,9 @@ class ShardedOptimizer:
     ) -> Any:  # noqa: ANN401 - as the inner step
         """Make a step; see :meth:`StepCoordinator.step`."""
         try:
-            result = self._coordinator.step(self._groups(), closure, arguments, problem)
+            return self._coordinator.step(self._groups(), closure, arguments, problem)
         finally:
             del problem
-        self.joining.stepped()
-        return result
 
     def _step_after_backward(
         self,
@@ -204,7 +202,7 @@ class ShardedOptimizer:
             )
         self._coordinator.guard.check()
         asked = {"max_norm": max_norm, "norm_type": norm_type, "error_if_nonfinite": error_if_nonfinite}
-        self.joining.announce(Call.CLIP, takes_buckets=True, **asked)
+        self.joining.announce(Call.CLIP, **asked)
         return self.apply_clipping(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def apply_clipping(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> torch.Tensor:

@@ -212,16 +212,19 @@ class JoinContext:
         self._hand_over_gradients(model, attendance.running, attendance.joined)
         for optimizer in optimizers_of_hooks(model.ddp):
             if optimizer._sharded.steps_early:
-                optimizer._sharded.joining.hand_over(attendance, takes_buckets=True)
+                optimizer._sharded.joining.hand_over(attendance, {})
         self._is_told = False
 
-    def _hand_over_gradients(self, model: DDPModel, running: Sequence[int], joined: Sequence[int]) -> None:
+    def _hand_over_gradients(
+        self, model: DDPModel, running: Sequence[int], joined: Sequence[int], *, is_over: bool = False
+    ) -> None:
         """Bring ranks without data the gradients to which a backward of the others adds. Collective.
 
         Args:
             model: whose.
             running: the ranks with data.
             joined: the others.
+            is_over: whether all have left their loops, so that they are to have the same.
 
         Raises:
             RuntimeError: if nobody knows what they are to have; on every rank.
@@ -232,25 +235,15 @@ class JoinContext:
         held, source = max((told[rank][0], -rank) for rank in running)
         if held == Held.UNKNOWN:
             raise RuntimeError(_UNKNOWN)
-        if held == Held.REDUCED and not (model.divides_by_running):
-            self._copy_gradients(model, -source, joined)
+        model.held = Held(held)
+        if held == Held.REDUCED or (held == Held.NOTHING and is_over):
+            if self._rank == -source:
+                for peer in joined:
+                    send_values(self._control, peer, model.told_gradients())
+            elif is_joined:
+                model.take_gradients(receive_values(self._control, -source))
         elif is_joined and (held != Held.LOCAL or told[-source][1] != model.window):
             model.drop_gradients()
-
-    def _copy_gradients(self, model: DDPModel, source: int, joined: Sequence[int]) -> None:
-        """Bring gradients that were reduced from one rank to others: which there are, and the values that it has."""
-        params = list(model.ddp.module.parameters())
-        if self._rank == source:
-            grads = [param.grad for param in params]
-            values = [g is not None if model.takes_buckets else g if g is None else g.detach() for g in grads]
-            for peer in joined:
-                send_values(self._control, peer, values)
-        elif self._rank in joined:
-            for param, value in zip(params, receive_values(self._control, source), strict=True):
-                if not model.takes_buckets:
-                    param.grad = None if value is None else value.to(param.device)
-                elif not value:
-                    param.grad = None
 
     # ------------------------------------------------------------------ a rank that has run out
 
@@ -273,7 +266,7 @@ class JoinContext:
             for model in self._models.values():
                 if self._rank in last:
                     model.look(is_local=False)
-                self._hand_over_gradients(model, last, before)
+                self._hand_over_gradients(model, last, before, is_over=True)
         # What a hook raises from here on is its own matter.
         self._is_told = True
         for hook in self._hooks.values():
@@ -293,7 +286,7 @@ class JoinContext:
             self._prepare_backward(model, attendance)
             model.follow_backward(len(attendance.running))
         elif made.place in self._optimizers:
-            self._steps += made.call is Call.STEP
+            self._steps += made.call is Call.STEP or made.call is Call.END
             follow(self._optimizers[made.place]._sharded, attendance)
         else:
             self._hooks[made.place].main_hook()

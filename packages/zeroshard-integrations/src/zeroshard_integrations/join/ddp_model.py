@@ -167,7 +167,10 @@ class DDPModel:
         if self.held is Held.LOCAL and self._marked() == self._marks:
             return
         grads = self._grads()
-        if all(map(_is_zero, grads)):
+        if self.takes_buckets and not all(isinstance(grad, GradPlaceholder) for grad in grads):
+            # DDP has just rebuilt its buckets, and each owner has put its own parts into them.
+            self.held = Held.UNKNOWN
+        elif all(map(_is_zero, grads)):
             self.held = Held.LOCAL if is_local else Held.NOTHING
             self.window += is_local
         elif is_local or self.held is not Held.REDUCED:
@@ -209,6 +212,19 @@ class DDPModel:
             return False
         return True
 
+    def told_gradients(self) -> list[Any]:
+        """Return the gradients for ranks without data; of those that lie at their owners, whether they are there."""
+        grads = [param.grad for param in self.ddp.module.parameters()]
+        return [grad if grad is None else not _is_zero(grad) if self.takes_buckets else grad.detach() for grad in grads]
+
+    def take_gradients(self, told: Sequence[Any]) -> None:
+        """Take :meth:`told_gradients` of a rank that has data."""
+        for param, value in zip(self.ddp.module.parameters(), told, strict=True):
+            if value is None or not self.takes_buckets:
+                param.grad = None if value is None else value.to(param.device)
+            elif not value and param.grad is not None:
+                param.grad.zero_()
+
     def drop_gradients(self) -> None:
         """Set all gradients to None."""
         for param in self.ddp.module.parameters():
@@ -230,7 +246,9 @@ class DDPModel:
         share = 1 if has_comm_hook(ddp) else running if self.divides_by_running else ddp.process_group.size()
         used = [int(param.grad is not None) for param in params_for_reducer(ddp)]
         buckets = buckets_of_zeros(ddp)
-        for bucket in () if self.takes_buckets else buckets:
+        # What was reduced is the same on all ranks, and adds up to itself only where all count.
+        holds = not self.takes_buckets and not (self.divides_by_running and self.held is Held.REDUCED)
+        for bucket in buckets if holds else ():
             _fill(bucket, share)
         self._works = [run_comm_hook(ddp, bucket) for bucket in buckets]
         counts = local_used_map(ddp)

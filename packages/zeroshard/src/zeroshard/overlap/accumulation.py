@@ -50,7 +50,6 @@ class GradAccumulator:
         self._delivered: set[int] = set()
         """Of the carried ones, those whose later values are on their way: their window was not given up."""
         self._touched: set[int] = set()
-        self._has_replaced = False
         self._replaced: dict[int, int] = {}
         """By tensor, the address of what DDP has put in the place of its placeholder, in a forward."""
 
@@ -80,7 +79,7 @@ class GradAccumulator:
 
     def begin(self) -> None:
         """Begin a backward."""
-        self.in_backward, self.refusal, self._has_replaced = True, "", bool(self._replaced)
+        self.in_backward, self.refusal = True, ""
         self._replaced.clear()
 
     def reduced(self, state: BucketState, keep: Callable[[torch.Tensor], None]) -> None:
@@ -242,18 +241,6 @@ class GradAccumulator:
             self._owned(tensor, place).copy_(gradient).mul_(self._world_size)
         if not is_used:
             self._replaced[tensor] = place.data_ptr()
-
-    def check_scalable(self) -> None:
-        """Raise if buckets hold what an earlier backward has brought, multiplied by the number of all ranks.
-
-        Raises:
-            RuntimeError: saying so.
-        """
-        if self._has_replaced:
-            raise RuntimeError(
-                "gradients of earlier backwards were kept while DistributedDataParallel rebuilt its buckets, and are "
-                "now to be averaged over fewer ranks than it has: give every rank a step in the first two iterations"
-            )
 
     def advice(self, operation: str) -> str:
         """Say why an operation on a placeholder cannot be done, and what to call instead."""

@@ -24,8 +24,7 @@ class _Participant(Protocol):
     divides_by_running: bool
 
     def announce_backward(self, *, is_own: bool) -> None: ...
-    def announce_step_in_backward(self) -> None: ...
-    def stepped(self) -> None: ...
+    def announce_end(self) -> None: ...
 
 
 class BackwardFollower:
@@ -127,7 +126,7 @@ class BackwardFollower:
         try:
             self._refusal = "the last backward was left by an exception"
             if self._is_own:
-                self._joining.announce_step_in_backward()
+                self._joining.announce_end()
             coordinator.step(self._groups(), None, {}, problem)
             self._refusal = ""
         except Exception as error:
@@ -135,7 +134,6 @@ class BackwardFollower:
             raise
         finally:
             del problem
-        self._joining.stepped()
         if self._is_own:
             self._backwards_since_step += 1
             self.note_hyperparameters()

@@ -191,7 +191,6 @@ class BucketScheduler:
             state.replace(result.wait(), self._queue.keep)
         running = sum(header.is_own for header in headers)
         if self.gradients.divides_by_running and 0 < running < len(headers):
-            self.gradients.check_scalable()
             state.scale(len(headers) / running)
         state.present = tuple([any(bits) for bits in zip(*[header.present for header in headers], strict=True)])
         self._all_may_step = self._all_may_step and all(header.may_step for header in headers)
