@@ -175,6 +175,18 @@ def test_nobody_waits_for_a_rank_that_is_killed_between_two_rounds(
         CALLS[call](control, rank)
 
 
+@pytest.mark.ranks(4, 5, backend="gloo")
+def test_a_ring_misses_a_rank_that_is_killed_while_numbers_travel_in_rounds(rank: int, faults: Faults) -> None:
+    control = Control(RankGroup.of())
+    control.check_consistent("warming up")
+    assert control.ranks.context.ring is not None
+    faults.kill(rank=1, at="send#2")
+    with contextlib.suppress(PeerLostError):
+        control.all_gather_ints([rank], "step()")
+    with pytest.raises(PeerLostError):
+        control.check_consistent("afterwards")
+
+
 @pytest.mark.ranks(3, backend="gloo")
 def test_positions_are_compared_and_told(rank: int) -> None:
     control = Control(RankGroup.of())

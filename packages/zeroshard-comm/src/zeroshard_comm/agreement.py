@@ -4,10 +4,11 @@ A rank that finds its input bad must not simply raise: its peers would wait for 
 object begins with an *agreement*. The ranks combine one 64-bit word: 31 bits of a digest of what each is about to do,
 the complement of these bits, and one bit that says "failed". After a bitwise OR no bit of the digest stands beside the
 same bit of the complement exactly if all digests are equal. Few ranks combine their words by one all-reduce, see
-:mod:`zeroshard_comm.word_ring`; the first agreement, and those of many ranks, travel in rounds of doubling distance: in
-round k each rank sends what it has to the rank 2^k further on, so after log2 N rounds, of one message sent and one
-received, every rank has the words of all (the dissemination barrier: D. Hensgen, R. Finkel, U. Manber, Two algorithms
-for barrier synchronization, 1988). Only after a difference texts follow: to rank 0, which decides, and back.
+:mod:`zeroshard_comm.word_ring`; the first agreement, those of many ranks, and all that is longer than a word travel in
+rounds of doubling distance: in round k each rank sends what it has to the rank 2^k further on, so after log2 N rounds,
+of one message sent and one received, every rank has the words of all (the dissemination barrier: D. Hensgen, R. Finkel,
+U. Manber, Two algorithms for barrier synchronization, 1988). Only after a difference texts follow: to rank 0, which
+decides, and back.
 
 A rank that is lost is noticed by those that wait for its words, and they tell the others in the same agreement. Of one
 that is lost between two rounds some may learn later: its word is out, and they have agreed with it.
@@ -229,13 +230,15 @@ class Control:
 
     def _or(self, numbers: torch.Tensor, tag: int, operation: str) -> torch.Tensor:
         ring = self.ranks.context.ring
-        if ring is None:
-            return self._rounds.combine(numbers, tag, operation)
         started = time.perf_counter()
         try:
+            # A ring brings one number in few messages, and cuts more than one into a part for each rank.
+            if ring is None or len(numbers) > 1:
+                return self._rounds.combine(numbers, tag, operation)
             ring.combine(numbers, operation)
         except PeerLostError:
-            self.cut_off()
+            if ring is not None:
+                self.cut_off()
             raise
         nbytes, waited = numbers.nbytes, time.perf_counter() - started
         self.traffic.add("control", sent=nbytes, received=nbytes, calls=1, waited=waited)

@@ -52,12 +52,15 @@ class ProcessMemory:
     def __init__(self, process: int, parts: Sequence[tuple[int, int, int]]) -> None:
         self._process = process
         batches: list[list[tuple[int, int, int]]] = [[]]
+        total = 0
         for here, there, nbytes in parts:
             for start in range(0, nbytes, _MOST_BYTES):
                 size = min(_MOST_BYTES, nbytes - start)
-                if len(batches[-1]) == _MOST_PARTS or sum(part[2] for part in batches[-1]) + size > _MOST_BYTES:
+                if len(batches[-1]) == _MOST_PARTS or total + size > _MOST_BYTES:
                     batches.append([])
+                    total = 0
                 batches[-1].append((here + start, there + start, size))
+                total += size
         self._calls = [(_vectors(batch, 0), _vectors(batch, 1), sum(part[2] for part in batch)) for batch in batches]
 
     def read(self) -> None:

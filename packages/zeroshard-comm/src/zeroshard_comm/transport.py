@@ -15,7 +15,7 @@ from zeroshard_comm.collective_reducer import CollectiveReducer
 from zeroshard_comm.interfaces import GradientReducer, ParameterBroadcaster, Segment
 from zeroshard_comm.message_reducer import WINDOW_BYTES, MessageReducer
 from zeroshard_comm.receive_window import ReceiveWindow
-from zeroshard_comm.same_host import WORTH_READING, SameHostBroadcaster, SameHostReducer, all_read, scratch_memory
+from zeroshard_comm.same_host import WORTH_READING, SameHostReducer, all_read, scratch_memory
 
 TAG_BUCKETS = 0x5A530032
 
@@ -29,7 +29,7 @@ class Transport(ABC):
     Attributes:
         tags: offset to the tags of its messages, which must be the same on all ranks; 0 if it sends none.
         uses_thread: whether another thread finishes what one has begun; else all is done in one order on all ranks.
-        shares_buckets: whether the parameters of a bucket travel by themselves, or all of them together.
+        shares_buckets: whether the parameters of a bucket travel by themselves, or all together, as without buckets.
     """
 
     tags: int = 0
@@ -46,9 +46,9 @@ class Transport(ABC):
             tensors: number of tensors in it.
         """
 
-    @abstractmethod
     def broadcaster(self, segments: Sequence[Segment]) -> ParameterBroadcaster:
-        """Make what brings all ranks the owners' values of some segments."""
+        """Make what brings all ranks the owners' values of some segments, where :attr:`shares_buckets`."""
+        raise NotImplementedError
 
 
 class MessageTransport(Transport):
@@ -113,10 +113,6 @@ class SameHostTransport(Transport):
     def reducer(self, runs: Sequence[Run], bucket: torch.Tensor, tensors: int) -> GradientReducer:
         """Make one that reads this rank's part where the others have it."""
         return SameHostReducer(self._control, runs, bucket.dtype, tensors, self._scratch)
-
-    def broadcaster(self, segments: Sequence[Segment]) -> ParameterBroadcaster:
-        """Make one for the thread that calls a step."""
-        return SameHostBroadcaster(self._control, segments)
 
 
 def choose_transport(control: Control, device: torch.device, nbytes: int) -> Transport:

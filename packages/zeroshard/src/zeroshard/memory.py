@@ -55,8 +55,10 @@ def check_shared_memory(groups: Sequence[Mapping[str, Any]], active: Sequence[bo
 
 def _ranges(index: int, param: torch.Tensor) -> torch.Tensor:
     """The unbroken ranges of a parameter's memory, (3, ranges): first byte, byte after the last, and ``index``."""
-    length = param.element_size()
-    starts = torch.tensor([param.data_ptr()], device="cpu")
+    length, start = param.element_size(), param.data_ptr()
+    if is_dense(param):
+        return torch.tensor([[start], [start + param.numel() * length], [index]], device="cpu")
+    starts = torch.tensor([start], device="cpu")
     for step, size in sorted(zip(param.stride(), param.shape, strict=True)):
         nbytes = step * param.element_size()
         if nbytes == length:

@@ -11,15 +11,17 @@ import json
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from operator import xor
+from dataclasses import fields
+from functools import reduce
+from operator import attrgetter, xor
 
 import torch
 from zeroshard_comm import Control
 from zeroshard_core import TensorSpec, is_dense, storage_view
 
+_kind_of = attrgetter(*[field.name for field in fields(TensorSpec) if field.name != "name"])
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_CHUNK = 2**18
+_CHUNK = 2**16
 """Elements that are multiplied by their weights at once, so that a sum needs little memory."""
 _ODD = 0x1E3779B97F4A7C15
 
@@ -32,12 +34,12 @@ def read_order(control: Control, specs: Sequence[TensorSpec], params: Sequence[t
     """
     if control.alone:
         return {}
-    kinds = {index: replace(spec, name="") for index, spec in enumerate(specs) if spec.name == f"param.{index}"}
+    kinds = {index: _kind_of(spec) for index, spec in enumerate(specs) if spec.name == f"param.{index}"}
     count = Counter(kinds.values())
     found = [index for index, kind in kinds.items() if count[kind] > 1]
     # Equal values of two kinds are two things.
-    seeds = [zlib.crc32(repr(kinds[index]).encode()) for index in found]
-    sums = map(xor, seeds, checksums([params[index] for index in found]))
+    seeds = {kind: zlib.crc32(repr(kind).encode()) for kind in count}
+    sums = map(xor, [seeds[kinds[index]] for index in found], checksums([params[index] for index in found]))
     titles = [f"tensor {index} {specs[index].name!r} of shape {specs[index].shape}" for index in found]
     return dict(zip(titles, sums, strict=True))
 
@@ -85,11 +87,10 @@ def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
         if tensor.device not in weights:
             places = torch.arange(1, _CHUNK + 1, device=tensor.device) * _ODD
             weights[tensor.device] = (places ^ (places >> 29)) | 1
-        total = torch.zeros((), dtype=torch.int64, device=tensor.device)
         flat = storage_view(tensor) if is_dense(tensor) else tensor.contiguous().view(-1)
-        for chunk in as_integers(flat).view(-1).split(_CHUNK):
-            total = total * 31 + (chunk * weights[tensor.device][: len(chunk)]).sum()
-        return int(total)
+        chunks = as_integers(flat).view(-1).split(_CHUNK)
+        sums = [(chunk * weights[tensor.device][: len(chunk)]).sum() for chunk in chunks]
+        return int(reduce(lambda total, part: total * 31 + part, sums))
 
     return [checksum(tensor.detach()) for tensor in tensors]
 

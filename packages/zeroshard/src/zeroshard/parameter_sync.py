@@ -94,6 +94,11 @@ class ParameterSync:
         """The storage of the flat buffers, 1-D; empty without bucket views."""
         return tuple(buffer.storage for buffer in self._buffers)
 
+    @property
+    def broadcaster(self) -> ParameterBroadcaster | None:
+        """Brings all active parameters if they are on one device and without gaps; None if there is nobody to tell."""
+        return next(iter(self._broadcasters), None)
+
     def moved(self) -> bool:
         """Tell whether some parameter's ``.data`` was rebound since :meth:`follow`: elsewhere, or read otherwise."""
         return _places(self._dense) != self._found

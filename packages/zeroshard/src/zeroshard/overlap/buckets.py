@@ -118,11 +118,12 @@ class Buckets:
         self._gradients.locate(states)
         self._known = frozenset([tensor for state in states for tensor in state.tensors])
         self._local.bound_by_buckets = self._known
-        active = [index for index, is_active in enumerate(self._layout.active) if is_active]
-        self._rest_tensors = rest = [index for index in active if index not in self._known]
-        segments = self._sync.segments(self._layout.plan, rest if self.transport.shares_buckets else active)
-        sharing = Sharing([self._params[index] for index in rest], self.transport.broadcaster(segments))
-        self.rest = Unbucketed(self._local, rest, sharing)
+        active = self._layout.active
+        self._rest_tensors = rest = [i for i, is_active in enumerate(active) if is_active and i not in self._known]
+        broadcaster = self._sync.broadcaster
+        if self.transport.shares_buckets:
+            broadcaster = self.transport.broadcaster(self._sync.segments(self._layout.plan, rest))
+        self.rest = Unbucketed(self._local, rest, Sharing([self._params[index] for index in rest], broadcaster))
 
     @property
     def arrived(self) -> Sequence[BucketState]:
@@ -286,6 +287,9 @@ def _check_order(bucket: Bucket, place: int, title: str) -> None:
     """
     param, grad = bucket.params[place], bucket.params[place].grad
     if param.dim() < 2 or grad is None or type(grad) is GradPlaceholder or not bucket.present[place]:
+        return
+    if grad.data_ptr() == bucket.gradients[place].data_ptr() and grad.stride() == param.stride():
+        # It is the place in the bucket.
         return
     offset = int(bucket.gradients[place].storage_offset()) - int(bucket.buffer.storage_offset())
     view = gradient_view(bucket.buffer, offset, param.shape, param.stride())
