@@ -6,11 +6,13 @@ those that each rank has accumulated by itself are added to them, divided by the
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from join_training import Uneven, inputs
 from torch import nn
 
@@ -144,16 +146,27 @@ class InOneProcess:
         act(self._model)
 
 
-def compare(uneven: Uneven, script: Script, join: Any, *, bound: float = 1e-12) -> Any:
-    """Run a script on ranks and in one process, and compare parameters."""
-    on_ranks = OnRanks(uneven)
-    with join([uneven.ddp, uneven.optimizer], divide_by_initial_world_size=uneven.divide_by_initial) as context:
-        for number in range(uneven.lengths[uneven.rank]):
-            script(on_ranks, number)
+REFUSED = r"whose part of them nobody knows"
+
+
+def compare(uneven: Uneven, script: Script, join: Any, *, bound: float = 1e-12, may_refuse: bool = False) -> bool:
+    """Run a script on ranks and in one process, and compare parameters; return whether it was not refused."""
+    on_ranks, refusal = OnRanks(uneven), ""
+    try:
+        with join([uneven.ddp, uneven.optimizer], divide_by_initial_world_size=uneven.divide_by_initial):
+            for number in range(uneven.lengths[uneven.rank]):
+                script(on_ranks, number)
+    except RuntimeError as error:
+        refusal = str(error)
+    refused: list[str] = [""] * dist.get_world_size(uneven.group)
+    dist.all_gather_object(refused, refusal, group=uneven.group)
+    if any(refused):
+        assert may_refuse and all(re.search(REFUSED, each) for each in refused), refused
+        return False
     refer(uneven, script)
     distance = uneven.distance()
     assert distance <= bound, f"parameters are {distance:.3g} off: {uneven.lengths}, {uneven.hook}"
-    return context
+    return True
 
 
 def refer(uneven: Uneven, script: Script) -> None:

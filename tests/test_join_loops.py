@@ -163,6 +163,11 @@ WITHOUT_HOOK: list[Script] = [
 ]
 
 
+def may_refuse(hook: str, script: Script, numbers: list[int]) -> bool:
+    # DDP rebuilds its buckets in the second forward, with what was kept in them.
+    return script is decay_in_windows or (hook == "owner" and min(numbers) < 2)
+
+
 def possible(hook: str) -> list[Script]:
     if hook == "none":
         return [*OF_ALL_HOOKS, *NOT_STEPPED_EARLY, *WITHOUT_HOOK]
@@ -178,7 +183,12 @@ EVERY_FORM = pytest.mark.parametrize(("hook", "script"), FORMS, ids=lambda each:
 def test_loops_of_every_form(hook: str, script: Script) -> None:
     divides = cycle([True, False] if FORMS.index((hook, script)) % 2 else [False, True])
     for numbers in lengths_of(2):
-        compare(Uneven(numbers, hook, divide_by_initial=next(divides)), script, Join)
+        compare(
+            Uneven(numbers, hook, divide_by_initial=next(divides)),
+            script,
+            Join,
+            may_refuse=may_refuse(hook, script, numbers),
+        )
 
 
 @pytest.mark.exhaustive
@@ -190,7 +200,8 @@ def test_loops_of_every_form_on_more_ranks(
     world_size: int, hook: str, script: Script, divide: bool, partition: str
 ) -> None:
     for numbers in lengths_of(world_size):
-        compare(Uneven(numbers, hook, divide_by_initial=divide, partition=partition), script, Join)
+        uneven = Uneven(numbers, hook, divide_by_initial=divide, partition=partition)
+        compare(uneven, script, Join, may_refuse=may_refuse(hook, script, numbers))
 
 
 def drawn(seed: int, hook: str) -> Script:
@@ -247,13 +258,13 @@ def drawn(seed: int, hook: str) -> Script:
     return script
 
 
-def check_drawn(world_size: int, hook: str, seed: int) -> None:
+def check_drawn(world_size: int, hook: str, seed: int) -> bool:
     dice = random.Random(seed)
     numbers = [dice.choice([0, 1, 3, 5, 8, 11]) for _ in range(world_size)]
     partition = dice.choice(["whole", "split", "hybrid"])
     views = {"gradient_as_bucket_view": dice.random() < 0.5}
     uneven = Uneven(numbers, hook, divide_by_initial=dice.random() < 0.5, partition=partition, ddp=views)
-    compare(uneven, drawn(seed, hook), Join)
+    return compare(uneven, drawn(seed, hook), Join, may_refuse=True)
 
 
 @pytest.mark.ranks(3, backend="gloo")

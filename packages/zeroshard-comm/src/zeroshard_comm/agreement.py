@@ -176,6 +176,20 @@ class Control:
             held = "" if is_unanimous(combined) else detail()
             return self._exchange_errors(operation, digest, held, kind, text, error, explain)
 
+    def is_unanimous(self, operation: str, digest: int) -> bool:
+        """Tell every rank whether all have the same 63-bit number. Collective.
+
+        Raises:
+            PeerLostError: if a rank is gone.
+        """
+        if self.alone:
+            return True
+        with self.ranks.context.one_at_a_time(operation):
+            alike = is_unanimous(self._combine(operation, digest, failed=False))
+            if alike:
+                self._connect()
+        return alike
+
     def any_raised(self, raised: bool, operation: str) -> bool:
         """Tell every rank whether any rank raised its hand. Collective.
 

@@ -11,6 +11,7 @@ import gc
 import json
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any, Protocol
@@ -110,7 +111,7 @@ class Attendance:
     joined: tuple[int, ...]
 
 
-def exchange(control: Control, mine: Announcement) -> Attendance:
+def exchange(control: Control, mine: Announcement, error: Exception | None = None) -> Attendance:
     """Tell all ranks what this one is about to do, and hear it from them. Collective.
 
     Raises:
@@ -118,9 +119,13 @@ def exchange(control: Control, mine: Announcement) -> Attendance:
         PeerLostError: if a rank is gone.
         Exception: the error of a rank that has failed, on every rank.
     """
-    answers = [Announcement.of(word) for [word] in control.all_gather_ints([mine.word], "a call inside Join")]
+    size = control.ranks.world_size
+    if control.is_unanimous("a call inside Join", mine.word):
+        answers = [mine] * size
+    else:
+        answers = [Announcement.of(word) for [word] in control.all_gather_ints([mine.word], "a call inside Join")]
     if any(answer.call is Call.FAILED for answer in answers):
-        control.check_consistent("leaving Join")
+        control.check_consistent("leaving Join", error=error)
     running = tuple([rank for rank, answer in enumerate(answers) if answer.call is not Call.JOINED])
     joined = tuple([rank for rank, answer in enumerate(answers) if answer.call is Call.JOINED])
     made = answers[running[0]] if running else Announcement(Call.JOINED)
@@ -136,12 +141,9 @@ def exchange(control: Control, mine: Announcement) -> Attendance:
 
 def fail(control: Control, error: Exception) -> None:
     """Tell all ranks of an error at their next announcement. Collective."""
-    try:
-        control.all_gather_ints([Announcement(Call.FAILED).word], "leaving Join")
-        control.inconsistency("leaving Join", error=error)
-    finally:
-        # A frame that keeps an error which passes through it keeps itself alive.
-        del error
+    with suppress(Exception):
+        # Raises it.
+        exchange(control, Announcement(Call.FAILED), error)
 
 
 def send_values(control: Control, peer: int, value: object) -> None:
@@ -269,13 +271,14 @@ class Participant:
             if rank == source:
                 common = self._describe(call, arguments)
                 written = {peer: {**common, **self._tensors_for(peer, call)} for peer in attendance.joined}
-        for peer, values in written.items():
-            send_values(control, peer, values)
-        if rank in attendance.joined:
-            given = receive_values(control, source)
-            arguments = given["arguments"]
-            self._take_hyperparameters(given["groups"], given["agreed"])
-            self._take_tensors(call, given)
+        with agreed(control, "a call inside Join"):
+            for peer, values in written.items():
+                send_values(control, peer, values)
+            if rank in attendance.joined:
+                given = receive_values(control, source)
+                arguments = given["arguments"]
+                self._take_hyperparameters(given["groups"], given["agreed"])
+                self._take_tensors(call, given)
         return arguments
 
     def _check(self, call: Call) -> None:
@@ -345,10 +348,10 @@ class Participant:
                 grad.zero_()
         for tensor, values in given["gradients"].items():
             param = params[int(tensor)]
-            param.grad = values.to(param.device)
-            if values.shape != param.shape:
+            is_whole = values.shape == param.shape
+            param.grad = values.to(param.device) if is_whole else torch.zeros_like(param)
+            if not is_whole:
                 # This rank's part of it; the rest is not looked at.
-                param.grad = torch.zeros_like(param)
                 self._of_rank(rank, [each.grad for each in params])[tensor].copy_(values)
 
     def drop_gradients(self) -> None:

@@ -24,7 +24,7 @@ from zeroshard.joining import (
     receive_values,
     send_values,
 )
-from zeroshard_comm import Control, PeerLostError, RankGroup
+from zeroshard_comm import Control, RankGroup
 
 from zeroshard_integrations._torch_private import divide_by
 from zeroshard_integrations.ddp import optimizers_of_hooks
@@ -117,11 +117,11 @@ class JoinContext:
         else:
             self._hooks[place] = joinable.join_hook(**self._arguments)
         if isinstance(joinable, DistributedDataParallel):
-            takes_buckets = bool(optimizers_of_hooks(joinable))
+            owner = next(iter(optimizers_of_hooks(joinable)), None)
             model = DDPModel(
                 joinable,
-                takes_buckets=takes_buckets,
-                divides_by_running=divides_by_running and not takes_buckets,
+                owner=owner,
+                divides_by_running=divides_by_running and owner is None,
                 begins=lambda model: self._backward_begins(place, model),
             )
             self._models[place] = model
@@ -146,12 +146,7 @@ class JoinContext:
         """
         if not self._is_told and not any(model.in_backward for model in self._models.values()):
             self._is_told = True
-            try:
-                fail(self._control, error)
-            except PeerLostError:
-                pass
-            finally:
-                del error
+            fail(self._control, error)
 
     # ------------------------------------------------------------------ a rank that still has data
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
-from zeroshard import GradPlaceholder
+from zeroshard import GradPlaceholder, ZeroRedundancyOptimizer
 from zeroshard._torch_private import local_used_map, version_of
 from zeroshard_core import is_dense
 
@@ -53,13 +53,13 @@ class DDPModel:
 
     Args:
         ddp: the model.
-        takes_buckets: whether a communication hook of zeroshard keeps the gradients at their owners.
+        owner: the optimizer to which a communication hook of zeroshard hands the gradients, if there is one.
         divides_by_running: whether gradients are averaged over the ranks that still have data, where DDP does that.
         begins: called with the model directly before the first gradient of a backward that reduces.
 
     Attributes:
         ddp: as given.
-        takes_buckets: as given.
+        takes_buckets: whether there is an owner, and gradients lie at the ranks that own them.
         divides_by_running: as given.
         in_backward: whether a backward has begun on this rank that has not come to its end.
         watches_all: whether to follow, from the next forward on, when all gradients of a backward are there.
@@ -72,16 +72,12 @@ class DDPModel:
         self,
         ddp: DistributedDataParallel,
         *,
-        takes_buckets: bool,
+        owner: ZeroRedundancyOptimizer | None,
         divides_by_running: bool,
         begins: Callable[[DDPModel], None],
     ) -> None:
-        self.ddp, self.takes_buckets, self.divides_by_running, self._begins = (
-            ddp,
-            takes_buckets,
-            divides_by_running,
-            begins,
-        )
+        self.ddp, self._owner, self._begins = ddp, owner, begins
+        self.takes_buckets, self.divides_by_running = owner is not None, divides_by_running
         self.in_backward, self.has_all, self.window = False, True, 0
         self._reduces, self._local_forwards, self._has_run = False, 0, False
         self._trained: list[torch.Tensor] = []
@@ -167,10 +163,10 @@ class DDPModel:
         if self.held is Held.LOCAL and self._marked() == self._marks:
             return
         grads = self._grads()
-        if self.takes_buckets and not all(isinstance(grad, GradPlaceholder) for grad in grads):
+        if any(map(self._is_replaced, self.ddp.module.parameters())):
             # DDP has just rebuilt its buckets, and each owner has put its own parts into them.
             self.held = Held.UNKNOWN
-        elif all(map(_is_zero, grads)):
+        elif all(map(self._is_zero, grads)):
             self.held = Held.LOCAL if is_local else Held.NOTHING
             self.window += is_local
         elif is_local or self.held is not Held.REDUCED:
@@ -179,6 +175,16 @@ class DDPModel:
 
     def _grads(self) -> list[torch.Tensor]:
         return [param.grad for param in self.ddp.module.parameters() if param.grad is not None]
+
+    def _is_zero(self, grad: torch.Tensor) -> bool:
+        if self.takes_buckets:
+            return not isinstance(grad, GradPlaceholder) or grad.is_zero()
+        values = grad if grad.layout is torch.strided else grad.coalesce().values()
+        return not bool(values.any())
+
+    def _is_replaced(self, param: torch.Tensor) -> bool:
+        follower = self._owner._sharded.follower if self._owner is not None else None
+        return follower is not None and follower.scheduler.gradients.is_replaced(param)
 
     def _marked(self) -> list[tuple[int, int]]:
         """What changes if a gradient is written or replaced."""
@@ -215,7 +221,9 @@ class DDPModel:
     def told_gradients(self) -> list[Any]:
         """Return the gradients for ranks without data; of those that lie at their owners, whether they are there."""
         grads = [param.grad for param in self.ddp.module.parameters()]
-        return [grad if grad is None else not _is_zero(grad) if self.takes_buckets else grad.detach() for grad in grads]
+        return [
+            grad if grad is None else not self._is_zero(grad) if self.takes_buckets else grad.detach() for grad in grads
+        ]
 
     def take_gradients(self, told: Sequence[Any]) -> None:
         """Take :meth:`told_gradients` of a rank that has data."""
@@ -274,13 +282,6 @@ def _is_added_to(param: torch.Tensor) -> bool:
     except RuntimeError:
         # Not of a parameter to which `torch.autograd.grad` differentiates.
         return False
-
-
-def _is_zero(grad: torch.Tensor) -> bool:
-    if isinstance(grad, GradPlaceholder):
-        return grad.is_zero()
-    values = grad if grad.layout is torch.strided else grad.coalesce().values()
-    return not bool(values.any())
 
 
 def _fill(bucket: Any, share: int) -> None:  # noqa: ANN401 - a GradBucket

@@ -242,6 +242,10 @@ class GradAccumulator:
         if not is_used:
             self._replaced[tensor] = place.data_ptr()
 
+    def is_replaced(self, param: torch.Tensor) -> bool:
+        """Whether DDP has put a kept gradient into a new bucket since the last backward; see :meth:`replace`."""
+        return self.index_of.get(param) in self._replaced
+
     def advice(self, operation: str) -> str:
         """Say why an operation on a placeholder cannot be done, and what to call instead."""
         return _advice(operation, steps_early=self._steps_early)
