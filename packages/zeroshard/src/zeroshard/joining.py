@@ -8,11 +8,10 @@ part. Outside of a context nothing is announced.
 from __future__ import annotations
 
 import gc
-import json
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Protocol
 
@@ -20,25 +19,17 @@ import torch
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
-from zeroshard_comm import Control, DisagreementError, agreed, receive, send
+from zeroshard_comm import Control, DisagreementError, PeerLostError, agreed
 
 from zeroshard._torch_private import JoinConfig, foreach_norm, join_config, local_used_map, set_join_config
 from zeroshard.local_optimizer import NOT_SYNCED
-from zeroshard.overlap.accumulation import GradAccumulator
 from zeroshard.overlap.backward import BackwardFollower
-from zeroshard.overlap.bucket import Bucket, gradient_view
 from zeroshard.overlap.placeholder import GradPlaceholder
 from zeroshard.param_groups import ParamGroup
 from zeroshard.sharding import Sharding
-from zeroshard.state.serialization import read_value, write_value
+from zeroshard.state.serialization import receive_value, send_value, write_value
 
-TAG_SIZE = 0x5A530050
-TAG_VALUES = 0x5A530051
-
-USE_OURS = "use zeroshard_integrations.join.Join in place of torch's"
-
-
-# ---------------------------------------------------------------------- what ranks tell each other
+_USE_OURS = "use zeroshard_integrations.join.Join in place of torch's"
 
 
 class Call(IntEnum):
@@ -78,22 +69,19 @@ class Announcement:
     reduces: bool = False
     with_grad: bool = False
 
-    @property
-    def word(self) -> int:
-        """All of it as an integer."""
+    def to_word(self) -> int:
+        """Return all of it as an integer."""
         return self.call | self.reduces << 4 | self.with_grad << 5 | self.place << 6
 
     @classmethod
-    def of(cls, word: int) -> Announcement:
-        """Read :attr:`word`."""
+    def from_word(cls, word: int) -> Announcement:
+        """Return what :meth:`to_word` has written."""
         return cls(Call(word & 15), word >> 6, bool(word >> 4 & 1), bool(word >> 5 & 1))
 
     def __str__(self) -> str:
-        """Return such as ``"step() of joinable 2"``."""
-        name = f"{self.call.name.lower()} of joinable {self.place}"
-        if self.call is Call.FORWARD:
-            name += f" {'with' if self.with_grad else 'without'} gradients, {'not ' * self.reduces}under no_sync()"
-        return name
+        """Return such as ``"step of joinable 2"``."""
+        how = "" if self.reduces else " under no_sync()" if self.with_grad else " without gradients"
+        return f"{self.call.name.lower()} of joinable {self.place}{how * (self.call is Call.FORWARD)}"
 
 
 @dataclass(frozen=True)
@@ -108,26 +96,34 @@ class Attendance:
 
     made: Announcement
     running: tuple[int, ...]
-    joined: tuple[int, ...]
+    joined: tuple[int, ...] = ()
 
 
 def exchange(control: Control, mine: Announcement, error: Exception | None = None) -> Attendance:
     """Tell all ranks what this one is about to do, and hear it from them. Collective.
+
+    Args:
+        control: the channel of the ranks.
+        mine: what this rank is about to do.
+        error: with ``Call.FAILED``, why.
 
     Raises:
         DisagreementError: if ranks that still have data are about to do different things.
         PeerLostError: if a rank is gone.
         Exception: the error of a rank that has failed, on every rank.
     """
-    size = control.ranks.world_size
-    if control.is_unanimous("a call inside Join", mine.word):
-        answers = [mine] * size
-    else:
-        answers = [Announcement.of(word) for [word] in control.all_gather_ints([mine.word], "a call inside Join")]
+    answers = [mine] * control.ranks.world_size
+    if not control.is_unanimous("a call inside Join", mine.to_word()):
+        words = control.all_gather_ints([mine.to_word()], "a call inside Join")
+        answers = [Announcement.from_word(word) for [word] in words]
+    if mine.call is Call.FAILED:
+        # Not raised: its frames would keep the context.
+        control.inconsistency("leaving Join", error=error)
+        return Attendance(mine, ())
     if any(answer.call is Call.FAILED for answer in answers):
-        control.check_consistent("leaving Join", error=error)
-    running = tuple([rank for rank, answer in enumerate(answers) if answer.call is not Call.JOINED])
+        control.check_consistent("leaving Join")
     joined = tuple([rank for rank, answer in enumerate(answers) if answer.call is Call.JOINED])
+    running = tuple([rank for rank in range(len(answers)) if rank not in joined])
     made = answers[running[0]] if running else Announcement(Call.JOINED)
     for rank, answer in enumerate(answers):
         if answer != made and (rank in running or answer.place not in (0, made.place)):
@@ -141,63 +137,8 @@ def exchange(control: Control, mine: Announcement, error: Exception | None = Non
 
 def fail(control: Control, error: Exception) -> None:
     """Tell all ranks of an error at their next announcement. Collective."""
-    with suppress(Exception):
-        # Raises it.
+    with suppress(PeerLostError):
         exchange(control, Announcement(Call.FAILED), error)
-
-
-def send_values(control: Control, peer: int, value: object) -> None:
-    """Send tensors, numbers, strings, None, and lists and dicts of these to a rank.
-
-    Raises:
-        PeerLostError: if it is gone.
-    """
-    assert control.channel is not None
-    tensors: list[torch.Tensor] = []
-    text = json.dumps(write_value(value, tensors, "what is handed over inside Join")).encode()
-    body = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    send(control.channel, peer, torch.tensor([len(text)], device="cpu"), TAG_SIZE, "Join").wait("Join")
-    for tensor in (body, *tensors):
-        if tensor.numel() > 0:
-            values = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-            send(control.channel, peer, values, TAG_VALUES, "Join").wait("Join")
-
-
-def receive_values(control: Control, peer: int) -> Any:  # noqa: ANN401 - as send_values
-    """Receive what :func:`send_values` sends; tensors are on the CPU, and contiguous.
-
-    Raises:
-        PeerLostError: if the rank is gone.
-    """
-    channel = control.channel
-    assert channel is not None
-
-    def arriving(dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int] | None = None) -> torch.Tensor:  # noqa: ARG001 - as MakeTensor
-        tensor = torch.empty(shape, dtype=dtype, device="cpu")
-        if tensor.numel() > 0:
-            receive(channel, peer, tensor.view(-1).view(torch.uint8), TAG_VALUES, "Join").wait("Join")
-        return tensor
-
-    size = torch.zeros(1, dtype=torch.int64, device="cpu")
-    receive(channel, peer, size, TAG_SIZE, "Join").wait("Join")
-    return read_value(json.loads(bytes(arriving(torch.uint8, [int(size)]).tolist())), arriving)
-
-
-# ---------------------------------------------------------------------- the part of one optimizer
-
-
-class _Sharded(Protocol):
-    """All of an optimizer; it is a :class:`zeroshard.sharded_optimizer.ShardedOptimizer`."""
-
-    joining: Participant
-    sharding: Sharding
-    follower: BackwardFollower | None
-
-    @property
-    def steps_early(self) -> bool: ...
-    def apply_step(self, arguments: Mapping[str, Any]) -> object: ...
-    def apply_clipping(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> object: ...
-    def apply_consolidation(self, target: int) -> None: ...
 
 
 class Participant:
@@ -225,9 +166,7 @@ class Participant:
         self.divides_by_running = False
 
     def announce(self, call: Call, **arguments: Any) -> None:  # noqa: ANN401 - of any call
-        """Announce a call, and hand over what it needs if a rank has run out of data. Collective.
-
-        A no-op outside of a context.
+        """Announce a call, and hand over what it needs if a rank has run out of data. Collective; a no-op outside.
 
         Args:
             call: what this rank is about to do.
@@ -250,8 +189,8 @@ class Participant:
         """Announce that such a backward has come to its end."""
         self.announce(Call.END)
 
-    def hand_over(self, attendance: Attendance, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - arguments of any call
-        """Bring ranks without data what a call needs: from the first rank that has some. Collective.
+    def hand_over(self, attendance: Attendance, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - of any call
+        """Bring ranks without data what a call needs, from the first rank that has some. Collective.
 
         Args:
             attendance: of the call.
@@ -273,9 +212,9 @@ class Participant:
                 written = {peer: {**common, **self._tensors_for(peer, call)} for peer in attendance.joined}
         with agreed(control, "a call inside Join"):
             for peer, values in written.items():
-                send_values(control, peer, values)
+                send_value(control, peer, values)
             if rank in attendance.joined:
-                given = receive_values(control, source)
+                given = receive_value(control, source)
                 arguments = given["arguments"]
                 self._take_hyperparameters(given["groups"], given["agreed"])
                 self._take_tensors(call, given)
@@ -287,8 +226,8 @@ class Participant:
                 "add_param_group(), load_state_dict() and step(closure) need all ranks, and one has run out of data: "
                 "call them outside of Join"
             )
-        problem = self.problem()
-        if call is Call.STEP and problem is not None:
+        problem = self.problem() if call is Call.STEP else None
+        if problem is not None:
             raise problem
 
     def _describe(self, call: Call, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -360,6 +299,20 @@ class Participant:
             param.grad = None
 
 
+class _Sharded(Protocol):
+    """All of an optimizer; it is a :class:`zeroshard.sharded_optimizer.ShardedOptimizer`."""
+
+    joining: Participant
+    sharding: Sharding
+    follower: BackwardFollower | None
+
+    @property
+    def steps_early(self) -> bool: ...
+    def apply_step(self, arguments: Mapping[str, Any]) -> object: ...
+    def apply_clipping(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> object: ...
+    def apply_consolidation(self, target: int) -> None: ...
+
+
 def follow(sharded: _Sharded, attendance: Attendance) -> None:
     """Do what the ranks that still have data do with an optimizer. Collective.
 
@@ -391,39 +344,6 @@ def end_backward(sharded: _Sharded) -> None:
         follower.on_backward_end()
 
 
-def contribute(bucket: Bucket, gradients: GradAccumulator) -> Bucket:
-    """Write into a bucket of zeros what this rank has accumulated and not reduced, and regard it as handed over.
-
-    As a backward would whose own gradients are zero: values of backwards under ``no_sync()`` are added up by the
-    reduction, and what was reduced before and not stepped yet is carried over by its owner.
-
-    Args:
-        bucket: as a framework hands it over on a rank without a backward.
-        gradients: of the optimizer that takes it next.
-    """
-    present: list[bool] = []
-    for param, place in zip(bucket.params, bucket.gradients, strict=True):
-        grad = param.grad
-        values = grad
-        if isinstance(grad, GradPlaceholder):
-            if not gradients.is_used(grad._tensor):
-                gradients.carry(grad._tensor)
-                gradients.deliver(grad._tensor)
-            values, grad._local = grad._local, None
-        if values is not None:
-            offset = int(place.storage_offset()) - int(bucket.buffer.storage_offset())
-            gradient_view(bucket.buffer, offset, param.shape, param.stride()).copy_(values)
-        present.append(values is not None)
-        # A parameter that the optimizer does not have is refused by who takes the bucket.
-        placeholder = gradients.placeholder_of(param)
-        if placeholder is not None:
-            param.grad = placeholder
-    return replace(bucket, present=tuple(present), is_own=False)
-
-
-# ---------------------------------------------------------------------- torch's context manager
-
-
 class OptimizerJoinHook(JoinHook):
     """The hook of an optimizer for torch's Join, which tells joinables neither who has run out nor who else there is.
 
@@ -433,36 +353,30 @@ class OptimizerJoinHook(JoinHook):
     Args:
         public: returns the optimizer.
         divide_by_running: whether gradients are averaged over the ranks that still have data.
+
+    Raises:
+        RuntimeError: if the optimizer is in a context of ``zeroshard_integrations.join`` already.
     """
 
     def __init__(self, public: Callable[[], Any], *, divide_by_running: bool) -> None:
+        if type(join_config(public())) is not JoinConfig:
+            raise RuntimeError("this optimizer is in a Join block already, and blocks cannot be nested: leave it first")
         # Not the optimizer itself, which knows this hook until the context is left.
         self._public = public
-        sharded = self._sharded
-        self._control = sharded.sharding.control
+        self._control, params = self._sharded.sharding.control, set(self._sharded.sharding.params)
         self._number = 1 + (position.optimizer if (position := self._control.position) is not None else 0)
-        self._has_forward = False
-        self._kept: Sequence[torch.Tensor] = ()
-        params = set(sharded.sharding.params)
+        self._has_forward, self._kept = False, list[torch.Tensor]()
         # torch does not tell a joinable which others there are.
-        self._models = [
-            weakref.ref(item)
-            for item in gc.get_objects()
-            if issubclass(type(item), DistributedDataParallel) and not params.isdisjoint(item.parameters())
-        ]
+        found = [item for item in gc.get_objects() if issubclass(type(item), DistributedDataParallel)]
+        self._models = [weakref.ref(model) for model in found if not params.isdisjoint(model.parameters())]
+        self._handles: list[RemovableHandle] = []
+        for model in self._present_models():
+            self._handles.append(model.register_forward_pre_hook(_weakly(self._forward_begins)))
         trained = [param for param in params if param.requires_grad]
-        me = weakref.ref(self)
-        self._handles: list[RemovableHandle] = [
-            model.register_forward_pre_hook(lambda *_: hook._forward_begins() if (hook := me()) else None)
-            for model in self._present_models()
-        ]
-        if trained and sharded.follower is None:
-            self._handles.append(
-                torch.autograd.graph.register_multi_grad_hook(
-                    trained, lambda _: hook._backward_begins() if (hook := me()) else None, mode="any"
-                )
-            )
-        joining = sharded.joining
+        if trained and self._sharded.follower is None:
+            begins = _weakly(self._backward_begins)
+            self._handles.append(torch.autograd.graph.register_multi_grad_hook(trained, begins, mode="any"))
+        joining = self._sharded.joining
         joining.exchange, joining.divides_by_running, joining.problem = self._exchange, divide_by_running, self._problem
         self._clear_used_maps()
         super().__init__()
@@ -489,45 +403,41 @@ class OptimizerJoinHook(JoinHook):
         for handle in self._handles:
             handle.remove()
         self._sharded.joining.leave()
-        public = self._public()
-        if public is not None:
-            set_join_config(public, None)
+        set_join_config(self._public(), None)
 
     @property
     def _sharded(self) -> _Sharded:
         found: _Sharded = self._public()._sharded
         return found
 
+    def _present_models(self) -> list[DistributedDataParallel]:
+        return [model for reference in self._models if (model := reference()) is not None]
+
     def _exchange(self, call: Call) -> Attendance:
-        public: Joinable | None = self._public()
-        if public is None or not join_config(public).enable:
-            return Attendance(Announcement(call), (self._control.ranks.rank,), ())
+        public: Joinable = self._public()
+        if not join_config(public).enable:
+            return Attendance(Announcement(call), (self._control.ranks.rank,))
         if call in (Call.STEP, Call.END):
             self._has_forward = False
         if call is Call.STEP:
             Join.notify_join_context(public)
         return exchange(self._control, Announcement(call, self._number))
 
-    def _present_models(self) -> list[DistributedDataParallel]:
-        return [model for reference in self._models if (model := reference()) is not None]
-
     def _check_order(self) -> None:
-        public = self._public()
-        if public is not None and join_config(public).is_first_joinable and self._present_models():
+        if join_config(self._public()).is_first_joinable and self._models:
             raise ValueError(
                 "the optimizer comes before its model in Join, so a rank without data would step before it has "
                 "gradients: write Join([ddp, optimizer])"
             )
 
     def _forward_begins(self) -> None:
-        public = self._public()
-        if public is None or not join_config(public).enable or self._control.alone:
+        if not join_config(self._public()).enable or self._control.alone:
             return
         self._check_order()
         if self._has_forward:
             error = RuntimeError(
                 f"a second forward without step() inside torch's Join, whose ranks without data would wait for that: "
-                f"to accumulate gradients, to leave out steps or to evaluate, {USE_OURS}"
+                f"to accumulate gradients, to leave out steps or to evaluate, {_USE_OURS}"
             )
             fail(self._control, error)
             raise error
@@ -536,40 +446,25 @@ class OptimizerJoinHook(JoinHook):
     def _backward_begins(self) -> None:
         """Keep, without waiting for a device, whether gradients are added to what was reduced before."""
         grads = [param.grad for param in self._sharded.sharding.params if param.grad is not None]
-        self._kept = foreach_norm([grad for grad in grads if grad.layout is torch.strided], 1.0) if grads else ()
+        self._kept = list(foreach_norm([grad for grad in grads if grad.layout is torch.strided], 1.0)) if grads else []
 
     def _problem(self) -> Exception | None:
-        if self._sharded.follower is None and any(bool(norm) for norm in self._kept):
-            return RuntimeError(
-                f"a backward has added to gradients that were not set to zero, and a rank has run out of data in "
-                f"torch's Join, which does not count them: call zero_grad() in every iteration, or {USE_OURS}"
-            )
-        return None
+        if self._sharded.follower is not None or not any(map(bool, self._kept)):
+            return None
+        return RuntimeError(
+            f"a backward has added to gradients that were not set to zero, and a rank has run out of data in torch's "
+            f"Join, which does not count them: call zero_grad() in every iteration, or {_USE_OURS}"
+        )
 
     def _clear_used_maps(self) -> None:
-        """Take the others' marks out of what DDP contributes the next time of this rank's used parameters.
-
-        torch's Join leaves them in, and before the first backward they are whatever was in memory.
-        """
+        """Clear what DDP contributes the next time of this rank's used parameters: torch leaves the others' in it."""
         for model in self._present_models():
             used = local_used_map(model)
             if model.find_unused_parameters and used is not None:
                 used.zero_()
 
 
-def join_in_torch(public: Callable[[], Any], arguments: Mapping[str, Any]) -> JoinHook:
-    """Enter a context of torch's.
-
-    Args:
-        public: returns the optimizer.
-        arguments: of the context, for all joinables.
-
-    Raises:
-        RuntimeError: if the optimizer is in a context of ``zeroshard_integrations.join`` already.
-    """
-    if type(join_config(public())) is not JoinConfig:
-        raise RuntimeError(
-            "this optimizer is in a Join block already, and blocks cannot be nested: leave the outer one first"
-        )
-    divide_by_running = not arguments.get("divide_by_initial_world_size", True)
-    return OptimizerJoinHook(public, divide_by_running=divide_by_running)
+def _call(reference: Callable[[], OptimizerJoinHook | None], method: Callable[[OptimizerJoinHook], None]) -> None:
+    hook = reference()
+    if hook is not None and hook._public() is not None:
+        method(hook)

@@ -71,8 +71,8 @@ class DDPModel:
     def __init__(
         self,
         ddp: DistributedDataParallel,
-        *,
         owner: ZeroRedundancyOptimizer | None,
+        *,
         divides_by_running: bool,
         begins: Callable[[DDPModel], None],
     ) -> None:
@@ -98,10 +98,6 @@ class DDPModel:
             # True: by the number of ranks of the group, whatever the last backward's number was.
             divide_by(self.ddp, self.ddp.process_group.size(), initial=True)
         forget_join(self.ddp)
-
-    def synchronizes_buffers(self) -> bool:
-        """Whether DDP sends module buffers around, for which it must know who still has data."""
-        return len(self.ddp.modules_buffers) > 0
 
     # ------------------------------------------------------------------ a rank that still has data
 
@@ -152,7 +148,8 @@ class DDPModel:
 
     def _ends(self) -> None:
         self.in_backward, self.has_all = False, True
-        self._marks = self._marked()
+        if self.held is Held.LOCAL or self.takes_buckets:
+            self._marks = self._marked()
 
     def look(self, *, is_local: bool) -> None:
         """Find out what the gradients are now, to which a backward adds.
