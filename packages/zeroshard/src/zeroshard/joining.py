@@ -1,8 +1,7 @@
 """Uneven inputs: what ranks with data announce, and what a rank without data does for its optimizer.
 
-Inside a Join context every rank announces every call before it communicates. A rank that has run out of data announces
-that it has; then the first rank with data hands over what the call needs and that one cannot know, and it does its
-part. Outside of a context nothing is announced.
+Inside a Join context every rank announces every call before it communicates, or that it has run out of data. For such
+ranks the first that has data hands over what the call needs, and they do their part.
 """
 
 from __future__ import annotations
@@ -41,15 +40,18 @@ class Call(IntEnum):
     CLIP = 2
     CONSOLIDATE = 3
     BACKWARD = 4
-    """Of a model: the first gradient of a backward that reduces; of an optimizer: that steps during backward."""
+    """One that reduces begins; announced for its model, and by an optimizer that steps during it."""
     END = 5
     """Of a backward that has stepped."""
     FORWARD = 6
-    NOTIFY = 7
+    """One whose backward reduces."""
+    FORWARD_UNDER_NO_SYNC = 7
+    FORWARD_WITHOUT_GRADIENTS = 8
+    NOTIFY = 9
     """Whatever another joinable does."""
-    REFUSED = 8
+    REFUSED = 10
     """What a rank without data cannot take part in, such as loading a state."""
-    FAILED = 9
+    FAILED = 11
     """It leaves the context with an error."""
 
 
@@ -60,28 +62,15 @@ class Announcement:
     Attributes:
         call: what it is about to do.
         place: of what does it, from 1: in the list of joinables, or the number of the optimizer; 0 for any.
-        reduces: of a forward, whether its backward will reduce gradients.
-        with_grad: of a forward, whether gradients are enabled.
     """
 
     call: Call
     place: int = 0
-    reduces: bool = False
-    with_grad: bool = False
-
-    def to_word(self) -> int:
-        """Return all of it as an integer."""
-        return self.call | self.reduces << 4 | self.with_grad << 5 | self.place << 6
-
-    @classmethod
-    def from_word(cls, word: int) -> Announcement:
-        """Return what :meth:`to_word` has written."""
-        return cls(Call(word & 15), word >> 6, bool(word >> 4 & 1), bool(word >> 5 & 1))
 
     def __str__(self) -> str:
-        """Return such as ``"step of joinable 2"``."""
-        how = "" if self.reduces else " under no_sync()" if self.with_grad else " without gradients"
-        return f"{self.call.name.lower()} of joinable {self.place}{how * (self.call is Call.FORWARD)}"
+        """Return such as ``"forward under no_sync of joinable 1"``."""
+        words = self.call.name.lower().replace("_", " ").replace("no sync", "no_sync")
+        return f"{words} of joinable {self.place}"
 
 
 @dataclass(frozen=True)
@@ -102,20 +91,15 @@ class Attendance:
 def exchange(control: Control, mine: Announcement, error: Exception | None = None) -> Attendance:
     """Tell all ranks what this one is about to do, and hear it from them. Collective.
 
-    Args:
-        control: the channel of the ranks.
-        mine: what this rank is about to do.
-        error: with ``Call.FAILED``, why.
-
     Raises:
         DisagreementError: if ranks that still have data are about to do different things.
         PeerLostError: if a rank is gone.
         Exception: the error of a rank that has failed, on every rank.
     """
-    answers = [mine] * control.ranks.world_size
-    if not control.is_unanimous("a call inside Join", mine.to_word()):
-        words = control.all_gather_ints([mine.to_word()], "a call inside Join")
-        answers = [Announcement.from_word(word) for [word] in words]
+    answers, word = [mine] * control.ranks.world_size, mine.call | mine.place << 4
+    if not control.is_unanimous("a call inside Join", word):
+        words = control.all_gather_ints([word], "a call inside Join")
+        answers = [Announcement(Call(word & 15), word >> 4) for [word] in words]
     if mine.call is Call.FAILED:
         # Not raised: its frames would keep the context.
         control.inconsistency("leaving Join", error=error)
@@ -144,14 +128,9 @@ def fail(control: Control, error: Exception) -> None:
 class Participant:
     """Announces the calls of one optimizer, and hands over what ranks without data need for them.
 
-    Args:
-        sharding: of the optimizer.
-        groups: returns its public param groups.
-
     Attributes:
-        exchange: announces a call in the context that the optimizer is in; None outside. Contexts change it.
-        divides_by_running: whether gradients are averaged over the ranks that still have data, where a communication
-            hook of zeroshard reduces them.
+        exchange: announces a call in the context that the optimizer is in; None outside. Contexts change these.
+        divides_by_running: whether a hook of zeroshard averages gradients over the ranks that still have data.
         problem: returns why ranks without data cannot take part in a step, if they cannot.
     """
 
@@ -168,10 +147,6 @@ class Participant:
     def announce(self, call: Call, **arguments: Any) -> None:  # noqa: ANN401 - of any call
         """Announce a call, and hand over what it needs if a rank has run out of data. Collective; a no-op outside.
 
-        Args:
-            call: what this rank is about to do.
-            **arguments: of the call, for the ranks that have run out.
-
         Raises:
             Exception: as :func:`exchange`; or why a rank without data cannot take part, on every rank.
         """
@@ -181,23 +156,12 @@ class Participant:
         if attendance.joined and attendance.running and call is not Call.END:
             self.hand_over(attendance, arguments)
 
-    def announce_backward(self, *, is_own: bool) -> None:
-        """Announce a backward during which shards are stepped; or take part in one that is not this rank's own."""
-        self.announce(Call.BACKWARD if is_own else Call.JOINED)
-
-    def announce_end(self) -> None:
-        """Announce that such a backward has come to its end."""
-        self.announce(Call.END)
+    def announce_backward(self, *, is_own: bool = True, ends: bool = False) -> None:
+        """Announce a backward during which shards are stepped, or its end; or take part in one of the others."""
+        self.announce(Call.END if ends else Call.BACKWARD if is_own else Call.JOINED)
 
     def hand_over(self, attendance: Attendance, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - of any call
-        """Bring ranks without data what a call needs, from the first rank that has some. Collective.
-
-        Args:
-            attendance: of the call.
-            arguments: of the call, on ranks with data.
-
-        Returns:
-            The arguments.
+        """Bring ranks without data what a call needs, and return its arguments. Collective.
 
         Raises:
             Exception: why that is impossible, on every rank.
@@ -205,8 +169,14 @@ class Participant:
         control, source, call = self._sharding.control, attendance.running[0], attendance.made.call
         rank, written = control.ranks.rank, dict[int, Any]()
         with agreed(control, "a call inside Join"):
-            if rank in attendance.running:
-                self._check(call)
+            if call is Call.REFUSED:
+                raise RuntimeError(
+                    "add_param_group(), load_state_dict() and step(closure) need all ranks, and one has run out of "
+                    "data: call them outside of Join"
+                )
+            problem = self.problem() if call is Call.STEP and rank in attendance.running else None
+            if problem is not None:
+                raise problem
             if rank == source:
                 common = self._describe(call, arguments)
                 written = {peer: {**common, **self._tensors_for(peer, call)} for peer in attendance.joined}
@@ -216,19 +186,8 @@ class Participant:
             if rank in attendance.joined:
                 given = receive_value(control, source)
                 arguments = given["arguments"]
-                self._take_hyperparameters(given["groups"], given["agreed"])
-                self._take_tensors(call, given)
+                self._take(call, given)
         return arguments
-
-    def _check(self, call: Call) -> None:
-        if call is Call.REFUSED:
-            raise RuntimeError(
-                "add_param_group(), load_state_dict() and step(closure) need all ranks, and one has run out of data: "
-                "call them outside of Join"
-            )
-        problem = self.problem() if call is Call.STEP else None
-        if problem is not None:
-            raise problem
 
     def _describe(self, call: Call, arguments: Mapping[str, Any]) -> dict[str, Any]:
         groups = [{k: v for k, v in group.items() if k not in NOT_SYNCED} for group in self._groups()]
@@ -248,8 +207,7 @@ class Participant:
         return {
             "parameters": self._of_rank(peer, params) if updates else {},
             "gradients": self._of_rank(peer, grads) if updates and not takes_buckets else {},
-            "absent": [index for index, grad in enumerate(grads) if grad is None],
-            "zeroed": [i for i, grad in enumerate(grads) if isinstance(grad, GradPlaceholder) and grad.is_zero()],
+            "held": [None if g is None else not (isinstance(g, GradPlaceholder) and g.is_zero()) for g in grads],
         }
 
     def _of_rank(self, peer: int, values: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor]:
@@ -261,30 +219,24 @@ class Participant:
                 found[str(shard.tensor)] = shard.box(value.detach()) if plan.is_cut(shard.tensor) else value.detach()
         return found
 
-    def _take_hyperparameters(self, given: Sequence[Mapping[str, Any]], agreed: Mapping[str, str]) -> None:
-        groups = self._groups()
-        for from_group, to_group in zip(given, groups, strict=True):
+    def _take(self, call: Call, given: Mapping[str, Any]) -> None:
+        groups, params, rank = self._groups(), self._sharding.params, self._sharding.control.ranks.rank
+        for from_group, to_group in zip(given["groups"], groups, strict=True):
             for key, value in from_group.items():
                 present = to_group.get(key)
                 if isinstance(value, torch.Tensor) and isinstance(present, torch.Tensor):
-                    present.copy_(value)
-                else:
-                    to_group[key] = value
-        self._sharding.hyperparameters.adopt(agreed, groups)
-
-    def _take_tensors(self, call: Call, given: Mapping[str, Any]) -> None:
-        params, rank = self._sharding.params, self._sharding.control.ranks.rank
+                    value = present.copy_(value)
+                to_group[key] = value
+        self._sharding.hyperparameters.adopt(given["agreed"], groups)
         places = self._of_rank(rank, params)
         for tensor, values in given["parameters"].items():
             places[tensor].copy_(values)
         if call is Call.BACKWARD:
             return
-        for index in given["absent"]:
-            params[index].grad = None
-        for index in given["zeroed"]:
-            grad = params[index].grad
-            if isinstance(grad, GradPlaceholder):
-                grad.zero_()
+        for param, held in zip(params, given["held"], strict=True):
+            param.grad = None if held is None else param.grad
+            if held is False and param.grad is not None:
+                param.grad.zero_()
         for tensor, values in given["gradients"].items():
             param = params[int(tensor)]
             is_whole = values.shape == param.shape
@@ -314,12 +266,7 @@ class _Sharded(Protocol):
 
 
 def follow(sharded: _Sharded, attendance: Attendance) -> None:
-    """Do what the ranks that still have data do with an optimizer. Collective.
-
-    Raises:
-        PeerLostError: if a rank is gone.
-        Exception: what a rank has met.
-    """
+    """Do what the ranks that still have data do with an optimizer; raise what they raise. Collective."""
     call, follower = attendance.made.call, sharded.follower
     if call is Call.END:
         assert follower is not None
@@ -347,15 +294,7 @@ def end_backward(sharded: _Sharded) -> None:
 class OptimizerJoinHook(JoinHook):
     """The hook of an optimizer for torch's Join, which tells joinables neither who has run out nor who else there is.
 
-    So each iteration is one forward and one reducing backward of each model and one ``step()`` of each optimizer. A
-    second forward without a step is an error on every rank that reaches it.
-
-    Args:
-        public: returns the optimizer.
-        divide_by_running: whether gradients are averaged over the ranks that still have data.
-
-    Raises:
-        RuntimeError: if the optimizer is in a context of ``zeroshard_integrations.join`` already.
+    So each iteration is one forward and one reducing backward of each model, and one ``step()`` of each optimizer.
     """
 
     def __init__(self, public: Callable[[], Any], *, divide_by_running: bool) -> None:
@@ -364,13 +303,13 @@ class OptimizerJoinHook(JoinHook):
         # Not the optimizer itself, which knows this hook until the context is left.
         self._public = public
         self._control, params = self._sharded.sharding.control, set(self._sharded.sharding.params)
-        self._number = 1 + (position.optimizer if (position := self._control.position) is not None else 0)
+        self._number = 1 + getattr(self._control.position, "optimizer", 0)
         self._has_forward, self._kept = False, list[torch.Tensor]()
         # torch does not tell a joinable which others there are.
         found = [item for item in gc.get_objects() if issubclass(type(item), DistributedDataParallel)]
-        self._models = [weakref.ref(model) for model in found if not params.isdisjoint(model.parameters())]
+        self._models = weakref.WeakSet([model for model in found if not params.isdisjoint(model.parameters())])
         self._handles: list[RemovableHandle] = []
-        for model in self._present_models():
+        for model in self._models:
             self._handles.append(model.register_forward_pre_hook(_weakly(self._forward_begins)))
         trained = [param for param in params if param.requires_grad]
         if trained and self._sharded.follower is None:
@@ -382,12 +321,7 @@ class OptimizerJoinHook(JoinHook):
         super().__init__()
 
     def main_hook(self) -> None:
-        """Take part in the others' calls of the optimizer, up to their step. Collective.
-
-        Raises:
-            PeerLostError: if a rank is gone.
-            Exception: what a rank has met.
-        """
+        """Take part in the others' calls of the optimizer, up to their step. Collective."""
         self._check_order()
         call = Call.JOINED
         while call not in (Call.STEP, Call.END):
@@ -409,9 +343,6 @@ class OptimizerJoinHook(JoinHook):
     def _sharded(self) -> _Sharded:
         found: _Sharded = self._public()._sharded
         return found
-
-    def _present_models(self) -> list[DistributedDataParallel]:
-        return [model for reference in self._models if (model := reference()) is not None]
 
     def _exchange(self, call: Call) -> Attendance:
         public: Joinable = self._public()
@@ -444,7 +375,7 @@ class OptimizerJoinHook(JoinHook):
         self._has_forward = True
 
     def _backward_begins(self) -> None:
-        """Keep, without waiting for a device, whether gradients are added to what was reduced before."""
+        """Keep the norms of gradients to which a backward adds, without waiting for a device."""
         grads = [param.grad for param in self._sharded.sharding.params if param.grad is not None]
         self._kept = list(foreach_norm([grad for grad in grads if grad.layout is torch.strided], 1.0)) if grads else []
 
@@ -457,14 +388,13 @@ class OptimizerJoinHook(JoinHook):
         )
 
     def _clear_used_maps(self) -> None:
-        """Clear what DDP contributes the next time of this rank's used parameters: torch leaves the others' in it."""
-        for model in self._present_models():
-            used = local_used_map(model)
-            if model.find_unused_parameters and used is not None:
+        """Clear what DDP contributes next of this rank's used parameters: torch leaves the others' in it."""
+        for used in [local_used_map(model) for model in self._models if model.find_unused_parameters]:
+            if used is not None:
                 used.zero_()
 
 
-def _call(reference: Callable[[], OptimizerJoinHook | None], method: Callable[[OptimizerJoinHook], None]) -> None:
-    hook = reference()
-    if hook is not None and hook._public() is not None:
-        method(hook)
+def _weakly(method: Callable[[], None]) -> Callable[..., None]:
+    """Return a hook that calls a method, and does not keep its object."""
+    reference = weakref.WeakMethod(method)
+    return lambda *_: found() if (found := reference()) is not None else None

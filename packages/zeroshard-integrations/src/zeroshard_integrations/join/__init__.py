@@ -56,8 +56,8 @@ class Join:
         ...         optimizer.zero_grad()
         ...         ddp(batch).sum().backward()
         ...         optimizer.step()
-        >>> join.running, join.shadowed_steps
-        (0, 0)
+        >>> join.running
+        0
         >>> dist.destroy_process_group()
     """
 
@@ -81,14 +81,6 @@ class Join:
             return dist.get_world_size(self._group)
         return len(self._context.attendance.running)
 
-    @property
-    def shadowed_steps(self) -> int:
-        """How many steps of the others this rank has taken part in without data of its own.
-
-        Of all sharded optimizers; of reductions of the first model's gradients, where none steps.
-        """
-        return self._context.steps if self._context is not None else 0
-
     notify_join_context = staticmethod(TorchJoin.notify_join_context)
     """What a joinable calls before the collectives that its hook shadows, on every rank alike: torch's, for both."""
 
@@ -97,9 +89,8 @@ class Join:
 
         Raises:
             DisagreementError: if ranks enter with other joinables or settings.
-            RuntimeError: if a joinable is in a context already.
-            Exception: what a joinable has raised when it was asked for its hook; on every rank.
             PeerLostError: if a rank is gone.
+            Exception: what a joinable has raised when it was asked for its hook; on every rank.
         """
         if self._enable:
             self._context = None

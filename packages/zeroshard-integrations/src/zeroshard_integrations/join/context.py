@@ -29,18 +29,10 @@ _UNKNOWN = (
 
 
 class JoinContext:
-    """The state of a context. It belongs to the thread that trains.
-
-    Args:
-        joinables: in the order of the context.
-        throws: whether a rank that runs out is an error on every rank.
-        arguments: for the joinables' hooks.
+    """The state of a context that is entered, for the thread that trains; arguments and errors as :class:`Join`'s.
 
     Attributes:
         attendance: what all ranks have announced last.
-
-    Raises:
-        Exception: as :meth:`Join.__enter__`.
     """
 
     def __init__(self, joinables: Sequence[Joinable], *, throws: bool, arguments: Mapping[str, Any]) -> None:
@@ -51,20 +43,12 @@ class JoinContext:
         ranks = RankGroup.of(check_joinables(joinables))
         self._rank, self._control = ranks.rank, Control(ranks)
         self.attendance = Attendance(Announcement(Call.NOTIFY), tuple(range(ranks.world_size)), ())
-        self._reductions = self._steps = 0
         self._has_run_out = self._is_told = False
         try:
             self._enter()
         except BaseException:
             self.reset()
             raise
-
-    @property
-    def steps(self) -> int:
-        """How many steps this rank has taken part in without data; reductions where no sharded optimizer steps."""
-        return self._steps or self._reductions
-
-    # ------------------------------------------------------------------ entering and leaving
 
     def _enter(self) -> None:
         settings = {"throw_on_early_termination": self._throws, **self._arguments}
@@ -85,7 +69,7 @@ class JoinContext:
         notify: Callable[[], object] = lambda: self._call(Announcement(Call.NOTIFY, place))  # noqa: E731 - may be another
         enable = True
         if isinstance(joinable, ZeroRedundancyOptimizer):
-            joining, self._optimizers[place], notify = joinable._sharded.joining, joinable, _do_nothing
+            joining, self._optimizers[place], notify = joinable._sharded.joining, joinable, lambda: None
             joining.exchange = lambda call: self._optimizer_calls(place, call)
             joining.divides_by_running = divides_by_running
         else:
@@ -111,10 +95,7 @@ class JoinContext:
         self._models, self._optimizers, self._hooks = {}, {}, {}
 
     def tell_failure(self, error: Exception) -> None:
-        """Tell the others at their next call of an error that leaves the context on this rank.
-
-        Not if they know it, or are in the middle of a backward: they raise when this process has ended.
-        """
+        """Tell the others of an error at their next call; not if they know it, or wait inside of a backward."""
         if not self._is_told and not any(model.in_backward for model in self._models.values()):
             self._is_told = True
             fail(self._control, error)
@@ -149,12 +130,12 @@ class JoinContext:
         return self._call(Announcement(call, place))
 
     def _forward_begins(self, place: int, model: DDPModel) -> None:
-        with_grad = torch.is_grad_enabled()
-        reduces = with_grad and model.ddp.require_backward_grad_sync
-        attendance = self._call(Announcement(Call.FORWARD, place, reduces, with_grad))
-        if with_grad and not self._has_run_out:
+        call = Call.FORWARD if model.ddp.require_backward_grad_sync else Call.FORWARD_UNDER_NO_SYNC
+        call = call if torch.is_grad_enabled() else Call.FORWARD_WITHOUT_GRADIENTS
+        attendance = self._call(Announcement(call, place))
+        if call is not Call.FORWARD_WITHOUT_GRADIENTS and not self._has_run_out:
             model.watches_all = bool(attendance.joined) and len(self._models) > 1
-            model.forward(reduces=reduces)
+            model.forward(reduces=call is Call.FORWARD)
 
     def _backward_begins(self, place: int, model: DDPModel) -> None:
         if self.attendance.joined and any(not other.has_all for other in self._models.values() if other is not model):
@@ -165,7 +146,7 @@ class JoinContext:
             self._is_told = True
             fail(self._control, error)
             raise error
-        attendance = self._call(Announcement(Call.BACKWARD, place, reduces=True))
+        attendance = self._call(Announcement(Call.BACKWARD, place))
         if model.divides_by_running:
             divide_by(model.ddp, len(attendance.running), initial=False)
         if attendance.joined:
@@ -184,16 +165,10 @@ class JoinContext:
     def _hand_over_gradients(
         self, model: DDPModel, running: Sequence[int], joined: Sequence[int], *, is_over: bool = False
     ) -> None:
-        """Bring ranks without data the gradients to which a backward of the others adds. Collective.
-
-        Args:
-            model: whose.
-            running: the ranks with data.
-            joined: the others.
-            is_over: whether all have left their loops, so that they are to have the same.
+        """Bring ranks without data the gradients to which the others add, or that they keep when all is over.
 
         Raises:
-            RuntimeError: if nobody knows what they are to have; on every rank.
+            RuntimeError: if those cannot be known; on every rank.
         """
         is_joined = self._rank in joined
         mine = [-1, -1] if is_joined else [model.held, model.window]
@@ -214,11 +189,7 @@ class JoinContext:
     # ------------------------------------------------------------------ a rank that has run out
 
     def follow(self) -> None:
-        """Take part in what the others do until all have left their loops. Collective.
-
-        Raises:
-            Exception: what a rank has met.
-        """
+        """Take part in what the others do until all have left their loops; raise what they raise. Collective."""
         for model in self._models.values():
             problem = model.problem()
             if problem is not None:
@@ -244,25 +215,23 @@ class JoinContext:
             model.end_backward()
         for optimizer in self._optimizers.values():
             end_backward(optimizer._sharded)
-        if made.call is Call.FORWARD:
-            self._models[made.place].follow_forward(reduces=made.reduces, with_grad=made.with_grad)
+        if made.call in (Call.FORWARD, Call.FORWARD_UNDER_NO_SYNC, Call.FORWARD_WITHOUT_GRADIENTS):
+            with_grad = made.call is not Call.FORWARD_WITHOUT_GRADIENTS
+            self._models[made.place].follow_forward(reduces=made.call is Call.FORWARD, with_grad=with_grad)
         elif made.call is Call.BACKWARD:
-            self._reductions += made.place == min(self._models)
             model = self._models[made.place]
             self._prepare_backward(model, attendance)
             model.follow_backward(len(attendance.running))
         elif made.place in self._optimizers:
-            self._steps += made.call is Call.STEP or made.call is Call.END
             follow(self._optimizers[made.place]._sharded, attendance)
         else:
             self._hooks[made.place].main_hook()
 
 
 class JoinableConfig(JoinConfig):
-    """The ``_join_config`` of a joinable inside a context of ours.
+    """The ``_join_config`` of a joinable inside a context of ours, by which it is told of a call.
 
-    torch's ``notify_join_context`` asks whether the joinable is the first of its context, which then communicates, and
-    does nothing if not. It is told that it is not, and the context is told of the call.
+    torch's ``notify_join_context`` asks whether the joinable is the first of its context, and does nothing if not.
     """
 
     notify: Callable[[], object]
@@ -285,21 +254,13 @@ class JoinableConfig(JoinConfig):
         return JoinConfig.construct_disabled_join_config, ()
 
 
-def _do_nothing() -> None:
-    pass
-
-
 def _told(value: object) -> str:
     """A setting in words that are the same on all ranks."""
     return repr(value) if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__
 
 
 def check_joinables(joinables: Sequence[Joinable]) -> dist.ProcessGroup:
-    """Check the joinables of a context, and return the process group that all of them have.
-
-    Raises:
-        ValueError, TypeError, RuntimeError: as :class:`Join`.
-    """
+    """Check the joinables of a context, with the errors of :class:`Join`, and return the process group of all."""
     if not joinables:
         raise ValueError("Join needs at least one joinable, such as a model in DistributedDataParallel")
     own: set[torch.Tensor] = set()
