@@ -328,7 +328,6 @@ class OptimizerJoinHook(JoinHook):
             attendance = self._exchange(Call.JOINED)
             follow(self._sharded, attendance)
             call = attendance.made.call
-        # The others have used theirs.
         self._sharded.joining.drop_gradients()
         self._clear_used_maps()
 

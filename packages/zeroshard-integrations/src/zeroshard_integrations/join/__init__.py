@@ -36,10 +36,8 @@ class Join:
             gradients are averaged over all ranks, or over those that still have data.
 
     Raises:
-        ValueError: if there are no joinables, one is there twice, they are of several process groups, an optimizer
-            comes before its model or is torch's, or a communication hook's model or optimizer is missing.
-        TypeError: if something is no joinable.
-        RuntimeError: if a joinable is in a context already.
+        ValueError: if joinables are missing, there twice, of several groups, in the wrong order, or torch's optimizer.
+        TypeError, RuntimeError: if something is no joinable, or is in a context already.
 
     Example:
         >>> import os, tempfile, torch
