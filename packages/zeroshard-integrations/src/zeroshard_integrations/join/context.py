@@ -100,8 +100,6 @@ class JoinContext:
             self._is_told = True
             fail(self._control, error)
 
-    # ------------------------------------------------------------------ a rank that still has data
-
     def _call(self, mine: Announcement) -> Attendance:
         """Announce a call of this rank, or that it has run out; and hear of the others'."""
         if self._is_told:

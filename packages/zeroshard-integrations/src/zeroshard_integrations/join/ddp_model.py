@@ -97,8 +97,6 @@ class DDPModel:
             divide_by(self.ddp, self.ddp.process_group.size(), initial=True)
         forget_join(self.ddp)
 
-    # ------------------------------------------------------------------ a rank that still has data
-
     def forward(self, *, reduces: bool) -> None:
         """Take note of a forward with gradients; ``reduces`` tells whether its backward reduces them."""
         self._watch()

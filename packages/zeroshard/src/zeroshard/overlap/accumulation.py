@@ -239,13 +239,9 @@ class GradAccumulator:
             self._replaced[tensor] = place.data_ptr()
 
     def contribute(self, bucket: Bucket) -> Bucket:
-        """Write into a bucket of zeros what this rank has accumulated and not reduced, and regard it as handed over.
+        """Write into a bucket of zeros what this rank has accumulated and not reduced: it makes no backward of its own.
 
-        For a rank without a backward of its own. What was reduced before and not stepped yet is carried over by its
-        owner, as in a backward whose own gradients are zero.
-
-        Args:
-            bucket: as a framework hands it over on such a rank.
+        What was reduced before and not stepped yet is carried over by its owner, as in any other backward.
         """
         present: list[bool] = []
         for param, place in zip(bucket.params, bucket.gradients, strict=True):
