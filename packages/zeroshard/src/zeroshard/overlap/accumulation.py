@@ -245,8 +245,7 @@ class GradAccumulator:
         """
         present: list[bool] = []
         for param, place in zip(bucket.params, bucket.gradients, strict=True):
-            grad = param.grad
-            values = grad
+            grad = values = param.grad
             if isinstance(grad, GradPlaceholder):
                 if not self.is_used(grad._tensor):
                     self.carry(grad._tensor)
