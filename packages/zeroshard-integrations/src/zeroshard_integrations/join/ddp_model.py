@@ -162,8 +162,8 @@ class DDPModel:
         return [param.grad for param in self.ddp.module.parameters() if param.grad is not None]
 
     def _is_zero(self, grad: torch.Tensor) -> bool:
-        if self.takes_buckets:
-            return not isinstance(grad, GradPlaceholder) or grad.is_zero()
+        if isinstance(grad, GradPlaceholder):
+            return grad.is_zero()
         values = grad if grad.layout is torch.strided else grad.coalesce().values()
         return not bool(values.any())
 
