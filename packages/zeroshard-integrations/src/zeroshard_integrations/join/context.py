@@ -124,6 +124,8 @@ class JoinContext:
         if call in (Call.BACKWARD, Call.JOINED):
             # That was announced for its model, and all was handed over.
             return Attendance(self.attendance.made, self.attendance.running, ())
+        for model in self._models.values() if call is Call.END else ():
+            model.in_backward = False
         check_has_model(self._joinables, self._optimizers[place])
         return self._call(Announcement(call, place))
 
@@ -220,7 +222,10 @@ class JoinContext:
         elif made.call is Call.BACKWARD:
             model = self._models[made.place]
             self._prepare_backward(model, attendance)
+            # Of an error from here on no rank hears: the others are in their backward.
+            self._is_told = True
             model.follow_backward(len(attendance.running))
+            self._is_told = False
         elif made.place in self._optimizers:
             follow(self._optimizers[made.place]._sharded, attendance)
         else:
