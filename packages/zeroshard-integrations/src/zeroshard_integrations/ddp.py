@@ -20,7 +20,6 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from zeroshard import BackwardFollower, Bucket, StepMode, ZeroRedundancyOptimizer
 from zeroshard._torch_private import in_autograd
-from zeroshard.joining import contribute
 
 from zeroshard_integrations._torch_private import comm_hooks, queue_callback
 
@@ -230,7 +229,7 @@ def _receive(
     )
     if not in_autograd():
         # Without a backward: Join calls the hook of a rank that has run out of data.
-        found = contribute(found, follower.scheduler.gradients)
+        found = follower.scheduler.gradients.contribute(found)
     begins = not follower.in_backward
     done = follower.on_bucket(found, reduce)
     if found.is_own and found.is_last:

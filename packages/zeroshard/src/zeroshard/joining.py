@@ -1,18 +1,16 @@
 """Uneven inputs: what ranks with data announce, and what a rank without data does for its optimizer.
 
-Inside a Join context every rank announces every call before it communicates. A rank that has run out of data announces
-that it has; then the first rank with data hands over what the call needs and that one cannot know, and it does its
-part. Outside of a context nothing is announced.
+Inside a Join context every rank announces every call before it communicates, or that it has run out of data. For such
+ranks the first that has data hands over what the call needs, and they do their part.
 """
 
 from __future__ import annotations
 
 import gc
-import json
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Protocol
 
@@ -20,25 +18,17 @@ import torch
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
-from zeroshard_comm import Control, DisagreementError, agreed, receive, send
+from zeroshard_comm import Control, DisagreementError, PeerLostError, agreed
 
 from zeroshard._torch_private import JoinConfig, foreach_norm, join_config, local_used_map, set_join_config
 from zeroshard.local_optimizer import NOT_SYNCED
-from zeroshard.overlap.accumulation import GradAccumulator
 from zeroshard.overlap.backward import BackwardFollower
-from zeroshard.overlap.bucket import Bucket, gradient_view
 from zeroshard.overlap.placeholder import GradPlaceholder
 from zeroshard.param_groups import ParamGroup
 from zeroshard.sharding import Sharding
-from zeroshard.state.serialization import read_value, write_value
+from zeroshard.state.serialization import receive_value, send_value, write_value
 
-TAG_SIZE = 0x5A530050
-TAG_VALUES = 0x5A530051
-
-USE_OURS = "use zeroshard_integrations.join.Join in place of torch's"
-
-
-# ---------------------------------------------------------------------- what ranks tell each other
+_USE_OURS = "use zeroshard_integrations.join.Join in place of torch's"
 
 
 class Call(IntEnum):
@@ -50,15 +40,18 @@ class Call(IntEnum):
     CLIP = 2
     CONSOLIDATE = 3
     BACKWARD = 4
-    """Of a model: the first gradient of a backward that reduces; of an optimizer: that steps during backward."""
+    """One that reduces begins; announced for its model, and by an optimizer that steps during it."""
     END = 5
     """Of a backward that has stepped."""
     FORWARD = 6
-    NOTIFY = 7
+    """One whose backward reduces."""
+    FORWARD_UNDER_NO_SYNC = 7
+    FORWARD_WITHOUT_GRADIENTS = 8
+    NOTIFY = 9
     """Whatever another joinable does."""
-    REFUSED = 8
+    REFUSED = 10
     """What a rank without data cannot take part in, such as loading a state."""
-    FAILED = 9
+    FAILED = 11
     """It leaves the context with an error."""
 
 
@@ -69,31 +62,15 @@ class Announcement:
     Attributes:
         call: what it is about to do.
         place: of what does it, from 1: in the list of joinables, or the number of the optimizer; 0 for any.
-        reduces: of a forward, whether its backward will reduce gradients.
-        with_grad: of a forward, whether gradients are enabled.
     """
 
     call: Call
     place: int = 0
-    reduces: bool = False
-    with_grad: bool = False
-
-    @property
-    def word(self) -> int:
-        """All of it as an integer."""
-        return self.call | self.reduces << 4 | self.with_grad << 5 | self.place << 6
-
-    @classmethod
-    def of(cls, word: int) -> Announcement:
-        """Read :attr:`word`."""
-        return cls(Call(word & 15), word >> 6, bool(word >> 4 & 1), bool(word >> 5 & 1))
 
     def __str__(self) -> str:
-        """Return such as ``"step() of joinable 2"``."""
-        name = f"{self.call.name.lower()} of joinable {self.place}"
-        if self.call is Call.FORWARD:
-            name += f" {'with' if self.with_grad else 'without'} gradients, {'not ' * self.reduces}under no_sync()"
-        return name
+        """Return such as ``"forward under no_sync of joinable 1"``."""
+        words = self.call.name.lower().replace("_", " ").replace("no sync", "no_sync")
+        return f"{words} of joinable {self.place}"
 
 
 @dataclass(frozen=True)
@@ -108,7 +85,7 @@ class Attendance:
 
     made: Announcement
     running: tuple[int, ...]
-    joined: tuple[int, ...]
+    joined: tuple[int, ...] = ()
 
 
 def exchange(control: Control, mine: Announcement, error: Exception | None = None) -> Attendance:
@@ -119,15 +96,18 @@ def exchange(control: Control, mine: Announcement, error: Exception | None = Non
         PeerLostError: if a rank is gone.
         Exception: the error of a rank that has failed, on every rank.
     """
-    size = control.ranks.world_size
-    if control.is_unanimous("a call inside Join", mine.word):
-        answers = [mine] * size
-    else:
-        answers = [Announcement.of(word) for [word] in control.all_gather_ints([mine.word], "a call inside Join")]
+    answers, word = [mine] * control.ranks.world_size, mine.call | mine.place << 4
+    if not control.is_unanimous("a call inside Join", word):
+        words = control.all_gather_ints([word], "a call inside Join")
+        answers = [Announcement(Call(word & 15), word >> 4) for [word] in words]
+    if mine.call is Call.FAILED:
+        # Not raised: its frames would keep the context.
+        control.inconsistency("leaving Join", error=error)
+        return Attendance(mine, ())
     if any(answer.call is Call.FAILED for answer in answers):
-        control.check_consistent("leaving Join", error=error)
-    running = tuple([rank for rank, answer in enumerate(answers) if answer.call is not Call.JOINED])
+        control.check_consistent("leaving Join")
     joined = tuple([rank for rank, answer in enumerate(answers) if answer.call is Call.JOINED])
+    running = tuple([rank for rank in range(len(answers)) if rank not in joined])
     made = answers[running[0]] if running else Announcement(Call.JOINED)
     for rank, answer in enumerate(answers):
         if answer != made and (rank in running or answer.place not in (0, made.place)):
@@ -141,76 +121,16 @@ def exchange(control: Control, mine: Announcement, error: Exception | None = Non
 
 def fail(control: Control, error: Exception) -> None:
     """Tell all ranks of an error at their next announcement. Collective."""
-    with suppress(Exception):
-        # Raises it.
+    with suppress(PeerLostError):
         exchange(control, Announcement(Call.FAILED), error)
-
-
-def send_values(control: Control, peer: int, value: object) -> None:
-    """Send tensors, numbers, strings, None, and lists and dicts of these to a rank.
-
-    Raises:
-        PeerLostError: if it is gone.
-    """
-    assert control.channel is not None
-    tensors: list[torch.Tensor] = []
-    text = json.dumps(write_value(value, tensors, "what is handed over inside Join")).encode()
-    body = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    send(control.channel, peer, torch.tensor([len(text)], device="cpu"), TAG_SIZE, "Join").wait("Join")
-    for tensor in (body, *tensors):
-        if tensor.numel() > 0:
-            values = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-            send(control.channel, peer, values, TAG_VALUES, "Join").wait("Join")
-
-
-def receive_values(control: Control, peer: int) -> Any:  # noqa: ANN401 - as send_values
-    """Receive what :func:`send_values` sends; tensors are on the CPU, and contiguous.
-
-    Raises:
-        PeerLostError: if the rank is gone.
-    """
-    channel = control.channel
-    assert channel is not None
-
-    def arriving(dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int] | None = None) -> torch.Tensor:  # noqa: ARG001 - as MakeTensor
-        tensor = torch.empty(shape, dtype=dtype, device="cpu")
-        if tensor.numel() > 0:
-            receive(channel, peer, tensor.view(-1).view(torch.uint8), TAG_VALUES, "Join").wait("Join")
-        return tensor
-
-    size = torch.zeros(1, dtype=torch.int64, device="cpu")
-    receive(channel, peer, size, TAG_SIZE, "Join").wait("Join")
-    return read_value(json.loads(bytes(arriving(torch.uint8, [int(size)]).tolist())), arriving)
-
-
-# ---------------------------------------------------------------------- the part of one optimizer
-
-
-class _Sharded(Protocol):
-    """All of an optimizer; it is a :class:`zeroshard.sharded_optimizer.ShardedOptimizer`."""
-
-    joining: Participant
-    sharding: Sharding
-    follower: BackwardFollower | None
-
-    @property
-    def steps_early(self) -> bool: ...
-    def apply_step(self, arguments: Mapping[str, Any]) -> object: ...
-    def apply_clipping(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> object: ...
-    def apply_consolidation(self, target: int) -> None: ...
 
 
 class Participant:
     """Announces the calls of one optimizer, and hands over what ranks without data need for them.
 
-    Args:
-        sharding: of the optimizer.
-        groups: returns its public param groups.
-
     Attributes:
-        exchange: announces a call in the context that the optimizer is in; None outside. Contexts change it.
-        divides_by_running: whether gradients are averaged over the ranks that still have data, where a communication
-            hook of zeroshard reduces them.
+        exchange: announces a call in the context that the optimizer is in; None outside. Contexts change these.
+        divides_by_running: whether a hook of zeroshard averages gradients over the ranks that still have data.
         problem: returns why ranks without data cannot take part in a step, if they cannot.
     """
 
@@ -225,13 +145,7 @@ class Participant:
         self.divides_by_running = False
 
     def announce(self, call: Call, **arguments: Any) -> None:  # noqa: ANN401 - of any call
-        """Announce a call, and hand over what it needs if a rank has run out of data. Collective.
-
-        A no-op outside of a context.
-
-        Args:
-            call: what this rank is about to do.
-            **arguments: of the call, for the ranks that have run out.
+        """Announce a call, and hand over what it needs if a rank has run out of data. Collective; a no-op outside.
 
         Raises:
             Exception: as :func:`exchange`; or why a rank without data cannot take part, on every rank.
@@ -242,23 +156,12 @@ class Participant:
         if attendance.joined and attendance.running and call is not Call.END:
             self.hand_over(attendance, arguments)
 
-    def announce_backward(self, *, is_own: bool) -> None:
-        """Announce a backward during which shards are stepped; or take part in one that is not this rank's own."""
-        self.announce(Call.BACKWARD if is_own else Call.JOINED)
+    def announce_backward(self, *, is_own: bool = True, ends: bool = False) -> None:
+        """Announce a backward during which shards are stepped, or its end; or take part in one of the others."""
+        self.announce(Call.END if ends else Call.BACKWARD if is_own else Call.JOINED)
 
-    def announce_end(self) -> None:
-        """Announce that such a backward has come to its end."""
-        self.announce(Call.END)
-
-    def hand_over(self, attendance: Attendance, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - arguments of any call
-        """Bring ranks without data what a call needs: from the first rank that has some. Collective.
-
-        Args:
-            attendance: of the call.
-            arguments: of the call, on ranks with data.
-
-        Returns:
-            The arguments.
+    def hand_over(self, attendance: Attendance, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - of any call
+        """Bring ranks without data what a call needs, and return its arguments. Collective.
 
         Raises:
             Exception: why that is impossible, on every rank.
@@ -266,30 +169,25 @@ class Participant:
         control, source, call = self._sharding.control, attendance.running[0], attendance.made.call
         rank, written = control.ranks.rank, dict[int, Any]()
         with agreed(control, "a call inside Join"):
-            if rank in attendance.running:
-                self._check(call)
+            if call is Call.REFUSED:
+                raise RuntimeError(
+                    "add_param_group(), load_state_dict() and step(closure) need all ranks, and one has run out of "
+                    "data: call them outside of Join"
+                )
+            problem = self.problem() if call is Call.STEP and rank in attendance.running else None
+            if problem is not None:
+                raise problem
             if rank == source:
                 common = self._describe(call, arguments)
                 written = {peer: {**common, **self._tensors_for(peer, call)} for peer in attendance.joined}
         with agreed(control, "a call inside Join"):
             for peer, values in written.items():
-                send_values(control, peer, values)
+                send_value(control, peer, values)
             if rank in attendance.joined:
-                given = receive_values(control, source)
+                given = receive_value(control, source)
                 arguments = given["arguments"]
-                self._take_hyperparameters(given["groups"], given["agreed"])
-                self._take_tensors(call, given)
+                self._take(call, given)
         return arguments
-
-    def _check(self, call: Call) -> None:
-        if call is Call.REFUSED:
-            raise RuntimeError(
-                "add_param_group(), load_state_dict() and step(closure) need all ranks, and one has run out of data: "
-                "call them outside of Join"
-            )
-        problem = self.problem()
-        if call is Call.STEP and problem is not None:
-            raise problem
 
     def _describe(self, call: Call, arguments: Mapping[str, Any]) -> dict[str, Any]:
         groups = [{k: v for k, v in group.items() if k not in NOT_SYNCED} for group in self._groups()]
@@ -309,8 +207,7 @@ class Participant:
         return {
             "parameters": self._of_rank(peer, params) if updates else {},
             "gradients": self._of_rank(peer, grads) if updates and not takes_buckets else {},
-            "absent": [index for index, grad in enumerate(grads) if grad is None],
-            "zeroed": [i for i, grad in enumerate(grads) if isinstance(grad, GradPlaceholder) and grad.is_zero()],
+            "held": [None if g is None else not (isinstance(g, GradPlaceholder) and g.is_zero()) for g in grads],
         }
 
     def _of_rank(self, peer: int, values: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor]:
@@ -322,30 +219,24 @@ class Participant:
                 found[str(shard.tensor)] = shard.box(value.detach()) if plan.is_cut(shard.tensor) else value.detach()
         return found
 
-    def _take_hyperparameters(self, given: Sequence[Mapping[str, Any]], agreed: Mapping[str, str]) -> None:
-        groups = self._groups()
-        for from_group, to_group in zip(given, groups, strict=True):
+    def _take(self, call: Call, given: Mapping[str, Any]) -> None:
+        groups, params, rank = self._groups(), self._sharding.params, self._sharding.control.ranks.rank
+        for from_group, to_group in zip(given["groups"], groups, strict=True):
             for key, value in from_group.items():
                 present = to_group.get(key)
                 if isinstance(value, torch.Tensor) and isinstance(present, torch.Tensor):
-                    present.copy_(value)
-                else:
-                    to_group[key] = value
-        self._sharding.hyperparameters.adopt(agreed, groups)
-
-    def _take_tensors(self, call: Call, given: Mapping[str, Any]) -> None:
-        params, rank = self._sharding.params, self._sharding.control.ranks.rank
+                    value = present.copy_(value)
+                to_group[key] = value
+        self._sharding.hyperparameters.adopt(given["agreed"], groups)
         places = self._of_rank(rank, params)
         for tensor, values in given["parameters"].items():
             places[tensor].copy_(values)
         if call is Call.BACKWARD:
             return
-        for index in given["absent"]:
-            params[index].grad = None
-        for index in given["zeroed"]:
-            grad = params[index].grad
-            if isinstance(grad, GradPlaceholder):
-                grad.zero_()
+        for param, held in zip(params, given["held"], strict=True):
+            param.grad = None if held is None else param.grad
+            if held is False and param.grad is not None:
+                param.grad.zero_()
         for tensor, values in given["gradients"].items():
             param = params[int(tensor)]
             is_whole = values.shape == param.shape
@@ -360,13 +251,22 @@ class Participant:
             param.grad = None
 
 
-def follow(sharded: _Sharded, attendance: Attendance) -> None:
-    """Do what the ranks that still have data do with an optimizer. Collective.
+class _Sharded(Protocol):
+    """All of an optimizer; it is a :class:`zeroshard.sharded_optimizer.ShardedOptimizer`."""
 
-    Raises:
-        PeerLostError: if a rank is gone.
-        Exception: what a rank has met.
-    """
+    joining: Participant
+    sharding: Sharding
+    follower: BackwardFollower | None
+
+    @property
+    def steps_early(self) -> bool: ...
+    def apply_step(self, arguments: Mapping[str, Any]) -> object: ...
+    def apply_clipping(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> object: ...
+    def apply_consolidation(self, target: int) -> None: ...
+
+
+def follow(sharded: _Sharded, attendance: Attendance) -> None:
+    """Do what the ranks that still have data do with an optimizer; raise what they raise. Collective."""
     call, follower = attendance.made.call, sharded.follower
     if call is Call.END:
         assert follower is not None
@@ -391,96 +291,43 @@ def end_backward(sharded: _Sharded) -> None:
         follower.on_backward_end()
 
 
-def contribute(bucket: Bucket, gradients: GradAccumulator) -> Bucket:
-    """Write into a bucket of zeros what this rank has accumulated and not reduced, and regard it as handed over.
-
-    As a backward would whose own gradients are zero: values of backwards under ``no_sync()`` are added up by the
-    reduction, and what was reduced before and not stepped yet is carried over by its owner.
-
-    Args:
-        bucket: as a framework hands it over on a rank without a backward.
-        gradients: of the optimizer that takes it next.
-    """
-    present: list[bool] = []
-    for param, place in zip(bucket.params, bucket.gradients, strict=True):
-        grad = param.grad
-        values = grad
-        if isinstance(grad, GradPlaceholder):
-            if not gradients.is_used(grad._tensor):
-                gradients.carry(grad._tensor)
-                gradients.deliver(grad._tensor)
-            values, grad._local = grad._local, None
-        if values is not None:
-            offset = int(place.storage_offset()) - int(bucket.buffer.storage_offset())
-            gradient_view(bucket.buffer, offset, param.shape, param.stride()).copy_(values)
-        present.append(values is not None)
-        # A parameter that the optimizer does not have is refused by who takes the bucket.
-        placeholder = gradients.placeholder_of(param)
-        if placeholder is not None:
-            param.grad = placeholder
-    return replace(bucket, present=tuple(present), is_own=False)
-
-
-# ---------------------------------------------------------------------- torch's context manager
-
-
 class OptimizerJoinHook(JoinHook):
     """The hook of an optimizer for torch's Join, which tells joinables neither who has run out nor who else there is.
 
-    So each iteration is one forward and one reducing backward of each model and one ``step()`` of each optimizer. A
-    second forward without a step is an error on every rank that reaches it.
-
-    Args:
-        public: returns the optimizer.
-        divide_by_running: whether gradients are averaged over the ranks that still have data.
+    So each iteration is one forward and one reducing backward of each model, and one ``step()`` of each optimizer.
     """
 
     def __init__(self, public: Callable[[], Any], *, divide_by_running: bool) -> None:
+        if type(join_config(public())) is not JoinConfig:
+            raise RuntimeError("this optimizer is in a Join block already, and blocks cannot be nested: leave it first")
         # Not the optimizer itself, which knows this hook until the context is left.
         self._public = public
-        sharded = self._sharded
-        self._control = sharded.sharding.control
-        self._number = 1 + (position.optimizer if (position := self._control.position) is not None else 0)
-        self._has_forward = False
-        self._kept: Sequence[torch.Tensor] = ()
-        params = set(sharded.sharding.params)
+        self._control, params = self._sharded.sharding.control, set(self._sharded.sharding.params)
+        self._number = 1 + getattr(self._control.position, "optimizer", 0)
+        self._has_forward, self._kept = False, list[torch.Tensor]()
         # torch does not tell a joinable which others there are.
-        self._models = [
-            weakref.ref(item)
-            for item in gc.get_objects()
-            if issubclass(type(item), DistributedDataParallel) and not params.isdisjoint(item.parameters())
-        ]
+        found = [item for item in gc.get_objects() if issubclass(type(item), DistributedDataParallel)]
+        self._models = weakref.WeakSet([model for model in found if not params.isdisjoint(model.parameters())])
+        self._handles: list[RemovableHandle] = []
+        for model in self._models:
+            self._handles.append(model.register_forward_pre_hook(_weakly(self._forward_begins)))
         trained = [param for param in params if param.requires_grad]
-        me = weakref.ref(self)
-        self._handles: list[RemovableHandle] = [
-            model.register_forward_pre_hook(lambda *_: hook._forward_begins() if (hook := me()) else None)
-            for model in self._present_models()
-        ]
-        if trained and sharded.follower is None:
-            self._handles.append(
-                torch.autograd.graph.register_multi_grad_hook(
-                    trained, lambda _: hook._backward_begins() if (hook := me()) else None, mode="any"
-                )
-            )
-        joining = sharded.joining
+        if trained and self._sharded.follower is None:
+            begins = _weakly(self._backward_begins)
+            self._handles.append(torch.autograd.graph.register_multi_grad_hook(trained, begins, mode="any"))
+        joining = self._sharded.joining
         joining.exchange, joining.divides_by_running, joining.problem = self._exchange, divide_by_running, self._problem
         self._clear_used_maps()
         super().__init__()
 
     def main_hook(self) -> None:
-        """Take part in the others' calls of the optimizer, up to their step. Collective.
-
-        Raises:
-            PeerLostError: if a rank is gone.
-            Exception: what a rank has met.
-        """
+        """Take part in the others' calls of the optimizer, up to their step. Collective."""
         self._check_order()
         call = Call.JOINED
         while call not in (Call.STEP, Call.END):
             attendance = self._exchange(Call.JOINED)
             follow(self._sharded, attendance)
             call = attendance.made.call
-        # The others have used theirs.
         self._sharded.joining.drop_gradients()
         self._clear_used_maps()
 
@@ -489,9 +336,7 @@ class OptimizerJoinHook(JoinHook):
         for handle in self._handles:
             handle.remove()
         self._sharded.joining.leave()
-        public = self._public()
-        if public is not None:
-            set_join_config(public, None)
+        set_join_config(self._public(), None)
 
     @property
     def _sharded(self) -> _Sharded:
@@ -499,77 +344,56 @@ class OptimizerJoinHook(JoinHook):
         return found
 
     def _exchange(self, call: Call) -> Attendance:
-        public: Joinable | None = self._public()
-        if public is None or not join_config(public).enable:
-            return Attendance(Announcement(call), (self._control.ranks.rank,), ())
+        public: Joinable = self._public()
+        if not join_config(public).enable:
+            return Attendance(Announcement(call), (self._control.ranks.rank,))
         if call in (Call.STEP, Call.END):
             self._has_forward = False
         if call is Call.STEP:
             Join.notify_join_context(public)
         return exchange(self._control, Announcement(call, self._number))
 
-    def _present_models(self) -> list[DistributedDataParallel]:
-        return [model for reference in self._models if (model := reference()) is not None]
-
     def _check_order(self) -> None:
-        public = self._public()
-        if public is not None and join_config(public).is_first_joinable and self._present_models():
+        if join_config(self._public()).is_first_joinable and self._models:
             raise ValueError(
                 "the optimizer comes before its model in Join, so a rank without data would step before it has "
                 "gradients: write Join([ddp, optimizer])"
             )
 
     def _forward_begins(self) -> None:
-        public = self._public()
-        if public is None or not join_config(public).enable or self._control.alone:
+        if not join_config(self._public()).enable or self._control.alone:
             return
         self._check_order()
         if self._has_forward:
             error = RuntimeError(
                 f"a second forward without step() inside torch's Join, whose ranks without data would wait for that: "
-                f"to accumulate gradients, to leave out steps or to evaluate, {USE_OURS}"
+                f"to accumulate gradients, to leave out steps or to evaluate, {_USE_OURS}"
             )
             fail(self._control, error)
             raise error
         self._has_forward = True
 
     def _backward_begins(self) -> None:
-        """Keep, without waiting for a device, whether gradients are added to what was reduced before."""
+        """Keep the norms of gradients to which a backward adds, without waiting for a device."""
         grads = [param.grad for param in self._sharded.sharding.params if param.grad is not None]
-        self._kept = foreach_norm([grad for grad in grads if grad.layout is torch.strided], 1.0) if grads else ()
+        self._kept = list(foreach_norm([grad for grad in grads if grad.layout is torch.strided], 1.0)) if grads else []
 
     def _problem(self) -> Exception | None:
-        if self._sharded.follower is None and any(bool(norm) for norm in self._kept):
-            return RuntimeError(
-                f"a backward has added to gradients that were not set to zero, and a rank has run out of data in "
-                f"torch's Join, which does not count them: call zero_grad() in every iteration, or {USE_OURS}"
-            )
-        return None
+        if self._sharded.follower is not None or not any(map(bool, self._kept)):
+            return None
+        return RuntimeError(
+            f"a backward has added to gradients that were not set to zero, and a rank has run out of data in torch's "
+            f"Join, which does not count them: call zero_grad() in every iteration, or {_USE_OURS}"
+        )
 
     def _clear_used_maps(self) -> None:
-        """Take the others' marks out of what DDP contributes the next time of this rank's used parameters.
-
-        torch's Join leaves them in, and before the first backward they are whatever was in memory.
-        """
-        for model in self._present_models():
-            used = local_used_map(model)
-            if model.find_unused_parameters and used is not None:
+        """Clear what DDP contributes next of this rank's used parameters: torch leaves the others' in it."""
+        for used in [local_used_map(model) for model in self._models if model.find_unused_parameters]:
+            if used is not None:
                 used.zero_()
 
 
-def join_in_torch(public: Callable[[], Any], arguments: Mapping[str, Any]) -> JoinHook:
-    """Enter a context of torch's.
-
-    Args:
-        public: returns the optimizer.
-        arguments: of the context, for all joinables.
-
-    Raises:
-        RuntimeError: if the optimizer is in a context of ``zeroshard_integrations.join`` already.
-    """
-    if type(join_config(public())) is not JoinConfig:
-        raise RuntimeError(
-            "this optimizer is in a Join block already, and blocks cannot be nested: leave the outer one first"
-        )
-    divide_by_running = not arguments.get("divide_by_initial_world_size", True)
-    return OptimizerJoinHook(public, divide_by_running=divide_by_running)
+def _weakly(method: Callable[[], None]) -> Callable[..., None]:
+    """Return a hook that calls a method, and does not keep its object."""
+    reference = weakref.WeakMethod(method)
+    return lambda *_: found() if (found := reference()) is not None else None

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from zeroshard_core import Plan
 
 from zeroshard._torch_private import disable_dynamo
-from zeroshard.joining import join_in_torch
+from zeroshard.joining import OptimizerJoinHook
 from zeroshard.local_optimizer import sync_groups
 from zeroshard.overlap.backward import BackwardFollower
 from zeroshard.overlap.scheduler import StepMode
@@ -51,7 +51,8 @@ class OptimizerInterface:
         Raises:
             RuntimeError: if the optimizer is in a context of ``zeroshard_integrations.join`` already.
         """
-        return join_in_torch(weakref.ref(self), kwargs)
+        divide_by_running = not kwargs.get("divide_by_initial_world_size", True)
+        return OptimizerJoinHook(weakref.ref(self), divide_by_running=divide_by_running)
 
     @property
     def join_device(self) -> torch.device:

@@ -1,8 +1,8 @@
 """Uneven inputs: train with DistributedDataParallel and a sharded optimizer until every rank has used all of its data.
 
-A drop-in for ``torch.distributed.algorithms.join``, with its names and signatures. Every rank announces each call before
-it communicates; a rank that has run out of data takes part in what the others announce, as if its gradients were zero.
-Data flows from :class:`Join` to ``context``, which announces, and ``ddp_model``, which knows where backwards begin.
+A drop-in for ``torch.distributed.algorithms.join``, with its names and signatures. Every rank announces each call
+before it communicates; a rank that has run out of data takes part in what the others announce, as if its gradients were
+zero. Data flows from :class:`Join` to ``context``, which announces, and ``ddp_model``, where backwards begin.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.distributed.algorithms.join import Joinable, JoinHook
-from zeroshard._torch_private import join_config
 
-from zeroshard_integrations.join.context import JoinableConfig, JoinContext, check_joinables
+from zeroshard_integrations.join.context import JoinContext, check_joinables
 
 __all__ = ["Join", "JoinHook", "Joinable"]
 
@@ -24,10 +23,9 @@ __all__ = ["Join", "JoinHook", "Joinable"]
 class Join:
     """A context in which every rank trains on as many batches as it has.
 
-    ``with Join([ddp, optimizer]) as join:`` around the training loop. Each forward of a model, each backward that reduces
-    gradients, and each call of a sharded optimizer is announced by a word from each rank to each other.
-
-    Entering is collective: all ranks enter a context with the same joinables and settings, in the same order.
+    ``with Join([ddp, optimizer]) as join:`` around the training loop. Entering is collective: all ranks enter with the
+    same joinables and settings, in the same order. Inside, each forward of a model, each backward that reduces
+    gradients, and each call of a sharded optimizer is announced by a word of each rank.
 
     Args:
         joinables: models in DistributedDataParallel, sharded optimizers, and any other
@@ -38,10 +36,8 @@ class Join:
             gradients are averaged over all ranks, or over those that still have data.
 
     Raises:
-        ValueError: if there are no joinables, one is there twice, they are of several process groups, an optimizer
-            comes before its model or is torch's, or a communication hook's model or optimizer is missing.
-        TypeError: if something is no joinable.
-        RuntimeError: if a joinable is in a context already.
+        ValueError: if joinables are missing, there twice, of several groups, in the wrong order, or torch's optimizer.
+        TypeError, RuntimeError: if something is no joinable, or is in a context already.
 
     Example:
         >>> import os, tempfile, torch
@@ -58,8 +54,8 @@ class Join:
         ...         optimizer.zero_grad()
         ...         ddp(batch).sum().backward()
         ...         optimizer.step()
-        >>> join.running, join.shadowed_steps
-        (0, 0)
+        >>> join.running
+        0
         >>> dist.destroy_process_group()
     """
 
@@ -83,47 +79,16 @@ class Join:
             return dist.get_world_size(self._group)
         return len(self._context.attendance.running)
 
-    @property
-    def shadowed_steps(self) -> int:
-        """How many steps of the others this rank has taken part in without data of its own.
-
-        Of all sharded optimizers; of reductions of the first model's gradients, where none steps.
-        """
-        return self._context.steps if self._context is not None else 0
-
-    @staticmethod
-    def notify_join_context(joinable: Joinable) -> dist.Work | None:
-        """Announce that a joinable is about to communicate, if it is in a context.
-
-        A joinable calls this, or torch's, before the collectives that its hook shadows, on every rank alike.
-
-        Args:
-            joinable: itself.
-
-        Returns:
-            None in a context of ours; in torch's, the operation under way that tells the other ranks, if there is one.
-
-        Raises:
-            DisagreementError: if the ranks that still have data are in different calls.
-            PeerLostError: if a rank is gone.
-            RuntimeError: if a rank has run out of data, with ``throw_on_early_termination``.
-            Exception: what another rank has met inside the context.
-        """
-        config = join_config(joinable)
-        if isinstance(config, JoinableConfig):
-            config.notify()
-            return None
-        work: dist.Work | None = TorchJoin.notify_join_context(joinable)
-        return work
+    notify_join_context = staticmethod(TorchJoin.notify_join_context)
+    """What a joinable calls before the collectives that its hook shadows, on every rank alike: torch's, for both."""
 
     def __enter__(self) -> Join:
         """Enter the context. Collective.
 
         Raises:
             DisagreementError: if ranks enter with other joinables or settings.
-            RuntimeError: if a joinable is in a context already.
-            Exception: what a joinable has raised when it was asked for its hook; on every rank.
             PeerLostError: if a rank is gone.
+            Exception: what a joinable has raised when it was asked for its hook; on every rank.
         """
         if self._enable:
             self._context = None

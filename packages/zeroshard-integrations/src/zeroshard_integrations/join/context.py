@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, SupportsIndex
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,18 +13,9 @@ from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.nn.parallel import DistributedDataParallel
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard._torch_private import JoinConfig, join_config, set_join_config
-from zeroshard.joining import (
-    Announcement,
-    Attendance,
-    Call,
-    end_backward,
-    exchange,
-    fail,
-    follow,
-    receive_values,
-    send_values,
-)
-from zeroshard_comm import Control, RankGroup
+from zeroshard.joining import Announcement, Attendance, Call, end_backward, exchange, fail, follow
+from zeroshard.state.serialization import receive_value, send_value
+from zeroshard_comm import Control, RankGroup, agreed
 
 from zeroshard_integrations._torch_private import divide_by
 from zeroshard_integrations.ddp import optimizers_of_hooks
@@ -38,22 +29,10 @@ _UNKNOWN = (
 
 
 class JoinContext:
-    """The state of a context. It belongs to the thread that trains.
-
-    Args:
-        joinables: in the order of the context.
-        throws: whether a rank that runs out is an error on every rank.
-        arguments: for the joinables' hooks.
+    """The state of a context that is entered, for the thread that trains; arguments and errors as :class:`Join`'s.
 
     Attributes:
         attendance: what all ranks have announced last.
-        steps: how many steps, or reductions where there are none, this rank has taken part in without data.
-
-    Raises:
-        DisagreementError: if ranks enter with other joinables or settings; on every rank, as what follows.
-        RuntimeError: if a joinable is in a context already.
-        Exception: what a joinable has raised when it was asked for its hook.
-        PeerLostError: if a rank is gone.
     """
 
     def __init__(self, joinables: Sequence[Joinable], *, throws: bool, arguments: Mapping[str, Any]) -> None:
@@ -61,11 +40,9 @@ class JoinContext:
         self._hooks: dict[int, JoinHook] = {}
         self._models: dict[int, DDPModel] = {}
         self._optimizers: dict[int, ZeroRedundancyOptimizer] = {}
-        self._group = check_joinables(joinables)
-        ranks = RankGroup.of(self._group)
+        ranks = RankGroup.of(check_joinables(joinables))
         self._rank, self._control = ranks.rank, Control(ranks)
         self.attendance = Attendance(Announcement(Call.NOTIFY), tuple(range(ranks.world_size)), ())
-        self._reductions = self._steps = 0
         self._has_run_out = self._is_told = False
         try:
             self._enter()
@@ -73,60 +50,38 @@ class JoinContext:
             self.reset()
             raise
 
-    @property
-    def steps(self) -> int:
-        """How many steps this rank has taken part in without data; reductions where no sharded optimizer steps."""
-        return self._steps or self._reductions
-
-    # ------------------------------------------------------------------ entering and leaving
-
     def _enter(self) -> None:
         settings = {"throw_on_early_termination": self._throws, **self._arguments}
-        told = [", ".join([type(joinable).__name__ for joinable in self._joinables])]
-        told += [f"{name}={_told(value)}" for name, value in sorted(settings.items())]
-        entered, error = f"Join([{told[0]}], {', '.join(told[1:])})", None
-        try:
-            for joinable in self._joinables:
-                check_not_nested(joinable)
+        told = ", ".join([f"{name}={_told(value)}" for name, value in sorted(settings.items())])
+        entered = f"Join([{', '.join([type(joinable).__name__ for joinable in self._joinables])}], {told})"
+
+        def explain(here: str, there: str, rank: int, other: int) -> str:
+            return f"rank {rank} has entered {here}, and rank {other} {there}"
+
+        with agreed(self._control, "entering Join", explain) as declared:
+            declared.digest, declared.detail = zlib.crc32(entered.encode()), lambda: entered
+            check_joinables(self._joinables)
             for place, joinable in enumerate(self._joinables, 1):
                 self._take_in(place, joinable)
-        except Exception as failure:  # noqa: BLE001 - every rank must hear of it, whatever it is
-            error = failure
-        try:
-            self._control.check_consistent(
-                "entering Join",
-                zlib.crc32(entered.encode()),
-                error=error,
-                detail=lambda: entered,
-                explain=lambda here, there, rank, other: f"rank {rank} has entered {here}, and rank {other} {there}",
-            )
-        finally:
-            del error
 
     def _take_in(self, place: int, joinable: Joinable) -> None:
         divides_by_running = not self._arguments.get("divide_by_initial_world_size", True)
         notify: Callable[[], object] = lambda: self._call(Announcement(Call.NOTIFY, place))  # noqa: E731 - may be another
-        enabled: Callable[[], bool] = lambda: True  # noqa: E731 - the same
+        enable = True
         if isinstance(joinable, ZeroRedundancyOptimizer):
-            joining = joinable._sharded.joining
-            joining.exchange, joining.divides_by_running = (
-                (lambda call: self._optimizer_calls(place, call)),
-                divides_by_running,
-            )
-            self._optimizers[place], notify = joinable, lambda: None
+            joining, self._optimizers[place], notify = joinable._sharded.joining, joinable, lambda: None
+            joining.exchange = lambda call: self._optimizer_calls(place, call)
+            joining.divides_by_running = divides_by_running
         else:
             self._hooks[place] = joinable.join_hook(**self._arguments)
         if isinstance(joinable, DistributedDataParallel):
+            begins = lambda model: self._backward_begins(place, model)  # noqa: E731 - of one line
             owner = next(iter(optimizers_of_hooks(joinable)), None)
-            model = DDPModel(
-                joinable,
-                owner=owner,
-                divides_by_running=divides_by_running and owner is None,
-                begins=lambda model: self._backward_begins(place, model),
-            )
-            self._models[place] = model
-            notify, enabled = (lambda: self._forward_begins(place, model)), model.synchronizes_buffers
-        set_join_config(joinable, JoinableConfig.make(notify, enabled))
+            model = DDPModel(joinable, owner, divides_by_running=divides_by_running and owner is None, begins=begins)
+            self._models[place], notify = model, lambda: self._forward_begins(place, model)
+            # Only to send module buffers around must DDP itself know who still has data.
+            enable = len(joinable.modules_buffers) > 0
+        set_join_config(joinable, JoinableConfig.make(notify, enable=enable))
 
     def reset(self) -> None:
         """Take all joinables out of the context; also after an error."""
@@ -140,15 +95,10 @@ class JoinContext:
         self._models, self._optimizers, self._hooks = {}, {}, {}
 
     def tell_failure(self, error: Exception) -> None:
-        """Tell the others at their next call of an error that leaves the context on this rank.
-
-        Not if they know it, or are in the middle of a backward: they raise when this process has ended.
-        """
+        """Tell the others of an error at their next call; not if they know it, or wait inside of a backward."""
         if not self._is_told and not any(model.in_backward for model in self._models.values()):
             self._is_told = True
             fail(self._control, error)
-
-    # ------------------------------------------------------------------ a rank that still has data
 
     def _call(self, mine: Announcement) -> Attendance:
         """Announce a call of this rank, or that it has run out; and hear of the others'."""
@@ -178,12 +128,12 @@ class JoinContext:
         return self._call(Announcement(call, place))
 
     def _forward_begins(self, place: int, model: DDPModel) -> None:
-        with_grad = torch.is_grad_enabled()
-        reduces = with_grad and model.ddp.require_backward_grad_sync
-        attendance = self._call(Announcement(Call.FORWARD, place, reduces, with_grad))
-        if with_grad and not self._has_run_out:
+        call = Call.FORWARD if model.ddp.require_backward_grad_sync else Call.FORWARD_UNDER_NO_SYNC
+        call = call if torch.is_grad_enabled() else Call.FORWARD_WITHOUT_GRADIENTS
+        attendance = self._call(Announcement(call, place))
+        if call is not Call.FORWARD_WITHOUT_GRADIENTS and not self._has_run_out:
             model.watches_all = bool(attendance.joined) and len(self._models) > 1
-            model.forward(reduces=reduces)
+            model.forward(reduces=call is Call.FORWARD)
 
     def _backward_begins(self, place: int, model: DDPModel) -> None:
         if self.attendance.joined and any(not other.has_all for other in self._models.values() if other is not model):
@@ -194,7 +144,7 @@ class JoinContext:
             self._is_told = True
             fail(self._control, error)
             raise error
-        attendance = self._call(Announcement(Call.BACKWARD, place, reduces=True))
+        attendance = self._call(Announcement(Call.BACKWARD, place))
         if model.divides_by_running:
             divide_by(model.ddp, len(attendance.running), initial=False)
         if attendance.joined:
@@ -213,16 +163,10 @@ class JoinContext:
     def _hand_over_gradients(
         self, model: DDPModel, running: Sequence[int], joined: Sequence[int], *, is_over: bool = False
     ) -> None:
-        """Bring ranks without data the gradients to which a backward of the others adds. Collective.
-
-        Args:
-            model: whose.
-            running: the ranks with data.
-            joined: the others.
-            is_over: whether all have left their loops, so that they are to have the same.
+        """Bring ranks without data the gradients to which the others add, or that they keep when all is over.
 
         Raises:
-            RuntimeError: if nobody knows what they are to have; on every rank.
+            RuntimeError: if those cannot be known; on every rank.
         """
         is_joined = self._rank in joined
         mine = [-1, -1] if is_joined else [model.held, model.window]
@@ -234,20 +178,16 @@ class JoinContext:
         if held == Held.REDUCED or (held == Held.NOTHING and is_over):
             if self._rank == -source:
                 for peer in joined:
-                    send_values(self._control, peer, model.told_gradients())
+                    send_value(self._control, peer, model.told_gradients())
             elif is_joined:
-                model.take_gradients(receive_values(self._control, -source))
+                model.take_gradients(receive_value(self._control, -source))
         elif is_joined and (held != Held.LOCAL or told[-source][1] != model.window):
             model.drop_gradients()
 
     # ------------------------------------------------------------------ a rank that has run out
 
     def follow(self) -> None:
-        """Take part in what the others do until all have left their loops. Collective.
-
-        Raises:
-            Exception: what a rank has met.
-        """
+        """Take part in what the others do until all have left their loops; raise what they raise. Collective."""
         for model in self._models.values():
             problem = model.problem()
             if problem is not None:
@@ -273,35 +213,32 @@ class JoinContext:
             model.end_backward()
         for optimizer in self._optimizers.values():
             end_backward(optimizer._sharded)
-        if made.call is Call.FORWARD:
-            self._models[made.place].follow_forward(reduces=made.reduces, with_grad=made.with_grad)
+        if made.call in (Call.FORWARD, Call.FORWARD_UNDER_NO_SYNC, Call.FORWARD_WITHOUT_GRADIENTS):
+            with_grad = made.call is not Call.FORWARD_WITHOUT_GRADIENTS
+            self._models[made.place].follow_forward(reduces=made.call is Call.FORWARD, with_grad=with_grad)
         elif made.call is Call.BACKWARD:
-            self._reductions += made.place == min(self._models)
             model = self._models[made.place]
             self._prepare_backward(model, attendance)
             model.follow_backward(len(attendance.running))
         elif made.place in self._optimizers:
-            self._steps += made.call is Call.STEP or made.call is Call.END
             follow(self._optimizers[made.place]._sharded, attendance)
         else:
             self._hooks[made.place].main_hook()
 
 
 class JoinableConfig(JoinConfig):
-    """The ``_join_config`` of a joinable inside a context of ours.
+    """The ``_join_config`` of a joinable inside a context of ours, by which it is told of a call.
 
-    torch's ``notify_join_context`` asks whether the joinable is the first of its context, which then communicates, and
-    does nothing if not. It is told that it is not, and the context is told of the call.
+    torch's ``notify_join_context`` asks whether the joinable is the first of its context, and does nothing if not.
     """
 
     notify: Callable[[], object]
-    _enabled: Callable[[], bool]
 
     @classmethod
-    def make(cls, notify: Callable[[], object], enabled: Callable[[], bool]) -> JoinableConfig:
-        """Return one that calls ``notify``; ``enabled`` tells whether the joinable itself is to ask who has data."""
-        made = cls(enable=True, throw_on_early_termination=False, is_first_joinable=False)
-        made.notify, made._enabled = notify, enabled
+    def make(cls, notify: Callable[[], object], *, enable: bool) -> JoinableConfig:
+        """Return one that calls ``notify``; ``enable`` tells whether the joinable itself is to ask who has data."""
+        made = cls(enable=enable, throw_on_early_termination=False, is_first_joinable=False)
+        made.notify = notify
         return made
 
     @property
@@ -310,12 +247,7 @@ class JoinableConfig(JoinConfig):
         self.notify()
         return False
 
-    @property
-    def enable(self) -> bool:
-        """Whether the joinable itself communicates with ranks that have run out."""
-        return self._enabled()
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Callable[[], JoinConfig], tuple[()]]:
+    def __reduce__(self) -> tuple[Callable[[], JoinConfig], tuple[()]]:
         """Copy and pickle as the config of a joinable outside of any context, which a copied model is."""
         return JoinConfig.construct_disabled_join_config, ()
 
@@ -325,42 +257,34 @@ def _told(value: object) -> str:
     return repr(value) if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__
 
 
-# ---------------------------------------------------------------------- what a context takes
-
-
 def check_joinables(joinables: Sequence[Joinable]) -> dist.ProcessGroup:
-    """Check the joinables of a context, and return the process group that all of them have.
-
-    Raises:
-        ValueError: if there are none, their groups differ, an optimizer comes before its model, the optimizer of a
-            model's communication hook or its model is missing, one is there twice, or is torch's sharded optimizer.
-        TypeError: if one is no joinable.
-        RuntimeError: if one is in a context already.
-    """
+    """Check the joinables of a context, with the errors of :class:`Join`, and return the process group of all."""
     if not joinables:
         raise ValueError("Join needs at least one joinable, such as a model in DistributedDataParallel")
-    if len({id(joinable) for joinable in joinables}) < len(joinables):
-        raise ValueError("a joinable is twice in the list that Join was given")
-    for joinable in joinables:
+    own: set[torch.Tensor] = set()
+    for place, joinable in enumerate(joinables):
+        name = type(joinable).__name__
         if not isinstance(joinable, Joinable):
-            raise TypeError(f"Join takes joinables, and {type(joinable).__name__} is none")
+            raise TypeError(f"Join takes joinables, and {name} is none")
         if isinstance(joinable, TorchZero):
             raise ValueError(
                 "torch's ZeroRedundancyOptimizer steps with old gradients where a rank has run out of data: use "
                 "zeroshard.ZeroRedundancyOptimizer"
             )
-        check_not_nested(joinable)
-    groups = [joinable.join_process_group for joinable in joinables]
-    for joinable, group in zip(joinables, groups, strict=True):
-        if group != groups[0]:
-            ranks = [dist.get_process_group_ranks(each) for each in (groups[0], group)]
-            raise ValueError(
-                f"{type(joinables[0]).__name__} works on the ranks {ranks[0]} in one process group, and "
-                f"{type(joinable).__name__} on {ranks[1]} in another: give all joinables of a Join block the same "
-                f"process group, or enter a block for each group"
+        if any(joinable is other for other in joinables[:place]):
+            raise ValueError(f"the joinable {name} is twice in the list that Join was given")
+        if isinstance(join_config(joinable), JoinableConfig):
+            raise RuntimeError(
+                f"this {name} is in a Join block already, and blocks cannot be nested: leave the outer one first, or "
+                f"put all joinables in one block"
             )
-    own: set[torch.Tensor] = set()
-    for joinable in joinables:
+        if joinable.join_process_group != joinables[0].join_process_group:
+            groups = [dist.get_process_group_ranks(each.join_process_group) for each in (joinables[0], joinable)]
+            raise ValueError(
+                f"{type(joinables[0]).__name__} works on the ranks {groups[0]} in one process group, and {name} on "
+                f"{groups[1]} in another: give all joinables of a Join block the same process group, or enter a block "
+                f"for each group"
+            )
         if isinstance(joinable, ZeroRedundancyOptimizer):
             own.update(param for group in joinable.param_groups for param in group["params"])
             check_has_model(joinables, joinable)
@@ -370,42 +294,20 @@ def check_joinables(joinables: Sequence[Joinable]) -> dist.ProcessGroup:
                     "the optimizer comes before its model in Join, so a rank without data would step before it has "
                     "gradients: write Join([ddp, optimizer])"
                 )
-            for optimizer in optimizers_of_hooks(joinable):
-                if all(optimizer is not other for other in joinables):
-                    raise ValueError(
-                        "a communication hook of this model hands gradients to an optimizer that is not in the Join "
-                        "block: write Join([ddp, optimizer])"
-                    )
-    found: dist.ProcessGroup = groups[0]
+            if any(optimizer not in joinables for optimizer in optimizers_of_hooks(joinable)):
+                raise ValueError(
+                    "a communication hook of this model hands gradients to an optimizer that is not in the Join "
+                    "block: write Join([ddp, optimizer])"
+                )
+    found: dist.ProcessGroup = joinables[0].join_process_group
     return found
 
 
 def check_has_model(joinables: Sequence[Joinable], optimizer: ZeroRedundancyOptimizer) -> None:
-    """Raise if an optimizer is handed gradients of a model that is not in the context.
-
-    A hook that was registered before the first backward shows only then.
-
-    Raises:
-        ValueError: saying so.
-    """
+    """Raise a ValueError if an optimizer takes buckets of a model that is not in the context: its hook may be new."""
     models = [other for other in joinables if isinstance(other, DistributedDataParallel)]
-    if optimizer.takes_buckets and all(
-        optimizer is not other for model in models for other in optimizers_of_hooks(model)
-    ):
+    if optimizer.takes_buckets and all(optimizer not in optimizers_of_hooks(model) for model in models):
         raise ValueError(
             "a communication hook hands gradients to this optimizer of a model that is not in the Join block: write "
             "Join([ddp, optimizer])"
-        )
-
-
-def check_not_nested(joinable: Joinable) -> None:
-    """Raise if a joinable is in a context of ours already.
-
-    Raises:
-        RuntimeError: saying so.
-    """
-    if isinstance(join_config(joinable), JoinableConfig):
-        raise RuntimeError(
-            f"this {type(joinable).__name__} is in a Join block already, and blocks cannot be nested: leave the outer "
-            f"one first, or put all joinables in one block"
         )

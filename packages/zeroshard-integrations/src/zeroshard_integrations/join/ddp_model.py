@@ -58,9 +58,8 @@ class DDPModel:
         begins: called with the model directly before the first gradient of a backward that reduces.
 
     Attributes:
-        ddp: as given.
+        ddp, divides_by_running: as given.
         takes_buckets: whether there is an owner, and gradients lie at the ranks that own them.
-        divides_by_running: as given.
         in_backward: whether a backward has begun on this rank that has not come to its end.
         watches_all: whether to follow, from the next forward on, when all gradients of a backward are there.
         has_all: whether they are.
@@ -71,19 +70,18 @@ class DDPModel:
     def __init__(
         self,
         ddp: DistributedDataParallel,
-        *,
         owner: ZeroRedundancyOptimizer | None,
+        *,
         divides_by_running: bool,
         begins: Callable[[DDPModel], None],
     ) -> None:
         self.ddp, self._owner, self._begins = ddp, owner, begins
         self.takes_buckets, self.divides_by_running = owner is not None, divides_by_running
-        self.in_backward, self.has_all, self.window = False, True, 0
+        self.in_backward, self.has_all, self.watches_all, self.window = False, True, False, 0
         self._reduces, self._local_forwards, self._has_run = False, 0, False
-        self._trained: list[torch.Tensor] = []
         self._watched: tuple[bool, list[int]] = False, []
+        self._trained: list[torch.Tensor] = []
         self._handles: list[RemovableHandle] = []
-        self.watches_all = False
         self._watch()
         # Of these it is not known whether they were reduced.
         self.held = Held.UNKNOWN if self._grads() else Held.NOTHING
@@ -99,18 +97,8 @@ class DDPModel:
             divide_by(self.ddp, self.ddp.process_group.size(), initial=True)
         forget_join(self.ddp)
 
-    def synchronizes_buffers(self) -> bool:
-        """Whether DDP sends module buffers around, for which it must know who still has data."""
-        return len(self.ddp.modules_buffers) > 0
-
-    # ------------------------------------------------------------------ a rank that still has data
-
     def forward(self, *, reduces: bool) -> None:
-        """Take note of a forward with gradients.
-
-        Args:
-            reduces: whether its backward reduces them.
-        """
+        """Take note of a forward with gradients; ``reduces`` tells whether its backward reduces them."""
         self._watch()
         # What a forward has prepared stays so until a backward has reduced.
         self._reduces = self._reduces or reduces
@@ -132,7 +120,7 @@ class DDPModel:
         if params and self.watches_all:
             self._handles.append(register_multi_grad_hook(params, self._last_gradient, mode="all"))
 
-    def _first_gradient(self, gradient: torch.Tensor) -> None:  # noqa: ARG002 - torch's signature
+    def _first_gradient(self, _: torch.Tensor) -> None:
         # `torch.autograd.grad` calls hooks of parameters, too.
         if not (self._reduces or self._local_forwards) or not any(map(_is_added_to, self._trained)):
             return
@@ -147,19 +135,16 @@ class DDPModel:
         self._begins(self)
         self.held = Held.REDUCED
 
-    def _last_gradient(self, gradients: Sequence[torch.Tensor | None]) -> None:  # noqa: ARG002 - torch's signature
+    def _last_gradient(self, _: Sequence[torch.Tensor | None]) -> None:
         self.has_all = True
 
     def _ends(self) -> None:
         self.in_backward, self.has_all = False, True
-        self._marks = self._marked()
+        if self.held is Held.LOCAL or self.takes_buckets:
+            self._marks = self._marked()
 
     def look(self, *, is_local: bool) -> None:
-        """Find out what the gradients are now, to which a backward adds.
-
-        Args:
-            is_local: whether it is under ``no_sync()``.
-        """
+        """Find out what the gradients are to which a backward adds, one under ``no_sync()`` if ``is_local``."""
         if self.held is Held.LOCAL and self._marked() == self._marks:
             return
         grads = self._grads()
@@ -194,36 +179,23 @@ class DDPModel:
 
     def problem(self) -> Exception | None:
         """Return why this rank cannot take part, if it cannot: DDP has not seen enough of the model."""
-        if self.ddp.static_graph and not has_rebuilt_buckets(self.ddp) and not self._has_run:
-            return ValueError(
-                "this rank has run out of data without a single batch, and static_graph lets DistributedDataParallel "
-                "learn the graph in the first: give every rank a batch, or leave static_graph out"
-            )
-        sparse = [
-            f"{name}.weight".removeprefix(".")
-            for name, module in self.ddp.module.named_modules()
-            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad
-        ]
-        if not sparse or (self._knows_sparse() and (has_rebuilt_buckets(self.ddp) or self.ddp.find_unused_parameters)):
-            return None
-        return ValueError(
-            f"this rank has run out of data with fewer than two batches, and {sparse[0]!r} has sparse gradients, whose "
-            f"shape DistributedDataParallel does not know before: give every rank two batches, or use sparse=False"
-        )
-
-    def _knows_sparse(self) -> bool:
+        ddp, found = self.ddp, ""
+        if ddp.static_graph and not has_rebuilt_buckets(ddp) and not self._has_run:
+            found = "learns a static_graph in the first batch: give every rank one, or leave static_graph out"
+        tables = [item for item in ddp.module.named_modules() if isinstance(item[1], (nn.Embedding, nn.EmbeddingBag))]
+        sparse = [name for name, table in tables if table.sparse and table.weight.requires_grad]
         try:
-            buckets_of_zeros(self.ddp)
+            buckets = buckets_of_zeros(ddp) if sparse else []
         except RuntimeError:
-            return False
-        return True
+            buckets = []
+        if sparse and not (buckets and (has_rebuilt_buckets(ddp) or ddp.find_unused_parameters)):
+            found = f"learns in two batches of the sparse gradients of {sparse[0]!r}: give every rank two"
+        return ValueError(f"this rank has run out of data, and DistributedDataParallel {found}") if found else None
 
     def told_gradients(self) -> list[Any]:
         """Return the gradients for ranks without data; of those that lie at their owners, whether they are there."""
-        grads = [param.grad for param in self.ddp.module.parameters()]
-        return [
-            grad if grad is None else not self._is_zero(grad) if self.takes_buckets else grad.detach() for grad in grads
-        ]
+        tell: Callable[[torch.Tensor], Any] = (lambda g: not self._is_zero(g)) if self.takes_buckets else torch.detach
+        return [None if param.grad is None else tell(param.grad) for param in self.ddp.module.parameters()]
 
     def take_gradients(self, told: Sequence[Any]) -> None:
         """Take :meth:`told_gradients` of a rank that has data."""
@@ -244,11 +216,7 @@ class DDPModel:
         self.ddp.require_forward_param_sync = reduces
 
     def follow_backward(self, running: int) -> None:
-        """Begin to take part in the reduction of gradients, with what is in ``.grad``. Collective.
-
-        Args:
-            running: how many ranks still have data.
-        """
+        """Begin to take part in a reduction of gradients, with what is in ``.grad``. Collective."""
         ddp = self.ddp
         # With a communication hook, it is the hook that divides.
         share = 1 if has_comm_hook(ddp) else running if self.divides_by_running else ddp.process_group.size()
@@ -270,13 +238,12 @@ class DDPModel:
 
     def end_backward(self) -> None:
         """Wait for what :meth:`follow_backward` has begun; a no-op if there is nothing."""
-        works, self._works = self._works, []
-        for work in works:
-            work.wait()
+        while self._works:
+            self._works.pop(0).wait()
 
 
 def _is_added_to(param: torch.Tensor) -> bool:
-    """Whether autograd is about to add to the gradient of a parameter, as far as it tells."""
+    """Whether autograd is about to add to the gradient of a parameter."""
     try:
         return will_execute(get_gradient_edge(param).node)
     except RuntimeError:
@@ -285,7 +252,7 @@ def _is_added_to(param: torch.Tensor) -> bool:
 
 
 def _fill(bucket: Any, share: int) -> None:  # noqa: ANN401 - a GradBucket
-    """Put what parameters have in ``.grad`` into a bucket of zeros, divided by ``share``."""
+    """Put gradients into a bucket of zeros, divided by ``share``."""
     buffer, params = bucket.buffer(), bucket.parameters()
     if buffer.layout is not torch.strided:
         if params[0].grad is not None:

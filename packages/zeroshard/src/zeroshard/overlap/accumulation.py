@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from operator import attrgetter, is_
 
 import torch
@@ -15,7 +16,7 @@ from zeroshard_core import Plan
 
 from zeroshard._torch_private import in_autograd
 from zeroshard.local_optimizer import LocalOptimizer
-from zeroshard.overlap.bucket import BucketPhase, BucketState
+from zeroshard.overlap.bucket import Bucket, BucketPhase, BucketState, gradient_view
 from zeroshard.overlap.placeholder import GradPlaceholder
 
 _grad_of = attrgetter("grad")
@@ -65,11 +66,6 @@ class GradAccumulator:
                 # What was accumulated and not reduced belongs to the next reduction still.
                 self.placeholders[tensor]._local = grad._local
                 params[tensor].grad = self.placeholders[tensor]
-
-    def placeholder_of(self, param: torch.Tensor) -> GradPlaceholder | None:
-        """Return what stands in the place of the gradient of a parameter; None if the optimizer does not have it."""
-        tensor = self.index_of.get(param)
-        return self.placeholders[tensor] if tensor is not None else None
 
     def locate(self, states: Sequence[BucketState]) -> None:
         """Take note of which parameters are in which bucket; others are unchanged."""
@@ -241,6 +237,28 @@ class GradAccumulator:
             self._owned(tensor, place).copy_(gradient).mul_(self._world_size)
         if not is_used:
             self._replaced[tensor] = place.data_ptr()
+
+    def contribute(self, bucket: Bucket) -> Bucket:
+        """Write into a bucket of zeros what this rank has accumulated and not reduced: it makes no backward of its own.
+
+        What was reduced before and not stepped yet is carried over by its owner, as in any other backward.
+        """
+        present: list[bool] = []
+        for param, place in zip(bucket.params, bucket.gradients, strict=True):
+            grad = values = param.grad
+            if isinstance(grad, GradPlaceholder):
+                if not self.is_used(grad._tensor):
+                    self.carry(grad._tensor)
+                    self.deliver(grad._tensor)
+                values, grad._local = grad._local, None
+            if values is not None:
+                offset = int(place.storage_offset()) - int(bucket.buffer.storage_offset())
+                gradient_view(bucket.buffer, offset, param.shape, param.stride()).copy_(values)
+            present.append(values is not None)
+            # A parameter that the optimizer does not have is refused by who takes the bucket.
+            tensor = self.index_of.get(param)
+            param.grad = param.grad if tensor is None else self.placeholders[tensor]
+        return replace(bucket, present=tuple(present), is_own=False)
 
     def is_replaced(self, param: torch.Tensor) -> bool:
         """Whether DDP has put a kept gradient into a new bucket since the last backward; see :meth:`replace`."""

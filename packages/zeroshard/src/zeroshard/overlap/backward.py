@@ -23,8 +23,7 @@ class _Participant(Protocol):
 
     divides_by_running: bool
 
-    def announce_backward(self, *, is_own: bool) -> None: ...
-    def announce_end(self) -> None: ...
+    def announce_backward(self, *, is_own: bool = True, ends: bool = False) -> None: ...
 
 
 class BackwardFollower:
@@ -126,7 +125,7 @@ class BackwardFollower:
         try:
             self._refusal = "the last backward was left by an exception"
             if self._is_own:
-                self._joining.announce_end()
+                self._joining.announce_backward(ends=True)
             coordinator.step(self._groups(), None, {}, problem)
             self._refusal = ""
         except Exception as error:

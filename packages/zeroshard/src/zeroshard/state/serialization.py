@@ -1,15 +1,20 @@
-"""Optimizer state as JSON and tensors: what a state entry may be, and how it is written without pickle."""
+"""Optimizer state as JSON and tensors: what a state entry may be, and how it is written and sent without pickle."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from zeroshard_comm import Control, receive, send
 from zeroshard_core import StateMapError, is_dense
 
 MakeTensor = Callable[[torch.dtype, Sequence[int], Sequence[int] | None], torch.Tensor]
 """Makes a tensor of a dtype, a shape and strides (None: contiguous)."""
+
+TAG_SIZE = 0x5A530050
+TAG_VALUES = 0x5A530051
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -99,3 +104,42 @@ def copy_value(value: Any) -> Any:  # noqa: ANN401 - a state entry
         copies = map(copy_value, value)
         return list(copies) if isinstance(value, list) else tuple(copies)
     return value
+
+
+def send_value(control: Control, peer: int, value: object) -> None:
+    """Send what :func:`write_value` takes to a rank, which calls :func:`receive_value`.
+
+    Raises:
+        PeerLostError: if it is gone.
+        StateMapError: if it is something else; nothing has been sent then.
+    """
+    assert control.channel is not None
+    tensors: list[torch.Tensor] = []
+    text = torch.frombuffer(bytearray(json.dumps(write_value(value, tensors, "a value")).encode()), dtype=torch.uint8)
+    size = torch.tensor([text.numel()], device="cpu")
+    send(control.channel, peer, size, TAG_SIZE, "sending a value").wait("sending a value")
+    for tensor in (text, *tensors):
+        if tensor.numel() > 0:
+            data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+            send(control.channel, peer, data, TAG_VALUES, "sending a value").wait("sending a value")
+
+
+def receive_value(control: Control, peer: int) -> Any:  # noqa: ANN401 - as send_value
+    """Receive what :func:`send_value` sends; tensors are contiguous, on the CPU.
+
+    Raises:
+        PeerLostError: if the rank is gone.
+    """
+    channel = control.channel
+    assert channel is not None
+
+    def arriving(dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int] | None = None) -> torch.Tensor:  # noqa: ARG001 - as MakeTensor
+        tensor = torch.empty(shape, dtype=dtype, device="cpu")
+        if tensor.numel() > 0:
+            data = tensor.view(-1).view(torch.uint8)
+            receive(channel, peer, data, TAG_VALUES, "receiving a value").wait("receiving a value")
+        return tensor
+
+    size = torch.zeros(1, dtype=torch.int64, device="cpu")
+    receive(channel, peer, size, TAG_SIZE, "receiving a value").wait("receiving a value")
+    return read_value(json.loads(bytes(arriving(torch.uint8, [int(size)]).tolist())), arriving)
