@@ -183,6 +183,7 @@ class JoinContext:
                 model.take_gradients(receive_value(self._control, -source))
         elif is_joined and (held != Held.LOCAL or told[-source][1] != model.window):
             model.drop_gradients()
+        model.window = told[-source][1]
 
     # ------------------------------------------------------------------ a rank that has run out
 

@@ -155,7 +155,7 @@ class DDPModel:
             self.held = Held.LOCAL if is_local else Held.NOTHING
             self.window += is_local
         elif is_local or self.held is not Held.REDUCED:
-            keeps = self.takes_buckets and self._marked() == self._marks
+            keeps = self.held is Held.REDUCED and self.takes_buckets and self._marked() == self._marks
             self.held = Held.LOCAL if keeps else Held.UNKNOWN
 
     def _grads(self) -> list[torch.Tensor]:
