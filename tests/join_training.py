@@ -320,9 +320,10 @@ class InOneProcess:
 
     def scale(self, factor: float) -> None:
         self._call()
-        for param in self._params:
-            if param.grad is not None:
-                param.grad.mul_(factor)
+        for param, local in zip(self._params, self._local, strict=True):
+            for grad in (param.grad, local):
+                if grad is not None:
+                    grad.mul_(factor)
 
     def clip(self) -> None:
         self._call()

@@ -257,6 +257,11 @@ def decoded(models: Sequence[nn.Module], batch: torch.Tensor) -> torch.Tensor:
     return result
 
 
+def beside(models: Sequence[nn.Module], batch: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = (models[0](batch).sum(1) + models[1](batch[:, :30]).sum(1)).square().mean()
+    return result
+
+
 def judged(models: Sequence[nn.Module], batch: torch.Tensor) -> torch.Tensor:
     made = getattr(models[0], "module", models[0])(batch).detach()
     result: torch.Tensor = models[1](torch.cat([batch[:, :30], 1 - made])).square().mean()
@@ -267,9 +272,12 @@ def judged(models: Sequence[nn.Module], batch: torch.Tensor) -> torch.Tensor:
 @pytest.mark.ranks(2, 3, backend="gloo")
 @EVERY_HOOK
 @EVERY_MEAN
-@pytest.mark.parametrize("kind", ["encoder and decoder", "adversaries"])
-def test_models_that_follow_each_other(world_size: int, hook: str, divide: bool, kind: str) -> None:
-    turns: list[Turn] = [(decoded, (0, 1))] if kind == "encoder and decoder" else [(judged, (1,)), (decoded, (0,))]
+@pytest.mark.parametrize(
+    "turns",
+    [[(decoded, (0, 1))], [(judged, (1,)), (decoded, (0,))], [(beside, (0, 1))]],
+    ids=["encoder and decoder", "adversaries", "branches"],
+)
+def test_models_with_a_common_loss(world_size: int, hook: str, divide: bool, turns: list[Turn]) -> None:
     for numbers in lengths_of(world_size):
         parts = [Uneven(numbers, hook, model=model, divide=divide) for model in (Encoder, Decoder)]
         check_turns(parts, lambda number: turns)
