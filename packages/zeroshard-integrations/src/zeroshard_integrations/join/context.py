@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable, JoinHook
-from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.nn.parallel import DistributedDataParallel
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard._torch_private import JoinConfig, join_config, set_join_config
@@ -21,6 +20,7 @@ from zeroshard_integrations._torch_private import divide_by
 from zeroshard_integrations.ddp import optimizers_of_hooks
 from zeroshard_integrations.join.ddp_model import DDPModel, Held
 
+_TORCH_ZERO = "torch.distributed.optim.zero_redundancy_optimizer"  # importing it warns
 _UNKNOWN = (
     "gradients that were reduced and others of no_sync() were added, or gradients were changed between backwards of "
     "one window, or kept from before the block, and a rank has run out of data, whose part of them nobody knows: call "
@@ -267,7 +267,7 @@ def check_joinables(joinables: Sequence[Joinable]) -> dist.ProcessGroup:
         name = type(joinable).__name__
         if not isinstance(joinable, Joinable):
             raise TypeError(f"Join takes joinables, and {name} is none")
-        if isinstance(joinable, TorchZero):
+        if any(kind.__module__ == _TORCH_ZERO for kind in type(joinable).__mro__):
             raise ValueError(
                 "torch's ZeroRedundancyOptimizer steps with old gradients where a rank has run out of data: use "
                 "zeroshard.ZeroRedundancyOptimizer"
