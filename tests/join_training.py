@@ -169,8 +169,9 @@ class Uneven:
         """
         with pytest.raises(error, match=match) as caught:
             self.train(script, join)
-        assert not self.ddp._join_config.enable
-        assert not self.optimizer._join_config.enable
+        if join is Join:
+            assert not self.ddp._join_config.enable
+            assert not self.optimizer._join_config.enable
         if until is None or until >= 0:
             self.refer(script, min(self.lengths) if until is None else until)
             self.optimizer.zero_grad()
@@ -213,8 +214,9 @@ class OnRanks:
             self._uneven.loss(self._ddp, inputs(number, self._uneven.rank))
 
     def step(self, **arguments: Any) -> None:
-        """Step, the scheduler too."""
-        self._call()
+        """Step, the scheduler too; a part of the backward before it if the hook steps in that."""
+        if self._uneven.hook not in HOOKS[2:]:
+            self._call()
         self._optimizer.step(**arguments)
         if (scheduler := self._uneven.schedulers[0]) is not None:
             scheduler.step()
@@ -304,7 +306,8 @@ class InOneProcess:
         self._call()
 
     def step(self, **arguments: Any) -> None:
-        self._call()
+        if self._uneven.hook not in HOOKS[2:]:
+            self._call()
         self._optimizer.step(**arguments)
         if (scheduler := self._uneven.schedulers[1]) is not None:
             scheduler.step()

@@ -508,7 +508,7 @@ def test_the_block_tells_who_runs_and_leaves_nothing_behind(rank: int, hook: str
     # Entered twice.
     for _ in range(2):
         uneven.check(script, lambda joinables, **arguments: join)
-        assert (join.running, join.shadowed_steps) == (0, 0 if rank else 3)
+        assert join.running == 0
     assert seen == ([2, 2] if rank == 0 else [2, 2, 1, 1, 1]) * 2
     assert warnings.filters == filters
     assert not uneven.ddp._join_config.enable

@@ -69,7 +69,9 @@ def trainings(draw: st.DrawFn, hook: str, world_size: int) -> Drawn:
         iterations.append(acts)
     most = sum(1 + (name == "backward") for acts in iterations for name, _ in acts)
     # A rank leaves its loop after any call.
-    calls = draw(st.lists(st.integers(0, most), min_size=world_size, max_size=world_size))
+    calls = draw(
+        st.lists(st.integers(most // 3, most) | st.integers(0, most), min_size=world_size, max_size=world_size)
+    )
     partition = draw(st.sampled_from(PARTITIONS))
     return Drawn(calls, partition, draw(st.booleans()), draw(st.booleans()), iterations)
 
@@ -109,7 +111,7 @@ def check(world_size: int, hook: str, examples: int) -> None:
         derandomize=True,
         database=None,
         deadline=None,
-        phases=[Phase.generate],
+        phases=[Phase.generate, Phase.shrink],
         suppress_health_check=list(HealthCheck),
     )
     @given(trainings(hook, world_size))
