@@ -1,6 +1,8 @@
 """Uneven inputs end where one process would have ended that sees the batches of all ranks, whatever the loop."""
 
 # No `from __future__ import annotations`: DDP compares the annotations of hooks with the types themselves.
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from itertools import cycle, islice, product
@@ -551,3 +553,7 @@ def test_outputs_of_the_block_are_used_after_it(rank: int) -> None:
     # It needs none of the weights, which DDP has brought from one of the last ranks.
     output.sum().backward()
     assert torch.equal(uneven.ddp.module.bias.grad, torch.full((5,), 8.0, dtype=torch.float64))
+
+
+def test_the_import_gives_no_warning() -> None:
+    subprocess.run([sys.executable, "-W", "error", "-c", "import zeroshard_integrations.join"], check=True)

@@ -3,8 +3,6 @@
 # ruff: noqa: PT012 - the loop inside the block is what is tested
 
 # No `from __future__ import annotations`: DDP compares the annotations of hooks with the types themselves.
-import subprocess
-import sys
 from datetime import timedelta
 
 import pytest
@@ -12,6 +10,7 @@ import torch
 import torch.distributed as dist
 from join_training import HOOKS, Loop, Uneven, inputs, usual, windows
 from torch import nn
+from torch.distributed.algorithms.join import Join as TorchJoin
 from zeroshard_comm import DisagreementError
 from zeroshard_integrations.join import Join
 
@@ -21,10 +20,6 @@ def short(numbers, hook, **options):
 
 
 EVERY_HOOK = pytest.mark.parametrize("hook", HOOKS)
-
-
-def test_the_import_gives_no_warning() -> None:
-    subprocess.run([sys.executable, "-W", "error", "-c", "import zeroshard_integrations.join"], check=True)
 
 
 @pytest.mark.ranks(2, backend="gloo")
@@ -82,3 +77,23 @@ def test_parameters_that_are_trained_only_after_a_rank_has_run_out(rank: int, ho
     uneven = short([1, 4], hook, ddp={"find_unused_parameters": True})
     with pytest.raises(DisagreementError, match="is frozen on rank 0"):
         uneven.train(script)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@EVERY_HOOK
+def test_leaving_after_the_first_forward(hook: str) -> None:
+    """On every rank: `initialize_buckets` must NOT be called during autograd execution."""
+    # Its calls are zero, the forward, the backward, step.
+    Uneven([4, 4], hook, calls=[2, 99]).check(usual)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_gradients_that_are_never_zero_in_torchs_with_the_owner_hook(rank: int) -> None:
+    """The rank with data says that the gradient lies at its owner and _foreach_norm cannot be done; not zero_grad()."""
+
+    def script(loop: Loop, number: int) -> None:
+        loop.backward(number)
+        loop.step()
+
+    with pytest.raises(RuntimeError, match=r"call zero_grad\(\)" if rank else ""):
+        short([2, 4], "owner").train(script, TorchJoin)
