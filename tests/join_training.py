@@ -1,12 +1,17 @@
-"""Uneven inputs: every rank its own number of batches, and one process that sees all of them, in float64."""
+"""Training loops on uneven inputs, written once and run twice: on ranks, and in one process, in float64.
+
+What one process has to do where ranks would reduce: gradients that were reduced are the same on all ranks, and stay;
+those that each rank has accumulated by itself are added to them, divided by the number of ranks that share.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from ddp_training import MANY_BUCKETS, register
@@ -14,10 +19,15 @@ from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 from training import cutting, small_model
 from zeroshard import ZeroRedundancyOptimizer
+from zeroshard_integrations.join import Join
 from zeroshard_testing import assert_replicas_equal
 
 HOOKS = ("none", "owner", "behind", "interleaved")
-"""No communication hook, and those of zeroshard_integrations.ddp."""
+"""No communication hook, and those of zeroshard_integrations.ddp; the last two step during backward."""
+
+PARTITIONS = ("whole", "split", "hybrid")
+NORM = 0.05
+BOUND = 1e-12
 
 OPTIMIZERS: Mapping[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
     "Adam": (optim.Adam, {"lr": 1e-2, "weight_decay": 0.01}),
@@ -37,6 +47,12 @@ def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return output.square().mean()
 
 
+def lengths_of(world_size: int) -> Sequence[list[int]]:
+    """Some numbers of batches: the first rank runs out first, the last one does, one has none."""
+    middle = [5] * (world_size - 2)
+    return [2, *middle, 7], [7, *middle, 3], [0, *middle, 6]
+
+
 class Branches(nn.Module):
     """Uses one branch or both, as a batch says; has buffers that count."""
 
@@ -48,24 +64,7 @@ class Branches(nn.Module):
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
         hidden: torch.Tensor = self.always(batch)
-        if bool(batch[0, 0] > 0):
-            hidden = hidden + self.sometimes(hidden)
-        return hidden
-
-
-class Normed(nn.Module):
-    """With running statistics, which DDP sends around from a rank that has data."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.norm, self.out = nn.BatchNorm1d(40, affine=False), nn.Linear(40, 5)
-        self.register_buffer("seen", torch.zeros(()))
-
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        self.seen.add_(1)
-        result: torch.Tensor = self.out(self.norm(batch))
-        return result
+        return hidden + self.sometimes(hidden) if bool(batch[0, 0] > 0) else hidden
 
 
 class Uneven:
@@ -74,104 +73,63 @@ class Uneven:
     Args:
         lengths: how many batches each rank has.
         hook: one of ``HOOKS``.
-        divide_by_initial: average gradients over all ranks, or over those that still have data.
-        window: how many backwards make a step.
-        always_reduces: whether all of them reduce gradients, and not only the last.
-        last_incomplete: whether a window that is incomplete when the last rank runs out is stepped.
-        clip: the largest norm of gradients, if they are clipped.
+        calls: after how many calls of the loop each rank leaves it, whatever it has left.
+        divide: average gradients over all ranks, or over those that still have data.
         schedule: whether the learning rate falls in every step.
     """
 
     def __init__(
         self,
         lengths: Sequence[int],
-        hook: str,
+        hook: str = "none",
         *,
-        optimizer: str = "Adam",
+        calls: Sequence[int] | None = None,
+        optimizer: str | tuple[type[optim.Optimizer], dict[str, Any]] = "Adam",
         partition: str = "whole",
-        divide_by_initial: bool = True,
-        window: int = 1,
-        always_reduces: bool = False,
-        last_incomplete: bool = False,
-        clip: float | None = None,
+        divide: bool = True,
         schedule: bool = False,
         model: Callable[[], nn.Module] = small_model,
         loss: Callable[[nn.Module, torch.Tensor], torch.Tensor] = loss_of,
         group: dist.ProcessGroup | None = None,
         ddp: Mapping[str, Any] | None = None,
     ) -> None:
-        self.lengths, self.hook, self.group = list(lengths), hook, group
-        self.divide_by_initial, self.window, self.clip, self.loss = divide_by_initial, window, clip, loss
-        self.always_reduces, self.last_incomplete = always_reduces, last_incomplete
-        kind, settings = OPTIMIZERS[optimizer]
+        self.lengths, self.hook, self.group, self.rank = list(lengths), hook, group, dist.get_rank(group)
+        self.calls, self.divide, self.loss, self.arguments = calls, divide, loss, dict[str, Any]()
+        kind, settings = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
         made = model().double()
         self.plain_model = copy.deepcopy(made)
         self.plain = kind(self.plain_model.parameters(), **settings)
         arguments = {"gradient_as_bucket_view": True, "bucket_cap_mb": MANY_BUCKETS, **(ddp or {})}
         self.ddp = DistributedDataParallel(made, process_group=group, **arguments)
-        early = hook in ("behind", "interleaved")
         self.optimizer = ZeroRedundancyOptimizer(
             made.parameters(),
             kind,
             process_group=group,
             partition=cutting(partition),
-            overlap_with_ddp=early,
+            overlap_with_ddp=hook in HOOKS[2:],
             **settings,
         )
         if hook != "none":
             register(hook, self.ddp, self.optimizer)
-        self.scheduled = schedule
-        self.rank = dist.get_rank(group)
+        both = (self.optimizer, self.plain) if schedule else ()
+        self.schedulers = [optim.lr_scheduler.ExponentialLR(each, 0.9) for each in both] or [None, None]
 
-    def train(self, join: Callable[..., Any]) -> Any:
-        """Train with a context manager: torch's Join, or ours."""
-        scheduler = optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9) if self.scheduled else None
-        context = join([self.ddp, self.optimizer], divide_by_initial_world_size=self.divide_by_initial)
-        with context:
-            self.optimizer.zero_grad()
+    def train(self, script: Script, join: Any = Join) -> Any:
+        """Run a script on ranks, in torch's context or ours, and return it."""
+        loop = OnRanks(self)
+        context = join([self.ddp, self.optimizer], **{"divide_by_initial_world_size": self.divide, **self.arguments})
+        with context, suppress(LeftError):
             for number in range(self.lengths[self.rank]):
-                ends = self.ends(number)
-                with nullcontext() if ends or self.always_reduces else self.ddp.no_sync():
-                    self.loss(self.ddp, inputs(number, self.rank)).backward()
-                if not ends:
-                    continue
-                if self.clip is not None:
-                    self.clipped()
-                self.optimizer.step()
-                if scheduler is not None:
-                    scheduler.step()
-                self.optimizer.zero_grad()
+                script(loop, number)
         return context
 
-    def ends(self, number: int) -> bool:
-        """Whether a window of accumulation ends with this batch."""
-        is_last = self.last_incomplete and number + 1 == max(self.lengths)
-        return is_last or (number + 1) % self.window == 0
-
-    def clipped(self) -> None:
-        assert self.clip is not None
-        self.optimizer.clip_grad_norm_(self.clip)
-
-    def reference(self) -> None:
-        """Train in this process what all ranks train together."""
-        scheduler = optim.lr_scheduler.ExponentialLR(self.plain, 0.9) if self.scheduled else None
-        self.plain.zero_grad()
-        for number in range(max(self.lengths)):
-            running = [rank for rank, length in enumerate(self.lengths) if number < length]
-            for rank in running:
-                self.loss(self.plain_model, inputs(number, rank)).backward()
-            if not self.ends(number):
-                continue
-            share = len(self.lengths) if self.divide_by_initial else len(running)
-            for param in self.plain_model.parameters():
-                if param.grad is not None:
-                    param.grad /= share
-            if self.clip is not None:
-                nn.utils.clip_grad_norm_(self.plain_model.parameters(), self.clip)
-            self.plain.step()
-            if scheduler is not None:
-                scheduler.step()
-            self.plain.zero_grad()
+    def refer(self, script: Script, until: int | None = None) -> None:
+        """Run a script in one process, up to a number of iterations."""
+        loop = InOneProcess(self)
+        with suppress(LeftError):
+            for number in range(max(self.lengths) if until is None else until):
+                loop.number = number
+                script(loop, number)
 
     def distance(self) -> float:
         """The norm of the difference over the norm."""
@@ -179,11 +137,228 @@ class Uneven:
         off = torch.stack([(ours - theirs).detach().norm() for ours, theirs in pairs]).norm()
         return float(off / torch.stack([theirs.detach().norm() for _, theirs in pairs]).norm())
 
-    def check(self, join: Callable[..., Any], bound: float = 1e-12) -> Any:
+    def check(self, script: Script, join: Any = Join) -> Any:
         """Train both, and compare."""
-        context = self.train(join)
-        self.reference()
-        distance = self.distance()
-        assert distance <= bound, f"parameters are {distance:.3g} off: {self.lengths}, {self.hook}"
-        assert_replicas_equal(self.ddp.module.parameters(), group=self.group)
+        context = self.train(script, join)
+        self.refer(script)
+        self.compare()
         return context
+
+    def compare(self) -> None:
+        distance = self.distance()
+        assert distance <= BOUND, f"parameters are {distance:.3g} off: {self.lengths}, {self.calls}, {self.hook}"
+        assert_replicas_equal(self.ddp.module.parameters(), group=self.group)
+
+    def refuse(
+        self,
+        script: Script,
+        match: str,
+        *,
+        error: type[Exception] | tuple[type[Exception], ...] = RuntimeError,
+        join: Any = Join,
+        until: int | None = None,
+    ) -> BaseException:
+        """Train until there is an error on this rank, as on every other; and go on from where the last step was.
+
+        Args:
+            script: run on ranks.
+            match: what the error says.
+            error: what it is.
+            join: the context.
+            until: how many iterations were stepped before; by default, those in which all ranks had data.
+        """
+        with pytest.raises(error, match=match) as caught:
+            self.train(script, join)
+        if join is Join:
+            assert not self.ddp._join_config.enable
+            assert not self.optimizer._join_config.enable
+        if until is None or until >= 0:
+            self.refer(script, min(self.lengths) if until is None else until)
+            self.optimizer.zero_grad()
+            self.plain.zero_grad()
+            self.lengths, self.arguments = [2, *[3] * (len(self.lengths) - 1)], {}
+            self.check(usual)
+        return caught.value
+
+
+class LeftError(Exception):
+    """A rank leaves its loop."""
+
+
+class OnRanks:
+    """A loop on a rank, with DDP and the sharded optimizer."""
+
+    def __init__(self, uneven: Uneven) -> None:
+        self._uneven, self._ddp, self._optimizer, self._made = uneven, uneven.ddp, uneven.optimizer, 0
+
+    def _call(self) -> None:
+        if self._uneven.calls is not None and self._made >= self._uneven.calls[self._uneven.rank]:
+            raise LeftError
+        self._made += 1
+
+    def backward(self, number: int, *, reduces: bool = True, forwards: int = 1) -> None:
+        """Compute gradients of a batch; the sum of the losses of several forwards, if there are more."""
+        self._call()
+        with nullcontext() if reduces else self._ddp.no_sync():
+            losses = [
+                self._uneven.loss(self._ddp, inputs(number + 100 * each, self._uneven.rank)) for each in range(forwards)
+            ]
+            loss = torch.stack(losses).sum()
+            self._call()
+            loss.backward()
+
+    def forward(self, number: int, *, with_grad: bool = True) -> None:
+        """Compute a loss that is not used."""
+        self._call()
+        with torch.set_grad_enabled(with_grad):
+            self._uneven.loss(self._ddp, inputs(number, self._uneven.rank))
+
+    def step(self, **arguments: Any) -> None:
+        """Step, the scheduler too; a part of the backward before it if the hook steps in that."""
+        if self._uneven.hook not in HOOKS[2:]:
+            self._call()
+        self._optimizer.step(**arguments)
+        if (scheduler := self._uneven.schedulers[0]) is not None:
+            scheduler.step()
+
+    def zero(self, *, to_none: bool = True, some: bool = False) -> None:
+        """Set gradients to None or zero: all of them, or only those of every second parameter."""
+        self._call()
+        if not some:
+            self._optimizer.zero_grad(set_to_none=to_none)
+            return
+        for param in list(self._ddp.parameters())[::2]:
+            if to_none:
+                param.grad = None
+            elif param.grad is not None:
+                param.grad.zero_()
+
+    def scale(self, factor: float) -> None:
+        """Multiply all gradients."""
+        self._call()
+        for param in self._ddp.parameters():
+            if param.grad is not None:
+                param.grad.mul_(factor)
+
+    def clip(self) -> None:
+        """Clip the norm of all gradients: by torch's function where there is no hook, else by the optimizer."""
+        self._call()
+        if self._uneven.hook == "none":
+            nn.utils.clip_grad_norm_(self._ddp.parameters(), NORM)
+        else:
+            self._optimizer.clip_grad_norm_(NORM)
+
+    def change(self, act: Callable[[nn.Module], None]) -> None:
+        """Do something with the model."""
+        self._call()
+        act(self._ddp.module)
+
+    def use(self, act: Callable[[ZeroRedundancyOptimizer], object]) -> None:
+        """Do something with the sharded optimizer."""
+        self._call()
+        act(self._optimizer)
+
+
+class InOneProcess:
+    """A loop for all ranks together, with the same methods."""
+
+    number = 0
+
+    def __init__(self, uneven: Uneven) -> None:
+        self._uneven, self._model, self._optimizer, self._made = uneven, uneven.plain_model, uneven.plain, 0
+        self._params = list(self._model.parameters())
+        self._local: list[torch.Tensor | None] = [None] * len(self._params)
+
+    def _call(self) -> list[int]:
+        """Count a call, and return which ranks make it."""
+        calls = self._uneven.calls
+        running = [
+            rank
+            for rank, length in enumerate(self._uneven.lengths)
+            if self.number < length and (calls is None or self._made < calls[rank])
+        ]
+        if not running:
+            raise LeftError
+        self._made += 1
+        return running
+
+    def backward(self, number: int, *, reduces: bool = True, forwards: int = 1) -> None:
+        self._call()
+        running = self._call()
+        for rank in running:
+            losses = [self._uneven.loss(self._model, inputs(number + 100 * each, rank)) for each in range(forwards)]
+            for index, grad in self._gradients(torch.stack(losses).sum()):
+                local = self._local[index]
+                self._local[index] = grad if local is None else local + grad
+        if reduces:
+            share = len(self._uneven.lengths) if self._uneven.divide else len(running)
+            for param, local in zip(self._params, self._local, strict=True):
+                if local is not None:
+                    param.grad = local / share if param.grad is None else param.grad + local / share
+            self._local = [None] * len(self._params)
+
+    def _gradients(self, loss: torch.Tensor) -> Iterable[tuple[int, torch.Tensor]]:
+        trained = [index for index, param in enumerate(self._params) if param.requires_grad]
+        grads = torch.autograd.grad(loss, [self._params[index] for index in trained], allow_unused=True)
+        return [(index, grad) for index, grad in zip(trained, grads, strict=True) if grad is not None]
+
+    def forward(self, number: int, *, with_grad: bool = True) -> None:
+        self._call()
+
+    def step(self, **arguments: Any) -> None:
+        if self._uneven.hook not in HOOKS[2:]:
+            self._call()
+        self._optimizer.step(**arguments)
+        if (scheduler := self._uneven.schedulers[1]) is not None:
+            scheduler.step()
+
+    def zero(self, *, to_none: bool = True, some: bool = False) -> None:
+        self._call()
+        for index in range(0, len(self._params), 2 if some else 1):
+            self._local[index] = None
+            if to_none:
+                self._params[index].grad = None
+            elif (grad := self._params[index].grad) is not None:
+                grad.zero_()
+
+    def scale(self, factor: float) -> None:
+        self._call()
+        for param, local in zip(self._params, self._local, strict=True):
+            for grad in (param.grad, local):
+                if grad is not None:
+                    grad.mul_(factor)
+
+    def clip(self) -> None:
+        self._call()
+        nn.utils.clip_grad_norm_(self._params, NORM)
+
+    def change(self, act: Callable[[nn.Module], None]) -> None:
+        self._call()
+        act(self._model)
+
+    def use(self, act: Callable[[ZeroRedundancyOptimizer], object]) -> None:
+        self._call()
+
+
+Loop = OnRanks | InOneProcess
+Script = Callable[[Loop, int], None]
+"""One iteration, by its number."""
+
+
+def usual(loop: Loop, number: int) -> None:
+    loop.zero()
+    loop.backward(number)
+    loop.step()
+
+
+def windows(size: int, *, reduces: bool = False, last: int | None = None, to_none: bool = True) -> Script:
+    """Accumulate over windows; under ``no_sync()`` or not; the last iteration ends one, if it is given."""
+
+    def script(loop: Loop, number: int) -> None:
+        ends = (number + 1) % size == 0 or number + 1 == last
+        loop.backward(number, reduces=reduces or ends)
+        if ends:
+            loop.step()
+            loop.zero(to_none=to_none)
+
+    return script

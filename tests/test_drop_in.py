@@ -13,7 +13,6 @@ from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.nn.parallel import DistributedDataParallel
 from training import assert_bitwise_equal, cutting, set_gradients, small_model, twins
 from zeroshard import ZeroRedundancyOptimizer
-from zeroshard_testing import assert_replicas_equal
 
 TUTORIAL = """
 import torch
@@ -92,51 +91,6 @@ def test_attributes_and_default_partition_are_torchs(rank: int, world_size: int)
     assert [g["lr"] for g in ours.param_groups] == [g["lr"] for g in theirs.param_groups]
     ours._sync_param_groups(ours.param_groups, ours.optim.param_groups)
     ours._clear_cache()
-
-
-@pytest.mark.ranks(2, 3, backend="gloo")
-@pytest.mark.parametrize("partition", ["whole", "split"])
-def test_join_lets_ranks_with_fewer_inputs_finish(rank: int, partition: str) -> None:
-    models = [DistributedDataParallel(small_model().double()) for _ in range(2)]
-    sharded = ZeroRedundancyOptimizer(models[0].parameters(), optim.Adam, partition=cutting(partition), lr=0.01)
-    plain = optim.Adam(models[1].parameters(), lr=0.01)
-    for model, optimizer, joinables in ((models[0], sharded, [models[0], sharded]), (models[1], plain, [models[1]])):
-        torch.manual_seed(rank)
-        batches = 0
-        with Join(joinables):
-            for _ in range(3 + rank):
-                model(torch.randn(4, 40, dtype=torch.float64)).sum().backward()
-                optimizer.step()
-                batches += 1
-        assert batches == 3 + rank
-    assert_trained_alike(*models)
-
-
-def assert_trained_alike(ours: nn.Module, theirs: nn.Module) -> None:
-    """Compare with the unsharded run: replicas alone are equal anyway, since DDP's join hook copies them in the end."""
-    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(mine, other)
-    assert_replicas_equal(ours.parameters())
-
-
-@pytest.mark.ranks(2, backend="gloo")
-def test_join_with_closures_on_the_ranks_that_still_have_inputs(rank: int) -> None:
-    models = [DistributedDataParallel(small_model().double()) for _ in range(2)]
-    sharded = ZeroRedundancyOptimizer(models[0].parameters(), optim.Adam, lr=0.01)
-    plain = optim.Adam(models[1].parameters(), lr=0.01)
-    for model, optimizer, joinables in ((models[0], sharded, [models[0], sharded]), (models[1], plain, [models[1]])):
-        torch.manual_seed(rank)
-
-        def closure(model: nn.Module = model, optimizer: optim.Optimizer = optimizer) -> torch.Tensor:
-            optimizer.zero_grad()
-            loss: torch.Tensor = model(torch.randn(4, 40, dtype=torch.float64)).sum()
-            loss.backward()
-            return loss
-
-        with Join(joinables):
-            for _ in range(3 + rank):
-                optimizer.step(closure)
-    assert_trained_alike(*models)
 
 
 @pytest.mark.ranks(2, backend="gloo")

@@ -1,292 +1,139 @@
-"""Uneven inputs end where a single process would have ended, with our context manager and with torch's."""
+"""Uneven inputs end where one process would have ended that sees the batches of all ranks, whatever the loop."""
 
 # No `from __future__ import annotations`: DDP compares the annotations of hooks with the types themselves.
-from itertools import product
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from itertools import cycle, islice, product
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from ddp_by_collectives import STEPPING, without_tags
 from ddp_training import register
-from join_training import HOOKS, Uneven, inputs
+from join_training import HOOKS, PARTITIONS, Branches, Loop, Script, Uneven, inputs, lengths_of, usual, windows
 from torch import nn, optim
 from torch.distributed.algorithms.join import Join as TorchJoin
-from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
-from torch.nn.parallel import DistributedDataParallel
 from training import small_model
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_integrations.join import Join
+from zeroshard_testing import assert_replicas_equal
 
-pytestmark = pytest.mark.pairwise
-CONTEXTS: dict[str, Any] = {"torchs": TorchJoin, "ours": Join}
+CONTEXTS: dict[str, Any] = {"ours": Join, "torchs": TorchJoin}
 EVERY_CONTEXT = pytest.mark.parametrize("context", CONTEXTS)
 EVERY_HOOK = pytest.mark.parametrize("hook", HOOKS)
-GAPS = (0, 1, 3, 10)
+EVERY_PARTITION = pytest.mark.parametrize("partition", PARTITIONS)
+EVERY_MEAN = pytest.mark.parametrize("divide", [True, False], ids=["of all", "of those that run"])
 
 
-def lengths(world_size: int, gap: int, first: int = 3) -> list[int]:
-    """Rank 0 has the fewest batches, the last rank the most."""
-    return [first + gap * rank // max(world_size - 1, 1) for rank in range(world_size)]
+# ---------------------------------------------------------------------- in our context and in torch's
 
 
-@pytest.mark.ranks(2, backend="gloo")
-@pytest.mark.parametrize("ours", [True, False], ids=["ours", "torchs"])
-def test_beside_what_torch_gives(ours: bool) -> None:
-    uneven = Uneven([3, 8], "none")
-    if ours:
-        uneven.check(Join)
-        return
-    uneven.optimizer = TorchZero(uneven.ddp.parameters(), optim.Adam, lr=1e-2, weight_decay=0.01)
-    uneven.train(TorchJoin)
-    uneven.reference()
-    # The rank without data has stepped its shard with the gradients of its last batch.
-    assert 1e-4 < uneven.distance() < 1
+class Normed(nn.Module):
+    """With running statistics, which DDP sends around from a rank that has data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.out = nn.BatchNorm1d(40, affine=False), nn.Linear(40, 5)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        self.seen.add_(1)
+        result: torch.Tensor = self.out(self.norm(batch))
+        return result
 
 
-@pytest.mark.ranks(2, 3, backend="gloo")
-@EVERY_CONTEXT
-@pytest.mark.parametrize("hook", HOOKS[:2])
-def test_clipping_and_schedules(world_size: int, context: str, hook: str) -> None:
-    class Clipped(Uneven):
-        def clipped(self) -> None:
-            if self.hook == "none":
-                nn.utils.clip_grad_norm_(self.ddp.parameters(), 0.1)
-            else:
-                super().clipped()
+MODELS: list[tuple[Callable[[], nn.Module], dict[str, Any]]] = [
+    (small_model, {}),
+    (Branches, {"find_unused_parameters": True}),
+    (Normed, {}),
+]
+GAPS: list[Callable[[int], list[int]]] = [
+    lambda ranks: [3] * ranks,
+    lambda ranks: [3 + (rank == ranks - 1) for rank in range(ranks)],
+    lambda ranks: [3 * (ranks - 1 - rank) // (ranks - 1) + 2 for rank in range(ranks)],
+    lambda ranks: [1 + 10 * rank // (ranks - 1) for rank in range(ranks)],
+    lambda ranks: [0, *[3 + rank for rank in range(1, ranks)]],
+]
+COMBINATIONS = list(product(CONTEXTS, HOOKS, PARTITIONS, [True, False]))
 
-    for numbers in (lengths(world_size, 4), lengths(world_size, 4)[::-1]):
-        Clipped(numbers, hook, clip=0.1, schedule=True).check(CONTEXTS[context])
 
-
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.pairwise
+@pytest.mark.ranks(2, 3, 4, backend="gloo")
 @EVERY_CONTEXT
 @EVERY_HOOK
-def test_schedules(context: str, hook: str) -> None:
-    Uneven([2, 6], hook, schedule=True, partition="split").check(CONTEXTS[context])
+@EVERY_PARTITION
+@EVERY_MEAN
+def test_every_combination(world_size: int, context: str, hook: str, partition: str, divide: bool) -> None:
+    gaps = cycle(GAPS)
+    for _ in islice(gaps, COMBINATIONS.index((context, hook, partition, divide)) + world_size):
+        pass
+    for (model, options), optimizer in product(MODELS, ("Adam", "SGD")):
+        uneven = Uneven(
+            next(gaps)(world_size),
+            hook,
+            model=model,
+            optimizer=optimizer,
+            partition=partition,
+            divide=divide,
+            ddp=options,
+        )
+        uneven.check(usual, CONTEXTS[context])
+        if model is Normed:
+            assert_replicas_equal(uneven.ddp.module.buffers())
+            assert uneven.ddp.module.seen == max(uneven.lengths)
 
 
+@pytest.mark.pairwise
+@pytest.mark.ranks(2, 3, backend="gloo")
+@EVERY_CONTEXT
+@EVERY_HOOK
+def test_clipping_and_schedules(world_size: int, context: str, hook: str) -> None:
+    def clipped(loop: Loop, number: int) -> None:
+        loop.zero()
+        loop.backward(number)
+        loop.clip()
+        loop.step()
+
+    script = clipped if hook in HOOKS[:2] else usual
+    for numbers in lengths_of(world_size):
+        Uneven(numbers, hook, schedule=True).check(script, CONTEXTS[context])
+
+
+@pytest.mark.pairwise
 @pytest.mark.ranks(4, backend="gloo")
 @EVERY_CONTEXT
 @EVERY_HOOK
-@pytest.mark.parametrize(
-    ("partition", "divide"),
-    [
-        pytest.param(partition, divide, marks=[pytest.mark.exhaustive] if number else [])
-        for number, (partition, divide) in enumerate(product(["whole", "split", "hybrid"], [True, False]))
-    ],
-)
-def test_on_subgroups(rank: int, context: str, hook: str, partition: str, divide: bool) -> None:
+@EVERY_PARTITION
+def test_on_subgroups(rank: int, context: str, hook: str, partition: str) -> None:
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     numbers = [[3, 5], [4, 2]][rank % 2]
-    uneven = Uneven(numbers, hook, group=groups[rank % 2], partition=partition, divide_by_initial=divide)
-    uneven.check(CONTEXTS[context])
+    Uneven(numbers, hook, group=groups[rank % 2], partition=partition, divide=False).check(usual, CONTEXTS[context])
 
 
+@pytest.mark.pairwise
 @pytest.mark.ranks(2, backend="gloo")
+@EVERY_CONTEXT
+@EVERY_HOOK
 @pytest.mark.parametrize("options", [{"gradient_as_bucket_view": False}, {"static_graph": True}], ids=str)
-@EVERY_CONTEXT
-@EVERY_HOOK
 def test_other_kinds_of_ddp(context: str, hook: str, options: dict[str, bool]) -> None:
-    for numbers in ([3, 6], [4, 3]):
-        Uneven(numbers, hook, ddp=options).check(CONTEXTS[context])
+    for numbers in ([3, 6], [4, 1]):
+        Uneven(numbers, hook, ddp=options).check(usual, CONTEXTS[context])
 
 
-@pytest.mark.ranks(2, backend="gloo")
-@EVERY_CONTEXT
-def test_two_models_and_their_optimizers(rank: int, context: str) -> None:
-    numbers = [3, 5]
-    pairs = [Uneven(numbers, "none", optimizer="SGD"), Uneven(numbers, "none")]
-    joinables: list[Any] = [pair.ddp for pair in pairs]
-    with CONTEXTS[context]([*joinables, *[pair.optimizer for pair in pairs]]):
-        for number in range(numbers[rank]):
-            for pair in pairs:
-                pair.optimizer.zero_grad()
-                pair.loss(pair.ddp, inputs(number, rank)).backward()
-            for pair in pairs:
-                pair.optimizer.step()
-    for pair in pairs:
-        pair.reference()
-        assert pair.distance() < 1e-12
-
-
-@pytest.mark.ranks(2, backend="gloo")
-@EVERY_HOOK
-def test_joinables_are_called_in_any_order(rank: int, hook: str) -> None:
-    numbers = [2, 5]
-    first, second = Uneven(numbers, hook), Uneven(numbers, hook, optimizer="SGD")
-    with Join([first.ddp, second.ddp, first.optimizer, second.optimizer]):
-        for number in range(numbers[rank]):
-            # The second alone from time to time.
-            for pair in (second, first) if number % 2 else (second,):
-                pair.optimizer.zero_grad()
-                pair.loss(pair.ddp, inputs(number, rank)).backward()
-                pair.optimizer.step()
-    for number in range(max(numbers)):
-        for pair in (second, first) if number % 2 else (second,):
-            pair.plain.zero_grad()
-            for other in range(2):
-                if number < numbers[other]:
-                    (pair.loss(pair.plain_model, inputs(number, other)) / 2).backward()
-            pair.plain.step()
-    assert max(first.distance(), second.distance()) < 1e-12
-
-
+@pytest.mark.pairwise
 @pytest.mark.ranks(2, 3, backend="gloo")
 @EVERY_CONTEXT
-def test_an_optimizer_without_ddp(rank: int, world_size: int, context: str) -> None:
-    model, plain = (small_model().double() for _ in range(2))
-    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, lr=1e-2)
-    reference = optim.Adam(plain.parameters(), lr=1e-2)
-    numbers = lengths(world_size, 4)
-    with CONTEXTS[context]([sharded]):
-        for number in range(numbers[rank]):
-            for made, optimizer in ((model, sharded), (plain, reference)):
-                optimizer.zero_grad()
-                made(inputs(number, 0)).square().mean().backward()
-                optimizer.step()
-    for number in range(numbers[rank], max(numbers)):
-        reference.zero_grad()
-        plain(inputs(number, 0)).square().mean().backward()
-        reference.step()
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
-
-
-@pytest.mark.ranks(2, backend="gloo")
-@EVERY_CONTEXT
-def test_sparse_gradients_of_a_rank_that_had_batches(rank: int, context: str) -> None:
-    def table() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Embedding(20, 3, sparse=True)
-
-    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = model((batch[:, 0].abs() * 19 % 20).long()).square().mean()
-        return result
-
-    Uneven([2, 5], "none", model=table, loss=loss, optimizer="SGD without decay").check(CONTEXTS[context])
-
-
-@pytest.mark.ranks(2, backend="gloo")
-def test_the_block_tells_who_runs_and_leaves_nothing_behind(rank: int) -> None:
-    import warnings
-
-    uneven = Uneven([2, 5], "none", divide_by_initial=False)
-    filters = list(warnings.filters)
-    seen: list[int] = []
-    with Join([uneven.ddp, uneven.optimizer], divide_by_initial_world_size=False) as join:
-        for number in range(uneven.lengths[rank]):
-            uneven.optimizer.zero_grad()
-            uneven.loss(uneven.ddp, inputs(number, rank)).backward()
-            seen.append(join.running)
-            uneven.optimizer.step()
-    assert seen == ([2, 2] if rank == 0 else [2, 2, 1, 1, 1])
-    assert (join.running, join.shadowed_steps) == (0, 0 if rank else 3)
-    assert warnings.filters == filters
-    assert not uneven.ddp._join_config.enable
-    assert not uneven.optimizer._join_config.enable
-    assert not uneven.ddp._forward_hooks
-    if rank == 0:
-        # Nobody else takes part.
-        with torch.no_grad():
-            uneven.ddp(inputs(0, 0))
-    # The mean is that of all ranks again.
-    uneven.reference()
-    uneven.optimizer.zero_grad()
-    uneven.plain.zero_grad()
-    uneven.loss(uneven.ddp, inputs(9, rank)).backward()
-    for other in range(2):
-        (uneven.loss(uneven.plain_model, inputs(9, other)) / 2).backward()
-    uneven.optimizer.step()
-    uneven.plain.step()
-    assert uneven.distance() < 1e-12
-
-
-@pytest.mark.ranks(2, backend="gloo")
-@EVERY_CONTEXT
-def test_disabled_it_does_nothing(rank: int, context: str) -> None:
-    uneven = Uneven([3, 3], "none")
-    join = CONTEXTS[context]
-    uneven.check(lambda joinables, **kwargs: join(joinables, enable=False, **kwargs))
-
-
-@pytest.mark.ranks(2, backend="gloo")
-@pytest.mark.parametrize("hook", HOOKS[:2])
-def test_a_block_that_is_entered_again_and_one_that_never_is(rank: int, hook: str) -> None:
-    uneven = Uneven([2, 4], hook)
-    joinables: list[Any] = [uneven.ddp, uneven.optimizer]
-    with Join(joinables, enable=False, divide_by_initial_world_size=False):
-        pass
-    Join(joinables, divide_by_initial_world_size=False)
-    assert getattr(uneven.ddp, "_divide_by_initial_world_size", True)
-    assert not uneven.optimizer._sharded.joining.divides_by_running
-    uneven.divide_by_initial = False
-    join = Join(joinables, divide_by_initial_world_size=False)
-    for _ in range(2):
-        uneven.train(lambda joinables, **kwargs: join)
-        uneven.reference()
-        assert uneven.distance() < 1e-12
-        assert join.shadowed_steps == (0 if rank else 2)
-    assert getattr(uneven.ddp, "_divide_by_initial_world_size", True)
-    assert not uneven.optimizer._sharded.joining.divides_by_running
-
-
-@pytest.mark.ranks(2, backend="gloo")
-@EVERY_CONTEXT
-def test_two_blocks_one_after_the_other(rank: int, context: str) -> None:
-    uneven = Uneven([2, 4], "none")
-    uneven.train(CONTEXTS[context])
-    uneven.reference()
-    uneven.lengths = [3, 1]
-    uneven.check(CONTEXTS[context])
-
-
-@pytest.mark.ranks(2, backend="gloo")
-@EVERY_CONTEXT
-@EVERY_HOOK
-def test_two_blocks_with_gradients_zeroed_behind_the_step(rank: int, context: str, hook: str) -> None:
-    uneven = Uneven([2, 4], hook)
-    for epoch, numbers in enumerate(([2, 4], [3, 2], [1, 2])):
-        with CONTEXTS[context]([uneven.ddp, uneven.optimizer]):
-            for number in range(numbers[rank]):
-                uneven.loss(uneven.ddp, inputs(10 * epoch + number, rank)).backward()
-                uneven.optimizer.step()
-                uneven.optimizer.zero_grad()
-        for number in range(max(numbers)):
-            for other in range(2):
-                if number < numbers[other]:
-                    (uneven.loss(uneven.plain_model, inputs(10 * epoch + number, other)) / 2).backward()
-            uneven.plain.step()
-            uneven.plain.zero_grad()
-    assert uneven.distance() < 1e-12
-
-
-@pytest.mark.ranks(2, backend="gloo")
-def test_models_called_without_gradients_inside_the_block(rank: int) -> None:
-    uneven = Uneven([2, 5], "owner")
-    with Join([uneven.ddp, uneven.optimizer]):
-        for number in range(uneven.lengths[rank]):
-            with torch.no_grad():
-                uneven.ddp(inputs(77, rank))
-            uneven.optimizer.zero_grad()
-            uneven.loss(uneven.ddp, inputs(number, rank)).backward()
-            uneven.optimizer.step()
-    uneven.reference()
-    assert uneven.distance() < 1e-12
-    assert isinstance(uneven.ddp, DistributedDataParallel)
-
-
-@pytest.mark.ranks(2, backend="gloo")
-@EVERY_CONTEXT
-@pytest.mark.parametrize("hook", ["behind", "interleaved"])
-def test_hooks_that_reduce_on_all_ranks(context: str, hook: str) -> None:
-    uneven = Uneven([2, 5], "none", divide_by_initial=False)
-    uneven.optimizer = ZeroRedundancyOptimizer(
-        uneven.ddp.parameters(), optim.Adam, overlap_with_ddp=True, lr=1e-2, weight_decay=0.01
-    )
-    register(hook, uneven.ddp, uneven.optimizer, own_mean)
-    uneven.check(CONTEXTS[context])
+@pytest.mark.parametrize("hook", HOOKS[1:])
+def test_gradients_that_travel_by_collectives(world_size: int, context: str, hook: str) -> None:
+    for numbers, divide in zip(lengths_of(world_size), (True, False, True), strict=True):
+        with without_tags():
+            uneven = Uneven(numbers, hook, divide=divide, partition="split")
+            uneven.optimizer.follow_backward(STEPPING[hook])
+        uneven.check(usual, CONTEXTS[context])
 
 
 def own_mean(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -295,56 +142,288 @@ def own_mean(state: object, bucket: dist.GradBucket) -> torch.futures.Future[tor
     return work.get_future().then(lambda done: done.value()[0])
 
 
-@pytest.mark.ranks(1, backend="gloo")
+@pytest.mark.pairwise
+@pytest.mark.ranks(2, backend="gloo")
 @EVERY_CONTEXT
+@pytest.mark.parametrize("hook", ["behind", "interleaved"])
+def test_hooks_that_reduce_on_all_ranks(context: str, hook: str) -> None:
+    uneven = Uneven([2, 5], "none", divide=False)
+    uneven.optimizer = ZeroRedundancyOptimizer(
+        uneven.ddp.parameters(), optim.Adam, overlap_with_ddp=True, lr=1e-2, weight_decay=0.01
+    )
+    register(hook, uneven.ddp, uneven.optimizer, own_mean)
+    uneven.check(usual, CONTEXTS[context])
+
+
+@pytest.mark.ranks(1, backend="gloo")
 @EVERY_HOOK
-def test_one_rank(context: str, hook: str) -> None:
-    Uneven([4], hook, schedule=True).check(CONTEXTS[context])
+def test_one_rank(hook: str) -> None:
+    for join in CONTEXTS.values():
+        Uneven([4], hook).check(usual, join)
 
 
 @pytest.mark.ranks(2, backend="gloo")
 @EVERY_CONTEXT
-@pytest.mark.parametrize("divide", [True, False])
-def test_a_model_with_the_plain_optimizer(rank: int, context: str, divide: bool) -> None:
-    # The others' steps are not shadowed; the model is brought along at the end, as with torch's.
-    uneven = Uneven([2, 5], "none", divide_by_initial=divide)
-    plain = optim.Adam(uneven.ddp.parameters(), lr=1e-2, weight_decay=0.01)
-    with CONTEXTS[context]([uneven.ddp], divide_by_initial_world_size=divide):
-        for number in range(uneven.lengths[rank]):
-            plain.zero_grad()
-            uneven.loss(uneven.ddp, inputs(number, rank)).backward()
-            plain.step()
-    uneven.reference()
-    assert uneven.distance() < 1e-12
-
-
-@pytest.mark.ranks(3, backend="gloo")
-def test_closures(rank: int) -> None:
-    for hook in ("none", "owner"):
-        uneven = Uneven([2, 5, 4], hook)
-        with Join([uneven.ddp, uneven.optimizer]):
+def test_a_model_with_the_plain_optimizer(rank: int, context: str) -> None:
+    # The others' steps are not shadowed; the model is brought along at the end.
+    for divide in (True, False):
+        uneven = Uneven([2, 5], divide=divide)
+        plain = optim.Adam(uneven.ddp.parameters(), lr=1e-2, weight_decay=0.01)
+        with CONTEXTS[context]([uneven.ddp], divide_by_initial_world_size=divide):
             for number in range(uneven.lengths[rank]):
-
-                def closure(uneven: Uneven = uneven, number: int = number) -> torch.Tensor:
-                    uneven.optimizer.zero_grad()
-                    loss = uneven.loss(uneven.ddp, inputs(number, rank))
-                    loss.backward()
-                    return loss
-
-                uneven.optimizer.step(closure)
-        uneven.reference()
-        assert uneven.distance() < 1e-12
+                plain.zero_grad()
+                uneven.loss(uneven.ddp, inputs(number, rank)).backward()
+                plain.step()
+        uneven.refer(usual)
+        uneven.compare()
 
 
 @pytest.mark.ranks(2, 3, backend="gloo")
 @EVERY_CONTEXT
-@pytest.mark.parametrize("hook", HOOKS[1:])
-def test_gradients_that_travel_by_collectives(world_size: int, context: str, hook: str) -> None:
-    for numbers, divide in ((lengths(world_size, 3), True), ([0, *[3] * (world_size - 1)], False)):
-        with without_tags():
-            uneven = Uneven(numbers, hook, divide_by_initial=divide, partition="split")
-            uneven.optimizer.follow_backward(STEPPING[hook])
-        uneven.check(CONTEXTS[context])
+def test_an_optimizer_without_a_model(rank: int, world_size: int, context: str) -> None:
+    model, plain = (small_model().double() for _ in range(2))
+    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, lr=1e-2)
+    reference = optim.Adam(plain.parameters(), lr=1e-2)
+
+    def iterate(made: nn.Module, optimizer: optim.Optimizer, number: int) -> None:
+        optimizer.zero_grad()
+        made(inputs(number, 0)).square().mean().backward()
+        optimizer.step()
+
+    numbers = lengths_of(world_size)[0]
+    with CONTEXTS[context]([sharded]):
+        for number in range(numbers[rank]):
+            iterate(model, sharded, number)
+    for number in range(max(numbers)):
+        iterate(plain, reference, number)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@EVERY_CONTEXT
+@EVERY_HOOK
+def test_several_blocks_of_which_one_is_disabled(context: str, hook: str) -> None:
+    def script(loop: Loop, number: int) -> None:
+        loop.backward(number)
+        loop.step()
+        loop.zero()
+
+    uneven = Uneven([1, 4], hook)
+    for numbers in ([1, 4], [2, 2], [0, 3], [3, 1]):
+        uneven.lengths, uneven.arguments = numbers, {"enable": False} if numbers == [2, 2] else {}
+        uneven.check(script, CONTEXTS[context])
+
+
+# ---------------------------------------------------------------------- loops of every form, in ours
+
+
+def to_zero(loop: Loop, number: int) -> None:
+    loop.zero(to_none=False)
+    loop.backward(number)
+    loop.step()
+
+
+def forwards_of_all_kinds(loop: Loop, number: int) -> None:
+    loop.forward(number, with_grad=False)
+    loop.zero()
+    loop.forward(number + 50)
+    loop.backward(number, forwards=2)
+    loop.step()
+    loop.forward(number + 60, with_grad=False)
+
+
+def a_forward_at_the_end(loop: Loop, number: int) -> None:
+    usual(loop, number)
+    loop.forward(number + 50)
+
+
+def given_up(loop: Loop, number: int) -> None:
+    # A window of two that is thrown away from time to time.
+    loop.backward(number, reduces=number % 2 == 1)
+    if number % 2:
+        loop.step()
+        loop.zero()
+    elif number % 4 == 2:
+        loop.zero(to_none=False)
+
+
+def weights_that_the_loop_changes(loop: Loop, number: int) -> None:
+    usual(loop, number)
+    if number % 3:
+        loop.change(clip_weights)
+
+
+def clip_weights(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.data.clamp_(-0.05, 0.05)
+
+
+def steps_left_out(loop: Loop, number: int) -> None:
+    loop.zero()
+    loop.backward(number)
+    if number % 3:
+        loop.step()
+
+
+def clipped_windows(loop: Loop, number: int) -> None:
+    loop.backward(number, reduces=number % 3 == 2)
+    if number % 3 == 2:
+        loop.clip()
+        loop.step()
+        loop.zero()
+
+
+def some_are_kept(loop: Loop, number: int) -> None:
+    loop.backward(number)
+    loop.clip()
+    loop.backward(number + 50)
+    loop.zero(some=True, to_none=number % 2 == 0)
+    loop.backward(number + 60)
+    loop.step()
+    loop.zero()
+
+
+def two_steps(loop: Loop, number: int) -> None:
+    loop.backward(number)
+    loop.step()
+    loop.step()
+    loop.zero()
+
+
+def zero_before_the_step(loop: Loop, number: int) -> None:
+    loop.backward(number)
+    loop.zero(to_none=number % 4 == 0, some=number % 2 == 0)
+    loop.clip()
+    loop.step()
+    loop.zero()
+
+
+def never_zero(loop: Loop, number: int) -> None:
+    loop.backward(number)
+    loop.clip()
+    loop.step()
+
+
+def some_are_never_zero(loop: Loop, number: int) -> None:
+    loop.zero(some=True, to_none=number % 2 == 0)
+    loop.backward(number)
+    loop.step()
+
+
+def decay_of_gradients(loop: Loop, number: int) -> None:
+    loop.scale(0.5)
+    loop.backward(number)
+    loop.step()
+
+
+def zeroed_past_autograd(loop: Loop, number: int) -> None:
+    loop.change(zero_data)
+    loop.backward(number)
+    loop.step()
+
+
+def zero_data(model: nn.Module) -> None:
+    for param in model.parameters():
+        if param.grad is not None:
+            param.grad.data.zero_()
+
+
+def named(script: Script, name: str) -> Script:
+    script.__name__ = name
+    return script
+
+
+OF_ALL_HOOKS: list[Script] = [
+    to_zero,
+    forwards_of_all_kinds,
+    a_forward_at_the_end,
+    given_up,
+    weights_that_the_loop_changes,
+    named(windows(3), "windows"),
+    named(windows(4, last=6, to_none=False), "windows_on_zeros"),
+]
+NOT_STEPPED_EARLY: list[Script] = [
+    clipped_windows,
+    named(windows(2, reduces=True), "windows_that_reduce"),
+    steps_left_out,
+    some_are_kept,
+    two_steps,
+    zero_before_the_step,
+]
+WITHOUT_HOOK: list[Script] = [never_zero, some_are_never_zero, decay_of_gradients, zeroed_past_autograd]
+FORMS = [
+    *product(HOOKS, OF_ALL_HOOKS),
+    *product(HOOKS[:2], NOT_STEPPED_EARLY),
+    *product(HOOKS[:1], WITHOUT_HOOK),
+]
+
+
+EVERY_FORM = pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form[0]}-{form[1].__name__}")
+
+
+@pytest.mark.ranks(3, backend="gloo")
+@EVERY_FORM
+def test_loops_of_every_form(world_size: int, form: tuple[str, Script]) -> None:
+    means = cycle([FORMS.index(form) % 2 == 0, FORMS.index(form) % 2 == 1])
+    for numbers, partition in zip(lengths_of(world_size), PARTITIONS, strict=True):
+        check_form(form, numbers, partition, divide=next(means))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.ranks(2, 4, backend="gloo")
+@EVERY_PARTITION
+@EVERY_MEAN
+@EVERY_FORM
+def test_loops_of_every_form_in_every_way(
+    world_size: int, form: tuple[str, Script], divide: bool, partition: str
+) -> None:
+    for numbers in lengths_of(world_size):
+        check_form(form, numbers, partition, divide=divide)
+
+
+def check_form(form: tuple[str, Script], numbers: list[int], partition: str, *, divide: bool) -> None:
+    hook, script = form
+    # DDP rebuilds its buckets in the second forward, with what was kept in them: refused.
+    least = 2 if hook == "owner" and script in NOT_STEPPED_EARLY else 0
+    Uneven([max(number, least) for number in numbers], hook, divide=divide, partition=partition).check(script)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@EVERY_HOOK
+def test_leaving_between_any_two_calls(hook: str) -> None:
+    def script(loop: Loop, number: int) -> None:
+        loop.backward(number, reduces=False)
+        loop.backward(number + 50)
+        if hook in HOOKS[:2]:
+            loop.clip()
+        loop.step()
+        loop.zero()
+
+    # The first iteration has them all; the break of rank 0, and then that of rank 1.
+    for calls in range(8):
+        Uneven([3, 3], hook, calls=[8 + calls, 99]).check(script)
+        if calls % 2:
+            Uneven([3, 3], hook, calls=[99, 8 + calls], divide=False).check(script)
+
+
+@pytest.mark.ranks(2, 3, backend="gloo")
+@EVERY_MEAN
+def test_a_scaler_that_leaves_out_steps(rank: int, world_size: int, divide: bool) -> None:
+    for numbers in lengths_of(world_size):
+        uneven = Uneven(numbers, divide=divide)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1000)
+        overflows = {3, max(numbers) - 1}
+        with Join([uneven.ddp, uneven.optimizer], divide_by_initial_world_size=divide):
+            for number in range(numbers[rank]):
+                uneven.optimizer.zero_grad()
+                loss = uneven.loss(uneven.ddp, inputs(number, rank))
+                scaler.scale(loss * torch.inf if number in overflows else loss).backward()
+                scaler.unscale_(uneven.optimizer)
+                scaler.step(uneven.optimizer)
+                scaler.update()
+        uneven.refer(lambda loop, number: None if number in overflows else usual(loop, number))  # noqa: B023
+        uneven.compare()
 
 
 class Scaled(optim.SGD):
@@ -361,27 +440,120 @@ class Scaled(optim.SGD):
 
 @pytest.mark.ranks(2, backend="gloo")
 @EVERY_CONTEXT
+def test_arguments_of_steps_and_hyperparameters(context: str) -> None:
+    def script(loop: Loop, number: int) -> None:
+        loop.zero()
+        loop.backward(number)
+        optimizer: Any = loop._optimizer
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 / (number + 1)
+            group["notes"] = {"of": [number, None, "x"]}
+        loop.step(scale=[0.5, torch.tensor(0.75)][number % 2])
+
+    for hook, numbers in product(HOOKS[:2], ([2, 5], [5, 2])):
+        uneven = Uneven(numbers, hook, optimizer=(Scaled, {"lr": 0.1}))
+        uneven.check(script, CONTEXTS[context])
+        if context == "ours":
+            assert uneven.optimizer.param_groups[0]["notes"] == uneven.plain.param_groups[0]["notes"]
+
+
+@pytest.mark.pairwise
+@pytest.mark.ranks(2, 3, backend="gloo")
+@EVERY_HOOK
+@EVERY_PARTITION
+@pytest.mark.parametrize("to", [0, 1])
+def test_states_are_consolidated_inside_and_after_the_block(
+    rank: int, world_size: int, hook: str, partition: str, to: int
+) -> None:
+    def check_state(uneven: Uneven) -> None:
+        if rank != to:
+            return
+        ours, plain = uneven.optimizer.state_dict()["state"], uneven.plain.state_dict()["state"]
+        assert ours.keys() == plain.keys()
+        for key, entries in plain.items():
+            torch.testing.assert_close(ours[key]["exp_avg"], entries["exp_avg"], rtol=1e-12, atol=1e-14)
+            assert ours[key]["step"] == entries["step"] == max(uneven.lengths)
+
+    for numbers in lengths_of(world_size):
+        uneven = Uneven(numbers, hook, partition=partition)
+
+        def script(loop: Loop, number: int) -> None:
+            usual(loop, number)
+            if number == max(numbers) - 1:  # noqa: B023
+                loop.use(lambda optimizer: optimizer.consolidate_state_dict(to=to))
+
+        uneven.check(script)
+        check_state(uneven)
+        uneven.optimizer.consolidate_state_dict(to=to)
+        check_state(uneven)
+
+
+# ---------------------------------------------------------------------- the block itself
+
+
+@pytest.mark.ranks(2, backend="gloo")
 @pytest.mark.parametrize("hook", HOOKS[:2])
-def test_arguments_of_steps_and_numbers_of_numpy(rank: int, context: str, hook: str) -> None:
-    for numbers in ([2, 5], [5, 2]):
-        uneven = Uneven(numbers, "none")
-        uneven.optimizer = ZeroRedundancyOptimizer(uneven.ddp.parameters(), Scaled, lr=0.1)
-        uneven.plain = Scaled(uneven.plain_model.parameters(), lr=0.1)
-        if hook != "none":
-            register(hook, uneven.ddp, uneven.optimizer)
-        with CONTEXTS[context]([uneven.ddp, uneven.optimizer]):
-            for number in range(numbers[rank]):
-                uneven.optimizer.zero_grad()
-                uneven.loss(uneven.ddp, inputs(number, rank)).backward()
-                for group in uneven.optimizer.param_groups:
-                    group["lr"] = np.float32(0.1 / (number + 1))
-                uneven.optimizer.step(scale=[0.5, np.float64(0.25), torch.tensor(0.75)][number % 3])
-        for number in range(max(numbers)):
-            uneven.plain.zero_grad()
-            for other in range(2):
-                if number < numbers[other]:
-                    (uneven.loss(uneven.plain_model, inputs(number, other)) / 2).backward()
-            for group in uneven.plain.param_groups:
-                group["lr"] = float(np.float32(0.1 / (number + 1)))
-            uneven.plain.step(scale=[0.5, 0.25, 0.75][number % 3])
-        assert uneven.distance() < 1e-12
+def test_the_block_tells_who_runs_and_leaves_nothing_behind(rank: int, hook: str) -> None:
+    uneven, filters, seen = Uneven([2, 5], hook, divide=False), list(warnings.filters), []
+    joinables: list[Any] = [uneven.ddp, uneven.optimizer]
+    with Join(joinables, enable=False, divide_by_initial_world_size=False):
+        pass
+    join = Join(joinables, divide_by_initial_world_size=False)
+
+    def script(loop: Loop, number: int) -> None:
+        loop.zero()
+        loop.backward(number)
+        if join.running:
+            seen.append(join.running)
+        loop.step()
+
+    # Entered twice.
+    for _ in range(2):
+        uneven.check(script, lambda joinables, **arguments: join)
+        assert join.running == 0
+    assert seen == ([2, 2] if rank == 0 else [2, 2, 1, 1, 1]) * 2
+    assert warnings.filters == filters
+    assert not uneven.ddp._join_config.enable
+    assert not uneven.optimizer._join_config.enable
+    assert not uneven.optimizer._sharded.joining.divides_by_running
+    assert not uneven.ddp._forward_hooks
+    assert all(not param._backward_hooks for param in uneven.ddp.parameters())
+    if rank == 0:
+        # The others take no part in it.
+        with torch.no_grad():
+            uneven.ddp(inputs(0, 0))
+    # The mean is that of all ranks again.
+    uneven.lengths, uneven.divide, uneven.arguments = [2, 2], True, {"enable": False}
+    uneven.check(usual)
+
+
+@pytest.mark.ranks(3, backend="gloo")
+@EVERY_HOOK
+def test_gradients_are_the_same_on_all_ranks_after_the_block(world_size: int, hook: str) -> None:
+    def zeroed(loop: Loop, number: int) -> None:
+        usual(loop, number)
+        loop.zero()
+
+    for script in (usual, zeroed, *([never_zero] if hook == "none" else [])):
+        for numbers in lengths_of(world_size):
+            uneven = Uneven(numbers, hook)
+            uneven.check(script)
+            grads = [param.grad for param in uneven.ddp.parameters()]
+            assert all((grad is None) is (script is zeroed) for grad in grads)
+            if hook == "none" and script is not zeroed:
+                for grad, param in zip(grads, uneven.plain_model.parameters(), strict=True):
+                    torch.testing.assert_close(grad, param.grad, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_outputs_of_the_block_are_used_after_it(rank: int) -> None:
+    uneven = Uneven([3, 3], model=lambda: nn.Linear(40, 5))
+    with Join([uneven.ddp, uneven.optimizer]), uneven.ddp.no_sync():
+        output = uneven.ddp(inputs(9, rank))
+    # It needs none of the weights, which DDP has brought from one of the last ranks.
+    output.sum().backward()
+    assert torch.equal(uneven.ddp.module.bias.grad, torch.full((5,), 8.0, dtype=torch.float64))
+
+
+def test_the_import_gives_no_warning() -> None:
+    subprocess.run([sys.executable, "-W", "error", "-c", "import zeroshard_integrations.join"], check=True)

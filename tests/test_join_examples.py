@@ -137,6 +137,11 @@ def test_ddp_and_zero(rank: int, module: str, zero: str) -> None:
         with pytest.raises(ValueError, match=r"use zeroshard\.ZeroRedundancyOptimizer"):
             run(WITH_ZERO.format(module=module, zero=zero))
         return
+    if module == MODULES[0] and zero == "zeroshard":
+        # Nothing sets gradients to zero, which torch's Join cannot tell a rank that has run out.
+        with pytest.raises(RuntimeError, match=r"call zero_grad\(\) in every iteration"):
+            run(WITH_ZERO.format(module=module, zero=zero))
+        return
     torch.manual_seed(0)
     names = run(WITH_ZERO.format(module=module, zero=zero))
     assert names["num_inputs"] == 5 + rank
@@ -170,11 +175,12 @@ def test_a_joinable_of_torchs_in_a_block_of_ours_beside_a_model(rank: int, annou
     other = MODULES[1 - MODULES.index(announced_by)]
     counting = run(COUNTER.format(module=announced_by))
     assert issubclass(counting["Counter"], TorchJoinable)
-    training = run(WITH_ZERO.format(module=other, zero="zeroshard"))
+    training = run(WITH_ZERO.format(module=other, zero="zeroshard").replace("5 + rank", "2"))
     counter = counting["Counter"]()
     with training["Join"]([counter, training["model"], training["optim"]]):
         for _ in range(2 + 3 * rank):
             counter()
+            training["optim"].zero_grad()
             training["model"](torch.ones(1)).sum().backward()
             training["optim"].step()
     assert counter.count.item() == (4 if rank == 0 else 7)
@@ -187,7 +193,7 @@ def test_the_page_on_join(rank: int) -> None:
     script = next(block for block in found if "init_process_group" in block)
     names = run(script.replace('dist.init_process_group("gloo")\n', "").replace("dist.destroy_process_group()\n", ""))
     counts = [torch.zeros(1) for _ in range(2)]
-    dist.all_gather(counts, torch.tensor([float(names["count"])]))
+    dist.all_gather(counts, torch.tensor([float(len(names["batches"]))]))
     assert counts[0] != counts[1]
     assert_replicas_equal(names["model"].parameters())
-    assert 0 < names["mean"] < 5.6
+    assert 0 < names["sums"][0] / names["sums"][1] < 5.6
