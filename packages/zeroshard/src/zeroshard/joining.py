@@ -376,10 +376,11 @@ class OptimizerJoinHook(JoinHook):
     def _backward_begins(self) -> None:
         """Keep the norms of gradients to which a backward adds, without waiting for a device."""
         grads = [param.grad for param in self._sharded.sharding.params if param.grad is not None]
-        self._kept = list(foreach_norm([grad for grad in grads if grad.layout is torch.strided], 1.0)) if grads else []
+        dense = [grad for grad in grads if grad.layout is torch.strided] if self._sharded.follower is None else []
+        self._kept = list(foreach_norm(dense, 1.0)) if dense else []
 
     def _problem(self) -> Exception | None:
-        if self._sharded.follower is not None or not any(map(bool, self._kept)):
+        if not any(map(bool, self._kept)):
             return None
         return RuntimeError(
             f"a backward has added to gradients that were not set to zero, and a rank has run out of data in torch's "

@@ -182,8 +182,12 @@ class DDPModel:
         ddp, found = self.ddp, ""
         if ddp.static_graph and not has_rebuilt_buckets(ddp) and not self._has_run:
             found = "learns a static_graph in the first batch: give every rank one, or leave static_graph out"
+        if self._reduces and not has_rebuilt_buckets(ddp):
+            found = (
+                "waits for the backward of this rank's first forward: leave the loop after it, or before the forward"
+            )
         tables = [item for item in ddp.module.named_modules() if isinstance(item[1], (nn.Embedding, nn.EmbeddingBag))]
-        sparse = [name for name, table in tables if table.sparse and table.weight.requires_grad]
+        sparse = [f"{name}.weight".lstrip(".") for name, table in tables if table.sparse and table.weight.requires_grad]
         try:
             buckets = buckets_of_zeros(ddp) if sparse else []
         except RuntimeError:
