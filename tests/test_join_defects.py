@@ -25,7 +25,6 @@ EVERY_HOOK = pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.ranks(2, backend="gloo")
 @pytest.mark.parametrize("hook", HOOKS[2:])
 def test_a_window_that_began_before_the_block(hook: str) -> None:
-    """Is neither refused nor right."""
     uneven = short([1, 1], hook)
     uneven.check(windows(2))
     uneven.lengths = [0, 2]
@@ -46,7 +45,8 @@ class Around(nn.Module):
         return result
 
 
-@pytest.mark.ranks(2, backend="gloo")
+# The gradients of the first model that were on their way stay there.
+@pytest.mark.ranks(2, backend="gloo", checks="no:messages")
 @EVERY_HOOK
 def test_models_whose_gradients_come_in_turns(rank: int, hook: str) -> None:
     outer = short([2, 4], hook, model=Around)
@@ -68,13 +68,15 @@ def test_models_whose_gradients_come_in_turns(rank: int, hook: str) -> None:
 @pytest.mark.ranks(2, backend="gloo")
 @EVERY_HOOK
 def test_parameters_that_are_trained_only_after_a_rank_has_run_out(rank: int, hook: str) -> None:
-    """Without a hook an error by name on every rank; with one it is not, or is on one rank only."""
-
     def script(loop: Loop, number: int) -> None:
         loop.change(lambda model: [param.requires_grad_(number >= 2) for param in list(model.parameters())[:2]])
         usual(loop, number)
 
     uneven = short([1, 4], hook, ddp={"find_unused_parameters": True})
+    if hook == "owner":
+        # It hands over gradients of all parameters.
+        uneven.check(script)
+        return
     with pytest.raises(DisagreementError, match="is frozen on rank 0"):
         uneven.train(script)
 
@@ -82,18 +84,16 @@ def test_parameters_that_are_trained_only_after_a_rank_has_run_out(rank: int, ho
 @pytest.mark.ranks(2, backend="gloo")
 @EVERY_HOOK
 def test_leaving_after_the_first_forward(hook: str) -> None:
-    """On every rank: `initialize_buckets` must NOT be called during autograd execution."""
     # Its calls are zero, the forward, the backward, step.
-    Uneven([4, 4], hook, calls=[2, 99]).check(usual)
+    with pytest.raises(ValueError, match="leave the loop before that, or after the backward"):
+        Uneven([4, 4], hook, calls=[2, 99]).train(usual)
 
 
 @pytest.mark.ranks(2, backend="gloo")
 def test_gradients_that_are_never_zero_in_torchs_with_the_owner_hook(rank: int) -> None:
-    """The rank with data says that the gradient lies at its owner and _foreach_norm cannot be done; not zero_grad()."""
-
     def script(loop: Loop, number: int) -> None:
         loop.backward(number)
         loop.step()
 
-    with pytest.raises(RuntimeError, match=r"call zero_grad\(\)" if rank else ""):
+    with pytest.raises(RuntimeError, match=r"zero_grad\(\)" if rank else ""):
         short([2, 4], "owner").train(script, TorchJoin)

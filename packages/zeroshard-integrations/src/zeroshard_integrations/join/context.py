@@ -54,10 +54,7 @@ class JoinContext:
         settings = {"throw_on_early_termination": self._throws, **self._arguments}
         told = ", ".join([f"{name}={_told(value)}" for name, value in sorted(settings.items())])
         entered = f"Join([{', '.join([type(joinable).__name__ for joinable in self._joinables])}], {told})"
-
-        def explain(here: str, there: str, rank: int, other: int) -> str:
-            return f"rank {rank} has entered {here}, and rank {other} {there}"
-
+        explain = "rank {2} has entered {0}, and rank {3} {1}".format
         with agreed(self._control, "entering Join", explain) as declared:
             declared.digest, declared.detail = zlib.crc32(entered.encode()), lambda: entered
             check_joinables(self._joinables)

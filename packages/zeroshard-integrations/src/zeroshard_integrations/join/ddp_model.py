@@ -182,10 +182,8 @@ class DDPModel:
         ddp, found = self.ddp, ""
         if ddp.static_graph and not has_rebuilt_buckets(ddp) and not self._has_run:
             found = "learns a static_graph in the first batch: give every rank one, or leave static_graph out"
-        if self._reduces and not has_rebuilt_buckets(ddp):
-            found = (
-                "waits for the backward of this rank's first forward: leave the loop after it, or before the forward"
-            )
+        if self._reduces and not has_rebuilt_buckets(ddp) and not ddp.find_unused_parameters:
+            found = "waits for the backward of its first forward: leave the loop before that, or after the backward"
         tables = [item for item in ddp.module.named_modules() if isinstance(item[1], (nn.Embedding, nn.EmbeddingBag))]
         sparse = [f"{name}.weight".lstrip(".") for name, table in tables if table.sparse and table.weight.requires_grad]
         try:
