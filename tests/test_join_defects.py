@@ -46,7 +46,7 @@ class Around(nn.Module):
 
 
 # The gradients of the first model that were on their way stay there.
-@pytest.mark.ranks(2, backend="gloo", checks="no:messages")
+@pytest.mark.ranks(2, backend="gloo", checks="no:collectives no:messages")
 @EVERY_HOOK
 def test_models_whose_gradients_come_in_turns(rank: int, hook: str) -> None:
     outer = short([2, 4], hook, model=Around)

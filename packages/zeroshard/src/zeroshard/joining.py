@@ -53,6 +53,8 @@ class Call(IntEnum):
     """What a rank without data cannot take part in, such as loading a state."""
     FAILED = 11
     """It leaves the context with an error."""
+    UNABLE = 12
+    """It has run out of data, and cannot take part if others have not."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +81,7 @@ class Attendance:
 
     Attributes:
         made: the call of the ranks that still have data; JOINED if there are none.
-        running: those ranks, ascending.
-        joined: the others, ascending.
+        running, joined: those ranks, and the others, ascending.
     """
 
     made: Announcement
@@ -94,7 +95,7 @@ def exchange(control: Control, mine: Announcement, error: Exception | None = Non
     Raises:
         DisagreementError: if ranks that still have data are about to do different things.
         PeerLostError: if a rank is gone.
-        Exception: the error of a rank that has failed, on every rank.
+        Exception: that of a rank that has failed, or is unable, on every rank.
     """
     answers, word = [mine] * control.ranks.world_size, mine.call | mine.place << 4
     if not control.is_unanimous("a call inside Join", word):
@@ -104,13 +105,14 @@ def exchange(control: Control, mine: Announcement, error: Exception | None = Non
         # Not raised: its frames would keep the context.
         control.inconsistency("leaving Join", error=error)
         return Attendance(mine, ())
-    if any(answer.call is Call.FAILED for answer in answers):
-        control.check_consistent("leaving Join")
-    joined = tuple([rank for rank, answer in enumerate(answers) if answer.call is Call.JOINED])
+    joined = tuple([rank for rank, answer in enumerate(answers) if answer.call in (Call.JOINED, Call.UNABLE)])
     running = tuple([rank for rank in range(len(answers)) if rank not in joined])
+    calls = [answer.call for answer in answers]
+    if Call.FAILED in calls or (Call.UNABLE in calls and running):
+        control.check_consistent("leaving Join", error=error)
     made = answers[running[0]] if running else Announcement(Call.JOINED)
     for rank, answer in enumerate(answers):
-        if answer != made and (rank in running or answer.place not in (0, made.place)):
+        if running and answer != made and (rank in running or answer.place not in (0, made.place)):
             raise DisagreementError(
                 f"inside Join, rank {running[0]} is about to make a {made}, and rank {rank} a {answer}: ranks that "
                 f"still have data must make the same calls in the same order, and decide about no_sync() and step() "
@@ -145,11 +147,7 @@ class Participant:
         self.divides_by_running = False
 
     def announce(self, call: Call, **arguments: Any) -> None:  # noqa: ANN401 - of any call
-        """Announce a call, and hand over what it needs if a rank has run out of data. Collective; a no-op outside.
-
-        Raises:
-            Exception: as :func:`exchange`; or why a rank without data cannot take part, on every rank.
-        """
+        """Announce a call, and hand over what it needs if a rank has run out of data. Collective; a no-op outside."""
         if self.exchange is None or self._sharding.control.alone:
             return
         attendance = self.exchange(call)
@@ -161,11 +159,7 @@ class Participant:
         self.announce(Call.END if ends else Call.BACKWARD if is_own else Call.JOINED)
 
     def hand_over(self, attendance: Attendance, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - of any call
-        """Bring ranks without data what a call needs, and return its arguments. Collective.
-
-        Raises:
-            Exception: why that is impossible, on every rank.
-        """
+        """Bring ranks without data what a call needs, and return its arguments; or raise on every rank. Collective."""
         control, source, call = self._sharding.control, attendance.running[0], attendance.made.call
         rank, written = control.ranks.rank, dict[int, Any]()
         with agreed(control, "a call inside Join"):
@@ -306,11 +300,12 @@ class OptimizerJoinHook(JoinHook):
         self._number = 1 + getattr(self._control.position, "optimizer", 0)
         self._has_forward, self._kept = False, list[torch.Tensor]()
         # torch does not tell a joinable which others there are.
-        found = [item for item in gc.get_objects() if issubclass(type(item), DistributedDataParallel)]
+        found = [item for item in gc.get_objects() if issubclass(type(item), DistributedDataParallel) and vars(item)]
         self._models = weakref.WeakSet([model for model in found if not params.isdisjoint(model.parameters())])
         self._handles: list[RemovableHandle] = []
         for model in self._models:
             self._handles.append(model.register_forward_pre_hook(_weakly(self._forward_begins)))
+            self._handles.append(model.register_forward_hook(_weakly(self._forward_ends)))
         trained = [param for param in params if param.requires_grad]
         if trained and self._sharded.follower is None:
             begins = _weakly(self._backward_begins)
@@ -371,13 +366,18 @@ class OptimizerJoinHook(JoinHook):
             )
             fail(self._control, error)
             raise error
+
+    def _forward_ends(self) -> None:
+        # Not of a forward in which torch has raised.
         self._has_forward = True
 
     def _backward_begins(self) -> None:
         """Keep the norms of gradients to which a backward adds, without waiting for a device."""
+        if self._sharded.follower is not None or not join_config(self._public()).enable:
+            return
         grads = [param.grad for param in self._sharded.sharding.params if param.grad is not None]
-        dense = [grad for grad in grads if grad.layout is torch.strided] if self._sharded.follower is None else []
-        self._kept = list(foreach_norm(dense, 1.0)) if dense else []
+        values = [grad if grad.layout is torch.strided else grad.coalesce().values() for grad in grads]
+        self._kept = list(foreach_norm(values, 1.0)) if values else []
 
     def _problem(self) -> Exception | None:
         if not any(map(bool, self._kept)):

@@ -114,6 +114,8 @@ class Join:
                 context.follow()
             elif isinstance(value, Exception):
                 context.tell_failure(value)
+            elif isinstance(value, GeneratorExit):
+                context.tell_failure(RuntimeError("the generator that has the Join block was closed"))
         except Exception as error:
             context.tell_failure(error)
             raise

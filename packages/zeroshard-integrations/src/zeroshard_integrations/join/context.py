@@ -97,17 +97,17 @@ class JoinContext:
             self._is_told = True
             fail(self._control, error)
 
-    def _call(self, mine: Announcement) -> Attendance:
+    def _call(self, mine: Announcement, problem: Exception | None = None) -> Attendance:
         """Announce a call of this rank, or that it has run out; and hear of the others'."""
         if self._is_told:
             raise RuntimeError(
                 "this Join block has ended with an error on every rank: leave it, and do not catch errors inside of it"
             )
-        if self._has_run_out and mine.call is not Call.JOINED:
+        if self._has_run_out and mine.call not in (Call.JOINED, Call.UNABLE):
             return self.attendance
         # An error from here on is known to every rank.
         self._is_told = True
-        self.attendance = attendance = exchange(self._control, mine)
+        self.attendance = attendance = exchange(self._control, mine, problem)
         if self._throws and attendance.joined and attendance.running:
             raise RuntimeError(
                 f"rank {attendance.joined[0]} has run out of data, and throw_on_early_termination is set: an error on "
@@ -162,11 +162,7 @@ class JoinContext:
     def _hand_over_gradients(
         self, model: DDPModel, running: Sequence[int], joined: Sequence[int], *, is_over: bool = False
     ) -> None:
-        """Bring ranks without data the gradients to which the others add, or that they keep when all is over.
-
-        Raises:
-            RuntimeError: if those cannot be known; on every rank.
-        """
+        """Bring ranks without data the gradients to which the others add, or that they keep when all is over."""
         is_joined = self._rank in joined
         mine = [-1, -1] if is_joined else [model.held, model.window]
         told = self._control.all_gather_ints(mine, "a backward inside Join")
@@ -188,12 +184,10 @@ class JoinContext:
 
     def follow(self) -> None:
         """Take part in what the others do until all have left their loops; raise what they raise. Collective."""
-        for model in self._models.values():
-            problem = model.problem()
-            if problem is not None:
-                raise problem
+        problem = next(filter(None, [model.problem() for model in self._models.values()]), None)
+        mine = Announcement(Call.JOINED if problem is None else Call.UNABLE)
         before, self._has_run_out = self.attendance.joined, True
-        while (attendance := self._call(Announcement(Call.JOINED))).running:
+        while (attendance := self._call(mine, problem)).running:
             before = attendance.joined
             self._do(attendance)
         last = [rank for rank in attendance.joined if rank not in before]

@@ -78,7 +78,7 @@ class DDPModel:
         self.ddp, self._owner, self._begins = ddp, owner, begins
         self.takes_buckets, self.divides_by_running = owner is not None, divides_by_running
         self.in_backward, self.has_all, self.watches_all, self.window = False, True, False, 0
-        self._reduces, self._local_forwards, self._has_run = False, 0, False
+        self._reduces = self._has_run = False
         self._watched: tuple[bool, list[int]] = False, []
         self._trained: list[torch.Tensor] = []
         self._handles: list[RemovableHandle] = []
@@ -102,7 +102,6 @@ class DDPModel:
         self._watch()
         # What a forward has prepared stays so until a backward has reduced.
         self._reduces = self._reduces or reduces
-        self._local_forwards += not self._reduces
 
     def _watch(self) -> None:
         """Watch the parameters that are trained now."""
@@ -122,13 +121,12 @@ class DDPModel:
 
     def _first_gradient(self, _: torch.Tensor) -> None:
         # `torch.autograd.grad` calls hooks of parameters, too.
-        if not (self._reduces or self._local_forwards) or not any(map(_is_added_to, self._trained)):
+        if not any(map(_is_added_to, self._trained)):
             return
         self._has_run = self.in_backward = True
         # After DDP's own callbacks, and those of communication hooks, which follow them.
         queue_callback(lambda: queue_callback(lambda: queue_callback(self._ends)))
         if not self._reduces:
-            self._local_forwards -= 1
             self.look(is_local=True)
             return
         self._reduces, self.has_all = False, False
@@ -140,7 +138,7 @@ class DDPModel:
 
     def _ends(self) -> None:
         self.in_backward, self.has_all = False, True
-        if self.held is Held.LOCAL or self.takes_buckets:
+        if self.held is Held.LOCAL:
             self._marks = self._marked()
 
     def look(self, *, is_local: bool) -> None:
@@ -155,8 +153,7 @@ class DDPModel:
             self.held = Held.LOCAL if is_local else Held.NOTHING
             self.window += is_local
         elif is_local or self.held is not Held.REDUCED:
-            keeps = self.held is Held.REDUCED and self.takes_buckets and self._marked() == self._marks
-            self.held = Held.LOCAL if keeps else Held.UNKNOWN
+            self.held = Held.UNKNOWN
 
     def _grads(self) -> list[torch.Tensor]:
         return [param.grad for param in self.ddp.module.parameters() if param.grad is not None]
@@ -225,7 +222,8 @@ class DDPModel:
         used = [int(param.grad is not None) for param in params_for_reducer(ddp)]
         buckets = buckets_of_zeros(ddp)
         # What was reduced is the same on all ranks, and adds up to itself only where all count.
-        holds = not self.takes_buckets and not (self.divides_by_running and self.held is Held.REDUCED)
+        counts_running = self.divides_by_running and not has_comm_hook(ddp)
+        holds = not self.takes_buckets and not (counts_running and self.held is Held.REDUCED)
         for bucket in buckets if holds else ():
             _fill(bucket, share)
         self._works = [run_comm_hook(ddp, bucket) for bucket in buckets]
