@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from join_training import HOOKS, Loop, Script, Uneven, inputs, usual, windows
 from torch import nn, optim
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.nn.parallel import DistributedDataParallel
@@ -68,7 +69,7 @@ def test_gradients_of_which_nobody_knows_a_part(hook: str, script: Script) -> No
 
 
 @pytest.mark.ranks(2, backend="gloo")
-@pytest.mark.parametrize("hook", HOOKS[:2])
+@EVERY_HOOK
 def test_a_window_that_began_before_the_block(hook: str) -> None:
     uneven = short([1, 1], hook)
     uneven.check(windows(2))
@@ -509,3 +510,33 @@ def test_gradients_that_are_never_zero_in_torchs_with_the_owner_hook(rank: int) 
 
     with pytest.raises(RuntimeError, match=r"zero_grad\(\)" if rank else ""):
         short([2, 4], "owner").train(script, TorchJoin)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.parametrize("hook", HOOKS[:2])
+def test_a_backward_under_no_sync_after_one_that_reduces_of_earlier_forwards(hook: str) -> None:
+    uneven = short([1, 4], hook)
+
+    def script(loop: Loop, number: int) -> None:
+        first = uneven.loss(uneven.ddp, inputs(number, uneven.rank))
+        with uneven.ddp.no_sync():
+            second = uneven.loss(uneven.ddp, inputs(number + 50, uneven.rank))
+        first.backward()
+        second.backward()
+        loop.backward(number + 100)
+        loop.step()
+        loop.zero()
+
+    uneven.refuse(script, UNKNOWN, until=UNCHECKED)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_a_users_hook_divides_by_all_ranks() -> None:
+    def never_zero(loop: Loop, number: int) -> None:
+        loop.backward(number)
+        loop.step()
+
+    uneven = short([1, 4])
+    uneven.arguments["divide_by_initial_world_size"] = False
+    uneven.ddp.register_comm_hook(None, allreduce_hook)
+    uneven.check(never_zero)
