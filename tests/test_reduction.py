@@ -23,13 +23,13 @@ def reduced(runs: list[Run], values: torch.Tensor, *, window: int = 2 * CHUNK_BY
     ranks = RankGroup.of()
     receives = ReceiveWindow(ranks, window)
     reduction = MessageReducer(ranks, runs, values.dtype, tensors, receives, Traffic())
-    note = BucketHeader(1, 3, tuple(place == ranks.rank for place in range(tensors)), is_shadow=ranks.rank == 1)
+    note = BucketHeader(1, 3, tuple(place == ranks.rank for place in range(tensors)), is_own=ranks.rank == 1)
     bucket = values.clone()
     underway = reduction.begin(bucket, note)
     notes = underway.finish()
     if any(run.rank == ranks.rank for run in runs):
         assert [(found.backward, found.bucket) for found in notes] == [(1, 3)] * ranks.world_size
-        assert [found.is_shadow for found in notes] == [rank == 1 for rank in range(ranks.world_size)]
+        assert [found.is_own for found in notes] == [rank == 1 for rank in range(ranks.world_size)]
         assert all(found.present[rank] for rank, found in enumerate(notes) if rank < tensors)
     else:
         assert notes == [note]

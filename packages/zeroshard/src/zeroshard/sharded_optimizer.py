@@ -95,8 +95,7 @@ class ShardedOptimizer:
             # NumPy's integers are ranks too.
             with suppress(Exception):
                 target = operator.index(to)  # type: ignore[arg-type] # that is what is tried
-        self._coordinator.guard.check()
-        self.joining.announce(Call.CONSOLIDATE, target=target)
+        self._announce(Call.CONSOLIDATE, target=target)
         self.apply_consolidation(target, to)
 
     def apply_consolidation(self, target: int, to: object = None) -> None:
@@ -124,7 +123,7 @@ class ShardedOptimizer:
 
     def load(self, read: Callable[[], Mapping[str, Any]]) -> None:
         """Load a whole state dict on all ranks, or on none."""
-        self.joining.announce(Call.REFUSED)
+        self._announce(Call.REFUSED)
         load(self.sharding, self._groups(), self._schema, read)
         self._consolidated, self._coordinator.has_state = None, True
         if self.follower is not None:
@@ -153,9 +152,8 @@ class ShardedOptimizer:
                 except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
                     failure = failure or error
                 closure = None
-            self._coordinator.guard.check()
             call = Call.STEP if closure is None else Call.REFUSED
-            self.joining.announce(call, **arguments)
+            self._announce(call, **arguments)
             result = self.apply_step(arguments, closure, failure)
         finally:
             del failure
@@ -200,9 +198,8 @@ class ShardedOptimizer:
                 "this optimizer is stepped during backward by its communication hook, so there is nothing left to "
                 "clip; use reduce_to_owner_hook, and clip between backward() and step()"
             )
-        self._coordinator.guard.check()
         asked = {"max_norm": max_norm, "norm_type": norm_type, "error_if_nonfinite": error_if_nonfinite}
-        self.joining.announce(Call.CLIP, **asked)
+        self._announce(Call.CLIP, **asked)
         return self.apply_clipping(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def apply_clipping(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> torch.Tensor:
@@ -217,6 +214,11 @@ class ShardedOptimizer:
             error_if_nonfinite=error_if_nonfinite,
         )
 
+    def _announce(self, call: Call, **arguments: Any) -> None:  # noqa: ANN401 - of any call
+        """Announce a call inside of Join, if earlier exchanges came to their end."""
+        self._coordinator.guard.check()
+        self.joining.announce(call, **arguments)
+
     def follow_backward(self, mode: StepMode) -> BackwardFollower:
         """Take gradients bucket by bucket from now on."""
         if self.follower is None:
@@ -230,7 +232,7 @@ class ShardedOptimizer:
 
     def add_param_group(self, append: Callable[[], None]) -> None:
         """Take in a new param group on all ranks, or on none."""
-        self.joining.announce(Call.REFUSED)
+        self._announce(Call.REFUSED)
         follower = self.follower
         is_noted = follower is not None and follower.has_same_hyperparameters()
         with self._coordinator.guard.exchange():
