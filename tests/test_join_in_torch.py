@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from join_training import HOOKS, Loop, Script, Uneven, inputs, usual, windows
+from join_training import HOOKS, Branches, Loop, Script, Uneven, inputs, usual, windows
 from torch import optim
 from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
@@ -30,6 +30,12 @@ def test_torchs_optimizer_ends_elsewhere(rank: int) -> None:
     uneven.refer(usual)
     # The rank without data has stepped its shard with the gradients of its last batch.
     assert 1e-4 < uneven.distance() < 1
+
+
+@pytest.mark.ranks(4, backend="gloo")
+@EVERY_HOOK
+def test_unused_parameters_as_ranks_run_out_one_after_another(hook: str) -> None:
+    Uneven([5, 4, 3, 2], hook, model=Branches, ddp={"find_unused_parameters": True}).check(usual, TorchJoin)
 
 
 def evaluated(loop: Loop, number: int) -> None:

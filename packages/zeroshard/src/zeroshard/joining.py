@@ -164,10 +164,8 @@ class Participant:
         rank, written = control.ranks.rank, dict[int, Any]()
         with agreed(control, "a call inside Join"):
             if call is Call.REFUSED:
-                raise RuntimeError(
-                    "add_param_group(), load_state_dict() and step(closure) need all ranks, and one has run out of "
-                    "data: call them outside of Join"
-                )
+                what = "add_param_group(), load_state_dict() and step(closure)"
+                raise RuntimeError(f"{what} need all ranks, and one has run out of data: call them outside of Join")
             problem = self.problem() if call is Call.STEP and rank in attendance.running else None
             if problem is not None:
                 raise problem
@@ -344,6 +342,7 @@ class OptimizerJoinHook(JoinHook):
             return Attendance(Announcement(call), (self._control.ranks.rank,))
         if call in (Call.STEP, Call.END):
             self._has_forward = False
+            self._clear_used_maps()
         if call is Call.STEP:
             Join.notify_join_context(public)
         return exchange(self._control, Announcement(call, self._number))
