@@ -20,8 +20,6 @@ USED: Mapping[str, str] = {
     "torch._foreach_norm": "the same; torch.nn.utils.get_total_norm adds up in the gradients' own precision",
     "torch._C._current_graph_task_id": "whether this thread is in a backward",
     "torch._disable_dynamo": "torch.compile is not to look into our code; torch.compiler.disable imports the compiler",
-    "torch.Tensor._indices": "of a sparse gradient as it is: the public method wants it coalesced",
-    "torch.Tensor._values": "the same",
     "torch.Tensor._version": "whether a tensor was written to; the public function only counts up",
     "torch.Tensor._make_wrapper_subclass": "a tensor with a shape and no memory",
     "torch.ops.aten._foreach_zero_": "how an optimizer's zero_grad() reaches gradients without memory",
@@ -37,8 +35,6 @@ check_names("zeroshard", USED, TESTED_WITH)
 
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
-sparse_indices = torch.Tensor._indices
-sparse_values = torch.Tensor._values
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
 ATEN_FOREACH_ZERO_ = torch.ops.aten._foreach_zero_.default
