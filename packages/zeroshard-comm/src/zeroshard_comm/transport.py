@@ -46,9 +46,9 @@ class Transport(ABC):
             tensors: number of tensors in it.
         """
 
-    def broadcaster(self, segments: Sequence[Segment]) -> ParameterBroadcaster:
-        """Make what brings all ranks the owners' values of some segments, where :attr:`shares_buckets`."""
-        raise NotImplementedError
+    @abstractmethod
+    def broadcaster(self, segments: Sequence[Segment]) -> ParameterBroadcaster | None:
+        """Make what brings all ranks the owners' values of some segments; None if not :attr:`shares_buckets`."""
 
 
 class MessageTransport(Transport):
@@ -69,8 +69,10 @@ class MessageTransport(Transport):
         """Make one that sends every owner its part."""
         return MessageReducer(self._ranks, runs, bucket.dtype, tensors, self._window, self._traffic, tags=self.tags)
 
-    def broadcaster(self, segments: Sequence[Segment]) -> ParameterBroadcaster:
+    def broadcaster(self, segments: Sequence[Segment]) -> ParameterBroadcaster | None:
         """Make one with the tags of this transport."""
+        if not self.shares_buckets:
+            return None
         return MessageBroadcaster(self._ranks, segments, self._traffic, tag=TAG_BUCKETS + self.tags)
 
 
@@ -113,6 +115,9 @@ class SameHostTransport(Transport):
     def reducer(self, runs: Sequence[Run], bucket: torch.Tensor, tensors: int) -> GradientReducer:
         """Make one that reads this rank's part where the others have it."""
         return SameHostReducer(self._control, runs, bucket.dtype, tensors, self._scratch)
+
+    def broadcaster(self, segments: Sequence[Segment]) -> None:
+        """Make none: parameters are read together."""
 
 
 def choose_transport(control: Control, device: torch.device, nbytes: int) -> Transport:
