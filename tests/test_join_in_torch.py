@@ -3,6 +3,7 @@
 # ruff: noqa: PT012 - the loop inside the block is what is tested
 
 # No `from __future__ import annotations`: DDP compares the annotations of hooks with the types themselves.
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -104,3 +105,14 @@ def test_an_exception_on_one_rank(rank: int, hook: str) -> None:
     uneven = short([4, 4], hook)
     with pytest.raises(ZeroDivisionError if rank else (PeerLostError, RuntimeError)):
         uneven.train(script, TorchJoin)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@EVERY_HOOK
+def test_training_goes_on_after_an_error_that_has_left_the_block(rank: int, hook: str) -> None:
+    uneven = Uneven([4, 4], hook)
+    with suppress(ZeroDivisionError), TorchJoin([uneven.ddp, uneven.optimizer]):
+        uneven.loss(uneven.ddp, inputs(0, rank))
+        raise ZeroDivisionError
+    # Two forwards to a step, which torch's Join does not allow.
+    uneven.check(windows(2), lambda joinables, **arguments: nullcontext())

@@ -142,7 +142,7 @@ class Participant:
 
     def leave(self) -> None:
         """Leave a context."""
-        self.exchange: Callable[[Call], Attendance] | None = None
+        self.exchange: Callable[[Call], Attendance | None] | None = None
         self.problem: Callable[[], Exception | None] = lambda: None
         self.divides_by_running = False
 
@@ -151,14 +151,14 @@ class Participant:
         if self.exchange is None or self._sharding.control.alone:
             return
         attendance = self.exchange(call)
-        if attendance.joined and attendance.running and call is not Call.END:
+        if attendance is not None and attendance.joined and attendance.running and call is not Call.END:
             self.hand_over(attendance, arguments)
 
     def announce_backward(self, *, is_own: bool = True, ends: bool = False) -> None:
         """Announce a backward during which shards are stepped, or its end; or take part in one of the others."""
         self.announce(Call.END if ends else Call.BACKWARD if is_own else Call.JOINED)
 
-    def hand_over(self, attendance: Attendance, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - of any call
+    def hand_over(self, attendance: Attendance, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """Bring ranks without data what a call needs, and return its arguments; or raise on every rank. Collective."""
         control, source, call = self._sharding.control, attendance.running[0], attendance.made.call
         rank, written = control.ranks.rank, dict[int, Any]()
@@ -292,7 +292,6 @@ class OptimizerJoinHook(JoinHook):
     def __init__(self, public: Callable[[], Any], *, divide_by_running: bool) -> None:
         if type(join_config(public())) is not JoinConfig:
             raise RuntimeError("this optimizer is in a Join block already, and blocks cannot be nested: leave it first")
-        # Not the optimizer itself, which knows this hook until the context is left.
         self._public = public
         self._control, params = self._sharded.sharding.control, set(self._sharded.sharding.params)
         self._number = 1 + getattr(self._control.position, "optimizer", 0)
@@ -309,7 +308,9 @@ class OptimizerJoinHook(JoinHook):
             begins = _weakly(self._backward_begins)
             self._handles.append(torch.autograd.graph.register_multi_grad_hook(trained, begins, mode="any"))
         joining = self._sharded.joining
-        joining.exchange, joining.divides_by_running, joining.problem = self._exchange, divide_by_running, self._problem
+        # torch tells of no block that an error has left: what it has dropped is not asked any more.
+        joining.exchange, joining.problem = _weakly(self._exchange), _weakly(self._problem)
+        joining.divides_by_running = divide_by_running
         self._clear_used_maps()
         super().__init__()
 
@@ -354,7 +355,7 @@ class OptimizerJoinHook(JoinHook):
                 "gradients: write Join([ddp, optimizer])"
             )
 
-    def _forward_begins(self) -> None:
+    def _forward_begins(self, *_: object) -> None:
         if not join_config(self._public()).enable or self._control.alone:
             return
         self._check_order()
@@ -366,11 +367,11 @@ class OptimizerJoinHook(JoinHook):
             fail(self._control, error)
             raise error
 
-    def _forward_ends(self) -> None:
+    def _forward_ends(self, *_: object) -> None:
         # Not of a forward in which torch has raised.
         self._has_forward = True
 
-    def _backward_begins(self) -> None:
+    def _backward_begins(self, _: torch.Tensor) -> None:
         """Keep the norms of gradients to which a backward adds, without waiting for a device."""
         if self._sharded.follower is not None or not join_config(self._public()).enable:
             return
@@ -393,7 +394,7 @@ class OptimizerJoinHook(JoinHook):
                 used.zero_()
 
 
-def _weakly(method: Callable[[], None]) -> Callable[..., None]:
-    """Return a hook that calls a method, and does not keep its object."""
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what calls a method while its object is there, and does not keep it."""
     reference = weakref.WeakMethod(method)
-    return lambda *_: found() if (found := reference()) is not None else None
+    return lambda *arguments: found(*arguments) if (found := reference()) is not None else None
