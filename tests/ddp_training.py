@@ -123,3 +123,17 @@ def assert_close(ours: nn.Module, theirs: nn.Module, bound: float, when: str) ->
     off = torch.stack([(a - b).norm() for a, b in zip(ours.parameters(), theirs.parameters(), strict=True)]).norm()
     size = torch.stack([b.norm() for b in theirs.parameters()]).norm()
     assert off <= bound * size, f"parameters differ by {float(off / size):.3g} {when}"
+
+
+class Failing(torch.autograd.Function):
+    """Raises in backward on rank 1 alone."""
+
+    @staticmethod
+    def forward(ctx: object, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs.view_as(inputs)
+
+    @staticmethod
+    def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
+        if dist.get_rank() == 1:
+            raise ZeroDivisionError("in backward, on this rank alone")
+        return grad

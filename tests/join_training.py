@@ -351,6 +351,12 @@ def usual(loop: Loop, number: int) -> None:
     loop.step()
 
 
+def never_zero(loop: Loop, number: int) -> None:
+    loop.backward(number)
+    loop.clip()
+    loop.step()
+
+
 def windows(size: int, *, reduces: bool = False, last: int | None = None, to_none: bool = True) -> Script:
     """Accumulate over windows; under ``no_sync()`` or not; the last iteration ends one, if it is given."""
 

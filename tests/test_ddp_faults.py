@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_training import HOOKS, MANY_BUCKETS, Twins, register
+from ddp_training import HOOKS, MANY_BUCKETS, Failing, Twins, register
 from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 from training import assert_bitwise_equal, small_model
@@ -56,20 +56,6 @@ def _train_on(twins: Twins) -> None:
         twins.backward(twins.ddp, number)
         twins.optimizer.step()
         twins.optimizer.zero_grad()
-
-
-class Failing(torch.autograd.Function):
-    """Raises in backward on one rank."""
-
-    @staticmethod
-    def forward(ctx: object, inputs: torch.Tensor) -> torch.Tensor:
-        return inputs.view_as(inputs)
-
-    @staticmethod
-    def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
-        if dist.get_rank() == 1:
-            raise ZeroDivisionError("on this rank alone")
-        return grad
 
 
 class Layers(nn.Module):

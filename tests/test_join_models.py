@@ -2,6 +2,7 @@
 
 # No `from __future__ import annotations`: DDP compares the annotations of hooks with the types themselves.
 from collections.abc import Callable, Iterable, Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from join_training import HOOKS, Branches, Loop, Uneven, inputs, lengths_of, usual, windows
 from torch import nn, optim
 from torch.distributed.algorithms.join import Join as TorchJoin
+from torch.utils.checkpoint import checkpoint
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_integrations.join import Join
 
@@ -326,3 +328,28 @@ def test_two_optimizers_of_one_model_that_step_at_different_rates(rank: int, wor
 
         uneven.refer(script)
         uneven.compare()
+
+
+class Checkpointed(nn.Module):
+    """Computes its first layer again in backward, in a backward of its own if it is reentrant."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.reentrant = nn.Linear(40, 20), nn.Linear(20, 30), reentrant
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        hidden = checkpoint(self.first, batch.detach().requires_grad_(), use_reentrant=self.reentrant)
+        result: torch.Tensor = self.second(hidden)
+        return result
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@EVERY_HOOK
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints(hook: str, reentrant: bool) -> None:
+    for numbers, script in product(([2, 5], [6, 3]), (usual, windows(2))):
+        uneven = Uneven(numbers, hook, model=lambda: Checkpointed(reentrant))
+        # The reference differentiates by `torch.autograd.grad`, which reentrant checkpoints do not support.
+        uneven.plain_model.reentrant = False
+        uneven.check(script)

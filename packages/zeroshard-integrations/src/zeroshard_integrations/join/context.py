@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,19 +64,19 @@ class JoinContext:
 
     def _take_in(self, place: int, joinable: Joinable) -> None:
         divides_by_running = not self._arguments.get("divide_by_initial_world_size", True)
-        notify: Callable[[], object] = lambda: self._call(Announcement(Call.NOTIFY, place))  # noqa: E731 - may be another
+        notify: Callable[[], object] = partial(self._call, Announcement(Call.NOTIFY, place))
         enable = True
         if isinstance(joinable, ZeroRedundancyOptimizer):
             joining, self._optimizers[place], notify = joinable._sharded.joining, joinable, lambda: None
-            joining.exchange = lambda call: self._optimizer_calls(place, call)
+            joining.exchange = partial(self._optimizer_calls, place)
             joining.divides_by_running = divides_by_running
         else:
             self._hooks[place] = joinable.join_hook(**self._arguments)
         if isinstance(joinable, DistributedDataParallel):
-            begins = lambda model: self._backward_begins(place, model)  # noqa: E731 - of one line
+            begins = partial(self._backward_begins, place)
             owner = next(iter(optimizers_of_hooks(joinable)), None)
             model = DDPModel(joinable, owner, divides_by_running=divides_by_running and owner is None, begins=begins)
-            self._models[place], notify = model, lambda: self._forward_begins(place, model)
+            self._models[place], notify = model, partial(self._forward_begins, place, model)
             # Only to send module buffers around must DDP itself know who still has data.
             enable = len(joinable.modules_buffers) > 0
         set_join_config(joinable, JoinableConfig.make(notify, enable=enable))
@@ -166,21 +167,20 @@ class JoinContext:
         is_joined = self._rank in joined
         mine = [-1, -1] if is_joined else [model.held, model.window]
         told = self._control.all_gather_ints(mine, "a backward inside Join")
-        held, source = max((told[rank][0], -rank) for rank in running)
+        held = max(told[rank][0] for rank in running)
+        source = next(rank for rank in running if told[rank][0] == held)
         if held == Held.UNKNOWN:
             raise RuntimeError(_UNKNOWN)
         model.held = Held(held)
         if held == Held.REDUCED or (held == Held.NOTHING and is_over):
-            if self._rank == -source:
+            if self._rank == source:
                 for peer in joined:
                     send_value(self._control, peer, model.told_gradients())
             elif is_joined:
-                model.take_gradients(receive_value(self._control, -source))
-        elif is_joined and (held != Held.LOCAL or told[-source][1] != model.window):
+                model.take_gradients(receive_value(self._control, source))
+        elif is_joined and (held != Held.LOCAL or told[source][1] != model.window):
             model.drop_gradients()
-        model.window = told[-source][1]
-
-    # ------------------------------------------------------------------ a rank that has run out
+        model.window = told[source][1]
 
     def follow(self) -> None:
         """Take part in what the others do until all have left their loops; raise what they raise. Collective."""

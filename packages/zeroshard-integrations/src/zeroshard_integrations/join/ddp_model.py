@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
+from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch exports it unseen
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 from zeroshard import GradPlaceholder, ZeroRedundancyOptimizer
@@ -100,6 +101,7 @@ class DDPModel:
     def forward(self, *, reduces: bool) -> None:
         """Take note of a forward with gradients; ``reduces`` tells whether its backward reduces them."""
         self._watch()
+        self.in_backward = False
         # What a forward has prepared stays so until a backward has reduced.
         self._reduces = self._reduces or reduces
 
@@ -120,8 +122,8 @@ class DDPModel:
             self._handles.append(register_multi_grad_hook(params, self._last_gradient, mode="all"))
 
     def _first_gradient(self, _: torch.Tensor) -> None:
-        # `torch.autograd.grad` calls hooks of parameters, too.
-        if not any(map(_is_added_to, self._trained)):
+        # A reentrant checkpoint runs backwards inside a backward, and `torch.autograd.grad` calls hooks of parameters, too.
+        if self.in_backward or not any(map(_is_added_to, self._trained)):
             return
         self._has_run = self.in_backward = True
         # After DDP's own callbacks, and those of communication hooks, which follow them.
@@ -171,8 +173,6 @@ class DDPModel:
     def _marked(self) -> list[tuple[int, int]]:
         """What changes if a gradient is written or replaced."""
         return [(id(grad), version_of(grad)) for grad in self._grads()]
-
-    # ------------------------------------------------------------------ a rank that has run out
 
     def problem(self) -> Exception | None:
         """Return why this rank cannot take part, if it cannot: DDP has not seen enough of the model."""
@@ -251,7 +251,7 @@ def _is_added_to(param: torch.Tensor) -> bool:
         return False
 
 
-def _fill(bucket: Any, share: int) -> None:  # noqa: ANN401 - a GradBucket
+def _fill(bucket: GradBucket, share: int) -> None:
     """Put gradients into a bucket of zeros, divided by ``share``."""
     buffer, params = bucket.buffer(), bucket.parameters()
     if buffer.layout is not torch.strided:
