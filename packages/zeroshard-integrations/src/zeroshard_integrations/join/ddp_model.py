@@ -122,7 +122,7 @@ class DDPModel:
             self._handles.append(register_multi_grad_hook(params, self._last_gradient, mode="all"))
 
     def _first_gradient(self, _: torch.Tensor) -> None:
-        # A reentrant checkpoint runs backwards inside a backward, and `torch.autograd.grad` calls hooks of parameters, too.
+        # Reentrant checkpoints run backwards inside of it, and `torch.autograd.grad` calls hooks of parameters, too.
         if self.in_backward or not any(map(_is_added_to, self._trained)):
             return
         self._has_run = self.in_backward = True
