@@ -183,11 +183,8 @@ def test_schedulers_around_a_load(schedule: Callable[[optim.Optimizer], Any]) ->
                 scheduler.step(*([1.0] if isinstance(scheduler, optim.lr_scheduler.ReduceLROnPlateau) else []))
 
     go(1, 2)
-    saved = [
-        (whole(optimizer), scheduler.state_dict())
-        for (_, optimizer), scheduler in zip(trained, schedulers, strict=True)
-    ]
-    saved = copy.deepcopy(saved)
+    saved = [whole(optimizer) for _, optimizer in trained]
+    schedules = copy.deepcopy([scheduler.state_dict() for scheduler in schedulers])
     go(3)
     for (_, optimizer), state in zip(trained, saved, strict=True):
         optimizer.load_state_dict(state)
