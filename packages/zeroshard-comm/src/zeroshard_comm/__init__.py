@@ -14,7 +14,7 @@ from zeroshard_comm.interfaces import (
     Segment,
 )
 from zeroshard_comm.message_reducer import MessageReducer, MessageReduceWork
-from zeroshard_comm.messages import Message, receive, send
+from zeroshard_comm.messages import Message, receive, receive_text, send, send_text
 from zeroshard_comm.packing import PACK_BELOW
 from zeroshard_comm.process_group import GroupContext, RankGroup
 from zeroshard_comm.receive_window import Receive, ReceiveWindow
@@ -70,5 +70,7 @@ __all__ = [
     "explain_configs",
     "gather",
     "receive",
+    "receive_text",
     "send",
+    "send_text",
 ]

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from zeroshard_core import Shard
 
 from zeroshard._torch_private import ATEN_TO_COPY, make_wrapper_subclass
+from zeroshard.without_values import TensorWithoutValues
 
 _aten = torch.ops.aten
 
 
-class StatePlaceholder(torch.Tensor):
+class StatePlaceholder(TensorWithoutValues):
     """Stands for an entry of the state of a parameter of which this rank does not hold all values.
 
     It has the shape, dtype and device of the whole entry, and no memory. It can be copied and moved to another device
@@ -65,61 +66,17 @@ class StatePlaceholder(torch.Tensor):
         part = "" if self.part is None else f", part={tuple(self.part.shape)}"
         return f"StatePlaceholder({self._title}, shape={tuple(self.shape)}, dtype={self.dtype}{part})"
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override] # torch's stub leaves out that it is a classmethod
-        cls,
-        func: Any,  # noqa: ANN401 - an operator of torch
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 - what the operator returns
-        """Copy and move it with the part that it holds; refuse all else."""
-        if func in _COPIES:
-            first, options = args[0], dict(kwargs or {})
-            part = None if first.part is None else func(first.part, **options)
-            device, dtype = options.get("device") or first.device, options.get("dtype") or first.dtype
-            return cls(first.shape, dtype, device, first._title, part, first.shard)
-        flat = [item for arg in args for item in (arg if isinstance(arg, (list, tuple)) else [arg])]
-        found = next(item for item in flat if isinstance(item, StatePlaceholder))
-        raise found._refusal(f"{func} cannot be done with it")
-
     def __deepcopy__(self, memo: dict[int, Any]) -> StatePlaceholder:
         """Return another placeholder, with a copy of the part that this one holds."""
         part = None if self.part is None else self.part.detach().clone()
         return StatePlaceholder(self.shape, self.dtype, self.device, self._title, part, self.shard)
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:  # noqa: ANN401 - as in object
-        """Refuse to be pickled.
-
-        Raises:
-            RuntimeError: always.
-        """
-        raise self._refusal("it cannot be saved from here")
-
-    def numpy(self, *, force: bool = False) -> NoReturn:  # noqa: ARG002 - torch's
-        """Refuse: there are no values.
-
-        Raises:
-            RuntimeError: always.
-        """
-        raise self._refusal("it cannot be read here")
-
-    def tolist(self) -> NoReturn:
-        """Refuse, as :meth:`numpy`."""
-        raise self._refusal("it cannot be read here")
-
-    def untyped_storage(self) -> NoReturn:
-        """Refuse, as :meth:`numpy`."""
-        raise self._refusal("it has no memory here")
-
-    def share_memory_(self) -> NoReturn:
-        """Refuse, as :meth:`numpy`."""
-        raise self._refusal("it has no memory here")
-
-    def _refusal(self, what: str) -> RuntimeError:
+    def refusal(self, operation: str) -> RuntimeError:
+        """Return the error for an operation, by its name."""
         return RuntimeError(
-            f"{self._title} lies on other ranks, at least in part, and {what}. Call consolidate_state_dict(to=RANK) on "
-            f"all ranks beforehand: state_dict() on that rank then has all values, until the next step"
+            f"{self._title} lies on other ranks, at least in part, and {operation} cannot be done with it here. Call "
+            f"consolidate_state_dict(to=RANK) on all ranks beforehand: state_dict() on that rank then has all values, "
+            f"until the next step"
         )
 
 
@@ -132,4 +89,16 @@ def has_placeholder(value: object) -> bool:
     return isinstance(value, StatePlaceholder)
 
 
-_COPIES = frozenset({_aten.detach.default, _aten.alias.default, _aten.clone.default, ATEN_TO_COPY})
+def _copied(operator: Callable[..., torch.Tensor]) -> Callable[..., StatePlaceholder]:
+    """Return what copies or moves a placeholder with the part that it holds."""
+
+    def copied(held: StatePlaceholder, **options: Any) -> StatePlaceholder:  # noqa: ANN401 - of the operator
+        part = None if held.part is None else operator(held.part, **options)
+        device, dtype = options.get("device") or held.device, options.get("dtype") or held.dtype
+        return StatePlaceholder(held.shape, dtype, device, held._title, part, held.shard)
+
+    return copied
+
+
+_COPIES = (_aten.detach.default, _aten.alias.default, _aten.clone.default, ATEN_TO_COPY)
+StatePlaceholder.allowed = {operator: _copied(operator) for operator in _COPIES}

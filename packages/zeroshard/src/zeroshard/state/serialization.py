@@ -7,13 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from zeroshard_comm import Control, receive, send
+from zeroshard_comm import Control, receive, receive_text, send, send_text
 from zeroshard_core import StateMapError, is_dense
 
 MakeTensor = Callable[[torch.dtype, Sequence[int], Sequence[int] | None, str], torch.Tensor]
 """Makes a tensor of a dtype, a shape and strides (None: contiguous), told the kind of device of the one described."""
 
-TAG_SIZE = 0x5A530050
 TAG_VALUES = 0x5A530051
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -121,10 +120,8 @@ def send_value(control: Control, peer: int, value: object) -> None:
     """
     assert control.channel is not None
     tensors: list[torch.Tensor] = []
-    text = torch.frombuffer(bytearray(json.dumps(write_value(value, tensors, "a value")).encode()), dtype=torch.uint8)
-    size = torch.tensor([text.numel()], device="cpu")
-    send(control.channel, peer, size, TAG_SIZE, "sending a value").wait("sending a value")
-    for tensor in (text, *tensors):
+    send_text(control.channel, peer, json.dumps(write_value(value, tensors, "a value")), "sending a value")
+    for tensor in tensors:
         if tensor.numel() > 0:
             data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
             send(control.channel, peer, data, TAG_VALUES, "sending a value").wait("sending a value")
@@ -146,6 +143,4 @@ def receive_value(control: Control, peer: int) -> Any:  # noqa: ANN401 - as send
             receive(channel, peer, data, TAG_VALUES, "receiving a value").wait("receiving a value")
         return tensor
 
-    size = torch.zeros(1, dtype=torch.int64, device="cpu")
-    receive(channel, peer, size, TAG_SIZE, "receiving a value").wait("receiving a value")
-    return read_value(json.loads(bytes(arriving(torch.uint8, [int(size)]).tolist())), arriving)
+    return read_value(json.loads(receive_text(channel, peer, "receiving a value")), arriving)
