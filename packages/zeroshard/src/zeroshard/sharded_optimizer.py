@@ -132,7 +132,8 @@ class ShardedOptimizer:
     def load(self, read: Callable[[], Mapping[str, Any]], from_rank: int | None) -> bool:
         """Load a state dict on all ranks, or on none; False if there was nothing to load."""
         self._announce(Call.REFUSED)
-        is_loaded = load(self.sharding, self._groups(), self._schema, self._metadata, read, from_rank)
+        with self._coordinator.guard.exchange():
+            is_loaded = load(self.sharding, self._groups(), self._schema, self._metadata, read, from_rank)
         if is_loaded:
             self._consolidated = self._consolidated_at = None
             if self.follower is not None:
