@@ -30,6 +30,7 @@ class Policy:
         elementwise: the user's word that they may.
         as_bucket_view: whether parameters become views of flat buffers, which changes the messages.
         world_size: number of ranks.
+        leaves_objects: whether state may hold objects that cannot be sent, which saved state lacks then.
     """
 
     strategy: str | Strategy
@@ -38,6 +39,7 @@ class Policy:
     elementwise: bool
     as_bucket_view: bool
     world_size: int
+    leaves_objects: bool = False
 
     @property
     def name(self) -> str:

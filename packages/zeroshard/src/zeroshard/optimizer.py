@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, MutableMapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from zeroshard.local_optimizer import Closure, sync_groups
 from zeroshard.optimizer_interface import OptimizerInterface
 from zeroshard.param_groups import ParamGroup, read_group, read_groups
 from zeroshard.sharded_optimizer import ShardedOptimizer
-from zeroshard.state.consolidate import StateDict
+from zeroshard.state.partial import StateDict
 
 
 class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):
@@ -49,6 +49,9 @@ class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):
             elementwise only), or a strategy of your own, see :func:`zeroshard_core.partition`.
         cost: what a tensor weighs when tensors are dealt out; its number of elements by default.
         elementwise: declares that ``optimizer_class`` is elementwise, where that is not known.
+        objects: what to do with entries of the state that are neither tensors, numbers nor text, nor lists, tuples and
+            dicts of these. ``"refuse"``: the first step that makes one raises. ``"leave out"``: they stay where they
+            are; what is saved lacks them.
         **defaults: arguments of ``optimizer_class``.
 
     Attributes:
@@ -89,6 +92,7 @@ class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):
         partition: str | Strategy = "whole",
         cost: Cost = numel,
         elementwise: bool = False,
+        objects: Literal["refuse", "leave out"] = "refuse",
         **defaults: Any,  # noqa: ANN401 - arguments of any optimizer class
     ) -> None:
         self.initialized = False
@@ -96,7 +100,17 @@ class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):
         self.process_group, self.world_size = ranks.group, ranks.world_size
         self.rank, self.global_rank = ranks.rank, ranks.global_rank
         self.parameters_as_bucket_view, self._overlap_with_ddp = parameters_as_bucket_view, overlap_with_ddp
-        policy = Policy(partition, cost, optimizer_class, elementwise, parameters_as_bucket_view, ranks.world_size)
+        if objects not in ("refuse", "leave out"):
+            raise ValueError(f"objects={objects!r}: expected 'refuse' or 'leave out'")
+        policy = Policy(
+            partition,
+            cost,
+            optimizer_class,
+            elementwise,
+            parameters_as_bucket_view,
+            ranks.world_size,
+            leaves_objects=objects == "leave out",
+        )
 
         def read() -> list[ParamGroup]:
             check_shardable(optimizer_class)
@@ -131,9 +145,10 @@ class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):
 
     @property  # type: ignore[override] # torch's annotation is narrower than its use
     def state(self) -> MutableMapping[Any, Any]:
-        """State of what this rank owns, a part in the shape of its rows: the local optimizer's own dicts, not copies.
+        """The state of all parameters that have some.
 
-        After a step it is empty on no rank: where this rank holds no state, one parameter has an empty dict.
+        Of what this rank owns it is the local optimizer's own dicts, not copies, a part in the shape of its rows; of
+        the rest placeholders, which have a shape and refuse to be read.
         """
         # None yet while torch's constructor runs.
         return self._sharded.state if hasattr(self, "_sharded") else defaultdict(dict)
@@ -223,6 +238,8 @@ class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Bring the state of all shards to the CPU memory of one rank, for :meth:`state_dict`. Collective.
 
+        It is kept until the next step; until then the other ranks list placeholders alone.
+
         Args:
             to: the group rank that receives, an integer of any kind. The others hold nothing more than before.
 
@@ -235,28 +252,32 @@ class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):
         self._sharded.consolidate(to)
 
     def state_dict(self) -> StateDict:
-        """Return the state that was last consolidated to this rank, in the form of the unsharded optimizer's.
+        """Return the state of the optimizer as this rank has it. Not collective, at any time.
 
         Returns:
-            ``{"state": {index: entries}, "param_groups": [...]}``, tensors on the CPU, shared between calls, and
-            hyperparameters as they were then.
-
-        Raises:
-            RuntimeError: if nothing was consolidated to this rank.
+            ``{"state": {index: entries}, "param_groups": [...]}``, in the form of the unsharded optimizer. If the state
+            was consolidated to this rank since the last step, all of it, on the CPU, with hyperparameters as they were
+            then. Else the values of what this rank owns, not copies, and placeholders for what others own, or
+            placeholders alone if the state was consolidated to another rank: tensors with a shape, a dtype and a device
+            that refuse to be read and pickled.
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
-        state_dict = self._sharded.consolidated()
+        state_dict = self._sharded.list_state()
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             state_dict = post_hook(self, state_dict) or state_dict
         return state_dict
 
-    def load_state_dict(self, state_dict: StateDict) -> None:
-        """Load a whole checkpoint: every rank checks all of it, and takes what it owns. Collective.
+    def load_state_dict(self, state_dict: StateDict, *, from_rank: int | None = None) -> None:
+        """Load a checkpoint: every rank takes what it owns. Collective.
 
         Args:
-            state_dict: from the plain optimizer, torch's ZeroRedundancyOptimizer, or this class at any world size; the
-                same on every rank. It is not modified, and its tensors are not kept.
+            state_dict: of the whole state, the same on every rank: from the plain optimizer, torch's
+                ZeroRedundancyOptimizer, or this class at any world size; or what :meth:`state_dict` has returned on
+                this rank, with the same plan. An empty one on every rank changes nothing, and one with an empty
+                ``"state"`` clears the state. It is not modified, and its tensors are not kept.
+            from_rank: the group rank whose state dict all load, which hands each rank its part; the others are given an
+                empty one.
 
         Raises:
             TypeError, ValueError: for what does not fit this optimizer: groups, parameters, entries.
@@ -267,13 +288,13 @@ class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):
 
         def read() -> StateDict:
             given = dict(state_dict) if isinstance(state_dict, Mapping) else state_dict
-            for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            for pre_hook in self._optimizer_load_state_dict_pre_hooks.values() if given else ():
                 given = pre_hook(self, given) or given
             return given
 
-        self._sharded.load(read)
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
+        if self._sharded.load(read, from_rank):
+            for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+                post_hook(self)
 
 
 def _reporting(hook: Callable[..., Any]) -> Callable[..., Any]:
