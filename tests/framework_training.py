@@ -8,6 +8,7 @@ import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -72,6 +73,18 @@ def adamw(model: nn.Module, is_sharded: bool) -> optim.Optimizer:
 def warmup(optimizer: optim.Optimizer) -> optim.lr_scheduler.LRScheduler:
     """A learning rate that grows at each step."""
     return optim.lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) / STEPS)
+
+
+def call_our_methods(wrapper: Any) -> None:
+    """Call on a framework's wrapper what it knows nothing of, and load the state that is there already."""
+    ours = wrapper.optimizer
+    assert isinstance(wrapper, ZeroRedundancyOptimizer)
+    assert wrapper is not ours
+    assert wrapper.plan is ours.plan
+    wrapper.load_state_dict(ours.state_dict())
+    wrapper.consolidate_state_dict(to=1)
+    wrapper.clip_grad_norm_(float("inf"))
+    wrapper.register_step_pre_hook(lambda *_: None).remove()
 
 
 class Windows(Dataset[dict[str, torch.Tensor]]):

@@ -71,6 +71,16 @@ def test_ten_steps_equal_the_unsharded_ones(accumulated):
     assert_equal_to_unsharded(lambda is_sharded: Training(is_sharded, gradient_accumulation_steps=accumulated).run())
 
 
+def test_an_optimizer_that_has_state_is_prepared():
+    def train(is_sharded: bool) -> Run:
+        training = Training(is_sharded)
+        training.run(range(5))
+        training.optimizer = training.accelerator.prepare(training.built)
+        return training.run(range(5, STEPS))
+
+    assert_equal_to_unsharded(train)
+
+
 def test_a_state_consolidated_before_it_is_saved_is_the_unsharded_one_and_resumes(tmp_path):
     half = STEPS // 2
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"

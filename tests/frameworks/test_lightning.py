@@ -14,6 +14,7 @@ from framework_training import (
     Windows,
     adamw,
     assert_equal_to_unsharded,
+    call_our_methods,
     needs,
     new_model,
     warmup,
@@ -45,8 +46,9 @@ def fit(
             loss = self.model(**batch)
             self.losses.append(loss.item())
             if manual:
-                # Lightning's wrapper.
                 optimizer = self.optimizers()
+                if is_sharded and index == 3:
+                    call_our_methods(optimizer)
                 optimizer.zero_grad()
                 self.manual_backward(loss)
                 self.clip_gradients(optimizer, gradient_clip_val=0.5)
@@ -110,6 +112,8 @@ def test_fabric_trains_clips_saves_and_loads_as_unsharded(tmp_path):
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
+            if is_sharded and step == 3:
+                call_our_methods(optimizer)
             if step == STEPS // 2:
                 fabric.save(tmp_path / f"{is_sharded}.ckpt", {"optimizer": optimizer})
                 # Both take what the sharded one has saved.

@@ -20,8 +20,9 @@ from framework_training import (
     new_model,
     warmup,
 )
-from torch import nn
+from torch import nn, optim
 from training import assert_same_state
+from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_testing import raises_on
 
 pytestmark = [needs("transformers"), pytest.mark.ranks(2, backend="gloo")]
@@ -43,7 +44,7 @@ class WithLoss(nn.Module):
         return {"loss": loss}
 
 
-def new_trainer(folder: Path, is_sharded: bool, **options: Any):
+def new_trainer(folder: Path, is_sharded: bool, *, is_built_by_trainer: bool = False, **options: Any):
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     module = WithLoss()
@@ -64,6 +65,9 @@ def new_trainer(folder: Path, is_sharded: bool, **options: Any):
         remove_unused_columns=False,
         **{"max_steps": STEPS, "save_strategy": "no", **options},
     )
+    if is_built_by_trainer:
+        built = (ZeroRedundancyOptimizer, {"optimizer_class": optim.AdamW}) if is_sharded else (optim.AdamW, {})
+        return Trainer(module, arguments, train_dataset=Windows(), optimizer_cls_and_kwargs=built)
     pair = optimizer, warmup(optimizer)
     return Trainer(module, arguments, train_dataset=Windows(), optimizers=pair, callbacks=[Consolidate()])
 
@@ -74,8 +78,9 @@ def train(folder: Path, is_sharded: bool, resume_from: Path | None = None, **opt
     return Run(trainer.model.model, trainer.model.losses)
 
 
-def test_ten_steps_equal_the_unsharded_ones(tmp_path):
-    assert_equal_to_unsharded(lambda is_sharded: train(tmp_path, is_sharded))
+@pytest.mark.parametrize("is_built_by_trainer", [False, True], ids=["given", "built"])
+def test_ten_steps_equal_the_unsharded_ones(tmp_path, is_built_by_trainer):
+    assert_equal_to_unsharded(lambda is_sharded: train(tmp_path, is_sharded, is_built_by_trainer=is_built_by_trainer))
 
 
 def test_a_checkpoint_of_a_consolidated_state_is_the_unsharded_one_and_resumes(tmp_path):
