@@ -205,7 +205,7 @@ def test_what_was_listed_is_not_loaded_on_another_plan(rank: int, partition: str
     pair, other = Pair(partition), Pair("split" if partition == "whole" else "whole")
     pair.step()
     other.step()
-    with pytest.raises(ValueError, match="are not there.*hand in a consolidated state dict"):
+    with pytest.raises(ValueError, match=r"are not there.*hand in a consolidated state dict"):
         other.sharded.load_state_dict(pair.sharded.state_dict())
     other.check_equal()
 

@@ -1,6 +1,6 @@
 """Moving shards between ranks: reduction, broadcast, agreement, state transfer, rank arithmetic, traffic counters."""
 
-from zeroshard_comm.agreement import Control, Position
+from zeroshard_comm.agreement import Control, Position, all_gather_text
 from zeroshard_comm.broadcasters import CollectiveBroadcaster, MessageBroadcaster
 from zeroshard_comm.choice import choose_broadcaster, choose_private_group
 from zeroshard_comm.collective_reducer import CollectiveReducer
@@ -60,6 +60,7 @@ __all__ = [
     "Words",
     "agree",
     "agreed",
+    "all_gather_text",
     "all_read",
     "check_config",
     "choose_broadcaster",

@@ -247,19 +247,6 @@ class Control:
         gathered = self.all_gather_ints([bits], operation)
         return [struct.unpack("<d", struct.pack("<q", row[0]))[0] for row in gathered]
 
-    def all_gather_text(self, text: str, operation: str) -> list[str]:
-        """Bring a text of every rank to every rank, in rank order, packed, as :meth:`all_gather_ints`. Collective.
-
-        Raises:
-            PeerLostError: if a rank is gone.
-        """
-        packed = zlib.compress(text.encode())
-        sizes = [row[0] for row in self.all_gather_ints([len(packed)], operation)]
-        padded = packed.ljust(-(-max(sizes) // 8) * 8, b"\0")
-        rows = self.all_gather_ints(struct.unpack(f"<{len(padded) // 8}q", padded), operation)
-        texts = [struct.pack(f"<{len(row)}q", *row)[:size] for row, size in zip(rows, sizes, strict=True)]
-        return [zlib.decompress(packed).decode() for packed in texts]
-
     def _combine(self, operation: str, digest: int | None, *, failed: bool, flag: bool = False) -> int:
         """The OR of the words of all ranks."""
         code = zlib.crc32(f"{operation} {self.position} {digest}".encode())
@@ -345,6 +332,20 @@ class Control:
             except PeerLostError as error:
                 gone = gone or str(error)
         return ("PeerLostError", gone) if gone else verdict(reasons, explain)
+
+
+def all_gather_text(control: Control, text: str, operation: str) -> list[str]:
+    """Bring a text of every rank to every rank, in rank order, packed, as :meth:`Control.all_gather_ints`. Collective.
+
+    Raises:
+        PeerLostError: if a rank is gone.
+    """
+    packed = zlib.compress(text.encode())
+    sizes = [row[0] for row in control.all_gather_ints([len(packed)], operation)]
+    padded = packed.ljust(-(-max(sizes) // 8) * 8, b"\0")
+    rows = control.all_gather_ints(struct.unpack(f"<{len(padded) // 8}q", padded), operation)
+    texts = [struct.pack(f"<{len(row)}q", *row)[:size] for row, size in zip(rows, sizes, strict=True)]
+    return [zlib.decompress(packed).decode() for packed in texts]
 
 
 def _channel_of(ranks: RankGroup) -> RankGroup | None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -12,8 +11,8 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
-from zeroshard_comm import RankGroup, Traffic
-from zeroshard_core import Cost, Plan, Strategy, numel
+from zeroshard_comm import RankGroup
+from zeroshard_core import Cost, Strategy, numel
 
 from zeroshard.elementwise import OptimizerFactory, check_shardable
 from zeroshard.layout import Policy
@@ -24,7 +23,7 @@ from zeroshard.sharded_optimizer import ShardedOptimizer
 from zeroshard.state.partial import StateDict
 
 
-class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):
+class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):  # type: ignore[misc] # torch annotates `state` narrowly
     r"""Wrap any optimizer class and keep only this rank's share of its state (ZeRO stage 1).
 
     Every rank holds all parameters, and the optimizer state of what it owns. :meth:`step` updates that with the user's
@@ -122,41 +121,6 @@ class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):
         sync_groups(self.optim.param_groups, self.param_groups)
         self.defaults = self.optim.defaults  # as the class fills them in: schedulers look values up there
         self.initialized = True
-
-    @property
-    def optim(self) -> Optimizer:
-        """The local optimizer, over this rank's shards."""
-        return self._sharded.sharding.local.optim
-
-    @property
-    def plan(self) -> Plan:
-        """Who owns what."""
-        return self._sharded.sharding.layout.plan
-
-    @property
-    def traffic(self) -> Traffic:
-        """Bytes, calls and waiting so far."""
-        return self._sharded.traffic
-
-    @property
-    def buffers(self) -> tuple[torch.Tensor, ...]:
-        """The flat buffers that parameters are views of, 1-D; what lies between them means nothing."""
-        return self._sharded.sharding.sync.buffers
-
-    @property  # type: ignore[override] # torch's annotation is narrower than its use
-    def state(self) -> MutableMapping[Any, Any]:
-        """The state of all parameters that have some.
-
-        Of what this rank owns it is the local optimizer's own dicts, not copies, a part in the shape of its rows; of
-        the rest placeholders, which have a shape and refuse to be read.
-        """
-        # None yet while torch's constructor runs.
-        return self._sharded.state if hasattr(self, "_sharded") else defaultdict(dict)
-
-    @state.setter
-    def state(self, value: MutableMapping[Any, Any]) -> None:
-        if hasattr(self, "_sharded"):
-            self._sharded.state = value
 
     def step(self, closure: Closure | None = None, **kwargs: Any) -> Any:  # noqa: ANN401 - what the inner step takes and returns
         """Update this rank's shards and bring every rank the new values of the others'. Collective.

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from zeroshard_comm import agreed
+from zeroshard_comm import agreed, all_gather_text
 from zeroshard_core import StateMapError, TensorSpec
 
 from zeroshard.sharding import Sharding
@@ -64,7 +64,7 @@ class StateMetadata:
         with agreed(control, operation):
             mine = self._mine()
         described: dict[int, Described] = {}
-        for of_rank in map(json.loads, control.all_gather_text(mine, operation)):
+        for of_rank in map(json.loads, all_gather_text(control, mine, operation)):
             for index, entries in of_rank.items():
                 # Owners of parts of one tensor have the same entries.
                 described.setdefault(int(index), entries)
