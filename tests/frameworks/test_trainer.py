@@ -25,7 +25,7 @@ from training import assert_same_state
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_testing import raises_on
 
-pytestmark = [needs("transformers"), pytest.mark.ranks(2, backend="gloo")]
+pytestmark = [needs("accelerate"), needs("transformers"), pytest.mark.ranks(2, backend="gloo")]
 
 OPTIMIZER_FILE = "optimizer.pt"
 
