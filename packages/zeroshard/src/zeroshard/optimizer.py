@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
@@ -16,6 +15,7 @@ from zeroshard_comm import RankGroup, Traffic
 from zeroshard_core import Cost, Plan, Strategy, numel
 
 from zeroshard.elementwise import OptimizerFactory, check_shardable
+from zeroshard.known_to_torch import register
 from zeroshard.layout import Policy
 from zeroshard.local_optimizer import Closure, sync_groups
 from zeroshard.optimizer_interface import OptimizerInterface
@@ -104,7 +104,7 @@ class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):
             Joinable.__init__(self)
             return self.param_groups
 
-        self._sharded = ShardedOptimizer(ranks, policy, defaults, read, weakref.ref(self))  # to be freed at once
+        self._sharded = ShardedOptimizer(ranks, policy, defaults, read)
         sync_groups(self.optim.param_groups, self.param_groups)
         self.defaults = self.optim.defaults  # as the class fills them in: schedulers look values up there
         self.initialized = True
@@ -274,6 +274,9 @@ class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):
         self._sharded.load(read)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
+
+
+register(ZeroRedundancyOptimizer)
 
 
 def _reporting(hook: Callable[..., Any]) -> Callable[..., Any]:
