@@ -15,11 +15,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn, optim
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from training import assert_bitwise_equal, assert_same_state, set_gradients, small_model, twins
 from zeroshard import StepMode, ZeroRedundancyOptimizer
-from zeroshard_integrations.ddp import reduce_to_owner_hook
-from zeroshard_testing import raises_on
+from zeroshard_integrations.ddp import hook_with_zero_step, reduce_to_owner_hook
+from zeroshard_integrations.join import Join
+from zeroshard_testing import assert_replicas_equal, raises_on
 
 
 class CopyingWrapper:
@@ -256,6 +258,38 @@ def test_gradients_reach_their_owners_through_a_wrapper(kind: Any) -> None:
         plain.step()
     for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_a_hook_that_steps_may_be_made_with_a_wrapper_that_does_not_live(kind: Any) -> None:
+    ddp = DistributedDataParallel(small_model())
+    optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optim.SGD, overlap_with_ddp=True, lr=0.1)
+    ddp.register_comm_hook(None, hook_with_zero_step(allreduce_hook, ddp, kind(optimizer)))
+    before = [param.clone() for param in ddp.parameters()]
+    ddp(torch.ones(4, 40)).square().mean().backward()
+    assert not any(map(torch.equal, before, ddp.parameters()))
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.parametrize(
+    ("registered", "joined"),
+    [(CopyingWrapper, DelegatingWrapper), (DelegatingWrapper, CopyingWrapper), (ForwardingWrapper, CopyingWrapper)],
+)
+def test_a_hook_and_a_join_block_may_know_one_optimizer_by_two_wrappers(
+    rank: int, registered: Any, joined: Any
+) -> None:
+    ddp = DistributedDataParallel(small_model())
+    optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optim.SGD, lr=0.1)
+    ddp.register_comm_hook(registered(optimizer), reduce_to_owner_hook)
+    wrapper = joined(optimizer)
+    with Join([ddp, wrapper]) as join:
+        for _ in range(2 + rank):
+            wrapper.zero_grad()
+            ddp(torch.ones(4, 40)).square().mean().backward()
+            wrapper.step()
+    assert join.running == 0
+    assert_replicas_equal(ddp.parameters())
 
 
 @pytest.mark.ranks(2, backend="gloo")
