@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -15,6 +14,7 @@ from zeroshard_comm import RankGroup
 from zeroshard_core import Cost, Strategy, numel
 
 from zeroshard.elementwise import OptimizerFactory, check_shardable
+from zeroshard.known_to_torch import register
 from zeroshard.layout import Policy
 from zeroshard.local_optimizer import Closure, sync_groups
 from zeroshard.optimizer_interface import OptimizerInterface
@@ -95,6 +95,7 @@ class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):  # type:
         **defaults: Any,  # noqa: ANN401 - arguments of any optimizer class
     ) -> None:
         self.initialized = False
+        register(ZeroRedundancyOptimizer)
         ranks = RankGroup.of(process_group)
         self.process_group, self.world_size = ranks.group, ranks.world_size
         self.rank, self.global_rank = ranks.rank, ranks.global_rank
@@ -117,7 +118,7 @@ class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):  # type:
             Joinable.__init__(self)
             return self.param_groups
 
-        self._sharded = ShardedOptimizer(ranks, policy, defaults, read, weakref.ref(self))  # to be freed at once
+        self._sharded = ShardedOptimizer(ranks, policy, defaults, read)
         sync_groups(self.optim.param_groups, self.param_groups)
         self.defaults = self.optim.defaults  # as the class fills them in: schedulers look values up there
         self.initialized = True

@@ -26,7 +26,6 @@ class OptimizerInterface:
     """What is read and asked of the optimizer; private names are those of torch's class."""
 
     if TYPE_CHECKING:
-        param_groups: list[dict[str, Any]]
         process_group: dist.ProcessGroup
         _sharded: ShardedOptimizer
 
@@ -64,6 +63,22 @@ class OptimizerInterface:
     def state(self, value: MutableMapping[Any, Any]) -> None:
         if hasattr(self, "_sharded"):
             self._sharded.state = value
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The param groups; like everything that changes, they do not lie in this object, which wrappers copy."""
+        # Not there yet while torch's constructor runs.
+        found: list[dict[str, Any]] = (
+            self._sharded.sharding.groups if hasattr(self, "_sharded") else vars(self)["param_groups"]
+        )
+        return found
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        if hasattr(self, "_sharded"):
+            self._sharded.sharding.groups = value
+        else:
+            vars(self)["param_groups"] = value
 
     @staticmethod
     def profile_hook_step(func: Any) -> Any:  # noqa: ANN401 - as torch's

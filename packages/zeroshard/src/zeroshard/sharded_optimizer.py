@@ -6,7 +6,6 @@ import operator
 from collections import defaultdict
 from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +36,6 @@ class ShardedOptimizer:
         policy: how tensors are dealt out.
         defaults: the user's keyword arguments for the optimizer class.
         read: reads and checks what the user handed in; returns the public param groups.
-        public: returns the public optimizer, which may be gone.
 
     Attributes:
         sharding: the plan at work.
@@ -56,10 +54,9 @@ class ShardedOptimizer:
         policy: Policy,
         defaults: Mapping[str, Any],
         read: Callable[[], list[ParamGroup]],
-        public: Callable[[], Any],
     ) -> None:
         self.traffic = Traffic()
-        self.sharding = Sharding(ranks, self.traffic, policy, defaults, read)
+        self.sharding = sharding = Sharding(ranks, self.traffic, policy, defaults, read)
         self.follower: BackwardFollower | None = None
         self.hook_failure: BaseException | None = None
         self._ranks = ranks
@@ -67,8 +64,8 @@ class ShardedOptimizer:
         if self.sharding.begins_with_state:
             self._metadata.exchange("ZeroRedundancyOptimizer()")
         self._coordinator = StepCoordinator(self.sharding, self._metadata)
-        # Not methods: what is handed on would keep this object alive.
-        self._groups = partial(_groups_of, public)
+        # Not a method: what is handed on would keep this object alive.
+        self._groups: Callable[[], list[ParamGroup]] = lambda: sharding.groups
         self.joining = Participant(self.sharding, self._groups)
         self._schema = StateSchema(policy.factory, defaults, elementwise=policy.elementwise)
         self._view = StateView(self.sharding, self._metadata)
@@ -254,8 +251,3 @@ class ShardedOptimizer:
         if follower is not None and is_noted:
             # Those of the new group are no change.
             follower.note_hyperparameters()
-
-
-def _groups_of(public: Callable[[], Any]) -> list[ParamGroup]:
-    optimizer = public()
-    return optimizer.param_groups if optimizer is not None else []

@@ -38,6 +38,7 @@ class Sharding:
         read_groups: reads and checks what the user handed in; returns the public param groups.
 
     Attributes:
+        groups: the public param groups.
         control: the channel of the ranks' agreements.
         policy: as given.
         layout: who owns what, and what takes part.
@@ -66,7 +67,7 @@ class Sharding:
         name = name_of(policy.factory)
         order: Mapping[str, int] = {}
         with agreed(self.control, "ZeroRedundancyOptimizer()") as declared:
-            groups = read_groups()
+            groups = self.groups = read_groups()
             self.layout = first_layout(policy, groups, name)
             self.local = LocalOptimizer(policy.factory, groups, self.layout.plan, ranks.rank, defaults)
             declared.set(with_hyperparameters(self.layout, settings_of(groups, self.local.optim.defaults)))
