@@ -348,23 +348,24 @@ def test_torchs_class_knows_ours() -> None:
     assert not issubclass(TorchZero, ZeroRedundancyOptimizer)
 
 
-@pytest.mark.parametrize(
-    "order", ["import zeroshard, torch.distributed.optim", "import torch.distributed.optim, zeroshard"]
-)
-def test_torchs_class_knows_ours_in_whatever_order_they_are_imported(order: str) -> None:
-    known = "issubclass(zeroshard.ZeroRedundancyOptimizer, torch.distributed.optim.ZeroRedundancyOptimizer)"
-    source = "inspect.getsource(torch.distributed.optim.zero_redundancy_optimizer)"
-    run(f"{order}, inspect, torch; assert {known}; assert 'class Zero' in {source}")
-
-
 def test_importing_neither_warns_nor_imports_torchs_class() -> None:
     run("import zeroshard, sys; assert 'torch.distributed.optim' not in sys.modules", "-W", "error")
 
 
+BUILD = """
+import torch, torch.distributed as dist, zeroshard
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+optimizer = zeroshard.ZeroRedundancyOptimizer([torch.nn.Parameter(torch.ones(2))], torch.optim.SGD, lr=0.1)
+dist.destroy_process_group()
+"""
+
+
+def test_building_one_does_not_warn() -> None:
+    run(BUILD, "-W", "error::UserWarning", "-W", "error::FutureWarning")
+
+
 def test_that_torchs_class_cannot_be_imported_breaks_nothing() -> None:
-    fails = "import sys, zeroshard; sys.modules['torch.distributed.optim.functional_adadelta'] = None"
-    again = "try: import torch.distributed.optim\nexcept ImportError: pass\nelse: raise SystemExit(3)"
-    run("\n".join([fails, again, again, "zeroshard.ZeroRedundancyOptimizer"]))
+    run("import sys\nsys.modules['torch.distributed.optim'] = None\n" + BUILD)
 
 
 def run(program: str, *options: str) -> None:
