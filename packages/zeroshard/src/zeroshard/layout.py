@@ -14,6 +14,7 @@ import torch
 from zeroshard_comm import ShardingConfig
 from zeroshard_core import Cost, Plan, Strategy, TensorSpec, is_dense, partition, repartition
 
+from zeroshard.coupling import Coupled
 from zeroshard.elementwise import OptimizerFactory, check_elementwise, name_of
 from zeroshard.memory import check_shared_memory, lies_flat
 from zeroshard.param_groups import ParamGroup, active_mask, parameters_of, specs_of
@@ -30,6 +31,7 @@ class Policy:
         elementwise: the user's word that they may.
         as_bucket_view: whether parameters become views of flat buffers, which changes the messages.
         world_size: number of ranks.
+        coupled: whether the class may couple tensors.
     """
 
     strategy: str | Strategy
@@ -38,6 +40,7 @@ class Policy:
     elementwise: bool
     as_bucket_view: bool
     world_size: int
+    coupled: Coupled = "refuse"
 
     @property
     def name(self) -> str:
