@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,9 +13,10 @@ from torch.utils.hooks import RemovableHandle
 from zeroshard_comm import RankGroup
 from zeroshard_core import Cost, Strategy, numel
 
+from zeroshard.coupling import Coupled
 from zeroshard.elementwise import OptimizerFactory, check_shardable
 from zeroshard.known_to_torch import register
-from zeroshard.layout import Policy
+from zeroshard.layout import Objects, Policy
 from zeroshard.local_optimizer import Closure, sync_groups
 from zeroshard.optimizer_interface import OptimizerInterface
 from zeroshard.param_groups import ParamGroup, read_group, read_groups
@@ -41,23 +42,21 @@ class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):  # type:
         process_group: the ranks that share the work; the default group if None.
         parameters_as_bucket_view: pack parameters into flat buffers, so that a step sends few large messages without
             copying. ``param.data`` then points into a buffer, without gaps if it had some.
-        overlap_with_ddp: that a communication hook steps this optimizer during backward, see
-            ``zeroshard_integrations.ddp``.
-        partition: ``"whole"`` (each tensor has one owner; right for every optimizer), ``"split"`` (large tensors are
-            cut evenly; elementwise optimizers only), ``"hybrid"`` (whole, except tensors larger than a fair share;
-            elementwise only), or a strategy of your own, see :func:`zeroshard_core.partition`.
+        overlap_with_ddp: that a communication hook of ``zeroshard_integrations.ddp`` steps it during backward.
+        partition: ``"whole"`` (each tensor has one owner), ``"split"`` (large tensors are cut evenly; elementwise
+            optimizers only), ``"hybrid"`` (whole, except tensors larger than a fair share; elementwise only), or a
+            strategy of your own, see :func:`zeroshard_core.partition`.
         cost: what a tensor weighs when tensors are dealt out; its number of elements by default.
         elementwise: declares that ``optimizer_class`` is elementwise, where that is not known.
-        objects: what to do with entries of the state that are neither tensors, numbers nor text, nor lists, tuples and
-            dicts of these. ``"refuse"``: the first step that makes one raises. ``"leave out"``: they stay where they
-            are; what is saved lacks them.
+        objects: ``"leave out"`` of what is saved what is neither tensor, number nor text, nor list or dict of these; by
+            default the step that puts it into the state raises.
+        coupled: ``"allow"`` one that couples tensors, see :func:`check_optimizer`; each rank then goes by its own.
         **defaults: arguments of ``optimizer_class``.
 
     Attributes:
-        process_group: as given, or the default group.
+        process_group, parameters_as_bucket_view: as given, or the default group.
         world_size, rank: of the group.
         global_rank: this rank in the default group.
-        parameters_as_bucket_view: as given.
         initialized: whether the constructor has finished.
 
     Raises:
@@ -91,26 +90,17 @@ class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):  # type:
         partition: str | Strategy = "whole",
         cost: Cost = numel,
         elementwise: bool = False,
-        objects: Literal["refuse", "leave out"] = "refuse",
+        objects: Objects = "refuse",
+        coupled: Coupled = "refuse",
         **defaults: Any,  # noqa: ANN401 - arguments of any optimizer class
     ) -> None:
-        self.initialized = False
+        self.initialized, self._overlap_with_ddp = False, overlap_with_ddp
         register(ZeroRedundancyOptimizer)
         ranks = RankGroup.of(process_group)
         self.process_group, self.world_size = ranks.group, ranks.world_size
         self.rank, self.global_rank = ranks.rank, ranks.global_rank
-        self.parameters_as_bucket_view, self._overlap_with_ddp = parameters_as_bucket_view, overlap_with_ddp
-        if objects not in ("refuse", "leave out"):
-            raise ValueError(f"objects={objects!r}: expected 'refuse' or 'leave out'")
-        policy = Policy(
-            partition,
-            cost,
-            optimizer_class,
-            elementwise,
-            parameters_as_bucket_view,
-            ranks.world_size,
-            leaves_objects=objects == "leave out",
-        )
+        self.parameters_as_bucket_view = views = parameters_as_bucket_view
+        policy = Policy(partition, cost, optimizer_class, elementwise, views, ranks.world_size, objects, coupled)
 
         def read() -> list[ParamGroup]:
             check_shardable(optimizer_class)

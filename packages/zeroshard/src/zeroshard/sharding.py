@@ -69,7 +69,8 @@ class Sharding:
         with agreed(self.control, "ZeroRedundancyOptimizer()") as declared:
             groups = self.groups = read_groups()
             self.layout = first_layout(policy, groups, name)
-            self.local = LocalOptimizer(policy.factory, groups, self.layout.plan, ranks.rank, defaults)
+            plan, coupled = self.layout.plan, policy.coupled
+            self.local = LocalOptimizer(policy.factory, groups, plan, ranks.rank, defaults, coupled)
             declared.set(with_hyperparameters(self.layout, settings_of(groups, self.local.optim.defaults)))
             order = read_order(self.control, self.layout.plan.tensors, parameters_of(groups))
             declared.flag = bool(self.local.optim.state)
