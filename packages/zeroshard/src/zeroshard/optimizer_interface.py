@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -78,6 +78,25 @@ class OptimizerInterface:
     def join_process_group(self) -> dist.ProcessGroup:
         """The process group of this optimizer."""
         return self.process_group
+
+    @property
+    def train(self) -> Callable[[], Any]:
+        """Call the local optimizer's ``train()``, as schedule-free optimizers have. Collective.
+
+        Parameters that it changes are brought to all ranks. Called twice in a row it sends none, unless it has changed
+        parameters or param groups again; what a second call changes by way of ``.data`` alone is not noticed.
+
+        Raises:
+            AttributeError: when looked up, if the local optimizer's class has no such method.
+            DisagreementError, PeerLostError: if ranks call different methods, or one is gone.
+            Exception: what any rank's optimizer raises, on every rank; replicas are equal then.
+        """
+        return self._sharded.train_or_eval("train")
+
+    @property
+    def eval(self) -> Callable[[], Any]:
+        """Call the local optimizer's ``eval()``; see :attr:`train`. Collective."""
+        return self._sharded.train_or_eval("eval")
 
     @property
     def takes_buckets(self) -> bool:

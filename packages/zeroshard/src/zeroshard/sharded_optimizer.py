@@ -24,6 +24,7 @@ from zeroshard.state.load import load
 from zeroshard.state.schema import StateSchema
 from zeroshard.state.view import StateView
 from zeroshard.step import StepCoordinator
+from zeroshard.train_mode import TrainMode
 
 
 class ShardedOptimizer:
@@ -62,6 +63,7 @@ class ShardedOptimizer:
         # Not a method: what is handed on would keep this object alive.
         self._groups: Callable[[], list[ParamGroup]] = lambda: sharding.groups
         self.joining = Participant(self.sharding, self._groups)
+        self._train_mode = TrainMode(self.sharding, self._groups)
         self._schema = StateSchema(policy.factory, defaults, elementwise=policy.elementwise)
         self._consolidated: StateDict | None = None
 
@@ -210,6 +212,17 @@ class ShardedOptimizer:
             self.sharding.params[0].dtype,
             error_if_nonfinite=error_if_nonfinite,
         )
+
+    def train_or_eval(self, name: str) -> Callable[[], Any]:
+        """Return what calls this method of the local optimizer on all ranks; an AttributeError if it has none."""
+        self._train_mode.check(name)
+
+        def call() -> Any:  # noqa: ANN401 - what the local optimizer's returns
+            self._announce(Call.REFUSED)
+            with self._coordinator.guard.exchange():
+                return self._train_mode.call(name)
+
+        return call
 
     def _announce(self, call: Call, **arguments: Any) -> None:  # noqa: ANN401 - of any call
         """Announce a call inside of Join, if earlier exchanges came to their end."""
