@@ -137,6 +137,12 @@ class OptimizerInterface:
     def _clear_cache(self) -> None:
         """Do nothing: nothing is cached that could be stale."""
 
+    def __repr__(self) -> str:
+        if not hasattr(self, "_sharded"):
+            # Its constructor has raised.
+            return object.__repr__(self)
+        return f"{type(self).__name__} of {self._sharded.summary()}"
+
     def __reduce_ex__(self, protocol: Any) -> NoReturn:  # noqa: ANN401 - as in object
         """Refuse pickling and deep copies: a process group cannot be copied.
 

@@ -24,6 +24,7 @@ from zeroshard.state.load import load
 from zeroshard.state.schema import StateSchema
 from zeroshard.state.view import StateView
 from zeroshard.step import StepCoordinator
+from zeroshard.summary import summarize
 from zeroshard.train_mode import TrainMode
 
 
@@ -58,7 +59,7 @@ class ShardedOptimizer:
         self.sharding = sharding = Sharding(ranks, self.traffic, policy, defaults, read)
         self.follower: BackwardFollower | None = None
         self.hook_failure: BaseException | None = None
-        self._ranks = ranks
+        self._ranks, self._partition = ranks, policy.name
         self._coordinator = StepCoordinator(self.sharding)
         # Not a method: what is handed on would keep this object alive.
         self._groups: Callable[[], list[ParamGroup]] = lambda: sharding.groups
@@ -66,6 +67,10 @@ class ShardedOptimizer:
         self._train_mode = TrainMode(self.sharding, self._groups)
         self._schema = StateSchema(policy.factory, defaults, elementwise=policy.elementwise)
         self._consolidated: StateDict | None = None
+
+    def summary(self) -> str:
+        """Say in a few lines what this rank owns and holds, without communication."""
+        return summarize(self.sharding, self._partition, has_state=self._coordinator.has_state)
 
     # ------------------------------------------------------------------ state
 
