@@ -71,3 +71,5 @@ __all__ = [
     "receive",
     "send",
 ]
+
+__version__ = "0.1.0"

@@ -15,3 +15,5 @@ __all__ = [
     "StepMode",
     "ZeroRedundancyOptimizer",
 ]
+
+__version__ = "0.1.0"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, MutableMapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -86,7 +86,7 @@ class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):
         parameters_as_bucket_view: bool = False,
         overlap_with_ddp: bool = False,
         *,
-        partition: str | Strategy = "whole",
+        partition: Literal["whole", "split", "hybrid"] | Strategy = "whole",
         cost: Cost = numel,
         elementwise: bool = False,
         **defaults: Any,  # noqa: ANN401 - arguments of any optimizer class
