@@ -7,8 +7,8 @@ meeting of the ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from zeroshard_comm import ShardingConfig
@@ -30,6 +30,7 @@ class Policy:
         elementwise: the user's word that they may.
         as_bucket_view: whether parameters become views of flat buffers, which changes the messages.
         world_size: number of ranks.
+        names: of parameters that were handed in without, by :func:`named`.
     """
 
     strategy: str | Strategy
@@ -38,6 +39,7 @@ class Policy:
     elementwise: bool
     as_bucket_view: bool
     world_size: int
+    names: dict[torch.Tensor, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -83,6 +85,15 @@ def next_layout(policy: Policy, layout: Layout, groups: Sequence[ParamGroup]) ->
     return _layout(policy, groups, layout.plan, layout.settled, str(layout.declaration.settings["optimizer"]))
 
 
+def named(policy: Policy, layout: Layout, groups: Sequence[ParamGroup], names: Mapping[torch.Tensor, str]) -> Layout:
+    """Call parameters that were handed in without names by these, now and later: on all ranks, for plans say them."""
+    policy.names.update(names)
+    specs = specs_of(groups, layout.active, policy.names)
+    tensors = tuple(replace(old, name=new.name) for old, new in zip(layout.plan.tensors, specs, strict=True))
+    plan = replace(layout.plan, tensors=tensors)
+    return replace(layout, plan=plan, declaration=replace(layout.declaration, plan=plan))
+
+
 def check_unchanged(before: Layout, now: Layout) -> None:
     """Raise if a closure has changed what ranks agreed upon before the step.
 
@@ -120,7 +131,7 @@ def _layout(
     active = active_mask(parameters_of(groups))
     # A tensor that was trainable once keeps its weight: its state is still held.
     weighs = [is_active or index in settled for index, is_active in enumerate(active)]
-    specs = specs_of(groups, weighs)
+    specs = specs_of(groups, weighs, policy.names)
     check_shared_memory(groups, active)
     if old is None:
         plan = partition(specs, policy.world_size, strategy=policy.strategy, cost=policy.cost)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -103,16 +104,19 @@ class OptimizerInterface:
         """Whether gradients come bucket by bucket, from a communication hook."""
         return self._sharded.follower is not None
 
-    def follow_backward(self, mode: StepMode) -> BackwardFollower:
+    def follow_backward(
+        self, mode: StepMode, names: Mapping[torch.Tensor, str] = MappingProxyType({})
+    ) -> BackwardFollower:
         """Take gradients bucket by bucket from now on: for communication hooks. Collective, the first time.
 
         Args:
             mode: when shards are stepped.
+            names: the model's, by which errors call parameters that were handed in without names; alike on all ranks.
 
         Raises:
             ValueError: if gradients are taken in another way already, or parameters cannot be exchanged in buckets.
         """
-        return self._sharded.follow_backward(mode)
+        return self._sharded.follow_backward(mode, names)
 
     @property
     def _param_to_rank(self) -> dict[torch.Tensor, int]:

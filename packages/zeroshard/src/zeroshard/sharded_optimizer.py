@@ -234,9 +234,10 @@ class ShardedOptimizer:
         self._coordinator.guard.check()
         self.joining.announce(call, **arguments)
 
-    def follow_backward(self, mode: StepMode) -> BackwardFollower:
+    def follow_backward(self, mode: StepMode, names: Mapping[torch.Tensor, str]) -> BackwardFollower:
         """Take gradients bucket by bucket from now on."""
         if self.follower is None:
+            self.sharding.name(names)
             self.follower = BackwardFollower(self._coordinator, self.joining, self._groups, mode)
         elif self.follower.mode is not mode:
             raise ValueError(

@@ -11,7 +11,7 @@ import torch
 from zeroshard_comm import Control, Position, RankGroup, ShardingConfig, Traffic, agreed, connect
 
 from zeroshard.elementwise import name_of
-from zeroshard.layout import Layout, Policy, first_layout, next_layout, same_place, same_shards
+from zeroshard.layout import Layout, Policy, first_layout, named, next_layout, same_place, same_shards
 from zeroshard.local_optimizer import LocalOptimizer, sync_groups
 from zeroshard.param_groups import Hyperparameters, ParamGroup, active_mask, check_members, parameters_of, settings_of
 from zeroshard.param_order import check_order, read_order
@@ -137,6 +137,10 @@ class Sharding:
         settled = self.layout.settled | tensors
         if settled != self.layout.settled:
             self.layout = next_layout(self._policy, replace(self.layout, settled=settled), groups)
+
+    def name(self, names: Mapping[torch.Tensor, str]) -> None:
+        """Call parameters that were handed in without names by these. To be done on all ranks."""
+        self.layout = named(self._policy, self.layout, self.groups, names)
 
     def update_layout(self, groups: Sequence[ParamGroup]) -> Layout:
         """Follow what the user did since the last step, and return the layout that fits it.
