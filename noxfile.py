@@ -262,8 +262,8 @@ def _try_alone(session: nox.Session, package: str, dist: Path) -> None:
 
 
 def _version(package: str) -> str:
-    lines = (ROOT / "packages" / package / "pyproject.toml").read_text(encoding="utf-8").splitlines()
-    return next(line.split('"')[1] for line in lines if line.startswith("version = "))
+    lines = next(ROOT.glob(f"packages/{package}/src/*/__init__.py")).read_text(encoding="utf-8").splitlines()
+    return next(line.split('"')[1] for line in lines if line.startswith("__version__ = "))
 
 
 if __name__ == "__main__":

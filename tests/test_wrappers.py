@@ -1,6 +1,6 @@
 """Frameworks wrap an optimizer: all that it does works through a wrapper, and whatever changes, changes for both.
 
-The wrappers here are stand-ins that we have written, each with the one trait of a framework's that is named in it.
+The wrappers are stand-ins, see ``stand_ins.py``.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from stand_ins import WRAPPERS, CopyingWrapper, DelegatingWrapper, ForwardingWrapper, ScheduleFree
 from torch import nn, optim
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -23,72 +24,6 @@ from zeroshard_integrations.ddp import hook_with_zero_step, reduce_to_owner_hook
 from zeroshard_integrations.join import Join
 from zeroshard_testing import assert_replicas_equal, raises_on
 
-
-class CopyingWrapper:
-    """Stands in for Lightning's and Fabric's: has a subclass of the optimizer's class, and copies its ``__dict__``."""
-
-    def __init__(self, optimizer: optim.Optimizer) -> None:
-        self.__dict__ = {k: v for k, v in optimizer.__dict__.items() if k not in ("state_dict", "step")}
-        self.__class__ = type("Copying" + type(optimizer).__name__, (type(self), type(optimizer)), {})
-
-
-class DelegatingWrapper:
-    """Stands in for those that take on the optimizer's class and look up in it what they lack."""
-
-    def __init__(self, optimizer: optim.Optimizer) -> None:
-        self.wrapped = optimizer
-        self.__class__ = type("Delegating" + type(optimizer).__name__, (type(self), type(optimizer)), {})
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(vars(self)["wrapped"], name)
-
-
-class ForwardingWrapper(optim.Optimizer):
-    """Stands in for Accelerate's: an Optimizer without a constructor of its own, which hands everything on."""
-
-    def __init__(self, optimizer: optim.Optimizer) -> None:
-        self.optimizer = optimizer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(vars(self)["optimizer"], name)
-
-    @property
-    def state(self) -> Any:
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self.optimizer.state = state
-
-    @property
-    def param_groups(self) -> Any:
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, param_groups: Any) -> None:
-        self.optimizer.param_groups = param_groups
-
-    @property
-    def defaults(self) -> Any:
-        return self.optimizer.defaults
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        self.optimizer.add_param_group(param_group)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(state_dict)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.optimizer.state_dict()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.optimizer.zero_grad(set_to_none)
-
-    def step(self, closure: Any = None) -> Any:
-        return self.optimizer.step(closure)
-
-
-WRAPPERS = (CopyingWrapper, DelegatingWrapper, ForwardingWrapper)
 Use = Callable[[Any, "Training"], None]
 
 
@@ -189,8 +124,10 @@ def look(wrapper: Any, training: Training) -> None:
     assert wrapper.join_device.type == "cpu"
     assert wrapper.join_process_group is training.sharded.process_group
     assert len(repr(wrapper)) > 0
-    assert not hasattr(wrapper, "train")
-    assert not hasattr(wrapper, "eval")
+    for name in ("train", "eval"):
+        assert not hasattr(training.sharded, name)
+        assert not hasattr(wrapper, name) or isinstance(wrapper, ForwardingWrapper)
+        getattr(wrapper, name, list)()
 
 
 USES: tuple[Use, ...] = (
@@ -308,6 +245,24 @@ def test_what_a_hook_raises_on_one_rank_every_rank_raises_through_a_wrapper(rank
         wrapper.step()
     handle.remove()
     training.step(wrapper)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_training_and_evaluation_are_entered_through_a_wrapper(kind: Any) -> None:
+    model, twin = twins()
+    sharded: Any = ZeroRedundancyOptimizer(model.parameters(), ScheduleFree)
+    plain, wrapper = ScheduleFree(twin.parameters()), kind(sharded)
+    for seed in range(3):
+        for trained, optimizer in ((model, wrapper), (twin, plain)):
+            optimizer.train()
+            set_gradients(trained.parameters(), seed)
+            optimizer.step()
+    assert_bitwise_equal(model, twin, "in training")
+    for optimizer in (wrapper, plain):
+        optimizer.eval()
+    assert_bitwise_equal(model, twin, "in evaluation")
+    assert sharded.param_groups[0]["train_mode"] is False
 
 
 @pytest.mark.ranks(2, backend="gloo")

@@ -47,6 +47,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from zeroshard import ZeroRedundancyOptimizer
+from zeroshard_core import STRATEGIES
 from zeroshard_integrations.ddp import hook_with_zero_step, reduce_to_owner_hook
 
 # At the end, for modules beside the benchmarks are named as they please.
@@ -271,7 +272,7 @@ def _train(hook: str, partition: str) -> list[tuple[str, str]]:
     model = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS)))
     ddp = DistributedDataParallel(model, bucket_cap_mb=_BUCKET_MEBIBYTES, gradient_as_bucket_view=True)
     optimizer = ZeroRedundancyOptimizer(
-        ddp.parameters(), torch.optim.AdamW, overlap_with_ddp=hook != HOOKS[0], partition=partition, lr=1e-3
+        ddp.parameters(), torch.optim.AdamW, overlap_with_ddp=hook != HOOKS[0], partition=STRATEGIES[partition], lr=1e-3
     )
     if hook == HOOKS[0]:
         ddp.register_comm_hook(optimizer, reduce_to_owner_hook)

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -134,7 +134,13 @@ def _deepspeed(work: Workload, *, stage: int) -> Trainer:
     return Trainer(model, engine, engine.zero_grad, engine.backward, engine.step)
 
 
-def _ours(work: Workload, *, partition: str, register: Callable[..., None] | None, overlaps: bool = False) -> Trainer:
+def _ours(
+    work: Workload,
+    *,
+    partition: Literal["whole", "split"],
+    register: Callable[..., None] | None,
+    overlaps: bool = False,
+) -> Trainer:
     model = work.build()
     wrapped = _wrapped(model)
     optimizer = zeroshard.ZeroRedundancyOptimizer(

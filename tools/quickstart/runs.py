@@ -12,6 +12,7 @@ from byte_gpt import ByteGPT, Shape
 from job import Job
 from torch.nn.parallel import DistributedDataParallel
 from zeroshard import ZeroRedundancyOptimizer
+from zeroshard_core import STRATEGIES
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class Run:
                 self.model.parameters(),
                 chosen,
                 parameters_as_bucket_view=job.bucket_views,
-                partition=job.partition,
+                partition=STRATEGIES[job.partition],
                 **settings,
             )
             self.optimizer = self.zero

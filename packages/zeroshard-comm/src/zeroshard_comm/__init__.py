@@ -74,3 +74,5 @@ __all__ = [
     "send",
     "send_text",
 ]
+
+__version__ = "0.1.0"

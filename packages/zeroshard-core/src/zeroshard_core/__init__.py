@@ -65,3 +65,5 @@ __all__ = [
     "whole",
     "whole_to_local",
 ]
+
+__version__ = "0.1.0"

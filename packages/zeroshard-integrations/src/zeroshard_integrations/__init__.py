@@ -1,1 +1,3 @@
-"""zeroshard with the rest of a training script: DDP hooks, Join, AMP, averaging and training frameworks."""
+"""What a training script needs beside the optimizers of zeroshard: DDP communication hooks, and Join."""
+
+__version__ = "0.1.0"

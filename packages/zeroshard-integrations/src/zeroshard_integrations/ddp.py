@@ -105,7 +105,7 @@ def register_reduce_to_owner(ddp: DistributedDataParallel, optimizer: ZeroRedund
         )
     _check_ranks(ddp, optimizer)
     _check_parameters(ddp, optimizer)
-    optimizer.follow_backward(StepMode.IN_STEP)
+    optimizer.follow_backward(StepMode.IN_STEP, _names_of(ddp))
     ddp.register_comm_hook(optimizer, reduce_to_owner_hook)
 
 
@@ -194,7 +194,7 @@ def _stepping(
         )
     _check_ranks(ddp, zero)
     _check_parameters(ddp, zero)
-    follower = zero.follow_backward(mode)
+    follower = zero.follow_backward(mode, _names_of(ddp))
     # DDP keeps the hook: a reference to the optimizer from there would be a cycle through C++.
     reduces_elsewhere = hook is not allreduce_hook
     sharded_of, group = weakref.ref(zero._sharded), zero.process_group
@@ -247,6 +247,10 @@ def _after_ddp(call: Callable[[], None]) -> None:
     DDP queues the callback that writes gradients after this one, and what this one queues comes last.
     """
     queue_callback(lambda: queue_callback(call))
+
+
+def _names_of(ddp: DistributedDataParallel) -> dict[torch.Tensor, str]:
+    return {param: name for name, param in ddp.module.named_parameters()}
 
 
 def _check_group(state: object, group: dist.ProcessGroup) -> None:

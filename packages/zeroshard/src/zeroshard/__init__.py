@@ -18,3 +18,5 @@ __all__ = [
     "ZeroRedundancyOptimizer",
     "check_optimizer",
 ]
+
+__version__ = "0.1.0"

@@ -164,7 +164,7 @@ class Participant:
         rank, written = control.ranks.rank, dict[int, Any]()
         with agreed(control, "a call inside Join"):
             if call is Call.REFUSED:
-                what = "add_param_group(), load_state_dict() and step(closure)"
+                what = "add_param_group(), load_state_dict(), train(), eval() and step(closure)"
                 raise RuntimeError(f"{what} need all ranks, and one has run out of data: call them outside of Join")
             problem = self.problem() if call is Call.STEP and rank in attendance.running else None
             if problem is not None:

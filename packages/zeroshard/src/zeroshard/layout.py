@@ -7,8 +7,8 @@ meeting of the ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 import torch
@@ -36,6 +36,7 @@ class Policy:
         world_size: number of ranks.
         objects: whether state may hold objects that cannot be sent, which saved state lacks then.
         coupled: whether the class may couple tensors.
+        names: of parameters that were handed in without.
     """
 
     strategy: str | Strategy
@@ -46,6 +47,7 @@ class Policy:
     world_size: int
     objects: Objects = "refuse"
     coupled: Coupled = "refuse"
+    names: Mapping[torch.Tensor, str] = field(default_factory=dict)
 
     @property
     def leaves_objects(self) -> bool:
@@ -98,6 +100,14 @@ def next_layout(policy: Policy, layout: Layout, groups: Sequence[ParamGroup]) ->
     return _layout(policy, groups, layout.plan, layout.settled, str(layout.declaration.settings["optimizer"]))
 
 
+def renamed(policy: Policy, layout: Layout, groups: Sequence[ParamGroup]) -> Layout:
+    """Call parameters that were handed in without names by those of the policy."""
+    specs = specs_of(groups, layout.active, policy.names)
+    tensors = tuple(replace(old, name=new.name) for old, new in zip(layout.plan.tensors, specs, strict=True))
+    plan = replace(layout.plan, tensors=tensors)
+    return replace(layout, plan=plan, declaration=replace(layout.declaration, plan=plan))
+
+
 def check_unchanged(before: Layout, now: Layout) -> None:
     """Raise if a closure has changed what ranks agreed upon before the step.
 
@@ -135,7 +145,7 @@ def _layout(
     active = active_mask(parameters_of(groups))
     # A tensor that was trainable once keeps its weight: its state is still held.
     weighs = [is_active or index in settled for index, is_active in enumerate(active)]
-    specs = specs_of(groups, weighs)
+    specs = specs_of(groups, weighs, policy.names)
     check_shared_memory(groups, active)
     if old is None:
         plan = partition(specs, policy.world_size, strategy=policy.strategy, cost=policy.cost)

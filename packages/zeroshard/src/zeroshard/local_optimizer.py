@@ -91,7 +91,7 @@ class LocalOptimizer:
         self.shards: dict[int, LocalShard] = {}
         self.bound_by_buckets: Set[int] = frozenset()
         self._is_detached = False
-        members = self._members(groups, plan)
+        members, self._plan = self._members(groups, plan), plan
         self.optim = self._build([_local_group(*group) for group in zip(groups, members, strict=True)])
         self._accept(members)
 
@@ -116,7 +116,7 @@ class LocalOptimizer:
             groups: the public param groups; new ones at the end.
             plan: the new plan.
         """
-        members = self._members(groups, plan)
+        members, self._plan = self._members(groups, plan), plan
         known = {shard.tensor for shard in self.shards.values()}
         arrived = [shard for of_group in members for shard in of_group if shard.tensor not in known]
         for number in range(len(self.optim.param_groups), len(groups)):
@@ -190,8 +190,9 @@ class LocalOptimizer:
             grad = shard.param.grad
             if grad is not None and grad.layout is not torch.strided:
                 raise RuntimeError(
-                    f"tensor {shard.shard.tensor} of shape {tuple(shard.param.shape)} has a sparse gradient, but is "
-                    f"cut over several ranks; use partition='whole' for models with sparse gradients"
+                    f"tensor {shard.shard.tensor} {self._plan.tensors[shard.shard.tensor].name!r} of shape "
+                    f"{tuple(shard.param.shape)} has a sparse gradient, but is cut over several ranks; use "
+                    f"partition='whole' for models with sparse gradients"
                 )
 
     def step(self, closure: Closure | None, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as the inner step

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -87,7 +87,7 @@ class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):  # type:
         parameters_as_bucket_view: bool = False,
         overlap_with_ddp: bool = False,
         *,
-        partition: str | Strategy = "whole",
+        partition: Literal["whole", "split", "hybrid"] | Strategy = "whole",
         cost: Cost = numel,
         elementwise: bool = False,
         objects: Objects = "refuse",

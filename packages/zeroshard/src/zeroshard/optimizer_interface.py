@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -113,20 +114,42 @@ class OptimizerInterface:
         return self.process_group
 
     @property
+    def train(self) -> Callable[[], Any]:
+        """Call the local optimizer's ``train()``, as schedule-free optimizers have. Collective.
+
+        Parameters that it changes are brought to all ranks. Called twice in a row it sends none, unless it has changed
+        parameters or param groups again; what a second call changes by way of ``.data`` alone is not noticed.
+
+        Raises:
+            AttributeError: when looked up, if the local optimizer's class has no such method.
+            DisagreementError, PeerLostError: if ranks call different methods, or one is gone.
+            Exception: what any rank's optimizer raises, on every rank; replicas are equal then.
+        """
+        return self._sharded.train_or_eval("train")
+
+    @property
+    def eval(self) -> Callable[[], Any]:
+        """Call the local optimizer's ``eval()``; see :attr:`train`. Collective."""
+        return self._sharded.train_or_eval("eval")
+
+    @property
     def takes_buckets(self) -> bool:
         """Whether gradients come bucket by bucket, from a communication hook."""
         return self._sharded.follower is not None
 
-    def follow_backward(self, mode: StepMode) -> BackwardFollower:
+    def follow_backward(
+        self, mode: StepMode, names: Mapping[torch.Tensor, str] = MappingProxyType({})
+    ) -> BackwardFollower:
         """Take gradients bucket by bucket from now on: for communication hooks. Collective, the first time.
 
         Args:
             mode: when shards are stepped.
+            names: the model's, by which errors call parameters that were handed in without names; alike on all ranks.
 
         Raises:
             ValueError: if gradients are taken in another way already, or parameters cannot be exchanged in buckets.
         """
-        return self._sharded.follow_backward(mode)
+        return self._sharded.follow_backward(mode, names)
 
     @property
     def _param_to_rank(self) -> dict[torch.Tensor, int]:
@@ -150,6 +173,12 @@ class OptimizerInterface:
 
     def _clear_cache(self) -> None:
         """Do nothing: nothing is cached that could be stale."""
+
+    def __repr__(self) -> str:
+        if not hasattr(self, "_sharded"):
+            # Its constructor has raised.
+            return object.__repr__(self)
+        return f"{type(self).__name__} of {self._sharded.summary()}"
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:  # noqa: ANN401 - as in object
         """Refuse pickling and deep copies: a process group cannot be copied.

@@ -95,15 +95,18 @@ def check_members(groups: Sequence[ParamGroup], params: Sequence[torch.Tensor]) 
         )
 
 
-def specs_of(groups: Sequence[Mapping[str, Any]], active: Sequence[bool]) -> tuple[TensorSpec, ...]:
+def specs_of(
+    groups: Sequence[Mapping[str, Any]], active: Sequence[bool], names_of: Mapping[torch.Tensor, str] | None = None
+) -> tuple[TensorSpec, ...]:
     """Describe all parameters of the groups.
 
     Args:
         groups: param groups with list-valued ``"params"``.
         active: per parameter, whether it counts as trainable.
+        names_of: names of parameters whose group has none.
 
     Returns:
-        One spec per parameter. A parameter without a name is called ``param.<index>``. Devices are numbered in order of
+        One spec per parameter; one without any name is called ``param.<index>``. Devices are numbered in order of
         appearance, so that ranks on different GPUs describe the same thing.
 
     Raises:
@@ -129,7 +132,7 @@ def specs_of(groups: Sequence[Mapping[str, Any]], active: Sequence[bool]) -> tup
             kind = param.device.type
             alike = sum(known.type == kind for known in logical)
             device = logical.setdefault(param.device, "cpu" if kind == "cpu" else f"{kind}:{alike}")
-            name = f"param.{index}" if names is None else str(names[position])
+            name = (names_of or {}).get(param, f"param.{index}") if names is None else str(names[position])
             stride = None if not is_dense(param) or param.is_contiguous() else tuple(param.stride())
             specs.append(TensorSpec(name, tuple(param.shape), param.dtype, device, active[index], number, stride))
     return tuple(specs)

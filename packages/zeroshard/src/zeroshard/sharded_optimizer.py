@@ -26,6 +26,8 @@ from zeroshard.state.partial import StateDict, list_state
 from zeroshard.state.schema import StateSchema
 from zeroshard.state.view import StateView
 from zeroshard.step import StepCoordinator
+from zeroshard.summary import summarize
+from zeroshard.train_mode import TrainMode
 
 
 class ShardedOptimizer:
@@ -67,10 +69,15 @@ class ShardedOptimizer:
         # Not a method: what is handed on would keep this object alive.
         self._groups: Callable[[], list[ParamGroup]] = lambda: sharding.groups
         self.joining = Participant(self.sharding, self._groups)
+        self._train_mode = TrainMode(self.sharding, self._groups)
         self._schema = StateSchema(policy.factory, defaults, elementwise=policy.elementwise)
         self._view = StateView(self.sharding, self._metadata)
         self._consolidated: StateDict | None = None
         self._consolidated_at: int | None = None
+
+    def summary(self) -> str:
+        """Say in a few lines what this rank owns and holds, without communication."""
+        return summarize(self.sharding, self._metadata)
 
     # ------------------------------------------------------------------ state
 
@@ -222,14 +229,26 @@ class ShardedOptimizer:
             error_if_nonfinite=error_if_nonfinite,
         )
 
+    def train_or_eval(self, name: str) -> Callable[[], Any]:
+        """Return what calls this method of the local optimizer on all ranks; an AttributeError if it has none."""
+        self._train_mode.check(name)
+
+        def call() -> Any:  # noqa: ANN401 - what the local optimizer's returns
+            self._announce(Call.REFUSED)
+            with self._coordinator.guard.exchange():
+                return self._train_mode.call(name)
+
+        return call
+
     def _announce(self, call: Call, **arguments: Any) -> None:  # noqa: ANN401 - of any call
         """Announce a call inside of Join, if earlier exchanges came to their end."""
         self._coordinator.guard.check()
         self.joining.announce(call, **arguments)
 
-    def follow_backward(self, mode: StepMode) -> BackwardFollower:
+    def follow_backward(self, mode: StepMode, names: Mapping[torch.Tensor, str]) -> BackwardFollower:
         """Take gradients bucket by bucket from now on."""
         if self.follower is None:
+            self.sharding.name(names)
             self.follower = BackwardFollower(self._coordinator, self.joining, self._groups, mode)
         elif self.follower.mode is not mode:
             raise ValueError(

@@ -11,7 +11,7 @@ import torch
 from zeroshard_comm import Control, Position, RankGroup, ShardingConfig, Traffic, agreed, connect
 
 from zeroshard.elementwise import name_of
-from zeroshard.layout import Layout, Policy, first_layout, next_layout, same_place, same_shards
+from zeroshard.layout import Layout, Policy, first_layout, next_layout, renamed, same_place, same_shards
 from zeroshard.local_optimizer import LocalOptimizer, sync_groups
 from zeroshard.param_groups import Hyperparameters, ParamGroup, active_mask, check_members, parameters_of, settings_of
 from zeroshard.param_order import check_order, read_order
@@ -40,7 +40,7 @@ class Sharding:
     Attributes:
         groups: the public param groups.
         control: the channel of the ranks' agreements.
-        policy: as given.
+        policy: as given; also with the names of parameters.
         layout: who owns what, and what takes part.
         params: all parameters, by tensor index.
         local: the local optimizer.
@@ -142,6 +142,11 @@ class Sharding:
         settled = self.layout.settled | tensors
         if settled != self.layout.settled:
             self.layout = next_layout(self.policy, replace(self.layout, settled=settled), groups)
+
+    def name(self, names: Mapping[torch.Tensor, str]) -> None:
+        """Call parameters that were handed in without names by these. To be done on all ranks."""
+        self.policy = replace(self.policy, names=names)
+        self.layout = renamed(self.policy, self.layout, self.groups)
 
     def update_layout(self, groups: Sequence[ParamGroup]) -> Layout:
         """Follow what the user did since the last step, and return the layout that fits it.

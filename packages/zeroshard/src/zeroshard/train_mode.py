@@ -1,0 +1,100 @@
+"""``train()`` and ``eval()`` of the local optimizer: schedule-free optimizers exchange averages for parameters there.
+
+Each rank calls its local optimizer's method; what that has changed of parameters and groups is brought to all ranks.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from zeroshard_comm import agreed
+
+from zeroshard._torch_private import version_of
+from zeroshard.local_optimizer import NOT_SYNCED, sync_groups
+from zeroshard.param_groups import ParamGroup, settings_of
+from zeroshard.parameter_sync import ParameterSync
+from zeroshard.sharding import Sharding
+from zeroshard.state.serialization import receive_value, send_value
+
+_PLAIN = (bool, int, float, str)
+
+
+class TrainMode:
+    """Calls the methods of the local optimizer by which frameworks say that training begins, or evaluation.
+
+    Args:
+        sharding: has the local optimizer.
+        groups: returns the public param groups.
+    """
+
+    def __init__(self, sharding: Sharding, groups: Callable[[], Sequence[ParamGroup]]) -> None:
+        self._sharding, self._groups = sharding, groups
+        self._last = ""
+
+    def check(self, name: str) -> None:
+        """Raise an AttributeError if the local optimizer has no such method: frameworks ask whether it is there."""
+        inner = self._sharding.local.optim
+        if not callable(getattr(inner, name, None)):
+            raise AttributeError(f"the local optimizer, of class {type(inner).__name__}, has no method {name}()")
+
+    def call(self, name: str) -> Any:  # noqa: ANN401 - what the local optimizer's returns
+        """Call ``train`` or ``eval``; after an error too, replicas are equal. Collective.
+
+        Raises:
+            DisagreementError, PeerLostError: if ranks call different methods, or one is gone.
+            Exception: what any rank met, on every rank.
+        """
+        sharding, groups, control = self._sharding, self._groups(), self._sharding.control
+        layout, inner = sharding.layout, sharding.local.optim
+        with agreed(control, f"{name}()") as declared:
+            layout = sharding.update_layout(groups)
+            declared.set(layout.declaration)
+        if layout is not sharding.layout:
+            sharding.adopt(layout, groups)
+        sharding.hyperparameters.follow(groups)
+        last, self._last = self._last, ""
+        before = self._seen()
+        with agreed(control, f"the end of {name}()"):
+            try:
+                result = getattr(inner, name)()
+                self._last = name
+            finally:
+                # Frameworks call train() before every batch. What is written to ``.data`` is not seen.
+                is_alike = last == name == self._last and before == self._seen()
+                if control.any_raised(not is_alike, f"what {name}() has changed") and not control.alone:
+                    self._share_parameters()
+                    self._share_groups()
+                sync_groups(inner.param_groups, groups)
+                sharding.hyperparameters.written(groups)
+        return result
+
+    def _seen(self) -> object:
+        """What shows that something was changed."""
+        local = self._sharding.local
+        versions = [version_of(shard.tensor) for shard in local.shards.values()]
+        return versions, settings_of(local.optim.param_groups, {}, in_step=True)
+
+    def _share_parameters(self) -> None:
+        """Bring all ranks the owners' values, also of parameters that are frozen now, and may have state."""
+        sharding, layout = self._sharding, self._sharding.layout
+        sync = ParameterSync(sharding.control, as_bucket_view=False)
+        sync.follow(sharding.params, layout.plan, [index in layout.settled for index in range(len(sharding.params))])
+        sync.send()
+        sync.wait()
+
+    def _share_groups(self) -> None:
+        """Bring ranks without a parameter of a group what an owner's optimizer has written there, e.g. train_mode."""
+        control, plan = self._sharding.control, self._sharding.layout.plan
+        rank, owners = control.ranks.rank, defaultdict[int, set[int]](set)
+        for spec, ranks in zip(plan.tensors, plan.owners, strict=True):
+            owners[spec.group].update(ranks)
+        for number, owning in sorted(owners.items()):
+            group = self._sharding.local.optim.param_groups[number]
+            if rank == min(owning):
+                written = {key: group[key] for key in group.keys() - NOT_SYNCED if isinstance(group[key], _PLAIN)}
+                for peer in set(control.ranks.peers) - owning:
+                    send_value(control, peer, written)
+            elif rank not in owning:
+                group.update(receive_value(control, min(owning)))
