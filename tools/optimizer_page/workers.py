@@ -18,16 +18,16 @@ class Worker:
     """
 
     def __init__(self, limit: float) -> None:
-        self._limit = limit
+        self.limit = limit
         self._start()
 
     def ask(self, question: object) -> object:
         """Return the answer, see :func:`serve`; or a string, in words, if there is none in time."""
         try:
             self._connection.send(question)
-            if self._connection.poll(self._limit):
+            if self._connection.poll(self.limit):
                 return self._connection.recv()
-            problem = f"no end within {self._limit:g} s"
+            problem = f"no end within {self.limit:g} s"
         except (EOFError, OSError):
             problem = "its process has ended"
         self.close()
