@@ -41,6 +41,7 @@ PLUGIN_NEEDS = ["pytest-xdist", "pytest-cov", "pytest-timeout", "cloudpickle", "
 # Under which users train; only the frameworks session installs them, and tests of those that are missing are skipped.
 FRAMEWORKS = ["accelerate>=1", "transformers>=5", "lightning>=2.6"]
 TOOL_NEEDS = ["rich", "typer", "matplotlib"]
+OTHER_OPTIMIZERS = ["pytorch_optimizer", "heavyball", "schedulefree", "prodigyopt", "dadaptation"]
 
 # What a package installed alone must be able to do; the wheels session runs it.
 SMOKE: dict[str, str] = {
@@ -197,6 +198,16 @@ def bench(session: nox.Session) -> None:
     for number, name in enumerate(chosen, 1):
         session.log(f"{number} of {len(chosen)}: {name}")
         session.run("python", str(programs[name]), *session.posargs[split:])
+
+
+@nox.session(tags=["nightly"])
+def optimizers(session: nox.Session) -> None:
+    """Try optimizers of other packages, and fail where one couples tensors and is not refused; options after ``--``."""
+    _install_sources(session, list(PACKAGES), *TOOL_NEEDS, *PLUGIN_NEEDS, *OTHER_OPTIMIZERS)
+    session.log("1 of 2: all of them on toy tensors, some 15 minutes")
+    session.run("python", "tools/optimizer_page", *session.posargs)
+    session.log("2 of 2: some of them on ranks")
+    _pytest(session, "tests/test_other_optimizers.py")
 
 
 def _install_torch(session: nox.Session) -> None:

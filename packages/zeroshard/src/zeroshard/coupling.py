@@ -65,6 +65,7 @@ COUPLED: Mapping[str, Coupling] = {
     "pytorch_optimizer.Adan": Coupling("clips all gradients by one norm", {"max_grad_norm": bool}),
     "pytorch_optimizer.AliG": Coupling("computes its step size from the norm of all gradients"),
     "pytorch_optimizer.AvaGrad": Coupling("scales its step by the second moments of all tensors"),
+    "pytorch_optimizer.DeMo": Coupling("sends gradients between the ranks by itself"),
     "pytorch_optimizer.DistributedMuon": Coupling("deals its tensors out to the ranks by itself"),
     "pytorch_optimizer.Lamb": Coupling("scales all gradients by one norm", {"pre_norm": bool}),
     "pytorch_optimizer.LoRARite": Coupling("updates tensors in pairs"),

@@ -1,0 +1,14 @@
+"""Starts the trial of all optimizers: ``python tools/optimizer_page --help``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+# The trials import this folder by its name too, in processes of their own.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from optimizer_page.cli import app
+
+if __name__ == "__main__":
+    app(prog_name="optimizer_page")

@@ -1,0 +1,70 @@
+"""Processes that try optimizers, one after another, and are ended where one does not come to its end."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from queue import SimpleQueue
+
+from optimizer_page.trials import serve
+
+
+class Worker:
+    """A process that answers questions; another takes its place when it had to be ended.
+
+    Args:
+        limit: how many seconds an answer may take, the import of a package included.
+    """
+
+    def __init__(self, limit: float) -> None:
+        self.limit = limit
+        self._start()
+
+    def ask(self, question: object) -> object:
+        """Return the answer, see :func:`serve`; or a string, in words, if there is none in time."""
+        try:
+            self._connection.send(question)
+            if self._connection.poll(self.limit):
+                return self._connection.recv()
+            problem = f"no end within {self.limit:g} s"
+        except (EOFError, OSError):
+            problem = "its process has ended"
+        self.close()
+        self._start()
+        return problem
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.join()
+        self._connection.close()
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=serve, args=(theirs,), daemon=True)
+        self._process.start()
+        theirs.close()
+
+
+@contextmanager
+def workers(count: int, limit: float) -> Iterator[Callable[[object], object]]:
+    """Yield a function for any thread that asks the next worker that is free, as :meth:`Worker.ask`."""
+    everyone = [Worker(limit) for _ in range(count)]
+    free: SimpleQueue[Worker] = SimpleQueue()
+    for worker in everyone:
+        free.put(worker)
+
+    def ask(question: object) -> object:
+        chosen = free.get()
+        try:
+            return chosen.ask(question)
+        finally:
+            free.put(chosen)
+
+    try:
+        yield ask
+    finally:
+        for worker in everyone:
+            worker.close()

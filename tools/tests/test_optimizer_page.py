@@ -1,0 +1,110 @@
+"""The trial of all optimizers: what is tried, what becomes of what hangs, what the page and the exit code say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from optimizer_page import cli
+from optimizer_page.page import page_of
+from optimizer_page.trials import ARGUMENTS, PACKAGES, Seen, Trial, run, trials_of
+from optimizer_page.workers import Worker
+from typer.testing import CliRunner
+
+FAKE = """
+import os, time
+from torch.optim import SGD, Optimizer
+
+class Hangs(SGD):
+    def step(self):
+        while True: time.sleep(1)
+
+class Ends(SGD):
+    def step(self): os._exit(3)
+
+class Works(SGD):
+    def step(self):
+        print("a class may print")
+        super().step()
+"""
+COUPLED = Seen(Trial("heavyball", "New"), "coupled", 7)
+SEEN = [
+    Seen(Trial("torch.optim", "Adam"), "equal"),
+    Seen(Trial("torch.optim", "LBFGS"), "coupled", 1, "", refused=True),
+    Seen(Trial("heavyball", "Muon"), "draws random numbers"),
+    Seen(Trial("heavyball", "Odd"), "cannot tell", None, "TypeError: a | b"),
+]
+
+
+def test_all_classes_of_torch_are_tried_but_not_what_they_derive_from():
+    names = {trial.name for trial in trials_of("torch.optim")}
+    assert {"AdamW", "LBFGS", "SparseAdam"} <= names
+    assert "Optimizer" not in names
+
+
+def test_a_trial_tells_what_is_seen_and_whether_it_is_refused():
+    assert run(Trial("torch.optim", "AdamW")) == Seen(Trial("torch.optim", "AdamW"), "equal")
+    found = run(Trial("torch.optim", "LBFGS"))
+    assert (found.verdict, found.refused, found.sharded, found.is_missing) == ("coupled", True, "refused", False)
+
+
+def test_arguments_are_of_packages_that_are_tried():
+    assert {name.partition(".")[0] for name in ARGUMENTS} <= set(PACKAGES)
+    assert Trial("pytorch_optimizer", "Lamb", 1).title == "Lamb(pre_norm=True)"
+    assert Trial("pytorch_optimizer", "SAM").title == "SAM(base_optimizer=SGD)"
+
+
+def test_a_class_that_hangs_or_ends_its_process_cannot_be_told_and_others_are_tried(tmp_path, monkeypatch):
+    (tmp_path / "fake_optimizers.py").write_text(FAKE)
+    monkeypatch.syspath_prepend(tmp_path)
+    worker = Worker(limit=300)
+    try:
+        ends, hangs, works = worker.ask("fake_optimizers")
+        assert [ends.name, hangs.name, works.name] == ["Ends", "Hangs", "Works"]
+        assert worker.ask(ends) == "its process has ended"
+        assert worker.ask(works) == Seen(works, "equal")
+        assert isinstance(worker.ask("no_such_package"), ImportError)
+        worker.limit = 2
+        assert worker.ask(hangs) == "no end within 2 s"
+    finally:
+        worker.close()
+
+
+def test_the_page_has_a_row_for_each_and_counts():
+    page = page_of(SEEN, {"torch.optim": "2.13.0", "heavyball": "3.2.1"})
+    assert page.startswith("<!-- Written by tools/optimizer_page")
+    assert "| torch.optim | 2.13.0 | 1 | 1 | 0 | 0 |" in page
+    assert "| heavyball | 3.2.1 | 0 | 0 | 1 | 1 |" in page
+    assert "| `Adam` | equal |  | yes |  |" in page
+    assert "| `LBFGS` | coupled | 1 | refused |  |" in page
+    assert "| `Muon` | draws random numbers |  | yes |  |" in page
+    assert "| `Odd` | cannot tell |  |  | TypeError: a \\| b |" in page
+
+
+@pytest.mark.parametrize("missing", [False, True])
+def test_it_fails_on_what_the_table_lacks(monkeypatch, tmp_path, missing):
+    monkeypatch.setattr(cli, "_seen", lambda *_: iter([*SEEN, *[COUPLED] * missing]))
+    monkeypatch.setattr(cli.importlib.metadata, "version", lambda name: f"{torch.__version__.partition('+')[0]}+cpu")
+    done = CliRunner().invoke(cli.app, ["--json", "--write", str(tmp_path / "page.md")])
+    assert done.exit_code == missing
+    assert ("error: heavyball.New couples tensors from step 7 on" in done.stderr) == missing
+    told = json.loads(done.stdout)
+    assert told["versions"]["torch.optim"] == torch.__version__.partition("+")[0]
+    assert told["seen"][1] == {
+        "trial": "LBFGS", "package": "torch.optim", "verdict": "coupled", "first_step": 1, "reason": "", "refused": True
+    }  # fmt: skip
+    assert "`LBFGS`" in (tmp_path / "page.md").read_text()
+
+
+def test_an_unknown_package_is_refused_before_anything_runs():
+    done = CliRunner().invoke(cli.app, ["--package=x"], env={"TERM": "dumb"})
+    assert done.exit_code == 2
+    assert "'x' is none of torch.optim" in done.output
+
+
+def test_the_page_of_the_documentation_is_one_of_this_program_and_has_all_packages():
+    page = (Path(__file__).parents[2] / "docs" / "optimizers.md").read_text(encoding="utf-8")
+    assert page.startswith("<!-- Written by tools/optimizer_page")
+    assert all(f"\n## {package} " in page for package in PACKAGES)
