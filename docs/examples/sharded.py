@@ -1,6 +1,6 @@
-"""Train for 50 steps with sharded optimizer state, and save. A second run goes on where the first one ended.
+"""Train for 50 steps, and save. A second run goes on where the first one ended.
 
-Start it with: torchrun --nproc-per-node 2 sharded.py run.pt
+Start it with: torchrun --nproc-per-node 2 NAME_OF_THIS_FILE run.pt
 """
 
 import os

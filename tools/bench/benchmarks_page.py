@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from many_ranks import growth, table_of_growth
-from pictures import draw_memory, draw_ranks, draw_times
+from pictures import draw_memory, draw_ranks, draw_time, place_of
 from training_report import markdown
 from training_result import DDP, Result
 
@@ -30,13 +31,14 @@ _MEMORY = """
 Adam's state is twice the parameters, and each of N ranks holds 1/N of it; parameters and gradients are on every rank.
 """
 
-_TIMES = """
+_TIME = """
 ## Time
 
-![Bars: time of an iteration relative to DDP, for torch's ZeRO and zeroshard]({file})
+{pictures}
 
 A hook sends each gradient to its owner alone, so a sharded iteration sends as much as DDP's; torch's ZeRO sends half as
-much again. Lines are 95 % intervals.
+much again. Lines are 95 % intervals. mlp is large linear layers, gpt a small language model. On one machine ranks read
+each other's memory.
 """
 
 _RANKS = """
@@ -69,7 +71,7 @@ compared with DDP's.
 | later | as peak, after the first iterations |
 | apart | L2 norm of the difference of the parameters from DDP's, relative to theirs |
 
-Memory is measured for each contender alone in fresh processes. Bytes and memory are means over the ranks. On a link,
+Memory is measured for each contender alone, in fresh processes. Bytes and memory are means over the ranks. On a link,
 each rank has a network namespace of its own, whose interface is shaped to the given rate.
 
 Contenders are:
@@ -132,17 +134,27 @@ def page_of(runs: list[Result], many: dict[str, Any] | None, pictures: Path) -> 
     if remembered:
         draw_memory(remembered, pictures / "memory.svg")
         parts.append(_MEMORY.format(file=f"{_PICTURES}/memory.svg"))
-    if timed:
-        draw_times(timed, pictures / "time.svg")
-        parts.append(_TIMES.format(file=f"{_PICTURES}/time.svg"))
+    shown = []
+    for run in timed:
+        name = f"time-{run.model.partition(',')[0]}-{run.link or 'loopback'}.svg"
+        draw_time(run, pictures / name)
+        shown.append(f"![Bars: the time of an iteration of {place_of(run)}, relative to DDP's]({_PICTURES}/{name})")
+    parts += [_TIME.format(pictures="\n".join(shown))] if shown else []
     if many is not None:
         draw_ranks(growth(many), pictures / "ranks.svg")
         parts.append(_RANKS.format(file=f"{_PICTURES}/ranks.svg"))
     whats = {entry.name: entry.what for run in runs for entry in run.entries if entry.failure is None}
-    parts += [_METHOD, *(f"- `{name}`: {what}\n" for name, what in whats.items()), "\n"]
-    parts += [markdown(run, names_contenders=False) + "\n" for run in runs]
+    parts += [_METHOD, *(f"- `{name}`: {what}\n" for name, what in whats.items()), "\n## Figures\n\n"]
+    parts += [
+        markdown(run, level=3, names_contenders=False) + "\n" for run in (*timed, *map(_without_times, remembered))
+    ]
     parts += [table_of_growth(many) + "\n"] if many is not None else []
     return "".join([*parts, _WORDS])
+
+
+def _without_times(run: Result) -> Result:
+    """A run whose few rounds are for its memory."""
+    return replace(run, entries=[replace(entry, seconds=(), counted=None) for entry in run.entries])
 
 
 if __name__ == "__main__":

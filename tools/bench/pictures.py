@@ -14,10 +14,9 @@ _WIDTH = 3.75
 _NAMES = {
     DDP: "DDP, not sharded",
     "owner-whole": "zeroshard",
-    "owner-split": "zeroshard, split",
     "interleaved-split": "zeroshard, interleaved",
 }
-"""Of what is drawn beside torch's; of zeroshard, one way for each kind of partition and of hook."""
+"""Of what is drawn beside torch's: the hook that leaves stepping to step(), and the one that steps each bucket."""
 
 
 def draw_memory(results: Sequence[Result], file: Path) -> None:
@@ -50,34 +49,33 @@ def draw_memory(results: Sequence[Result], file: Path) -> None:
         panel.set_xlabel("peak memory of a rank / parameters")
 
 
-def draw_times(results: Sequence[Result], file: Path) -> None:
-    """Draw the time of an iteration relative to DDP's, with its 95 % interval, in a panel for each run.
+def draw_time(result: Result, file: Path) -> None:
+    """Draw the time of an iteration relative to DDP's, with its 95 % interval.
 
     Args:
-        results: runs in which DDP took part.
+        result: of a run in which DDP took part.
         file: to write.
     """
-    rows = [_ratios(result) for result in results]
-    heights = [len(row) + 1.2 for row in rows]
-    with picture(
-        file, _WIDTH, 0.5 + 0.27 * sum(heights), len(results), sharex=True, squeeze=False, height_ratios=heights
-    ) as (_, panels):
-        for panel, result, row in zip(panels[:, 0], results, rows, strict=True):
-            names = [name for name, *_ in row]
-            panel.barh(names, [ratio for _, ratio, *_ in row], color=[color for *_, color in row], height=0.7)
-            for place, (_, ratio, low, high, _) in enumerate(row):
-                panel.plot([low, high], [place, place], color=TEXT, linewidth=1.2)
-                panel.annotate(
-                    f"{ratio:.2f}", (max(high, ratio), place), xytext=(4, 0), textcoords="offset points", va="center"
-                )
-            ddp = 1e3 * median(result.times[DDP])
-            where = "one machine" if result.link is None else f"links of {result.link.replace('gbit', ' Gbit/s')}"
-            panel.set_title(f"{result.model.partition(',')[0]}, {result.ranks} ranks, {where}: DDP takes {ddp:.0f} ms")
-            panel.axvline(1, color=TEXT, linestyle=":", linewidth=1.2)
-            panel.invert_yaxis()
-            panel.tick_params(axis="y", length=0)
-        panels[-1, 0].margins(x=0.12)
-        panels[-1, 0].set_xlabel("time of an iteration / DDP's")
+    rows = _ratios(result)
+    with picture(file, _WIDTH, 1.1 + 0.3 * len(rows)) as (_, panel):
+        panel.barh([row[0] for row in rows], [row[1] for row in rows], color=[row[-1] for row in rows], height=0.7)
+        for place, (_, ratio, low, high, _) in enumerate(rows):
+            panel.plot([low, high], [place, place], color=TEXT, linewidth=1.5)
+            panel.annotate(
+                f"{ratio:.2f}", (max(high, ratio), place), xytext=(4, 0), textcoords="offset points", va="center"
+            )
+        panel.axvline(1, color=TEXT, linestyle=":", linewidth=1.2)
+        panel.set_title(f"{place_of(result)}: DDP takes {1e3 * median(result.times[DDP]):.0f} ms", loc="center")
+        panel.invert_yaxis()
+        panel.margins(x=0.12)
+        panel.tick_params(axis="y", length=0)
+        panel.set_xlabel("time of an iteration / DDP's")
+
+
+def place_of(result: Result) -> str:
+    """Return the model and the network of a run, in few words."""
+    network = "one machine" if result.link is None else result.link.replace("gbit", " Gbit/s")
+    return f"{result.model.partition(',')[0]}, {network}"
 
 
 def draw_ranks(figures: Mapping[int, Mapping[str, Any]], file: Path) -> None:
