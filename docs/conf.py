@@ -11,6 +11,7 @@ release = version = version_of("zeroshard")
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_heading_anchors = 3
 exclude_patterns = ["_build", "examples", "measured"]
+html_show_copyright = False
 html_theme = "furo"
 pygments_style = "tango"  # the colours of a diff
 html_static_path = ["_static"]

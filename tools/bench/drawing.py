@@ -15,7 +15,7 @@ PLAIN, OTHERS, OURS = "#9aa1a9", "#d68f3e", "#3f86c9"
 
 @contextmanager
 def picture(file: Path, width: float, height: float, panels: int = 1, **arrangement: Any) -> Iterator[tuple[Any, Any]]:  # noqa: ANN401 - matplotlib's
-    """Make a figure, hand it out to be drawn on, and write it to an SVG file.
+    """Make a figure, hand it out to be drawn on, and write it to a file, whose suffix decides how.
 
     Its text is text, in the size in which the page shows it: no picture needs to be wider than a telephone.
 
@@ -47,5 +47,6 @@ def picture(file: Path, width: float, height: float, panels: int = 1, **arrangem
         yield figure, axes
         file.parent.mkdir(parents=True, exist_ok=True)
         # Without the date: the same figures give the same file.
-        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
+        dated = {"Date": None} if file.suffix == ".svg" else None
+        figure.savefig(file, transparent=True, metadata=dated)
         plt.close(figure)
