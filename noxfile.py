@@ -38,6 +38,8 @@ BACKENDS = {"gloo-cpu": ["ci", "nightly"], "gloo-cuda": ["gpu"], "nccl": ["gpu"]
 TEST_NEEDS = ["pytest", "hypothesis"]
 # What the harness and its tests use where it is there; only sessions that look at all packages install it.
 PLUGIN_NEEDS = ["pytest-xdist", "pytest-cov", "pytest-timeout", "cloudpickle", "numpy", "expecttest"]
+# Under which users train; only the frameworks session installs them, and tests of those that are missing are skipped.
+FRAMEWORKS = ["accelerate>=1", "transformers>=5", "lightning>=2.6"]
 TOOL_NEEDS = ["rich", "typer", "matplotlib"]
 
 # What a package installed alone must be able to do; the wheels session runs it.
@@ -109,6 +111,13 @@ def exhaustive(session: nox.Session) -> None:
     """The rank tests that repeat with more values what others test, for the better part of an hour."""
     _install_sources(session, list(PACKAGES), *TOOL_NEEDS, *PLUGIN_NEEDS)
     _pytest(session, "tests", "packages", "-m", "exhaustive", *session.posargs)
+
+
+@nox.session(tags=["nightly"])
+def frameworks(session: nox.Session) -> None:
+    """Train under Accelerate, Hugging Face's Trainer and Lightning, in the newest versions of them."""
+    _install_sources(session, list(PACKAGES), *FRAMEWORKS)
+    _pytest(session, "-p", "torch._dynamo.compiled_autograd", "tests/frameworks", *session.posargs)
 
 
 @nox.session(tags=["unit"])

@@ -110,8 +110,18 @@ def test_a_call_beside_a_step_is_told_from_it(rank: int) -> None:
     sharded.step()
 
 
+CALLS: dict[str, Callable[[ZeroRedundancyOptimizer], object]] = {
+    "step": lambda sharded: sharded.step(),
+    "consolidate_state_dict": lambda sharded: sharded.consolidate_state_dict(),
+    "load_state_dict": lambda sharded: sharded.load_state_dict(sharded.state_dict()),
+    "load_state_dict from one rank": lambda sharded: sharded.load_state_dict(
+        {"state": {}, "param_groups": sharded.state_dict()["param_groups"]} if sharded.rank == 0 else {}, from_rank=0
+    ),
+}
+
+
 @pytest.mark.ranks(3, 4, backend="gloo")
-@pytest.mark.parametrize("call", ["step", "consolidate_state_dict"])
+@pytest.mark.parametrize("call", CALLS)
 def test_a_killed_rank_is_an_error_on_the_others(rank: int, faults: Faults, call: str) -> None:
     model = small_model()
     sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam)
@@ -121,11 +131,11 @@ def test_a_killed_rank_is_an_error_on_the_others(rank: int, faults: Faults, call
     # Agreements send nothing from the second one on.
     faults.kill(rank=2, at="send")
     with pytest.raises(PeerLostError, match=r"another rank has ended|lost rank"):
-        getattr(sharded, call)()
+        CALLS[call](sharded)
 
 
 @pytest.mark.ranks(3, backend="gloo")
-@pytest.mark.parametrize("call", ["step", "consolidate_state_dict"])
+@pytest.mark.parametrize("call", ["step", "consolidate_state_dict", "load_state_dict"])
 def test_a_rank_that_stops_is_an_error_on_the_others_within_the_timeout(rank: int, faults: Faults, call: str) -> None:
     group = dist.new_group(timeout=timedelta(seconds=2))
     model = small_model()
@@ -136,8 +146,26 @@ def test_a_rank_that_stops_is_an_error_on_the_others_within_the_timeout(rank: in
     faults.stop(rank=1, at="send")
     started = time.monotonic()
     with pytest.raises(PeerLostError):
-        getattr(sharded, call)()
+        CALLS[call](sharded)
     assert time.monotonic() - started < 20
+
+
+@pytest.mark.ranks(3, backend="gloo")
+@pytest.mark.parametrize("number", [1, 2, 4, 6])
+def test_a_rank_that_is_killed_while_the_ranks_tell_each_other_of_their_state(
+    rank: int, faults: Faults, number: int
+) -> None:
+    model = small_model()
+    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam)
+    sharded.step()
+    sharded.step()
+    set_gradients(model.parameters(), 0)
+    faults.kill(rank=2, at=f"send#{number}")
+    with pytest.raises(PeerLostError, match=r"another rank has ended|lost rank"):
+        step_twice(sharded)
+    # What this rank has is there, and what the others had is not read.
+    for entries in sharded.state_dict()["state"].values():
+        assert set(entries) == {"step", "exp_avg", "exp_avg_sq"}
 
 
 @pytest.mark.ranks(2, backend="gloo")

@@ -17,17 +17,19 @@ def round_trip(value: object) -> Any:
     written = json.loads(json.dumps(write_value(value, tensors, "entry")))
     queue = iter(tensors)
 
-    def make(dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int] | None) -> torch.Tensor:
+    def make(dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int] | None, device: str) -> torch.Tensor:
         tensor = next(queue)
         assert (tensor.dtype, list(tensor.shape)) == (dtype, list(shape))
         assert stride is None or list(tensor.stride()) == list(stride)
+        assert device == tensor.device.type
         return tensor
 
     return read_value(written, make)
 
 
 @pytest.mark.parametrize(
-    "value", [None, True, 3, 0.1, float("inf"), "text", [1, (2, "x")], {"a": [None], "b": {"c": (1.5,)}}]
+    "value",
+    [None, True, 3, 0.1, float("inf"), "text", [1, (2, "x")], {"a": [None], "b": {"c": (1.5,)}}, {0: "a", "0": {1: 2}}],
 )
 def test_plain_values_come_back_as_they_were(value: object) -> None:
     assert round_trip(value) == value
@@ -40,7 +42,7 @@ def test_tensors_come_back_from_inside_lists_and_dicts() -> None:
     assert back["pair"][1][0].item() == 4
 
 
-@pytest.mark.parametrize("value", [object(), {1: "a"}, {"a": {2}}, torch.nn.Linear(1, 1), b"bytes"])
+@pytest.mark.parametrize("value", [object(), {True: "a"}, {(1, 2): 3}, {"a": {2}}, torch.nn.Linear(1, 1), b"bytes"])
 def test_anything_else_is_refused_by_the_name_of_the_entry(value: object) -> None:
     with pytest.raises(StateMapError, match="entry is a"):
         write_value(value, [], "entry")
@@ -56,15 +58,15 @@ def test_a_tensor_in_another_layout_is_refused() -> None:
         write_value(torch.eye(2).to_sparse_csr(), [], "entry")
 
 
-@pytest.mark.parametrize("written", [{"tensor": ["no_such_dtype", [1], None]}, {"what": 1}, [1], {}])
+@pytest.mark.parametrize("written", [{"tensor": ["no_such_dtype", [1], None, "cpu"]}, {"what": 1}, [1], {}])
 def test_a_damaged_description_is_refused(written: object) -> None:
     with pytest.raises(StateMapError, match="damaged"):
-        read_value(written, lambda dtype, shape, stride: torch.empty(0))
+        read_value(written, lambda *_: torch.empty(0))
 
 
 def test_a_dtype_name_cannot_reach_anything_else_of_torch() -> None:
     with pytest.raises(StateMapError, match="no dtype 'load'"):
-        read_value({"tensor": ["load", [1], None]}, lambda dtype, shape, stride: torch.empty(0))
+        read_value({"tensor": ["load", [1], None, "cpu"]}, lambda *_: torch.empty(0))
 
 
 def test_a_copy_shares_nothing() -> None:

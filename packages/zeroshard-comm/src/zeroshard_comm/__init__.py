@@ -1,6 +1,6 @@
 """Moving shards between ranks: reduction, broadcast, agreement, state transfer, rank arithmetic, traffic counters."""
 
-from zeroshard_comm.agreement import Control, Position
+from zeroshard_comm.agreement import Control, Position, all_gather_text
 from zeroshard_comm.broadcasters import CollectiveBroadcaster, MessageBroadcaster
 from zeroshard_comm.choice import choose_broadcaster, choose_private_group
 from zeroshard_comm.collective_reducer import CollectiveReducer
@@ -14,7 +14,7 @@ from zeroshard_comm.interfaces import (
     Segment,
 )
 from zeroshard_comm.message_reducer import MessageReducer, MessageReduceWork
-from zeroshard_comm.messages import Message, receive, send
+from zeroshard_comm.messages import Message, receive, receive_text, send, send_text
 from zeroshard_comm.packing import PACK_BELOW
 from zeroshard_comm.process_group import GroupContext, RankGroup
 from zeroshard_comm.receive_window import Receive, ReceiveWindow
@@ -60,6 +60,7 @@ __all__ = [
     "Words",
     "agree",
     "agreed",
+    "all_gather_text",
     "all_read",
     "check_config",
     "choose_broadcaster",
@@ -69,5 +70,7 @@ __all__ = [
     "explain_configs",
     "gather",
     "receive",
+    "receive_text",
     "send",
+    "send_text",
 ]

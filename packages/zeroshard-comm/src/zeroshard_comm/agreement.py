@@ -2,7 +2,8 @@
 
 A rank that finds its input bad must not simply raise: its peers would wait for it. So every collective method of an
 object begins with an *agreement*. The ranks combine one 64-bit word: 31 bits of a digest of what each is about to do,
-the complement of these bits, and one bit that says "failed". After a bitwise OR no bit of the digest stands beside the
+the complement of these bits, one bit that says "failed", and one for whatever the caller wants to know of any rank.
+After a bitwise OR no bit of the digest stands beside the
 same bit of the complement exactly if all digests are equal. Few ranks combine their words by one all-reduce, see
 :mod:`zeroshard_comm.word_ring`; the first agreement, those of many ranks, and all that is longer than a word travel in
 rounds of doubling distance: in round k each rank sends what it has to the rank 2^k further on, so after log2 N rounds,
@@ -41,17 +42,20 @@ TAG_INTS = 0x5A530004
 _DIGEST_BITS = 31
 _DIGEST = (1 << _DIGEST_BITS) - 1
 _FAILED = 1 << 62
+_FLAG = -1 << 63
+"""The highest bit of a signed integer."""
 
 
-def word_of(digest: int | None, *, failed: bool) -> int:
+def word_of(digest: int | None, *, failed: bool, flag: bool = False) -> int:
     """Return what a rank puts into an agreement, 64 bits.
 
     Args:
         digest: any number, of which 31 bits count; None agrees with every digest.
         failed: whether the rank has an error to report.
+        flag: whether to tell all ranks so.
     """
     bits = 0 if digest is None else digest & _DIGEST | (digest & _DIGEST ^ _DIGEST) << _DIGEST_BITS
-    return bits | (_FAILED if failed else 0)
+    return bits | (_FAILED if failed else 0) | (_FLAG if flag else 0)
 
 
 def is_unanimous(combined: int) -> bool:
@@ -101,6 +105,7 @@ class Control:
     Attributes:
         position: what ranks must be alike in, whatever they are about to do; None if that does not matter. Its owner
             changes it, at the same time on all ranks.
+        flagged: whether any rank has set ``flag`` in the last agreement of :meth:`inconsistency`.
     """
 
     def __init__(self, ranks: RankGroup, traffic: Traffic | None = None) -> None:
@@ -108,6 +113,7 @@ class Control:
         self.traffic = traffic if traffic is not None else Traffic()
         self.channel = _channel_of(ranks)
         self.position: Position | None = None
+        self.flagged = False
         self._rounds = Rounds(self.channel or ranks, self.traffic)
 
     @property
@@ -123,6 +129,7 @@ class Control:
         error: Exception | None = None,
         detail: Callable[[], str] = str,
         explain: Explain | None = None,
+        flag: bool = False,
     ) -> None:
         """Raise on every rank if any rank failed or differs. Collective.
 
@@ -133,6 +140,7 @@ class Control:
             detail: called only after a difference: the text behind the digest.
             explain: called only after a difference, on rank 0, with the details of two ranks and the two ranks; names
                 the first difference in words.
+            flag: sets :attr:`flagged` on every rank.
 
         Raises:
             DisagreementError: if ranks are in different operations, or their digests differ.
@@ -141,7 +149,7 @@ class Control:
             Exception: if a rank reported an error: that error on the rank itself, one of the same built-in type and
                 the same message on the others.
         """
-        failure = self.inconsistency(operation, digest, error=error, detail=detail, explain=explain)
+        failure = self.inconsistency(operation, digest, error=error, detail=detail, explain=explain, flag=flag)
         if failure is not None:
             try:
                 raise failure from (error if failure is not error else None)
@@ -157,18 +165,21 @@ class Control:
         error: Exception | None = None,
         detail: Callable[[], str] = str,
         explain: Explain | None = None,
+        flag: bool = False,
     ) -> Exception | None:
         """As :meth:`check_consistent`, but return the error instead of raising it (a lost peer still raises).
 
         A rank whose digest is None agrees with every digest, and with every operation.
         """
+        self.flagged = flag
         if self.alone:
             return error
         with self.ranks.context.one_at_a_time(operation):
             if isinstance(error, PeerLostError):
                 self._tell_of(error, operation)
                 return error
-            combined = self._combine(operation, digest, failed=error is not None)
+            combined = self._combine(operation, digest, failed=error is not None, flag=flag)
+            self.flagged = bool(combined & _FLAG)
             if is_unanimous(combined) and not combined & _FAILED:
                 self._connect()
                 return None
@@ -236,10 +247,10 @@ class Control:
         gathered = self.all_gather_ints([bits], operation)
         return [struct.unpack("<d", struct.pack("<q", row[0]))[0] for row in gathered]
 
-    def _combine(self, operation: str, digest: int | None, *, failed: bool) -> int:
+    def _combine(self, operation: str, digest: int | None, *, failed: bool, flag: bool = False) -> int:
         """The OR of the words of all ranks."""
         code = zlib.crc32(f"{operation} {self.position} {digest}".encode())
-        word = word_of(None if digest is None else code, failed=failed)
+        word = word_of(None if digest is None else code, failed=failed, flag=flag)
         return int(self._or(torch.tensor([word], dtype=torch.int64, device="cpu"), TAG_WORD, operation))
 
     def _or(self, numbers: torch.Tensor, tag: int, operation: str) -> torch.Tensor:
@@ -321,6 +332,20 @@ class Control:
             except PeerLostError as error:
                 gone = gone or str(error)
         return ("PeerLostError", gone) if gone else verdict(reasons, explain)
+
+
+def all_gather_text(control: Control, text: str, operation: str) -> list[str]:
+    """Bring a text of every rank to every rank, in rank order, packed, as :meth:`Control.all_gather_ints`. Collective.
+
+    Raises:
+        PeerLostError: if a rank is gone.
+    """
+    packed = zlib.compress(text.encode())
+    sizes = [row[0] for row in control.all_gather_ints([len(packed)], operation)]
+    padded = packed.ljust(-(-max(sizes) // 8) * 8, b"\0")
+    rows = control.all_gather_ints(struct.unpack(f"<{len(padded) // 8}q", padded), operation)
+    texts = [struct.pack(f"<{len(row)}q", *row)[:size] for row, size in zip(rows, sizes, strict=True)]
+    return [zlib.decompress(packed).decode() for packed in texts]
 
 
 def _channel_of(ranks: RankGroup) -> RankGroup | None:

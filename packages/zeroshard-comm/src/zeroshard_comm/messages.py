@@ -12,6 +12,8 @@ import torch.distributed as dist
 from zeroshard_comm.errors import lost, wait_for
 from zeroshard_comm.process_group import RankGroup
 
+TAG_LENGTH = 0x5A530002
+TAG_TEXT = 0x5A530003
 TAG_NOTHING = 0x5A530005
 """Of messages that are never sent."""
 
@@ -74,6 +76,31 @@ def receive(ranks: RankGroup, peer: int, buffer: torch.Tensor, tag: int, operati
         return Message(ranks, peer, dist.irecv(buffer, group=ranks.group, group_src=peer, tag=tag))
     except RuntimeError as failure:
         raise lost(failure, peer, ranks.rank, operation) from failure
+
+
+def send_text(ranks: RankGroup, peer: int, text: str, operation: str) -> int:
+    """Send a text to a rank that calls :func:`receive_text`, and return its size in bytes.
+
+    Raises:
+        PeerLostError: if the peer is gone.
+    """
+    data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    send(ranks, peer, torch.tensor([data.numel()], device="cpu"), TAG_LENGTH, operation).wait(operation)
+    send(ranks, peer, data, TAG_TEXT, operation).wait(operation)
+    return data.numel()
+
+
+def receive_text(ranks: RankGroup, peer: int, operation: str) -> str:
+    """Receive a text from a rank that calls :func:`send_text`.
+
+    Raises:
+        PeerLostError: if the peer is gone.
+    """
+    length = torch.zeros(1, dtype=torch.int64, device="cpu")
+    receive(ranks, peer, length, TAG_LENGTH, operation).wait(operation)
+    data = torch.zeros(int(length), dtype=torch.uint8, device="cpu")
+    receive(ranks, peer, data, TAG_TEXT, operation).wait(operation)
+    return bytes(data.tolist()).decode()
 
 
 def cut_off(ranks: RankGroup) -> None:

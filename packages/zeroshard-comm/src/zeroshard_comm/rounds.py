@@ -11,12 +11,9 @@ from datetime import timedelta
 import torch
 
 from zeroshard_comm.errors import PeerLostError
-from zeroshard_comm.messages import Message, cut_off, receive, send
+from zeroshard_comm.messages import Message, cut_off, receive, receive_text, send, send_text
 from zeroshard_comm.process_group import RankGroup
 from zeroshard_comm.traffic import Traffic
-
-TAG_LENGTH = 0x5A530002
-TAG_TEXT = 0x5A530003
 
 _TELLING = timedelta(seconds=1)
 """How long a rank that has lost another one waits until the others have heard so."""
@@ -124,10 +121,8 @@ class Rounds:
         Raises:
             PeerLostError: if it is gone.
         """
-        data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-        for payload, tag in ((torch.tensor([data.numel()], device="cpu"), TAG_LENGTH), (data, TAG_TEXT)):
-            send(self._channel, peer, payload, tag, operation).wait(operation)
-            self._traffic.add("control", sent=payload.nbytes, calls=1)
+        sent = send_text(self._channel, peer, text, operation)
+        self._traffic.add("control", sent=sent, calls=2)
 
     def receive_text(self, peer: int, operation: str) -> str:
         """Receive a text from a rank.
@@ -135,12 +130,6 @@ class Rounds:
         Raises:
             PeerLostError: if it is gone.
         """
-        length = torch.zeros(1, dtype=torch.int64, device="cpu")
-        self._receive(length, peer, TAG_LENGTH, operation)
-        data = torch.zeros(int(length), dtype=torch.uint8, device="cpu")
-        self._receive(data, peer, TAG_TEXT, operation)
-        return bytes(data.tolist()).decode()
-
-    def _receive(self, room: torch.Tensor, peer: int, tag: int, operation: str) -> None:
-        receive(self._channel, peer, room, tag, operation).wait(operation)
-        self._traffic.add("control", received=room.nbytes, calls=1)
+        text = receive_text(self._channel, peer, operation)
+        self._traffic.add("control", received=len(text.encode()), calls=2)
+        return text

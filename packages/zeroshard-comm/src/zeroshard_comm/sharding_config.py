@@ -96,10 +96,12 @@ class Declared:
     Attributes:
         digest: a 63-bit number that is equal on ranks that agree.
         detail: called only after a difference: the text behind the digest.
+        flag: sets ``flagged`` of the channel on every rank.
     """
 
     digest: int = 0
     detail: Callable[[], str] = str
+    flag: bool = False
 
     def set(self, config: ShardingConfig) -> None:
         """Declare a configuration."""
@@ -130,7 +132,12 @@ def agreed(control: Control, operation: str, explain: Explain | None = None) -> 
         failure = error
     try:
         control.check_consistent(
-            operation, declared.digest, error=failure, detail=declared.detail, explain=explain or explain_configs
+            operation,
+            declared.digest,
+            error=failure,
+            detail=declared.detail,
+            explain=explain or explain_configs,
+            flag=declared.flag,
         )
     finally:
         # A frame that keeps an error which passes through it keeps itself alive, and all that it refers to.

@@ -21,17 +21,15 @@ from zeroshard_core import is_dense, storage_view
 
 from zeroshard_comm.agreement import Control
 from zeroshard_comm.errors import DisagreementError, PeerLostError
-from zeroshard_comm.messages import Message, receive, send
+from zeroshard_comm.messages import Message, receive, receive_text, send, send_text
 
-TAG_STATE_SIZE = 0x5A530020
-TAG_STATE_TEXT = 0x5A530021
 TAG_STATE_DATA = 0x5A530022
 
 CHUNK_BYTES = 16 * 1024 * 1024
 """Largest message, and the most that a sender copies at a time, in bytes."""
 
 _IN_FLIGHT = 4
-_NOTHING_TO_SAY = b"null"
+_NOTHING_TO_SAY = "null"
 
 
 @dataclass(frozen=True)
@@ -95,12 +93,10 @@ def _send_all(control: Control, manifest: Manifest, target: int, operation: str,
     text = _NOTHING_TO_SAY
     try:
         sizes = [tensor.nbytes for tensor in manifest.tensors]
-        text = json.dumps({"description": manifest.description, "sizes": sizes}).encode()
+        text = json.dumps({"description": manifest.description, "sizes": sizes})
     except Exception as error:  # noqa: BLE001 - whatever it is, every rank must hear of it before it is raised
         failure = error
-    size, body = torch.tensor([len(text)], device="cpu"), torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    for payload, tag in ((size, TAG_STATE_SIZE), (body, TAG_STATE_TEXT)):
-        send(channel, target, payload, tag, operation).wait(operation)
+    described = send_text(channel, target, text, operation)
     try:
         control.check_consistent(f"{operation}: making room", error=failure)
     finally:
@@ -120,7 +116,7 @@ def _send_all(control: Control, manifest: Manifest, target: int, operation: str,
             in_flight.append((send(channel, target, chunk, TAG_STATE_DATA, operation), chunk))
     for message, _ in in_flight:
         message.wait(operation)
-    control.traffic.add("state", sent=sum(sizes) + len(text), calls=2, waited=time.perf_counter() - started)
+    control.traffic.add("state", sent=sum(sizes) + described, calls=2, waited=time.perf_counter() - started)
 
 
 def _receive_all(
@@ -196,11 +192,7 @@ def _chunks_of(control: Control, source: int, chunks: Sequence[torch.Tensor], op
 def _receive_text(control: Control, source: int, operation: str) -> tuple[Any, list[int]] | None:
     """What a sender says of its tensors; None if it failed to, and will report why at the meeting."""
     assert control.channel is not None
-    size = torch.zeros(1, dtype=torch.int64, device="cpu")
-    receive(control.channel, source, size, TAG_STATE_SIZE, operation).wait(operation)
-    body = torch.zeros(int(size), dtype=torch.uint8, device="cpu")
-    receive(control.channel, source, body, TAG_STATE_TEXT, operation).wait(operation)
-    parts = json.loads(bytes(body.tolist()))
+    parts = json.loads(receive_text(control.channel, source, operation))
     return None if parts is None else (parts["description"], parts["sizes"])
 
 

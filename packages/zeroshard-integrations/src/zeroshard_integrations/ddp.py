@@ -20,6 +20,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from zeroshard import BackwardFollower, Bucket, StepMode, ZeroRedundancyOptimizer
 from zeroshard._torch_private import in_autograd
+from zeroshard.sharded_optimizer import ShardedOptimizer
 
 from zeroshard_integrations._torch_private import comm_hooks, queue_callback
 
@@ -163,19 +164,21 @@ def hook_with_zero_step_interleaved(
     return _stepping(hook, ddp, zero, StepMode.PER_BUCKET)
 
 
-_stepped_by: weakref.WeakKeyDictionary[Hook, weakref.ref[ZeroRedundancyOptimizer]] = weakref.WeakKeyDictionary()
+_stepped_by: weakref.WeakKeyDictionary[Hook, weakref.ref[ShardedOptimizer]] = weakref.WeakKeyDictionary()
 
 
-def optimizers_of_hooks(ddp: DistributedDataParallel) -> list[ZeroRedundancyOptimizer]:
+def optimizers_of_hooks(ddp: DistributedDataParallel) -> list[ShardedOptimizer]:
     """Return the sharded optimizers to which the communication hooks of a model hand its gradients.
+
+    Their inner objects, which an optimizer shares with what frameworks wrap around it.
 
     Args:
         ddp: the model.
     """
-    states = [state for _, state in comm_hooks(ddp)]
+    states = [getattr(state, "_sharded", None) for _, state in comm_hooks(ddp)]
     # By identity: users' hooks need not be hashable.
-    steppers = [zero() for hook, _ in comm_hooks(ddp) for known, zero in _stepped_by.items() if known is hook]
-    return [optimizer for optimizer in (*states, *steppers) if isinstance(optimizer, ZeroRedundancyOptimizer)]
+    steppers = [sharded() for hook, _ in comm_hooks(ddp) for known, sharded in _stepped_by.items() if known is hook]
+    return [sharded for sharded in (*states, *steppers) if isinstance(sharded, ShardedOptimizer)]
 
 
 def _stepping(
@@ -194,17 +197,16 @@ def _stepping(
     follower = zero.follow_backward(mode)
     # DDP keeps the hook: a reference to the optimizer from there would be a cycle through C++.
     reduces_elsewhere = hook is not allreduce_hook
-    zero_of = weakref.ref(zero)
+    sharded_of, group = weakref.ref(zero._sharded), zero.process_group
 
     def step_in_backward(state: Any, bucket: GradBucket) -> Future[torch.Tensor]:  # noqa: ANN401 - the inner hook's
-        zero = zero_of()
-        if zero is None:
+        if sharded_of() is None:
             raise RuntimeError("the optimizer that this communication hook steps is gone: keep a reference to it")
         if not reduces_elsewhere and state is not None:
-            _check_group(state, zero)
+            _check_group(state, group)
         return _receive(follower, bucket, (lambda: hook(state, bucket)) if reduces_elsewhere else None)
 
-    _stepped_by[step_in_backward] = zero_of
+    _stepped_by[step_in_backward] = sharded_of
     return step_in_backward
 
 
@@ -247,9 +249,9 @@ def _after_ddp(call: Callable[[], None]) -> None:
     queue_callback(lambda: queue_callback(call))
 
 
-def _check_group(state: object, zero: ZeroRedundancyOptimizer) -> None:
+def _check_group(state: object, group: dist.ProcessGroup) -> None:
     if isinstance(state, dist.ProcessGroup):
-        theirs, ours = dist.get_process_group_ranks(state), dist.get_process_group_ranks(zero.process_group)
+        theirs, ours = dist.get_process_group_ranks(state), dist.get_process_group_ranks(group)
         if theirs != ours:
             raise ValueError(
                 f"allreduce_hook was registered with a group of the ranks {theirs}, and the optimizer works on {ours}: "

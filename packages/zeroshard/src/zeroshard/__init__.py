@@ -2,6 +2,7 @@
 
 from zeroshard.elementwise import ELEMENTWISE
 from zeroshard.optimizer import ZeroRedundancyOptimizer
+from zeroshard.optimizer_check import OptimizerCheck, check_optimizer
 from zeroshard.overlap.backward import BackwardFollower
 from zeroshard.overlap.bucket import Bucket
 from zeroshard.overlap.placeholder import GradPlaceholder
@@ -12,6 +13,8 @@ __all__ = [
     "BackwardFollower",
     "Bucket",
     "GradPlaceholder",
+    "OptimizerCheck",
     "StepMode",
     "ZeroRedundancyOptimizer",
+    "check_optimizer",
 ]

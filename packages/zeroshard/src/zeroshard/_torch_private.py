@@ -10,6 +10,7 @@ import torch
 from torch.distributed.algorithms.join import Joinable, _JoinConfig
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 from zeroshard_comm._torch_private import check_names
 
 TESTED_WITH = "2.15"
@@ -26,6 +27,7 @@ USED: Mapping[str, str] = {
     "torch.ops.aten._to_copy": "how a model's conversion reaches gradients without memory",
     "torch.optim.Optimizer._optimizer_step_pre_hooks": "the user's hooks, called once where a step is made in parts",
     "torch.optim.Optimizer._optimizer_step_post_hooks": "the same",
+    "torch.utils._python_dispatch.TorchDispatchMode": "sees the random numbers that an optimizer draws",
     "torch.distributed.algorithms.join.Joinable._join_config": "how a joinable learns whether it is in a Join context",
     "torch.distributed.algorithms.join._JoinConfig": "the same; what a joinable outside of any context has",
     "torch.distributed.Reducer._get_local_used_map": "torch's Join does not clear it where a rank has run out of data",
@@ -40,6 +42,7 @@ make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
 ATEN_FOREACH_ZERO_ = torch.ops.aten._foreach_zero_.default
 ATEN_TO_COPY = torch.ops.aten._to_copy.default
 JoinConfig = _JoinConfig
+DispatchMode = TorchDispatchMode
 F = TypeVar("F", bound=Callable[..., Any])
 _IN_NO_CONTEXT: JoinConfig = JoinConfig.construct_disabled_join_config()
 

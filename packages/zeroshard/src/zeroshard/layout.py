@@ -9,14 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from zeroshard_comm import ShardingConfig
 from zeroshard_core import Cost, Plan, Strategy, TensorSpec, is_dense, partition, repartition
 
+from zeroshard.coupling import Coupled
 from zeroshard.elementwise import OptimizerFactory, check_elementwise, name_of
 from zeroshard.memory import check_shared_memory, lies_flat
 from zeroshard.param_groups import ParamGroup, active_mask, parameters_of, specs_of
+
+Objects = Literal["refuse", "leave out"]
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,8 @@ class Policy:
         elementwise: the user's word that they may.
         as_bucket_view: whether parameters become views of flat buffers, which changes the messages.
         world_size: number of ranks.
+        objects: whether state may hold objects that cannot be sent, which saved state lacks then.
+        coupled: whether the class may couple tensors.
     """
 
     strategy: str | Strategy
@@ -38,6 +44,13 @@ class Policy:
     elementwise: bool
     as_bucket_view: bool
     world_size: int
+    objects: Objects = "refuse"
+    coupled: Coupled = "refuse"
+
+    @property
+    def leaves_objects(self) -> bool:
+        """Whether entries of the state that cannot be sent are left out."""
+        return self.objects == "leave out"
 
     @property
     def name(self) -> str:
@@ -69,6 +82,8 @@ def first_layout(policy: Policy, groups: Sequence[ParamGroup], optimizer_name: s
         ValueError: if trainable parameters overlap in memory, if the strategy is unknown, or cuts tensors of an
             optimizer that is not known to be elementwise, or tensors that are sparse or have gaps in memory.
     """
+    if policy.objects not in get_args(Objects):
+        raise ValueError(f"`objects` must be one of {get_args(Objects)}, but got {policy.objects!r}")
     return _layout(policy, groups, None, frozenset(), optimizer_name)
 
 

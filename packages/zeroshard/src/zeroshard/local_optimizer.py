@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import optim
 from zeroshard_core import Plan, Shard
 
 from zeroshard._torch_private import step_post_hooks, step_pre_hooks
+from zeroshard.coupling import Coupled, check_uncoupled
 from zeroshard.elementwise import OptimizerFactory
 from zeroshard.param_groups import ParamGroup
 
@@ -66,13 +68,14 @@ class LocalOptimizer:
         plan: the plan over all their parameters.
         rank: group rank of this process.
         defaults: the user's keyword arguments for the class.
+        coupled: whether to refuse a class that couples tensors.
 
     Attributes:
         shards: this rank's, by tensor index, ascending; replaced, never changed in place.
         bound_by_buckets: tensors whose gradients come in buckets, and are bound by these.
 
     Raises:
-        Exception: whatever the class raises when it cannot be built.
+        Exception: whatever the class raises when it cannot be built, or as :func:`check_uncoupled`.
     """
 
     def __init__(
@@ -82,15 +85,14 @@ class LocalOptimizer:
         plan: Plan,
         rank: int,
         defaults: Mapping[str, Any],
+        coupled: Coupled = "refuse",
     ) -> None:
-        self._factory, self._rank, self._defaults = factory, rank, dict(defaults)
+        self._factory, self._rank, self._defaults, self._coupled = factory, rank, dict(defaults), coupled
         self.shards: dict[int, LocalShard] = {}
         self.bound_by_buckets: Set[int] = frozenset()
         self._is_detached = False
         members = self._members(groups, plan)
-        self.optim: optim.Optimizer = factory(
-            [_local_group(group, of_group) for group, of_group in zip(groups, members, strict=True)], **defaults
-        )
+        self.optim = self._build([_local_group(*group) for group in zip(groups, members, strict=True)])
         self._accept(members)
 
     def dry_run(self, groups: Sequence[ParamGroup], plan: Plan) -> None:
@@ -101,9 +103,9 @@ class LocalOptimizer:
             plan: the plan over all their parameters.
 
         Raises:
-            Exception: whatever the class raises for these hyperparameters or tensors.
+            Exception: as the constructor, for these hyperparameters or tensors.
         """
-        self._factory([_local_group(groups[-1], self._members(groups, plan)[-1])], **self._defaults)
+        self._build([_local_group(groups[-1], self._members(groups, plan)[-1])])
 
     def follow(self, groups: Sequence[ParamGroup], plan: Plan) -> None:
         """Take over a plan that adds groups or gives tensors without state another owner.
@@ -129,9 +131,7 @@ class LocalOptimizer:
         missing = [shard for shard in arrived if not self.optim.state.get(shard.tensor)]
         if missing:
             number_of = [number for number, group in enumerate(groups) for _ in group["params"]]
-            built = self._factory(
-                [_local_group(groups[number_of[shard.shard.tensor]], [shard]) for shard in missing], **self._defaults
-            )
+            built = self._build([_local_group(groups[number_of[shard.shard.tensor]], [shard]) for shard in missing])
             self.optim.state.update({tensor: state for tensor, state in built.state.items() if state})
 
     def rebind(self) -> None:
@@ -257,6 +257,12 @@ class LocalOptimizer:
             if grad is not None:
                 grad = shard.shard.box(grad.detach()) if shard.is_cut else grad.detach()
             shard.tensor.grad = grad
+
+    def _build(self, groups: list[ParamGroup]) -> optim.Optimizer:
+        built = self._factory(groups, **self._defaults)
+        keywords = self._factory.keywords if isinstance(self._factory, partial) else {}
+        check_uncoupled(built, {**keywords, **self._defaults}, self._coupled)
+        return built
 
     def _members(self, groups: Sequence[ParamGroup], plan: Plan) -> list[list[LocalShard]]:
         """Per group, the shards of this rank; those that exist already are kept."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
-from collections import defaultdict
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,19 +10,21 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
-from zeroshard_comm import RankGroup, Traffic
-from zeroshard_core import Cost, Plan, Strategy, numel
+from zeroshard_comm import RankGroup
+from zeroshard_core import Cost, Strategy, numel
 
+from zeroshard.coupling import Coupled
 from zeroshard.elementwise import OptimizerFactory, check_shardable
-from zeroshard.layout import Policy
+from zeroshard.known_to_torch import register
+from zeroshard.layout import Objects, Policy
 from zeroshard.local_optimizer import Closure, sync_groups
 from zeroshard.optimizer_interface import OptimizerInterface
 from zeroshard.param_groups import ParamGroup, read_group, read_groups
 from zeroshard.sharded_optimizer import ShardedOptimizer
-from zeroshard.state.consolidate import StateDict
+from zeroshard.state.partial import StateDict
 
 
-class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):
+class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):  # type: ignore[misc] # torch annotates `state` narrowly
     r"""Wrap any optimizer class and keep only this rank's share of its state (ZeRO stage 1).
 
     Every rank holds all parameters, and the optimizer state of what it owns. :meth:`step` updates that with the user's
@@ -42,20 +42,21 @@ class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):
         process_group: the ranks that share the work; the default group if None.
         parameters_as_bucket_view: pack parameters into flat buffers, so that a step sends few large messages without
             copying. ``param.data`` then points into a buffer, without gaps if it had some.
-        overlap_with_ddp: that a communication hook steps this optimizer during backward, see
-            ``zeroshard_integrations.ddp``.
-        partition: ``"whole"`` (each tensor has one owner; right for every optimizer), ``"split"`` (large tensors are
-            cut evenly; elementwise optimizers only), ``"hybrid"`` (whole, except tensors larger than a fair share;
-            elementwise only), or a strategy of your own, see :func:`zeroshard_core.partition`.
+        overlap_with_ddp: that a communication hook of ``zeroshard_integrations.ddp`` steps it during backward.
+        partition: ``"whole"`` (each tensor has one owner), ``"split"`` (large tensors are cut evenly; elementwise
+            optimizers only), ``"hybrid"`` (whole, except tensors larger than a fair share; elementwise only), or a
+            strategy of your own, see :func:`zeroshard_core.partition`.
         cost: what a tensor weighs when tensors are dealt out; its number of elements by default.
         elementwise: declares that ``optimizer_class`` is elementwise, where that is not known.
+        objects: ``"leave out"`` of what is saved what is neither tensor, number nor text, nor list or dict of these; by
+            default the step that puts it into the state raises.
+        coupled: ``"allow"`` one that couples tensors, see :func:`check_optimizer`; each rank then goes by its own.
         **defaults: arguments of ``optimizer_class``.
 
     Attributes:
-        process_group: as given, or the default group.
+        process_group, parameters_as_bucket_view: as given, or the default group.
         world_size, rank: of the group.
         global_rank: this rank in the default group.
-        parameters_as_bucket_view: as given.
         initialized: whether the constructor has finished.
 
     Raises:
@@ -89,14 +90,17 @@ class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):
         partition: str | Strategy = "whole",
         cost: Cost = numel,
         elementwise: bool = False,
+        objects: Objects = "refuse",
+        coupled: Coupled = "refuse",
         **defaults: Any,  # noqa: ANN401 - arguments of any optimizer class
     ) -> None:
-        self.initialized = False
+        self.initialized, self._overlap_with_ddp = False, overlap_with_ddp
+        register(ZeroRedundancyOptimizer)
         ranks = RankGroup.of(process_group)
         self.process_group, self.world_size = ranks.group, ranks.world_size
         self.rank, self.global_rank = ranks.rank, ranks.global_rank
-        self.parameters_as_bucket_view, self._overlap_with_ddp = parameters_as_bucket_view, overlap_with_ddp
-        policy = Policy(partition, cost, optimizer_class, elementwise, parameters_as_bucket_view, ranks.world_size)
+        self.parameters_as_bucket_view = views = parameters_as_bucket_view
+        policy = Policy(partition, cost, optimizer_class, elementwise, views, ranks.world_size, objects, coupled)
 
         def read() -> list[ParamGroup]:
             check_shardable(optimizer_class)
@@ -104,44 +108,10 @@ class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):
             Joinable.__init__(self)
             return self.param_groups
 
-        self._sharded = ShardedOptimizer(ranks, policy, defaults, read, weakref.ref(self))  # to be freed at once
+        self._sharded = ShardedOptimizer(ranks, policy, defaults, read)
         sync_groups(self.optim.param_groups, self.param_groups)
         self.defaults = self.optim.defaults  # as the class fills them in: schedulers look values up there
         self.initialized = True
-
-    @property
-    def optim(self) -> Optimizer:
-        """The local optimizer, over this rank's shards."""
-        return self._sharded.sharding.local.optim
-
-    @property
-    def plan(self) -> Plan:
-        """Who owns what."""
-        return self._sharded.sharding.layout.plan
-
-    @property
-    def traffic(self) -> Traffic:
-        """Bytes, calls and waiting so far."""
-        return self._sharded.traffic
-
-    @property
-    def buffers(self) -> tuple[torch.Tensor, ...]:
-        """The flat buffers that parameters are views of, 1-D; what lies between them means nothing."""
-        return self._sharded.sharding.sync.buffers
-
-    @property  # type: ignore[override] # torch's annotation is narrower than its use
-    def state(self) -> MutableMapping[Any, Any]:
-        """State of what this rank owns, a part in the shape of its rows: the local optimizer's own dicts, not copies.
-
-        After a step it is empty on no rank: where this rank holds no state, one parameter has an empty dict.
-        """
-        # None yet while torch's constructor runs.
-        return self._sharded.state if hasattr(self, "_sharded") else defaultdict(dict)
-
-    @state.setter
-    def state(self, value: MutableMapping[Any, Any]) -> None:
-        if hasattr(self, "_sharded"):
-            self._sharded.state = value
 
     def step(self, closure: Closure | None = None, **kwargs: Any) -> Any:  # noqa: ANN401 - what the inner step takes and returns
         """Update this rank's shards and bring every rank the new values of the others'. Collective.
@@ -223,6 +193,8 @@ class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Bring the state of all shards to the CPU memory of one rank, for :meth:`state_dict`. Collective.
 
+        It is kept until the next step; until then the other ranks list placeholders alone.
+
         Args:
             to: the group rank that receives, an integer of any kind. The others hold nothing more than before.
 
@@ -235,28 +207,32 @@ class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):
         self._sharded.consolidate(to)
 
     def state_dict(self) -> StateDict:
-        """Return the state that was last consolidated to this rank, in the form of the unsharded optimizer's.
+        """Return the state of the optimizer as this rank has it. Not collective, at any time.
 
         Returns:
-            ``{"state": {index: entries}, "param_groups": [...]}``, tensors on the CPU, shared between calls, and
-            hyperparameters as they were then.
-
-        Raises:
-            RuntimeError: if nothing was consolidated to this rank.
+            ``{"state": {index: entries}, "param_groups": [...]}``, in the form of the unsharded optimizer. If the state
+            was consolidated to this rank since the last step, all of it, on the CPU, with hyperparameters as they were
+            then. Else the values of what this rank owns, not copies, and placeholders for what others own, or
+            placeholders alone if the state was consolidated to another rank: tensors with a shape, a dtype and a device
+            that refuse to be read and pickled.
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
-        state_dict = self._sharded.consolidated()
+        state_dict = self._sharded.list_state()
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             state_dict = post_hook(self, state_dict) or state_dict
         return state_dict
 
-    def load_state_dict(self, state_dict: StateDict) -> None:
-        """Load a whole checkpoint: every rank checks all of it, and takes what it owns. Collective.
+    def load_state_dict(self, state_dict: StateDict, *, from_rank: int | None = None) -> None:
+        """Load a checkpoint: every rank takes what it owns. Collective.
 
         Args:
-            state_dict: from the plain optimizer, torch's ZeroRedundancyOptimizer, or this class at any world size; the
-                same on every rank. It is not modified, and its tensors are not kept.
+            state_dict: of the whole state, the same on every rank: from the plain optimizer, torch's
+                ZeroRedundancyOptimizer, or this class at any world size; or what :meth:`state_dict` has returned on
+                this rank, with the same plan. An empty one on every rank changes nothing, and one with an empty
+                ``"state"`` clears the state. It is not modified, and its tensors are not kept.
+            from_rank: the group rank whose state dict all load, which hands each rank its part; the others are given an
+                empty one.
 
         Raises:
             TypeError, ValueError: for what does not fit this optimizer: groups, parameters, entries.
@@ -267,13 +243,13 @@ class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):
 
         def read() -> StateDict:
             given = dict(state_dict) if isinstance(state_dict, Mapping) else state_dict
-            for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            for pre_hook in self._optimizer_load_state_dict_pre_hooks.values() if given else ():
                 given = pre_hook(self, given) or given
             return given
 
-        self._sharded.load(read)
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
+        if self._sharded.load(read, from_rank):
+            for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+                post_hook(self)
 
 
 def _reporting(hook: Callable[..., Any]) -> Callable[..., Any]:

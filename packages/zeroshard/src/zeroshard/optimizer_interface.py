@@ -1,15 +1,17 @@
-"""What torch, communication hooks and other projects ask of the optimizer, besides what users call."""
+"""What users, torch, communication hooks and other projects read and ask of the optimizer, besides what it does."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import JoinHook
 from torch.optim import Optimizer
+from zeroshard_comm import Traffic
 from zeroshard_core import Plan
 
 from zeroshard._torch_private import disable_dynamo
@@ -21,16 +23,62 @@ from zeroshard.sharded_optimizer import ShardedOptimizer
 
 
 class OptimizerInterface:
-    """What is asked of the optimizer besides what users call; private names are those of torch's class."""
+    """What is read and asked of the optimizer; private names are those of torch's class."""
 
     if TYPE_CHECKING:
-        param_groups: list[dict[str, Any]]
         process_group: dist.ProcessGroup
         _sharded: ShardedOptimizer
 
-        @property
-        def plan(self) -> Plan:
-            """Who owns what."""
+    @property
+    def optim(self) -> Optimizer:
+        """The local optimizer, over this rank's shards."""
+        return self._sharded.sharding.local.optim
+
+    @property
+    def plan(self) -> Plan:
+        """Who owns what."""
+        return self._sharded.sharding.layout.plan
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes, calls and waiting so far."""
+        return self._sharded.traffic
+
+    @property
+    def buffers(self) -> tuple[torch.Tensor, ...]:
+        """The flat buffers that parameters are views of, 1-D; what lies between them means nothing."""
+        return self._sharded.sharding.sync.buffers
+
+    @property
+    def state(self) -> MutableMapping[Any, Any]:
+        """The state of all parameters that have some.
+
+        Of what this rank owns it is the local optimizer's own dicts, not copies, a part in the shape of its rows; of
+        the rest placeholders, which have a shape and refuse to be read.
+        """
+        # None yet while torch's constructor runs.
+        return self._sharded.state if hasattr(self, "_sharded") else defaultdict(dict)
+
+    @state.setter
+    def state(self, value: MutableMapping[Any, Any]) -> None:
+        if hasattr(self, "_sharded"):
+            self._sharded.state = value
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The param groups; like everything that changes, they do not lie in this object, which wrappers copy."""
+        # Not there yet while torch's constructor runs.
+        found: list[dict[str, Any]] = (
+            self._sharded.sharding.groups if hasattr(self, "_sharded") else vars(self)["param_groups"]
+        )
+        return found
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        if hasattr(self, "_sharded"):
+            self._sharded.sharding.groups = value
+        else:
+            vars(self)["param_groups"] = value
 
     @staticmethod
     def profile_hook_step(func: Any) -> Any:  # noqa: ANN401 - as torch's

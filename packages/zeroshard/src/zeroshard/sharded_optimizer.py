@@ -6,7 +6,6 @@ import operator
 from collections import defaultdict
 from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +19,10 @@ from zeroshard.overlap.backward import BackwardFollower
 from zeroshard.overlap.scheduler import StepMode
 from zeroshard.param_groups import ParamGroup
 from zeroshard.sharding import Sharding
-from zeroshard.state.consolidate import StateDict, consolidate
+from zeroshard.state.consolidate import consolidate
 from zeroshard.state.load import load
+from zeroshard.state.metadata import StateMetadata
+from zeroshard.state.partial import StateDict, list_state
 from zeroshard.state.schema import StateSchema
 from zeroshard.state.view import StateView
 from zeroshard.step import StepCoordinator
@@ -35,7 +36,6 @@ class ShardedOptimizer:
         policy: how tensors are dealt out.
         defaults: the user's keyword arguments for the optimizer class.
         read: reads and checks what the user handed in; returns the public param groups.
-        public: returns the public optimizer, which may be gone.
 
     Attributes:
         sharding: the plan at work.
@@ -54,38 +54,41 @@ class ShardedOptimizer:
         policy: Policy,
         defaults: Mapping[str, Any],
         read: Callable[[], list[ParamGroup]],
-        public: Callable[[], Any],
     ) -> None:
         self.traffic = Traffic()
-        self.sharding = Sharding(ranks, self.traffic, policy, defaults, read)
+        self.sharding = sharding = Sharding(ranks, self.traffic, policy, defaults, read)
         self.follower: BackwardFollower | None = None
         self.hook_failure: BaseException | None = None
         self._ranks = ranks
-        self._coordinator = StepCoordinator(self.sharding)
-        # Not methods: what is handed on would keep this object alive.
-        self._groups = partial(_groups_of, public)
+        self._metadata = StateMetadata(self.sharding, leaves_objects=policy.leaves_objects)
+        if self.sharding.begins_with_state:
+            self._metadata.exchange("ZeroRedundancyOptimizer()")
+        self._coordinator = StepCoordinator(self.sharding, self._metadata)
+        # Not a method: what is handed on would keep this object alive.
+        self._groups: Callable[[], list[ParamGroup]] = lambda: sharding.groups
         self.joining = Participant(self.sharding, self._groups)
         self._schema = StateSchema(policy.factory, defaults, elementwise=policy.elementwise)
+        self._view = StateView(self.sharding, self._metadata)
         self._consolidated: StateDict | None = None
+        self._consolidated_at: int | None = None
 
     # ------------------------------------------------------------------ state
 
     @property
     def state(self) -> MutableMapping[Any, Any]:
-        """State of what this rank owns, under the public parameters."""
+        """The state of all parameters: this rank's own, and placeholders."""
         local = self.sharding.local
-        inner = local.optim.state
-        placeholder = self.sharding.params[0] if self._coordinator.has_state else None
-        if (inner or placeholder is None) and not any(shard.is_detached for shard in local.shards.values()):
-            return inner
-        return StateView(local, placeholder)
+        if self._ranks.world_size == 1 and not any(shard.is_detached for shard in local.shards.values()):
+            return local.optim.state
+        return self._view
 
     @state.setter
     def state(self, value: MutableMapping[Any, Any]) -> None:
         local = self.sharding.local
         tensor_of = {shard.param: shard.tensor for shard in local.shards.values()}
         replaced: defaultdict[Any, Any] = defaultdict(dict)
-        replaced.update({tensor_of.get(key, key): entries for key, entries in value.items()})
+        others = {param for param in self.sharding.params if param not in tensor_of}
+        replaced.update({tensor_of.get(key, key): entries for key, entries in value.items() if key not in others})
         local.optim.state = replaced
 
     def consolidate(self, to: object) -> None:
@@ -102,32 +105,37 @@ class ShardedOptimizer:
         """As :meth:`consolidate`, of a checked rank."""
 
         def release() -> None:
-            self._consolidated = None
+            self._consolidated = self._consolidated_at = None
 
+        leaves_objects = self.sharding.policy.leaves_objects
         with self._coordinator.guard.exchange():
-            self._consolidated = consolidate(self.sharding, self._groups(), target, to, release)
+            found = consolidate(self.sharding, self._groups(), target, to, release, leaves_objects=leaves_objects)
+        self._consolidated, self._consolidated_at = found, self._coordinator.steps
 
-    def consolidated(self) -> StateDict:
-        """Return a state dict with containers of its own, of the state that was last consolidated to this rank."""
+    def list_state(self) -> StateDict:
+        """Return what was consolidated to this rank since the last step, in containers of its own; else list it."""
+        if self._consolidated_at != self._coordinator.steps:
+            self._consolidated = self._consolidated_at = None
+            return list_state(self.sharding, self._metadata, self._groups(), lists_own=True)
         if self._consolidated is None:
-            rank = self._ranks.rank
-            raise RuntimeError(
-                f"rank {rank} has no consolidated optimizer state to give. Call consolidate_state_dict(to={rank}) on "
-                f"all ranks beforehand, or state_dict() only on the rank that the state was consolidated to."
-            )
+            # The rank that has them all gives them.
+            return list_state(self.sharding, self._metadata, self._groups(), lists_own=False)
         state, groups = self._consolidated["state"], self._consolidated["param_groups"]
         return {
             "state": {key: dict(value) if isinstance(value, dict) else value for key, value in state.items()},
             "param_groups": [{**group, "params": list(group["params"])} for group in groups],
         }
 
-    def load(self, read: Callable[[], Mapping[str, Any]]) -> None:
-        """Load a whole state dict on all ranks, or on none."""
+    def load(self, read: Callable[[], Mapping[str, Any]], from_rank: int | None) -> bool:
+        """Load a state dict on all ranks, or on none; False if there was nothing to load."""
         self._announce(Call.REFUSED)
-        load(self.sharding, self._groups(), self._schema, read)
-        self._consolidated, self._coordinator.has_state = None, True
-        if self.follower is not None:
-            self.follower.begin_anew()
+        with self._coordinator.guard.exchange():
+            is_loaded = load(self.sharding, self._groups(), self._schema, self._metadata, read, from_rank)
+        if is_loaded:
+            self._consolidated = self._consolidated_at = None
+            if self.follower is not None:
+                self.follower.begin_anew()
+        return is_loaded
 
     # ------------------------------------------------------------------ stepping
 
@@ -237,11 +245,9 @@ class ShardedOptimizer:
         is_noted = follower is not None and follower.has_same_hyperparameters()
         with self._coordinator.guard.exchange():
             self.sharding.grow(self._groups(), append)
+            if self.sharding.control.any_raised(self._metadata.has_changed(), "add_param_group()"):
+                self._metadata.exchange("add_param_group()")
+        self._consolidated = self._consolidated_at = None
         if follower is not None and is_noted:
             # Those of the new group are no change.
             follower.note_hyperparameters()
-
-
-def _groups_of(public: Callable[[], Any]) -> list[ParamGroup]:
-    optimizer = public()
-    return optimizer.param_groups if optimizer is not None else []

@@ -38,12 +38,15 @@ class Sharding:
         read_groups: reads and checks what the user handed in; returns the public param groups.
 
     Attributes:
+        groups: the public param groups.
         control: the channel of the ranks' agreements.
+        policy: as given.
         layout: who owns what, and what takes part.
         params: all parameters, by tensor index.
         local: the local optimizer.
         sync: where parameters lie, and how they are shared.
         hyperparameters: what the ranks should agree upon.
+        begins_with_state: whether the optimizer class has made state when it was built, on any rank.
         follower: is told of every layout, if set.
 
     Raises:
@@ -59,16 +62,19 @@ class Sharding:
         defaults: Mapping[str, Any],
         read_groups: Callable[[], list[ParamGroup]],
     ) -> None:
-        self.control, self._policy = Control(ranks, traffic), policy
+        self.control, self.policy = Control(ranks, traffic), policy
         self.follower: _LayoutFollower | None = None
         name = name_of(policy.factory)
         order: Mapping[str, int] = {}
         with agreed(self.control, "ZeroRedundancyOptimizer()") as declared:
-            groups = read_groups()
+            groups = self.groups = read_groups()
             self.layout = first_layout(policy, groups, name)
-            self.local = LocalOptimizer(policy.factory, groups, self.layout.plan, ranks.rank, defaults)
+            plan, coupled = self.layout.plan, policy.coupled
+            self.local = LocalOptimizer(policy.factory, groups, plan, ranks.rank, defaults, coupled)
             declared.set(with_hyperparameters(self.layout, settings_of(groups, self.local.optim.defaults)))
             order = read_order(self.control, self.layout.plan.tensors, parameters_of(groups))
+            declared.flag = bool(self.local.optim.state)
+        self.begins_with_state = self.control.flagged
         check_order(self.control, order, "ZeroRedundancyOptimizer()")
         self.control.position = Position(ranks.context.number_optimizer(), name, 0)
         connect(self.control)
@@ -107,7 +113,7 @@ class Sharding:
             with agreed(self.control, "add_param_group()") as declared:
                 declared.set(layout.declaration)
                 append()
-                layout = next_layout(self._policy, layout, groups)
+                layout = next_layout(self.policy, layout, groups)
                 self.local.check_cut_dims(self.layout.plan, layout.plan)
                 self.local.dry_run(groups, layout.plan)
                 if self.follower is not None:
@@ -135,7 +141,7 @@ class Sharding:
         """
         settled = self.layout.settled | tensors
         if settled != self.layout.settled:
-            self.layout = next_layout(self._policy, replace(self.layout, settled=settled), groups)
+            self.layout = next_layout(self.policy, replace(self.layout, settled=settled), groups)
 
     def update_layout(self, groups: Sequence[ParamGroup]) -> Layout:
         """Follow what the user did since the last step, and return the layout that fits it.
@@ -159,7 +165,7 @@ class Sharding:
         layout = self.layout
         moved = self.sync.moved()
         if moved or active_mask(self.params) != layout.active:
-            layout = next_layout(self._policy, layout, groups)
+            layout = next_layout(self.policy, layout, groups)
             if self.follower is not None:
                 self.follower.check(self.params, layout)
             if moved and all(map(same_place, self.layout.plan.tensors, layout.plan.tensors)):

@@ -19,6 +19,7 @@ from zeroshard.layout import Layout, check_unchanged
 from zeroshard.local_optimizer import Closure, sync_groups
 from zeroshard.param_groups import ParamGroup
 from zeroshard.sharding import Sharding
+from zeroshard.state.metadata import StateMetadata
 from zeroshard.stepped_in_parts import may_step_in_parts
 
 
@@ -62,18 +63,19 @@ class StepCoordinator:
 
     Args:
         sharding: the plan at work.
+        metadata: tells all ranks of the state on each, after a step that has changed it.
 
     Attributes:
         sharding: as given.
         guard: tells whether earlier exchanges came to their end.
         source: where gradients come from, once they come bucket by bucket.
-        has_state: whether the ranks have made a step together, or loaded a state; set by who loads it.
+        steps: how many steps have begun to change parameters and state.
     """
 
-    def __init__(self, sharding: Sharding) -> None:
+    def __init__(self, sharding: Sharding, metadata: StateMetadata) -> None:
         self.sharding, self.guard = sharding, ExchangeGuard(sharding.control)
         self.source: _GradientSource | None = None
-        self.has_state = False
+        self.steps, self._metadata = 0, metadata
         self._begun: tuple[Layout, Exception | None] | None = None
 
     def step(
@@ -156,6 +158,7 @@ class StepCoordinator:
                 del problem, observed
         if layout is not sharding.layout:
             sharding.adopt(layout, groups)
+        self.steps += 1
         shares: Sequence[_Sharing] = [sharding.sync] if source is None else [part.sharing for part in source.parts]
         failure: Exception | None = None
         result: Any = None
@@ -181,7 +184,8 @@ class StepCoordinator:
             del failure
         sync_groups(sharding.local.optim.param_groups, groups)
         sharding.hyperparameters.written(groups)
-        self.has_state = True
+        if sharding.control.flagged:
+            self._metadata.exchange("the state after step()")
         return result
 
     def _update(self, source: _GradientSource, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as the inner step
@@ -232,7 +236,12 @@ class StepCoordinator:
             # Also where this rank has nothing to wait for: others may still be reading what it owns.
             with record_function("zeroshard::agree"):
                 verdict = sharding.control.inconsistency(
-                    "the end of step()", declared, error=problem, detail=sharding.in_words, explain=explain_configs
+                    "the end of step()",
+                    declared,
+                    error=problem,
+                    detail=sharding.in_words,
+                    explain=explain_configs,
+                    flag=self._metadata.has_changed(),
                 )
             if verdict is not None:
                 raise verdict

@@ -156,8 +156,8 @@ class JoinContext:
         self._is_told = True
         self._hand_over_gradients(model, attendance.running, attendance.joined)
         for optimizer in optimizers_of_hooks(model.ddp):
-            if optimizer._sharded.steps_early:
-                optimizer._sharded.joining.hand_over(attendance, {})
+            if optimizer.steps_early:
+                optimizer.joining.hand_over(attendance, {})
         self._is_told = False
 
     def _hand_over_gradients(
@@ -291,7 +291,8 @@ def check_joinables(joinables: Sequence[Joinable]) -> dist.ProcessGroup:
                     "the optimizer comes before its model in Join, so a rank without data would step before it has "
                     "gradients: write Join([ddp, optimizer])"
                 )
-            if any(optimizer not in joinables for optimizer in optimizers_of_hooks(joinable)):
+            known = [getattr(other, "_sharded", None) for other in joinables]
+            if any(optimizer not in known for optimizer in optimizers_of_hooks(joinable)):
                 raise ValueError(
                     "a communication hook of this model hands gradients to an optimizer that is not in the Join "
                     "block: write Join([ddp, optimizer])"
@@ -303,7 +304,7 @@ def check_joinables(joinables: Sequence[Joinable]) -> dist.ProcessGroup:
 def check_has_model(joinables: Sequence[Joinable], optimizer: ZeroRedundancyOptimizer) -> None:
     """Raise a ValueError if an optimizer takes buckets of a model that is not in the context: its hook may be new."""
     models = [other for other in joinables if isinstance(other, DistributedDataParallel)]
-    if optimizer.takes_buckets and all(optimizer not in optimizers_of_hooks(model) for model in models):
+    if optimizer.takes_buckets and all(optimizer._sharded not in optimizers_of_hooks(model) for model in models):
         raise ValueError(
             "a communication hook hands gradients to this optimizer of a model that is not in the Join block: write "
             "Join([ddp, optimizer])"

@@ -17,8 +17,9 @@ from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch exports it unseen
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
-from zeroshard import GradPlaceholder, ZeroRedundancyOptimizer
+from zeroshard import GradPlaceholder
 from zeroshard._torch_private import local_used_map, version_of
+from zeroshard.sharded_optimizer import ShardedOptimizer
 from zeroshard_core import is_dense
 
 from zeroshard_integrations._torch_private import (
@@ -71,7 +72,7 @@ class DDPModel:
     def __init__(
         self,
         ddp: DistributedDataParallel,
-        owner: ZeroRedundancyOptimizer | None,
+        owner: ShardedOptimizer | None,
         *,
         divides_by_running: bool,
         begins: Callable[[DDPModel], None],
@@ -167,7 +168,7 @@ class DDPModel:
         return not bool(values.any())
 
     def _is_replaced(self, param: torch.Tensor) -> bool:
-        follower = self._owner._sharded.follower if self._owner is not None else None
+        follower = self._owner.follower if self._owner is not None else None
         return follower is not None and follower.scheduler.gradients.is_replaced(param)
 
     def _marked(self) -> list[tuple[int, int]]:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any, NoReturn, Protocol
 
 import torch
 
 from zeroshard._torch_private import ATEN_FOREACH_ZERO_, ATEN_TO_COPY, in_autograd, make_wrapper_subclass
+from zeroshard.without_values import TensorWithoutValues
 
 _aten = torch.ops.aten
 
@@ -34,7 +35,7 @@ class _Accumulator(Protocol):
     def advice(self, operation: str) -> str: ...
 
 
-class GradPlaceholder(torch.Tensor):
+class GradPlaceholder(TensorWithoutValues):
     """Stands for a gradient that lies at its owner; see the module.
 
     It has the shape, strides, dtype and device of the parameter and no memory, until a further backward has added this
@@ -68,53 +69,13 @@ class GradPlaceholder(torch.Tensor):
         """Describe it, without values."""
         return f"GradPlaceholder({self._title!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override] # torch's stub leaves out that it is a classmethod
-        cls,
-        func: Any,  # noqa: ANN401 - an operator of torch
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 - what the operator returns
-        """Do the few things that training loops do with a gradient that is not read; refuse all others."""
-        known = _ALLOWED.get(func)
-        if known is not None:
-            return known(*args, **(kwargs or {}))
-        flat = [item for arg in args for item in (arg if isinstance(arg, (list, tuple)) else [arg])]
-        found = next(item for item in flat if isinstance(item, GradPlaceholder))
-        raise found._refusal(str(func))
-
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         """Refuse: a copy would belong to no parameter.
 
         Raises:
             RuntimeError: always.
         """
-        raise self._uncopied()
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:  # noqa: ANN401 - as in object
-        """Refuse to be pickled.
-
-        Raises:
-            RuntimeError: always.
-        """
-        raise self._uncopied()
-
-    def share_memory_(self) -> NoReturn:
-        """Refuse: there is no memory.
-
-        Raises:
-            RuntimeError: always.
-        """
-        raise self._uncopied()
-
-    def untyped_storage(self) -> NoReturn:
-        """Refuse: there is no memory.
-
-        Raises:
-            RuntimeError: always.
-        """
-        raise self._refusal("untyped_storage")
+        raise self.refusal("a deep copy")
 
     def is_zero(self) -> bool:
         """Whether it was set to zero, and nothing was added since."""
@@ -127,16 +88,14 @@ class GradPlaceholder(torch.Tensor):
             raise RuntimeError(f"the optimizer that had the gradient of {self._title!r} is gone: call zero_grad()")
         return accumulator
 
-    def _refusal(self, operation: str) -> RuntimeError:
+    def refusal(self, operation: str) -> RuntimeError:
+        """Return the error for an operation, by its name."""
+        if operation in ("a deep copy", "pickling", "share_memory_()"):
+            advice = "call zero_grad() before copying, pickling or sharing the model"
+        else:
+            advice = self._accumulator.advice(operation)
         return RuntimeError(
-            f"the gradient of {self._title!r} lies at its owner, and {operation} cannot be done with it: "
-            f"{self._accumulator.advice(operation)}"
-        )
-
-    def _uncopied(self) -> RuntimeError:
-        return RuntimeError(
-            f"the gradient of {self._title!r} lies at its owner and can be neither copied nor moved: call zero_grad() "
-            f"before copying, pickling or sharing the model"
+            f"the gradient of {self._title!r} lies at its owner, and {operation} cannot be done with it: {advice}"
         )
 
 
@@ -168,7 +127,7 @@ def _add(gradient: torch.Tensor, other: torch.Tensor, **options: object) -> torc
     by_autograd = in_autograd() and not options
     if not by_autograd or not isinstance(gradient, GradPlaceholder) or isinstance(other, GradPlaceholder):
         held = next(item for item in (gradient, other) if isinstance(item, GradPlaceholder))
-        raise held._refusal("adding")
+        raise held.refusal("adding")
     if gradient._local is None:
         gradient._accumulator.carry(gradient._tensor)
         gradient._local = torch.empty_strided(
@@ -184,7 +143,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
     held = target if isinstance(target, GradPlaceholder) else source
     assert isinstance(held, GradPlaceholder)
     if not (held._accumulator.in_backward or in_autograd() or _is_rebuild()):
-        raise held._refusal("copying")
+        raise held.refusal("copying")
     if isinstance(target, GradPlaceholder):
         # DDP copies the bucket back after the reduction; what it brings lies in the bucket.
         target._local = None
@@ -209,7 +168,7 @@ def _is_rebuild() -> bool:
     return False
 
 
-_ALLOWED: dict[Any, Callable[..., Any]] = {
+GradPlaceholder.allowed = {
     _aten.detach.default: _detach,
     _aten.zero_.default: _zero,
     ATEN_FOREACH_ZERO_: _foreach_zero,

@@ -15,14 +15,19 @@ from zeroshard_core import Plan, Shard, StateMapError, storage_view
 from zeroshard.local_optimizer import LocalOptimizer, sync_groups
 from zeroshard.param_groups import ParamGroup
 from zeroshard.sharding import Sharding
-from zeroshard.state.serialization import dtype_name, read_value, write_value
-
-StateDict = dict[str, Any]
+from zeroshard.state.description import Described, Key, describe_entries, part_dtype
+from zeroshard.state.serialization import read_value, write_value
 
 
 def consolidate(
-    sharding: Sharding, groups: Sequence[ParamGroup], target: int, to: object, release: Callable[[], None]
-) -> StateDict | None:
+    sharding: Sharding,
+    groups: Sequence[ParamGroup],
+    target: int,
+    to: object,
+    release: Callable[[], None],
+    *,
+    leaves_objects: bool,
+) -> dict[str, Any] | None:
     """Bring the state of all ranks to the CPU of ``target``. Collective.
 
     Each rank sends its tensors one by one; a rank that is not the target allocates at most one chunk.
@@ -33,6 +38,7 @@ def consolidate(
         target: group rank, -1 if ``to`` is none.
         to: what the user asked for.
         release: called when all ranks are consistent: drops what was consolidated before.
+        leaves_objects: leave out entries of the state that cannot be sent.
 
     Returns:
         On ``target`` a state_dict as the unsharded optimizer would give it; None elsewhere. Tensors that were never
@@ -54,46 +60,26 @@ def consolidate(
                 f"consolidate_state_dict(to={to!r}): `to` must be a group rank from 0 to {plan.world_size - 1}"
             )
         sync_groups(groups, sharding.local.optim.param_groups)
-        manifest, packed = _describe(sharding.local, plan, control.ranks.rank), _pack_groups(groups)
+        manifest = _describe(sharding.local, plan, control.ranks.rank, leaves_objects=leaves_objects)
+        packed = _pack_groups(groups)
     release()
     assembler = _Assembler(plan)
     gather(control, manifest, target, assembler.receive_buffers, operation=operation)
     return {"state": assembler.state(), "param_groups": packed} if control.ranks.rank == target else None
 
 
-def _describe(local: LocalOptimizer, plan: Plan, rank: int) -> Manifest:
-    """Describe all state of this rank: the entries of each of its shards, and what belongs to no parameter.
-
-    An entry with one value per element of a part of a tensor is ``{"part": dtype}``.
-    """
-    tensors: list[torch.Tensor] = []
-    state, owned = local.optim.state, []
+def _describe(local: LocalOptimizer, plan: Plan, rank: int, *, leaves_objects: bool) -> Manifest:
+    """Describe all state of this rank: the entries of each of its shards, and what belongs to no parameter."""
+    tensors, owned = list[torch.Tensor](), []
+    state = local.optim.state
     for shard in plan.of_rank(rank):
-        held, name, written = local.shards[shard.tensor], plan.tensors[shard.tensor].name, {}
-        for key, value in (state.get(held.tensor) or {}).items():
-            if not isinstance(key, str):
-                raise StateMapError(f"the state of {name!r} has the key {key!r}; only strings can be saved")
-            where = f"state entry {key!r} of {name!r}"
-            if held.is_cut and isinstance(value, torch.Tensor) and value.dim() > 0:
-                tensors.append(_laid_out_as(held.tensor, value, where))
-                written[key] = {"part": dtype_name(value)}
-            else:
-                written[key] = write_value(value, tensors, where)
-        owned.append(written)
+        held, name = local.shards[shard.tensor], plan.tensors[shard.tensor].name
+        entries = state.get(held.tensor) or {}
+        owned.append(describe_entries(held, entries, name, tensors, leaves_objects=leaves_objects))
     others = {
         key: write_value(value, tensors, f"state entry {key!r}") for key, value in state.items() if isinstance(key, str)
     }
     return Manifest([owned, others], tensors)
-
-
-def _laid_out_as(part: torch.Tensor, value: torch.Tensor, where: str) -> torch.Tensor:
-    """The state of a part of a tensor, laid out in memory as the part is: so its bytes are sent."""
-    if value.shape != part.shape:
-        raise StateMapError(
-            f"{where} has shape {tuple(value.shape)} for a part of shape {tuple(part.shape)}, so it is not elementwise "
-            f"and cannot be joined; use partition='whole' for this optimizer"
-        )
-    return value if value.stride() == part.stride() else torch.empty_like(part, dtype=value.dtype).copy_(value)
 
 
 def _pack_groups(groups: Sequence[Mapping[str, Any]]) -> list[ParamGroup]:
@@ -121,9 +107,9 @@ class _Assembler:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._state: defaultdict[int, dict[str, Any]] = defaultdict(dict)
+        self._state: defaultdict[int, dict[Key, Any]] = defaultdict(dict)
         self._others: dict[str, Any] = {}
-        self._first: dict[int, tuple[int, set[tuple[str, str]]]] = {}
+        self._first: dict[int, tuple[int, set[tuple[Key, str]]]] = {}
         """By cut tensor, the first rank that owns a part, and the keys of its entries with the dtypes of parts."""
 
     def receive_buffers(self, rank: int, description: Any) -> Sequence[torch.Tensor]:  # noqa: ANN401 - JSON
@@ -134,8 +120,8 @@ class _Assembler:
         """
         buffers: list[torch.Tensor] = []
 
-        def make(dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int] | None) -> torch.Tensor:
-            made = _empty(dtype, shape, stride)
+        def make(dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int] | None, device: str) -> torch.Tensor:
+            made = _empty(dtype, shape, stride, device)
             buffers.append(storage_view(made))
             return made
 
@@ -144,24 +130,24 @@ class _Assembler:
             spec = self._plan.tensors[shard.tensor]
             if self._plan.is_cut(shard.tensor):
                 self._check_alike(shard, written)
-            for key, entry in written.items():
-                entries, dtype = self._state[shard.tensor], _part_dtype(entry)
+            for key, entry in written:
+                entries, dtype = self._state[shard.tensor], part_dtype(entry)
                 if not dtype:
                     # One value for the whole tensor, such as a step count, is the same with every part.
                     entries.setdefault(key, read_value(entry, make))
                     continue
                 if key not in entries:
-                    entries[key] = read_value({"tensor": [dtype, spec.shape, spec.stride]}, _empty)
+                    entries[key] = read_value({"tensor": [dtype, spec.shape, spec.stride, "cpu"]}, _empty)
                 buffers.append(storage_view(entries[key])[shard.flat])
         for key, entry in others.items():
             self._others.setdefault(key, read_value(entry, make))
         return buffers
 
-    def _check_alike(self, shard: Shard, written: Mapping[str, Any]) -> None:
-        entries = {(key, _part_dtype(entry)) for key, entry in written.items()}
+    def _check_alike(self, shard: Shard, written: Described) -> None:
+        entries = {(key, part_dtype(entry)) for key, entry in written}
         first_rank, first = self._first.setdefault(shard.tensor, (shard.rank, entries))
         if entries != first:
-            key, dtype = min(entries ^ first)
+            key, dtype = min(entries ^ first, key=str)
             ranks = (first_rank, shard.rank) if (key, dtype) in first else (shard.rank, first_rank)
             raise StateMapError(
                 f"tensor {shard.tensor} {self._plan.tensors[shard.tensor].name!r} has the state entry {key!r} on rank "
@@ -181,11 +167,7 @@ class _Assembler:
         return {**by_tensor, **self._others}
 
 
-def _part_dtype(entry: Any) -> str:  # noqa: ANN401 - JSON
-    return str(entry.get("part", "")) if isinstance(entry, dict) else ""
-
-
-def _empty(dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int] | None) -> torch.Tensor:
+def _empty(dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int] | None, _: str) -> torch.Tensor:
     if stride is None:
         return torch.empty(tuple(shape), dtype=dtype, device="cpu")
     return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device="cpu")

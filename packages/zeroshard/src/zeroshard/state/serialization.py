@@ -7,23 +7,22 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from zeroshard_comm import Control, receive, send
+from zeroshard_comm import Control, receive, receive_text, send, send_text
 from zeroshard_core import StateMapError, is_dense
 
-MakeTensor = Callable[[torch.dtype, Sequence[int], Sequence[int] | None], torch.Tensor]
-"""Makes a tensor of a dtype, a shape and strides (None: contiguous)."""
+MakeTensor = Callable[[torch.dtype, Sequence[int], Sequence[int] | None, str], torch.Tensor]
+"""Makes a tensor of a dtype, a shape and strides (None: contiguous), told the kind of device of the one described."""
 
-TAG_SIZE = 0x5A530050
 TAG_VALUES = 0x5A530051
 
 _PLAIN = (bool, int, float, str, type(None))
 
 
 def write_value(value: object, tensors: list[torch.Tensor], where: str) -> Any:  # noqa: ANN401 - JSON
-    """Describe a state entry as JSON; tensors in it are appended to ``tensors`` and described by dtype and shape.
+    """Describe a state entry as JSON; tensors in it are appended to ``tensors`` and described.
 
     Args:
-        value: tensors, numbers, strings, None, and lists, tuples and string-keyed dicts of these.
+        value: tensors, numbers, strings, None, and lists, tuples and dicts of these, with text or integers as keys.
         tensors: receives the tensors, in the order of the description.
         where: names the entry in errors.
 
@@ -44,16 +43,22 @@ def write_value(value: object, tensors: list[torch.Tensor], where: str) -> Any: 
             raise StateMapError(f"{where} is a {value.layout} tensor; only strided and sparse_coo tensors can be moved")
         tensors.append(value)
         stride = list(value.stride()) if is_dense(value) else None
-        return {"tensor": [dtype_name(value), list(value.shape), stride]}
+        return {"tensor": [dtype_name(value), list(value.shape), stride, value.device.type]}
     if isinstance(value, (list, tuple)):
         kind = "list" if isinstance(value, list) else "tuple"
         return {kind: [write_value(item, tensors, where) for item in value]}
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {"dict": {key: write_value(item, tensors, where) for key, item in value.items()}}
+    if isinstance(value, dict) and all(map(is_key, value)):
+        # As pairs: JSON would make text of integers.
+        return {"dict": [[key, write_value(item, tensors, where)] for key, item in value.items()]}
     raise StateMapError(
         f"{where} is a {type(value).__name__}, which cannot be moved without pickle; state may hold tensors, numbers, "
-        f"strings, None, and lists, tuples and string-keyed dicts of these"
+        f"strings, None, and lists, tuples and dicts of these, with strings or integers as keys"
     )
+
+
+def is_key(key: object) -> bool:
+    """Whether a key of the state can be written."""
+    return isinstance(key, (str, int)) and not isinstance(key, bool)
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
@@ -74,11 +79,11 @@ def read_value(written: Any, make: MakeTensor) -> Any:  # noqa: ANN401 - JSON in
     if isinstance(written, _PLAIN):
         return written
     match written:
-        case {"tensor": [name, shape, stride]}:
+        case {"tensor": [name, shape, stride, device]}:
             dtype = getattr(torch, name, None)
             if not isinstance(dtype, torch.dtype):
                 raise StateMapError(f"damaged description of a state entry: no dtype {name!r}")
-            return make(dtype, shape, stride)
+            return make(dtype, shape, stride, device)
         case {"sparse": [shape, *parts]}:
             indices, values = [read_value(part, make) for part in parts]
             # They may not have arrived yet, so their invariants cannot be checked.
@@ -86,7 +91,7 @@ def read_value(written: Any, make: MakeTensor) -> Any:  # noqa: ANN401 - JSON in
                 indices, values, shape, device=indices.device, check_invariants=False, is_coalesced=True
             )
         case {"dict": entries}:
-            return {key: read_value(item, make) for key, item in entries.items()}
+            return {key: read_value(item, make) for key, item in entries}
         case {"list": items}:
             return [read_value(item, make) for item in items]
         case {"tuple": items}:
@@ -115,10 +120,8 @@ def send_value(control: Control, peer: int, value: object) -> None:
     """
     assert control.channel is not None
     tensors: list[torch.Tensor] = []
-    text = torch.frombuffer(bytearray(json.dumps(write_value(value, tensors, "a value")).encode()), dtype=torch.uint8)
-    size = torch.tensor([text.numel()], device="cpu")
-    send(control.channel, peer, size, TAG_SIZE, "sending a value").wait("sending a value")
-    for tensor in (text, *tensors):
+    send_text(control.channel, peer, json.dumps(write_value(value, tensors, "a value")), "sending a value")
+    for tensor in tensors:
         if tensor.numel() > 0:
             data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
             send(control.channel, peer, data, TAG_VALUES, "sending a value").wait("sending a value")
@@ -133,13 +136,11 @@ def receive_value(control: Control, peer: int) -> Any:  # noqa: ANN401 - as send
     channel = control.channel
     assert channel is not None
 
-    def arriving(dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int] | None = None) -> torch.Tensor:  # noqa: ARG001 - as MakeTensor
+    def arriving(dtype: torch.dtype, shape: Sequence[int], *_: object) -> torch.Tensor:
         tensor = torch.empty(shape, dtype=dtype, device="cpu")
         if tensor.numel() > 0:
             data = tensor.view(-1).view(torch.uint8)
             receive(channel, peer, data, TAG_VALUES, "receiving a value").wait("receiving a value")
         return tensor
 
-    size = torch.zeros(1, dtype=torch.int64, device="cpu")
-    receive(channel, peer, size, TAG_SIZE, "receiving a value").wait("receiving a value")
-    return read_value(json.loads(bytes(arriving(torch.uint8, [int(size)]).tolist())), arriving)
+    return read_value(json.loads(receive_text(channel, peer, "receiving a value")), arriving)

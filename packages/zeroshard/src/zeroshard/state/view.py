@@ -1,55 +1,64 @@
-"""The state of the local optimizer under the public parameters: what is written there is written to that state."""
+"""``optimizer.state``: the state of all parameters under them; what this rank owns is the local optimizer's own."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
 
 from zeroshard.local_optimizer import LocalOptimizer, LocalShard
+from zeroshard.sharding import Sharding
+from zeroshard.state.metadata import StateMetadata
+from zeroshard.state.placeholder import has_placeholder
 
 
 class StateView(MutableMapping[Any, Any]):
-    """Shows state that is kept under a cut parameter's local tensor under the parameter itself, and writes through.
+    """Shows the state of what this rank owns, and writes through; and placeholders for what other ranks own.
 
-    As with an optimizer's own ``state``, looking up what is not there puts an empty dict there. A copy of the view, or
-    what is pickled, is a dict of its own.
+    As with an optimizer's own ``state``, looking up what is not there puts an empty dict there, where this rank owns
+    the parameter. A copy of the view is a dict of its own.
 
     Args:
-        local: holds the state.
-        placeholder: the key that is shown, with an empty dict, while there is no state; none if None.
+        sharding: has this rank's state, under a cut parameter's local tensor.
+        metadata: tells of that of other ranks.
     """
 
-    def __init__(self, local: LocalOptimizer, placeholder: torch.Tensor | None) -> None:
-        self._local, self._placeholder = local, placeholder
+    def __init__(self, sharding: Sharding, metadata: StateMetadata) -> None:
+        self._sharding, self._metadata = sharding, metadata
         self._shards: dict[int, LocalShard] = {}
         self._tensors: dict[Any, torch.Tensor] = {}
+        self._others: dict[Any, int] = {}
 
     def __getitem__(self, key: Any) -> Any:  # noqa: ANN401 - state holds anything
-        if self._is_placeholder(key) and key not in self._tensor_of():
-            # Another rank's parameter: nothing may be kept for it here.
-            return {}
-        return self._state[self._local_key(key)]
+        index = self._other(key)
+        return self._state[self._local_key(key)] if index is None else self._entries(index)
 
     def __setitem__(self, key: Any, value: Any) -> None:  # noqa: ANN401 - state holds anything
-        self._state[self._local_key(key)] = value
+        index = self._other(key)
+        if index is None:
+            self._state[self._local_key(key)] = value
+        else:
+            self._entries(index).update(value)
 
     def __delitem__(self, key: Any) -> None:  # noqa: ANN401 - state holds anything
+        if (index := self._other(key)) is not None:
+            raise self._entries(index).refusal()
         del self._state[self._local_key(key)]
 
     def __iter__(self) -> Iterator[Any]:
         # Over the keys there are now: entries may be replaced meanwhile.
-        param_of = {tensor: param for param, tensor in self._tensor_of().items()}
-        shown = [param_of.get(key, key) for key in self._state]
-        return iter(shown or ([self._placeholder] if self._placeholder is not None else []))
+        params = [param for param in self._sharding.params if param in self]
+        known = {self._local_key(param) for param in params}
+        return iter([*params, *[key for key in self._state if key not in known]])
 
     def __len__(self) -> int:
-        return len(self._state) or int(self._placeholder is not None)
+        return len(list(iter(self)))
 
     def __contains__(self, key: object) -> bool:
-        return self._local_key(key) in self._state or self._is_placeholder(key)
+        index = self._other(key)
+        return self._local_key(key) in self._state if index is None else index in self._metadata
 
     def __repr__(self) -> str:
         return repr(dict(self))
@@ -65,25 +74,67 @@ class StateView(MutableMapping[Any, Any]):
 
     def pop(self, key: Any, *default: Any) -> Any:  # noqa: ANN401 - state holds anything
         """Remove and return the entries of ``key``, or return ``default``; a KeyError if neither is there."""
-        return self._state.pop(self._local_key(key), *default)
+        if key not in self and default:
+            return default[0]
+        value = self[key] if key in self else self._state.pop(self._local_key(key))
+        del self[key]
+        return value
 
     def setdefault(self, key: Any, default: Any = None) -> Any:  # noqa: ANN401 - state holds anything
         """Return the entries of ``key``, which become ``default`` if it has none."""
-        return self._state.setdefault(self._local_key(key), default)
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    @property
+    def _local(self) -> LocalOptimizer:
+        return self._sharding.local
 
     @property
     def _state(self) -> Any:  # noqa: ANN401 - a defaultdict, keyed by tensors for torch and by anything for optimizers
         return self._local.optim.state
 
-    def _is_placeholder(self, key: object) -> bool:
-        return not self._state and key is not None and key is self._placeholder
+    def _entries(self, index: int) -> _OthersEntries:
+        return _OthersEntries(self._sharding.layout.plan.tensors[index].name, self._metadata.placeholders(index))
+
+    def _other(self, key: object) -> int | None:
+        """The tensor index of a parameter that this rank owns nothing of."""
+        self._look_up()
+        return self._others.get(key) if isinstance(key, torch.Tensor) else None
 
     def _local_key(self, key: Any) -> Any:  # noqa: ANN401 - state has keys of any kind
-        return self._tensor_of().get(key, key)
+        self._look_up()
+        return self._tensors.get(key, key)
 
-    def _tensor_of(self) -> dict[Any, torch.Tensor]:
-        """The tensor of the local optimizer by parameter. The dict of pieces is replaced, and never changed."""
+    def _look_up(self) -> None:
+        """Follow the plan. The dict of shards is replaced, and never changed."""
         if self._shards is not self._local.shards:
             self._shards = self._local.shards
             self._tensors = {shard.param: shard.tensor for shard in self._shards.values()}
-        return self._tensors
+            params = enumerate(self._sharding.params)
+            self._others = {param: index for index, param in params if index not in self._shards}
+
+
+class _OthersEntries(dict[Any, Any]):
+    """Placeholders for the state of a parameter of other ranks; one for the same entry may be written back."""
+
+    def __init__(self, name: str, entries: Mapping[Any, Any]) -> None:
+        super().__init__(entries)
+        self._name = name
+
+    def __setitem__(self, key: Any, value: Any) -> None:  # noqa: ANN401 - state holds anything
+        if key not in self or not (has_placeholder(value) or (self[key] is None and value is None)):
+            raise self.refusal()
+        super().__setitem__(key, value)
+
+    def update(self, entries: Mapping[Any, Any]) -> None:  # type: ignore[override] # as frameworks call it
+        """Write several back."""
+        for key, value in entries.items():
+            self[key] = value
+
+    def refusal(self) -> RuntimeError:
+        """Return the error for what cannot be written here."""
+        return RuntimeError(
+            f"the optimizer state of {self._name!r} belongs to other ranks, and cannot be changed on this one: load a "
+            f"changed state dict with load_state_dict()"
+        )

@@ -1,0 +1,192 @@
+"""What is handed to ``load_state_dict()``: checked, and cut to what each rank owns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from zeroshard_core import Plan, Shard, cut_state
+
+from zeroshard.local_optimizer import NOT_SYNCED
+from zeroshard.param_groups import ParamGroup, in_words, parameters_of
+from zeroshard.state.metadata import StateMetadata
+from zeroshard.state.placeholder import StatePlaceholder, has_placeholder
+from zeroshard.state.schema import StateSchema
+
+
+@dataclass(frozen=True)
+class LoadedPart:
+    """What one rank loads.
+
+    Attributes:
+        state: of its shards by tensor index, and what belongs to no tensor by its own keys.
+        groups: hyperparameters.
+        stateful: tensor indices that have state on any rank.
+    """
+
+    state: dict[Any, Any]
+    groups: list[dict[str, Any]]
+    stateful: list[int]
+
+
+@dataclass(frozen=True)
+class CheckedStateDict:
+    """A state dict that fits the optimizer. Nothing in it was modified or copied.
+
+    Attributes:
+        by_tensor: the entries of tensors that have state, by index.
+        others: state that belongs to no tensor, under its own keys.
+        groups: its param groups.
+        structure: all of it but the values of the state, in words that ranks compare.
+    """
+
+    by_tensor: Mapping[int, Mapping[Any, Any]]
+    others: Mapping[Any, Any]
+    groups: Sequence[Mapping[str, Any]]
+    structure: str
+
+    def part_of(self, rank: int, plan: Plan) -> LoadedPart:
+        """Return what a rank loads.
+
+        Raises:
+            StateMapError: if the state of a tensor cannot be cut.
+            ValueError: if values are missing that the rank owns.
+        """
+        owned = {
+            shard.tensor: _owned(self.by_tensor[shard.tensor], plan, shard)
+            for shard in plan.of_rank(rank)
+            if shard.tensor in self.by_tensor
+        }
+        groups = [{key: value for key, value in group.items() if key not in NOT_SYNCED} for group in self.groups]
+        return LoadedPart({**owned, **self.others}, groups, sorted(self.by_tensor))
+
+
+def _owned(entries: Mapping[Any, Any], plan: Plan, shard: Shard) -> dict[Any, Any]:
+    spec = plan.tensors[shard.tensor]
+    if not has_placeholder(entries):
+        return cut_state(entries, spec, shard)
+    found = {}
+    for key, value in entries.items():
+        if has_placeholder(value) and (not isinstance(value, StatePlaceholder) or value.shard != shard):
+            raise ValueError(
+                f"loaded state dict: the values of entry {key!r} of {spec.name!r}, which rank {shard.rank} owns, are "
+                f"not there. What state_dict() lists of a rank fits the same rank of an optimizer with the same plan "
+                f"alone. Hand in a consolidated state dict: on every rank, or on one, with from_rank"
+            )
+        found[key] = value.part if isinstance(value, StatePlaceholder) else value
+    return found
+
+
+def check_state_dict(
+    state_dict: Mapping[str, Any],
+    groups: Sequence[ParamGroup],
+    plan: Plan,
+    schema: StateSchema,
+    metadata: StateMetadata,
+) -> CheckedStateDict:
+    """Check a state dict against the optimizer.
+
+    Args:
+        state_dict: of the whole state, or with placeholders.
+        groups: the public param groups.
+        plan: who owns what.
+        schema: what state the optimizer class keeps.
+        metadata: what state the optimizer has.
+
+    Raises:
+        TypeError: if it is no state dict of an optimizer.
+        ValueError: for another number of groups or parameters, or entries that are missing, extra or misshapen.
+    """
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
+        raise TypeError(
+            "load_state_dict() expects a dict with 'state' and 'param_groups', as an optimizer's state_dict(); "
+            f"got {sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else torch.typename(state_dict)}"
+        )
+    state, saved_groups = state_dict["state"], state_dict["param_groups"]
+    _check_type(state, dict, "'state'")
+    _check_type(saved_groups, list, "'param_groups'")
+    if len(saved_groups) != len(groups):
+        raise ValueError(
+            f"loaded state dict has a different number of parameter groups: {len(saved_groups)}, but this optimizer "
+            f"has {len(groups)}"
+        )
+    index_of: dict[Any, int] = {}
+    for number, (saved, group) in enumerate(zip(saved_groups, groups, strict=True)):
+        _check_type(saved, dict, f"group {number}")
+        if "params" not in saved:
+            raise ValueError(f"loaded state dict: group {number} lacks 'params', the keys of its parameters")
+        _check_type(saved["params"], list, f"'params' of group {number}")
+        if len(saved["params"]) != len(group["params"]):
+            raise ValueError(
+                f"loaded state dict contains a parameter group that doesn't match the size of optimizer's group: "
+                f"group {number} has {len(saved['params'])} parameters there and {len(group['params'])} here"
+            )
+        for key in saved["params"]:
+            if key in index_of:
+                raise ValueError(f"loaded state dict names parameter {key!r} twice in its param_groups")
+            index_of[key] = len(index_of)
+    by_tensor = {index_of[key]: entries for key, entries in state.items() if key in index_of}
+    others = {key: value for key, value in state.items() if key not in index_of}
+    _check_other_keys(others, (int, *{type(key) for key in index_of}))
+    is_partial = has_placeholder(state)
+    stateful_groups = {plan.tensors[index].group for index, entries in by_tensor.items() if entries}
+    for index, (spec, param) in enumerate(zip(plan.tensors, parameters_of(groups), strict=True)):
+        where = f"loaded state dict, parameter {index} {spec.name!r}"
+        if index in by_tensor:
+            _check_entries(by_tensor[index], param, where)
+            if by_tensor[index]:
+                schema.check(by_tensor[index], spec, param.layout, saved_groups[spec.group], where)
+        elif spec.trainable and spec.group in stateful_groups and not (is_partial or metadata.lacks(index)):
+            raise ValueError(
+                f"{where}: missing entry, there is no state for it, though other parameters of its group have state. "
+                f"If it was never stepped before the checkpoint was made, say so: state_dict['state'][{index}] = {{}}"
+            )
+    stateful = {index: entries for index, entries in by_tensor.items() if entries}
+    kinds = sorted((str(index), _structure(entries)) for index, entries in (stateful | others).items())
+    return CheckedStateDict(stateful, others, list(saved_groups), f"{kinds} {in_words(saved_groups)}")
+
+
+def _check_type(value: object, expected: type, what: str) -> None:
+    if not isinstance(value, Mapping if expected is dict else (list, tuple)):
+        raise TypeError(f"loaded state dict: {what} must be a {expected.__name__}, but is a {type(value).__name__}")
+
+
+def _check_other_keys(keys: Iterable[object], kinds_of_params: tuple[type, ...]) -> None:
+    for key in keys:
+        if isinstance(key, kinds_of_params):
+            raise ValueError(
+                f"loaded state dict has an extra entry: state for parameter {key!r}, which no param_group names"
+            )
+    as_text = [key for key in keys if isinstance(key, str) and key.isdecimal()]
+    if as_text:
+        raise ValueError(
+            f"loaded state dict: the keys of 'state' are text where param_groups has numbers: "
+            f"{', '.join(map(repr, as_text[:8]))}, as JSON makes of integers. Turn them back with int()"
+        )
+
+
+def _check_entries(entries: object, param: torch.Tensor, where: str) -> None:
+    if entries is None:
+        raise ValueError(
+            f"{where}: its state is None. torch's ZeroRedundancyOptimizer empties the dict that it loads; read the "
+            f"checkpoint from its file again"
+        )
+    if not isinstance(entries, Mapping):
+        raise ValueError(f"{where}: state is a {type(entries).__name__}, not a dict")
+    for key, value in entries.items():
+        # The rank that owns the parameter would be the only one to notice.
+        if isinstance(value, torch.Tensor) and value.is_meta and not param.is_meta:
+            raise ValueError(f"{where}: entry {key!r} is on the meta device: it has no values")
+
+
+def _structure(value: object) -> str:
+    """Describe names, shapes and dtypes: of values and of their placeholders alike."""
+    if isinstance(value, Mapping):
+        return str(sorted((str(key), _structure(item)) for key, item in value.items()))
+    if isinstance(value, (list, tuple)):
+        return str([_structure(item) for item in value])
+    if isinstance(value, torch.Tensor) and value.dim() > 0:
+        return f"{value.dtype} {tuple(value.shape)}"
+    return "None" if value is None else "a value"

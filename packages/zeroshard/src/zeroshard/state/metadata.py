@@ -1,0 +1,137 @@
+"""Which entries the state of each parameter has: every rank learns it of all ranks, when an owner's has changed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from zeroshard_comm import agreed, all_gather_text
+from zeroshard_core import StateMapError, TensorSpec
+
+from zeroshard.sharding import Sharding
+from zeroshard.state.description import Described, Key, describe_entries, part_dtype
+from zeroshard.state.placeholder import StatePlaceholder
+from zeroshard.state.serialization import read_value
+
+
+class StateMetadata:
+    """Names, shapes and dtypes of the state on all ranks; changed by :meth:`exchange` alone.
+
+    Args:
+        sharding: has this rank's state.
+        leaves_objects: whether entries may hold what cannot be sent.
+    """
+
+    def __init__(self, sharding: Sharding, *, leaves_objects: bool) -> None:
+        self._sharding, self._leaves_objects = sharding, leaves_objects
+        self._described: dict[int, Described] = {}
+        self._told, self._seen = "{}", [0]
+
+    def __contains__(self, index: int) -> bool:
+        """Whether a parameter, by its tensor index, has state on any rank."""
+        return index in self._described
+
+    def lacks(self, index: int) -> bool:
+        """Whether there is state on some rank, but none of this parameter."""
+        return bool(self._described) and index not in self._described
+
+    def has_changed(self) -> bool:
+        """Whether this rank's state has other entries than at the last exchange, or of another kind."""
+        seen = self._identities()
+        if seen == self._seen:
+            return False
+        try:
+            is_new = self._mine() != self._told
+        except StateMapError:
+            return True
+        self._seen = self._seen if is_new else seen
+        return is_new
+
+    def exchange(self, operation: str) -> None:
+        """Bring every rank what all ranks have. Collective.
+
+        Args:
+            operation: what has changed the state, for errors.
+
+        Raises:
+            StateMapError: on a rank, and a ValueError on the others, if some state can be neither sent nor joined.
+            PeerLostError: if a rank is gone.
+        """
+        control, mine = self._sharding.control, ""
+        with agreed(control, operation):
+            mine = self._mine()
+        described: dict[int, Described] = {}
+        for of_rank in map(json.loads, all_gather_text(control, mine, operation)):
+            for index, entries in of_rank.items():
+                # Owners of parts of one tensor have the same entries.
+                described.setdefault(int(index), entries)
+        self._described, self._told, self._seen = described, mine, self._identities()
+
+    def placeholders(self, index: int) -> dict[Key, Any]:
+        """Return what stands for the state of a parameter, by its tensor index, that lies on other ranks."""
+        spec, param = self._sharding.layout.plan.tensors[index], self._sharding.params[index]
+        entries: dict[Key, Any] = {}
+        for key, described in self._described.get(index, ()):
+            dtype = part_dtype(described)
+            written = {"tensor": [dtype, spec.shape, None, param.device.type]} if dtype else described
+            entries[key] = read_value(written, partial(_placeholder, title_of(key, spec), param.device))
+        return entries
+
+    def _mine(self) -> str:
+        """What this rank tells of its state: the kind of each entry."""
+        local, tensors = self._sharding.local, self._sharding.layout.plan.tensors
+        described = {}
+        for index, shard in local.shards.items():
+            if shard.tensor in local.optim.state:
+                kinds = {key: self._kind(value) for key, value in local.optim.state[shard.tensor].items()}
+                described[index] = describe_entries(shard, kinds, tensors[index].name, [], leaves_objects=False)
+        return json.dumps(described)
+
+    def _kind(self, value: Any) -> Any:  # noqa: ANN401 - a state entry
+        """The entry, with a tensor in place of each number and text, whose values are not told after every step."""
+        if isinstance(value, Mapping):
+            return {key: self._kind(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self._kind(item) for item in value]
+        if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+            return torch.empty((), dtype=value.dtype, device=value.device).expand(value.shape)
+        if value is None or isinstance(value, torch.Tensor):
+            return value
+        if isinstance(value, (bool, int, float)):
+            return torch.tensor(value, device="cpu")
+        is_kept = isinstance(value, str) or self._leaves_objects
+        return torch.empty((), dtype=torch.uint8, device="cpu") if is_kept else value
+
+    def _identities(self) -> list[Any]:
+        """What differs if an entry was added, removed, or replaced by another object; not if its values changed."""
+        state = self._sharding.local.optim.state
+        return [
+            len(state),
+            *[
+                id(value) if isinstance(value, torch.Tensor) else _identity(value)
+                for entries in state.values()
+                for value in (entries.values() if isinstance(entries, dict) else (entries,))
+            ],
+        ]
+
+
+def title_of(key: object, spec: TensorSpec) -> str:
+    """Return the words by which errors call an entry."""
+    return f"state entry {key!r} of {spec.name!r}"
+
+
+def _identity(value: object) -> Any:  # noqa: ANN401 - compared with others alone
+    if isinstance(value, Mapping):
+        return [(key, _identity(item)) for key, item in value.items()]
+    if isinstance(value, (list, tuple)):
+        return [_identity(item) for item in value]
+    return id(value) if isinstance(value, torch.Tensor) else type(value)
+
+
+def _placeholder(
+    title: str, device: torch.device, dtype: torch.dtype, shape: Sequence[int], _: object, kind: str
+) -> StatePlaceholder:
+    return StatePlaceholder(shape, dtype, device if kind == device.type else torch.device(kind), title)

@@ -1,0 +1,94 @@
+"""``state_dict()`` of one rank: its own values, and placeholders for those of the others."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from zeroshard_core import TensorSpec
+
+from zeroshard.local_optimizer import LocalShard
+from zeroshard.param_groups import ParamGroup, parameters_of
+from zeroshard.sharding import Sharding
+from zeroshard.state.metadata import StateMetadata, title_of
+from zeroshard.state.placeholder import StatePlaceholder
+
+StateDict = dict[Any, Any]
+
+
+class PartialState(dict[Any, Any]):
+    """A state dict, or the ``"state"`` of one, that lacks values of other ranks: it can be copied, but not pickled.
+
+    Copies, deep copies and what is built from a mapping by its class are of this class too.
+    """
+
+    def copy(self) -> PartialState:
+        """Return another with the same values."""
+        return PartialState(self)
+
+    __copy__ = copy
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PartialState:
+        """Return another with copies of the values."""
+        copied = memo[id(self)] = PartialState()
+        copied.update({copy.deepcopy(key, memo): copy.deepcopy(value, memo) for key, value in self.items()})
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:  # noqa: ANN401 - as in object
+        """Refuse to be pickled.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            "this state_dict() has the values of one rank alone, and a file of it would lack the others'. Call "
+            "consolidate_state_dict(to=RANK) on all ranks beforehand, and save state_dict() of that rank"
+        )
+
+
+def list_state(
+    sharding: Sharding, metadata: StateMetadata, groups: Sequence[ParamGroup], *, lists_own: bool
+) -> StateDict:
+    """List the whole state in the form of the unsharded optimizer's state dict. Nothing is communicated.
+
+    Args:
+        sharding: has this rank's state.
+        metadata: tells of that of other ranks.
+        groups: the public param groups.
+        lists_own: whether to list this rank's own values, and not placeholders for all.
+
+    Returns:
+        ``{"state": {index: entries}, "param_groups": [...]}``, of class :class:`PartialState` if values are missing.
+        Tensors are those of the optimizer, and not copies.
+    """
+    plan, inner = sharding.layout.plan, sharding.local.optim.state
+    state: dict[Any, Any] = {}
+    is_partial = not lists_own or metadata.has_changed()
+    for index, spec in enumerate(plan.tensors):
+        shard = sharding.local.shards.get(index) if lists_own else None
+        if shard is not None and shard.tensor in inner:
+            state[index] = own_entries(shard, spec, inner[shard.tensor])
+            is_partial = is_partial or shard.is_cut
+        elif index in metadata:
+            state[index] = metadata.placeholders(index)
+            is_partial = is_partial or bool(state[index])
+    state |= {key: value for key, value in inner.items() if not isinstance(key, torch.Tensor)}
+    indices = {id(param): index for index, param in enumerate(parameters_of(groups))}
+    packed = [{**group, "params": [indices[id(param)] for param in group["params"]]} for group in groups]
+    if not is_partial:
+        return {"state": state, "param_groups": packed}
+    return PartialState({"state": PartialState(state), "param_groups": packed})
+
+
+def own_entries(shard: LocalShard, spec: TensorSpec, entries: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return the entries of a shard of this rank; of a cut tensor as placeholders that hold this rank's part."""
+    if not shard.is_cut:
+        return dict(entries)
+    return {
+        key: StatePlaceholder(spec.shape, value.dtype, value.device, title_of(key, spec), value, shard.shard)
+        if isinstance(value, torch.Tensor) and value.dim() > 0
+        else value
+        for key, value in entries.items()
+    }

@@ -1,0 +1,60 @@
+"""Tensors that have a shape and no values on this rank: whatever would read them raises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NoReturn
+
+import torch
+
+
+class TensorWithoutValues(torch.Tensor):
+    """Base of what stands for values that lie on other ranks; made by ``make_wrapper_subclass``.
+
+    A subclass says in ``allowed`` which operators it knows, and in :meth:`refusal` what to do instead of all others.
+    """
+
+    allowed: ClassVar[Mapping[Any, Callable[..., Any]]] = {}
+
+    def refusal(self, operation: str) -> RuntimeError:
+        """Return the error for an operation, by its name."""
+        return RuntimeError(f"{operation} cannot be done with a tensor whose values lie on other ranks")
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override] # torch's stub leaves out that it is a classmethod
+        cls,
+        func: Any,  # noqa: ANN401 - an operator of torch
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - what the operator returns
+        """Do what is known; refuse all else."""
+        known = cls.allowed.get(func)
+        if known is not None:
+            return known(*args, **(kwargs or {}))
+        flat = [item for arg in args for item in (arg if isinstance(arg, (list, tuple)) else [arg])]
+        raise next(item for item in flat if isinstance(item, cls)).refusal(str(func))
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:  # noqa: ANN401 - as in object
+        """Refuse to be pickled.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise self.refusal("pickling")
+
+    def numpy(self, *, force: bool = False) -> NoReturn:  # noqa: ARG002 - torch's
+        """Refuse, as :meth:`__reduce_ex__`."""
+        raise self.refusal("numpy()")
+
+    def tolist(self) -> NoReturn:
+        """Refuse, as :meth:`__reduce_ex__`."""
+        raise self.refusal("tolist()")
+
+    def untyped_storage(self) -> NoReturn:
+        """Refuse, as :meth:`__reduce_ex__`."""
+        raise self.refusal("untyped_storage()")
+
+    def share_memory_(self) -> NoReturn:
+        """Refuse, as :meth:`__reduce_ex__`."""
+        raise self.refusal("share_memory_()")

@@ -1,0 +1,124 @@
+"""Lightning's Trainer with strategy ``ddp``, and Fabric: training and checkpoints as unsharded ones, bitwise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from framework_training import (
+    SEQUENCES,
+    STEPS,
+    Run,
+    Windows,
+    adamw,
+    assert_equal_to_unsharded,
+    call_our_methods,
+    needs,
+    new_model,
+    warmup,
+)
+from torch.utils.data import DataLoader
+from training import assert_same_state
+
+pytestmark = [needs("lightning"), pytest.mark.ranks(2, backend="gloo")]
+
+
+def fit(
+    is_sharded: bool,
+    *,
+    steps: int = STEPS,
+    manual: bool = False,
+    resume_from: Path | None = None,
+    save_to: Path | None = None,
+) -> Run:
+    import lightning.pytorch as pl
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = new_model()
+            self.losses: list[float] = []
+            self.automatic_optimization = not manual
+
+        def training_step(self, batch: dict[str, torch.Tensor], index: int) -> torch.Tensor:
+            loss = self.model(**batch)
+            self.losses.append(loss.item())
+            if manual:
+                optimizer = self.optimizers()
+                if is_sharded and index == 3:
+                    call_our_methods(optimizer)
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                self.clip_gradients(optimizer, gradient_clip_val=0.5)
+                optimizer.step()
+                self.lr_schedulers().step()
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            optimizer = adamw(self.model, is_sharded)
+            return [optimizer], [{"scheduler": warmup(optimizer), "interval": "step"}]
+
+    module = Module()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy="ddp",
+        max_steps=steps,
+        gradient_clip_val=None if manual else 0.5,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, DataLoader(Windows(), batch_size=SEQUENCES), ckpt_path=resume_from)
+    if save_to:
+        trainer.save_checkpoint(save_to)
+    return Run(module.model, module.losses)
+
+
+@pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
+def test_ten_steps_equal_the_unsharded_ones(manual):
+    assert_equal_to_unsharded(lambda is_sharded: fit(is_sharded, manual=manual))
+
+
+def test_a_checkpoint_is_the_unsharded_one_and_resumes(tmp_path):
+    ours, theirs = tmp_path / "ours.ckpt", tmp_path / "theirs.ckpt"
+    fit(True, steps=STEPS // 2, save_to=ours)
+    fit(False, steps=STEPS // 2, save_to=theirs)
+    saved = [torch.load(path)["optimizer_states"][0] for path in (ours, theirs)]
+    assert len(saved[1]["state"]) == len(list(new_model().parameters()))
+    assert_same_state(*saved)
+    assert_equal_to_unsharded(lambda is_sharded: fit(is_sharded, resume_from=ours), steps=STEPS // 2)
+
+
+def test_fabric_trains_clips_saves_and_loads_as_unsharded(tmp_path):
+    from lightning.fabric import Fabric
+
+    def train(is_sharded: bool) -> Run:
+        fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
+        fabric.launch()
+        model, losses = new_model(), []
+        built = adamw(model, is_sharded)
+        ddp, optimizer = fabric.setup(model, built)
+        schedule = warmup(optimizer)
+        batches = fabric.setup_dataloaders(DataLoader(Windows(), batch_size=SEQUENCES))
+        for step, batch in enumerate(batches):
+            loss = ddp(**batch)
+            losses.append(loss.item())
+            fabric.backward(loss)
+            fabric.clip_gradients(ddp, optimizer, max_norm=0.5)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            if is_sharded and step == 3:
+                call_our_methods(optimizer)
+            if step == STEPS // 2:
+                fabric.save(tmp_path / f"{is_sharded}.ckpt", {"optimizer": optimizer})
+                # Both take what the sharded one has saved.
+                fabric.load(tmp_path / "True.ckpt", {"optimizer": optimizer})
+        return Run(model, losses)
+
+    assert_equal_to_unsharded(train)
+    assert_same_state(*(torch.load(tmp_path / f"{is_sharded}.ckpt")["optimizer"] for is_sharded in (True, False)))
