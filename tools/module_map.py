@@ -25,6 +25,8 @@ PICTURES = ROOT / "docs" / "pictures"
 PACKAGES = ("zeroshard_core", "zeroshard_comm", "zeroshard", "zeroshard_integrations")
 _LEFT_OUT = frozenset({"_torch_private"})
 _SWEEPS = 24
+_WIDEST = 7.6
+"""Inches, of a column of text."""
 _COLORS = ("#3a7cbc", "#b06f1f", "#3b8a5f")
 """Of the modules of each folder."""
 
@@ -122,7 +124,7 @@ def draw(imports: Imports, file: Path) -> None:
     ordered = rows(shown)
     widest = max(map(len, ordered))
     folders = sorted({name.rpartition(".")[0] for name in imports})
-    with picture(file, 1.35 * widest, 0.5 * len(ordered)) as (_, panel):
+    with picture(file, min(1.35 * widest, _WIDEST), 0.5 * len(ordered)) as (_, panel):
         spots = {
             name: (widest * spot, -float(number))
             for number, row in enumerate(ordered)
