@@ -21,7 +21,13 @@ rank, ranks = dist.get_rank(), dist.get_world_size()
 # The model predicts a byte of one of Python's own sources from the bytes before it.
 text = torch.tensor(list(Path(os.__file__).read_bytes()))
 torch.manual_seed(0)
-model = nn.Sequential(nn.Embedding(256, 32), nn.Flatten(), nn.Linear(CONTEXT * 32, 256), nn.ReLU(), nn.Linear(256, 256))
+model = nn.Sequential(
+    nn.Embedding(256, 32),
+    nn.Flatten(),
+    nn.Linear(CONTEXT * 32, 256),
+    nn.ReLU(),
+    nn.Linear(256, 256),
+)
 ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
 optimizer = AdamW(ddp.parameters(), lr=1e-3)
 
@@ -47,6 +53,7 @@ mean = torch.stack(losses).mean() / ranks
 dist.all_reduce(mean)
 if rank == 0:
     steps = first + STEPS
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "steps": steps}, checkpoint)
-    print(f"steps {first + 1} to {steps} on {ranks} ranks: mean loss {mean.item():.2f}, saved to {checkpoint}")
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save({**saved, "steps": steps}, checkpoint)
+    print(f"steps {first + 1} to {steps} on {ranks} ranks: mean loss {mean.item():.2f}")
 dist.destroy_process_group()

@@ -23,7 +23,13 @@ rank, ranks = dist.get_rank(), dist.get_world_size()
 # The model predicts a byte of one of Python's own sources from the bytes before it.
 text = torch.tensor(list(Path(os.__file__).read_bytes()))
 torch.manual_seed(0)
-model = nn.Sequential(nn.Embedding(256, 32), nn.Flatten(), nn.Linear(CONTEXT * 32, 256), nn.ReLU(), nn.Linear(256, 256))
+model = nn.Sequential(
+    nn.Embedding(256, 32),
+    nn.Flatten(),
+    nn.Linear(CONTEXT * 32, 256),
+    nn.ReLU(),
+    nn.Linear(256, 256),
+)
 ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
 optimizer = ZeroRedundancyOptimizer(ddp.parameters(), AdamW, lr=1e-3)
 ddp.register_comm_hook(optimizer, reduce_to_owner_hook)
@@ -51,6 +57,7 @@ dist.all_reduce(mean)
 optimizer.consolidate_state_dict(to=0)
 if rank == 0:
     steps = first + STEPS
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "steps": steps}, checkpoint)
-    print(f"steps {first + 1} to {steps} on {ranks} ranks: mean loss {mean.item():.2f}, saved to {checkpoint}")
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save({**saved, "steps": steps}, checkpoint)
+    print(f"steps {first + 1} to {steps} on {ranks} ranks: mean loss {mean.item():.2f}")
 dist.destroy_process_group()
