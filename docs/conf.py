@@ -9,8 +9,13 @@ author = "the zeroshard authors"
 release = version = version_of("zeroshard")
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-exclude_patterns = ["_build"]
+myst_heading_anchors = 3
+exclude_patterns = ["_build", "examples", "measured"]
+html_show_copyright = False
 html_theme = "furo"
+pygments_style = "tango"  # the colours of a diff
+html_static_path = ["_static"]
+html_css_files = ["pages.css"]
 html_title = f"zeroshard {release}"
 
 # Single backticks in docstrings name code.

@@ -1,34 +1,82 @@
-"""Write docs/benchmarks.md from what runs of training.py left with --json; without files, say how to use it."""
+"""Write docs/benchmarks.md and its pictures from docs/measured: what training.py and many_ranks.py have found."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from many_ranks import growth, table_of_growth
+from pictures import draw_memory, draw_ranks, draw_time, place_of
 from training_report import markdown
-from training_result import Result
+from training_result import DDP, Result
 
-PAGE = Path(__file__).parents[2] / "docs" / "benchmarks.md"
+DOCS = Path(__file__).parents[2] / "docs"
+MEASURED, PAGE = DOCS / "measured", DOCS / "benchmarks.md"
+_PICTURES = "pictures"
+
 _HEAD = """# Benchmarks
 
-Training the same model on the same batches, with everything that shards Adam's state and was installed.
-
-How it is measured: all contenders live in the same processes, one for each rank, and take turns in every round, in an
-order that is reversed from round to round. A time is that of the slowest rank. Ratios are medians over the rounds, each
-with an interval that covers the true median with a probability of 95 %. "To torch ZeRO" is to the better of
-`torch.distributed.optim.ZeroRedundancyOptimizer`'s two modes, with and without bucket views. In the end the parameters
-of all contenders are compared with DDP's: "difference" is the L2 norm of what they differ by, relative to theirs.
-
-"Counted MB" is what zeroshard's optimizer counted as sent by each rank in an iteration. "Wire MB" is what left the
-rank's network interface, by the kernel's counter, also as a multiple of what a ring all-reduce of all gradients sends,
-2P(N-1)/N bytes for P bytes of parameters on N ranks. On a link, each rank has a network namespace of its own, whose
-interface is shaped to the given rate. "Peak MB" is the highest resident memory of a rank above what was resident before
-the model was built, measured for each contender alone in fresh processes; "settled MB" is that of later iterations.
-Bytes and memory are means over the ranks.
+The same model is trained on the same batches, with Adam: by DistributedDataParallel alone (DDP), with torch's
+`ZeroRedundancyOptimizer` (ZeRO), and with zeroshard.
 """
 
+_MEMORY = """
+## Memory
+
+![Bars: peak memory of a rank falls with the number of ranks towards what parameters and gradients take]({file})
+
+Adam's state is twice the parameters, and each of N ranks holds 1/N of it; parameters and gradients are on every rank.
+"""
+
+_TIME = """
+## Time
+
+{pictures}
+
+A hook sends each gradient to its owner alone, so a sharded iteration sends as much as DDP's; torch's ZeRO sends half as
+much again. Lines are 95 % intervals. mlp is large linear layers, gpt a small language model. On one machine ranks read
+each other's memory.
+"""
+
+_RANKS = """
+## Thousands of ranks
+
+![Lines: time and memory of a step by the number of ranks]({file})
+
+What one rank computes and holds falls with the number of ranks; at thousands, what remains is to issue thousands of
+broadcasts. This is measured on a backend that moves no data: the time of the network is not in it.
+"""
+
+_METHOD = """
+## How it is measured
+
+All contenders live in the same processes, one for each rank, and take turns in every round, in an order that is
+reversed from round to round. A time is that of the slowest rank. A ratio is the median over the rounds, with an
+interval that covers the true median with a probability of 95 %. In the end the parameters of all contenders are
+compared with DDP's.
+
+| column | meaning |
+| --- | --- |
+| ms | time of an iteration: forward, backward, step |
+| / torch | the same, relative to the better of torch's two modes, with and without bucket views |
+| / DDP | the same, relative to DDP |
+| sent | MB that zeroshard counts as sent by a rank in an iteration |
+| link | MB that left the rank's network interface, by the kernel's counter |
+| / ring | the same, relative to a ring all-reduce of all gradients: 2P(N - 1)/N bytes for P bytes of parameters |
+| peak | MB of resident memory of a rank at the highest, above what was resident before the model was built |
+| / P | the same, relative to the parameters |
+| later | as peak, after the first iterations |
+| apart | L2 norm of the difference of the parameters from DDP's, relative to theirs |
+
+Memory is measured for each contender alone, in fresh processes. Bytes and memory are means over the ranks. On a link,
+each rank has a network namespace of its own, whose interface is shaped to the given rate.
+
+Contenders are:
+
+"""
 
 _WORDS = """## Messages without tensor data
 
@@ -50,28 +98,63 @@ no further message; where memory is read, there is one further word for each buc
 
 def main(
     files: Annotated[
-        list[Path] | None, typer.Argument(help="written by training.py --json, in the order of the page")
+        list[Path] | None,
+        typer.Argument(help="written by training.py or many_ranks.py with --json; by default all in docs/measured"),
     ] = None,
-    page: Annotated[Path, typer.Option(help="file to write")] = PAGE,
+    page: Annotated[Path, typer.Option(help="file to write; pictures go to a folder beside it")] = PAGE,
 ) -> None:
-    """Write the page of benchmarks."""
-    if not files:
-        typer.echo("usage: python tools/bench/benchmarks_page.py FILE.json ... [--page docs/benchmarks.md]")
-        return
-    results = []
-    for file in files:
+    """Write the page of benchmarks, and draw its pictures."""
+    runs: list[Result] = []
+    many: dict[str, Any] | None = None
+    for file in files or sorted(MEASURED.glob("*.json")):
         try:
-            results.append(Result.of_json(json.loads(file.read_text(encoding="utf-8"))))
+            found = json.loads(file.read_text(encoding="utf-8"))
+            if found.get("program") == "many_ranks":
+                many = found
+            else:
+                runs.append(Result.of_json(found))
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            typer.echo(f"{file} is no result of training.py: {error}", err=True)
+            typer.echo(f"{file} is no result of training.py or many_ranks.py: {error}", err=True)
             raise typer.Exit(2) from None
-    page.write_text(page_of(results), encoding="utf-8")
-    typer.echo(f"{len(results)} runs written to {page}")
+    page.write_text(page_of(runs, many, page.parent / _PICTURES), encoding="utf-8")
+    typer.echo(f"{len(runs) + (many is not None)} runs written to {page}")
 
 
-def page_of(results: list[Result]) -> str:
-    """Return the page."""
-    return "\n".join([_HEAD, *(markdown(result) for result in results), _WORDS])
+def page_of(runs: list[Result], many: dict[str, Any] | None, pictures: Path) -> str:
+    """Draw the pictures, and return the page.
+
+    Args:
+        runs: of training.py; those with memory are of one model on different numbers of ranks.
+        many: of many_ranks.py.
+        pictures: folder to draw to.
+    """
+    remembered = [run for run in runs if any(entry.peaks for entry in run.entries)]
+    timed = [run for run in runs if run not in remembered and DDP in run.times]
+    parts = [_HEAD]
+    if remembered:
+        draw_memory(remembered, pictures / "memory.svg")
+        parts.append(_MEMORY.format(file=f"{_PICTURES}/memory.svg"))
+    shown = []
+    for run in timed:
+        name = f"time-{run.model.partition(',')[0]}-{run.link or 'loopback'}.svg"
+        draw_time(run, pictures / name)
+        shown.append(f"![Bars: the time of an iteration of {place_of(run)}, relative to DDP's]({_PICTURES}/{name})")
+    parts += [_TIME.format(pictures="\n".join(shown))] if shown else []
+    if many is not None:
+        draw_ranks(growth(many), pictures / "ranks.svg")
+        parts.append(_RANKS.format(file=f"{_PICTURES}/ranks.svg"))
+    whats = {entry.name: entry.what for run in runs for entry in run.entries if entry.failure is None}
+    parts += [_METHOD, *(f"- `{name}`: {what}\n" for name, what in whats.items()), "\n## Figures\n\n"]
+    parts += [
+        markdown(run, level=3, names_contenders=False) + "\n" for run in (*timed, *map(_without_times, remembered))
+    ]
+    parts += [table_of_growth(many) + "\n"] if many is not None else []
+    return "".join([*parts, _WORDS])
+
+
+def _without_times(run: Result) -> Result:
+    """A run whose few rounds are for its memory."""
+    return replace(run, entries=[replace(entry, seconds=(), counted=None) for entry in run.entries])
 
 
 if __name__ == "__main__":

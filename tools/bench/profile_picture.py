@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import typer
 from contenders import CONTENDERS, OURS
+from drawing import TEXT, picture
 from spawned import on_ranks
 from torch.profiler import ProfilerActivity, profile
 from workloads import mlp
@@ -26,7 +27,7 @@ _FORWARD_BEGINS, _BACKWARD_BEGINS = "DistributedDataParallel.forward", "autograd
 _ITERATIONS_BEFORE, _ITERATIONS = 3, 2
 _JOINED_WITHIN = 0.005
 """Functions of autograd are one bar if what lies between is less than this part of the picture."""
-_LETTER = 0.006
+_LETTER = 0.01
 """Width of a letter, as a part of the picture's."""
 _MODEL_COLORS = {FORWARD: "#c9ced6", BACKWARD: "#9aa0a6"}
 
@@ -104,44 +105,33 @@ def draw(ranges: Sequence[Bar], title: str, file: Path) -> None:
         title: above the picture.
         file: to write.
     """
-    # A backend without windows, chosen before pyplot is imported.
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "zeroshard"})
-    from matplotlib import pyplot as plt
-    from matplotlib.patches import Patch
-
     width = max((bar.end for bar in ranges), default=1.0)
     lanes = _lanes(ranges)
     rows = [(title, row) for title, lane in lanes for row in lane]
-    figure, panel = plt.subplots(figsize=(11, 1.2 + 0.42 * len(rows)), layout="constrained")
     phases = [phase for phase in dict.fromkeys(bar.phase for bar in ranges) if phase not in _MODEL_COLORS]
     colors = _MODEL_COLORS | {phase: f"C{number}" for number, phase in enumerate(phases)}
-    for number, (_, row) in enumerate(rows):
-        for bar in row:
-            length = bar.end - bar.start
-            panel.barh(
-                number, length, left=bar.start, color=colors[bar.phase], height=0.8, edgecolor="white", linewidth=0.5
-            )
-            fitting = [text for text in (bar.name, bar.name.split()[-1]) if len(text) * _LETTER * width < length]
-            if fitting:
-                panel.text(bar.start + length / 2, number, fitting[0], ha="center", va="center", fontsize=7)
-    place = 0
-    for name, lane in lanes:
-        panel.text(-0.01 * width, place + (len(lane) - 1) / 2, name, ha="right", va="center", fontsize=9)
-        place += len(lane)
-        panel.axhline(place - 0.5, color="#dddddd", linewidth=0.8)
-    handles = [Patch(color=color) for color in colors.values()]
-    figure.legend(handles, list(colors), loc="outside lower center", ncols=len(colors), frameon=False, fontsize=8)
-    panel.invert_yaxis()
-    panel.set_yticks([])
-    panel.set_xlim(0, width)
-    panel.set_xlabel("ms")
-    panel.set_title(title, loc="left", fontsize=9)
-    panel.spines[["top", "right", "left"]].set_visible(False)
-    figure.savefig(file, dpi=120, metadata={"Date": None} if file.suffix == ".svg" else None)
-    plt.close(figure)
+    with picture(file, 7.6, 1.4 + 0.42 * len(rows)) as (figure, panel):
+        for number, (_, row) in enumerate(rows):
+            for bar in row:
+                length = bar.end - bar.start
+                panel.barh(number, length, left=bar.start, color=colors[bar.phase], height=0.8)
+                fitting = [text for text in (bar.name, bar.name.split()[-1]) if len(text) * _LETTER * width < length]
+                if fitting:
+                    middle = bar.start + length / 2
+                    panel.text(middle, number, fitting[0], ha="center", va="center", fontsize=8, color="black")
+        place = 0
+        for name, lane in lanes:
+            panel.text(-0.01 * width, place + (len(lane) - 1) / 2, name, ha="right", va="center")
+            place += len(lane)
+            panel.axhline(place - 0.5, color=TEXT, linewidth=0.5)
+        handles = [panel.barh(0, 0, color=color) for color in colors.values()]
+        figure.legend(handles, list(colors), loc="outside lower center", ncols=4)
+        panel.invert_yaxis()
+        panel.set_yticks([])
+        panel.set_xlim(0, width)
+        panel.set_xlabel("ms")
+        panel.set_title(title)
+        panel.spines["left"].set_visible(False)
 
 
 def _name(event: str) -> str | None:

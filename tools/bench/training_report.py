@@ -16,8 +16,7 @@ _EMPTY = ""
 def rows(result: Result) -> Rows:
     """Return the headings and a row for each contender that ran; empty columns are left out."""
     headings = [
-        "contender", "ms", "to torch ZeRO (95 %)", "to ddp (95 %)", "counted MB", "wire MB", "wire / all-reduce",
-        "peak MB", "peak / parameters", "settled MB", "difference",
+        "contender", "ms", "/ torch", "/ DDP", "sent", "link", "/ ring", "peak", "/ P", "later", "apart",
     ]  # fmt: skip
     cells = [_row(result, entry) for entry in result.entries if entry.failure is None]
     kept = [column for column in range(len(headings)) if column == 0 or any(row[column] for row in cells)]
@@ -40,25 +39,29 @@ def table(result: Result) -> Table:
     made = Table(title=result.title, title_justify="left")
     for number, heading in enumerate(headings):
         made.add_column(
-            heading, justify="right" if number else "left", no_wrap=heading == "contender" or "95 %" in heading
+            heading, justify="right" if number else "left", no_wrap=heading in ("contender", "/ torch", "/ DDP")
         )
     for row in cells:
         made.add_row(*row)
     return made
 
 
-def markdown(result: Result, level: int = 2) -> str:
+def markdown(result: Result, level: int = 2, *, names_contenders: bool = True) -> str:
     """Return a section with command, machine and table.
 
     Args:
         result: of the run.
         level: of the heading.
+        names_contenders: whether each contender is told in words.
     """
     headings, *cells = rows(result)
     machine = ", ".join(f"{name.replace('_', ' ')}: {value}" for name, value in result.machine.items())
-    ran = [f"- `{entry.name}`: {entry.what}" for entry in result.entries if entry.failure is None]
+    ran = [f"- `{entry.name}`: {entry.what}" for entry in result.entries if entry.failure is None and names_contenders]
+    listed = [*ran, *(f"- {remark}" for remark in remarks(result))]
     lines = [
-        f"{'#' * level} {result.title}",
+        f"{'#' * level} {result.heading}",
+        "",
+        f"{result.size}, {result.rounds} rounds.",
         "",
         f"Command: `{result.command}`",
         "",
@@ -67,12 +70,8 @@ def markdown(result: Result, level: int = 2) -> str:
         _line(headings),
         _line(["---"] + ["---:"] * (len(headings) - 1)),
         *map(_line, cells),
-        "",
-        *ran,
-        *(f"- {remark}" for remark in remarks(result)),
     ]
-    if result.torch_zero is not None:
-        lines += ["", f"The better of torch's two modes, which ratios are to, is `{result.torch_zero}` here."]
+    lines += ["", *listed] if listed else []
     return "\n".join(lines) + "\n"
 
 
@@ -91,21 +90,21 @@ def _row(result: Result, entry: Entry) -> list[str]:
         _megabytes(overall),
         _times(overall, result.parameter_bytes),
         _megabytes(settled),
-        _EMPTY if entry.difference is None else f"{entry.difference:.1e}",
+        _EMPTY if entry.difference is None else f"{entry.difference:.0e}",
     ]
 
 
 def _ratio(timing: PairedTiming | None) -> str:
-    return _EMPTY if timing is None else f"{timing.ratio:.3f} ({timing.low:.3f} - {timing.high:.3f})"
+    return _EMPTY if timing is None else f"{timing.ratio:.2f} ({timing.low:.2f} - {timing.high:.2f})"
 
 
 def _megabytes(sizes: Sequence[float] | None) -> str:
     """The mean over the ranks."""
-    return f"{mean(sizes) / 1e6:.2f}" if sizes else _EMPTY
+    return f"{mean(sizes) / 1e6:.1f}" if sizes else _EMPTY
 
 
 def _times(sizes: Sequence[float] | None, unit: float) -> str:
-    return f"{mean(sizes) / unit:.3f}" if sizes and unit else _EMPTY
+    return f"{mean(sizes) / unit:.2f}" if sizes and unit else _EMPTY
 
 
 def _line(cells: Sequence[str]) -> str:

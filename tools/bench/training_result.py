@@ -74,11 +74,20 @@ class Result:
     entries: Sequence[Entry]
 
     @property
+    def heading(self) -> str:
+        """What was run, in few words."""
+        network = "loopback" if self.link is None else f"links of {self.link}"
+        return f"{self.model}, {self.ranks} ranks, {network}"
+
+    @property
+    def size(self) -> str:
+        """How large it is."""
+        return f"{self.parameter_bytes / 1e6:.1f} MB of parameters, {self.batch} per rank"
+
+    @property
     def title(self) -> str:
         """What was run, in one line."""
-        network = "loopback" if self.link is None else f"links of {self.link}"
-        size = f"{self.parameter_bytes / 1e6:.1f} MB of parameters"
-        return f"{self.model} ({size}, {self.batch} per rank), {self.ranks} ranks, {network}, {self.rounds} rounds"
+        return f"{self.heading} ({self.size}), {self.rounds} rounds"
 
     @property
     def all_reduce_bytes(self) -> float:

@@ -11,7 +11,7 @@ EVENTS = [
     (NODE, 1, 11_000.0, 20_000.0),
     (NODE, 1, 20_010.0, 31_000.0),
     ("zeroshard::reduce bucket 0", 2, 21_000.0, 25_000.0),
-    ("zeroshard::reduce bucket 1", 3, 26_000.0, 32_000.0),
+    ("zeroshard::reduce bucket 1", 3, 26_000.0, 36_000.0),
     ("zeroshard::step", 1, 33_000.0, 41_000.0),
     ("zeroshard::update", 1, 34_000.0, 36_000.0),
     (NODE, 1, 50_000.0, 60_000.0),

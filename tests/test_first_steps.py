@@ -1,0 +1,38 @@
+"""The scripts that the documentation shows run as they stand, and sharding changes none of their numbers."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from training import assert_same_state
+from zeroshard_testing import run_on_ranks
+
+EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
+
+
+def run(script: str, checkpoint: Path) -> None:
+    sys.argv = [script, str(checkpoint)]
+    runpy.run_path(str(EXAMPLES / script))
+
+
+def train(script: str, ranks: int, checkpoint: Path) -> dict:
+    run_on_ranks(run, ranks, script, checkpoint, init=False)
+    return torch.load(checkpoint)
+
+
+def test_sharded_training_is_saved_and_resumed_as_plain_training_is(tmp_path: Path) -> None:
+    for steps in (50, 100):
+        plain, sharded = (train(script, 2, tmp_path / f"{script}.pt") for script in ("plain.py", "sharded.py"))
+        assert plain["steps"] == sharded["steps"] == steps
+        assert all(torch.equal(value, plain["model"][name]) for name, value in sharded["model"].items())
+        assert_same_state(sharded["optimizer"], plain["optimizer"])
+
+
+@pytest.mark.parametrize("script", ["sharded.py", "plain.py"])
+def test_another_number_of_ranks_resumes(script: str, tmp_path: Path) -> None:
+    train("sharded.py", 2, tmp_path / "run.pt")
+    assert train(script, 3, tmp_path / "run.pt")["steps"] == 100

@@ -1,0 +1,89 @@
+"""What the documentation's pages say of the sources is still there."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+from module_imports import docstrings
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PACKAGES = ("zeroshard_core", "zeroshard_comm", "zeroshard", "zeroshard_integrations", "zeroshard_testing")
+HOLE = "…"
+
+
+def text_of(node: ast.AST) -> str:
+    """The text of a string expression, with a hole for each value in it."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(map(text_of, node.values))
+    return HOLE
+
+
+def texts() -> list[str]:
+    files = [file for package in PACKAGES for file in ROOT.glob(f"packages/*/src/{package}/**/*.py")]
+    found = []
+    for tree in (ast.parse(file.read_text(encoding="utf-8")) for file in files):
+        prose = docstrings(tree)
+        nodes = [node for node in ast.walk(tree) if isinstance(node, (ast.Constant, ast.JoinedStr))]
+        found += [text_of(node) for node in nodes if id(node) not in prose]
+    return found
+
+
+def rows(page: str) -> list[list[str]]:
+    lines = (DOCS / page).read_text(encoding="utf-8").splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+
+
+def test_every_message_on_the_page_of_errors_is_one_of_the_sources():
+    messages = [first.strip("`") for first, *others in rows("errors.md") if first.startswith("`") and len(others) == 1]
+    patterns = [".*".join(map(re.escape, message.split(HOLE))) for message in messages]
+    found = texts()
+
+    assert len(messages) > 50
+    assert not [pattern for pattern in patterns if not any(re.search(pattern, text, re.DOTALL) for text in found)]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_public_error_is_on_the_page_of_errors(package):
+    module = importlib.import_module(package)
+    public = [getattr(module, name) for name in getattr(module, "__all__", [])]
+    errors = [kind.__name__ for kind in public if isinstance(kind, type) and issubclass(kind, Exception)]
+    page = (DOCS / "errors.md").read_text(encoding="utf-8")
+
+    assert [name for name in errors if f"`{name}`" not in page] == []
+
+
+def test_every_name_on_the_page_for_contributors_exists():
+    names = set(re.findall(r"`(zeroshard\w*(?:\.\w+)+)(?:\(\))?`", (DOCS / "contributing.md").read_text("utf-8")))
+
+    assert len(names) > 20
+    for name in sorted(names):
+        parts = name.split(".")
+        for length in range(len(parts), 0, -1):
+            try:
+                found = importlib.import_module(".".join(parts[:length]))
+                break
+            except ModuleNotFoundError:
+                continue
+        for part in parts[length:]:
+            assert hasattr(found, part), name
+            found = getattr(found, part)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/first-steps.md"])
+def test_the_lines_that_change_are_those_of_the_examples(page):
+    # Given the two examples, and the difference that the page shows,
+    plain, sharded = ((DOCS / "examples" / name).read_text("utf-8").splitlines() for name in ("plain.py", "sharded.py"))
+    shown = re.search("```diff\n(.*?)```", (ROOT / page).read_text("utf-8"), re.DOTALL)[1].splitlines()
+    # when they are compared,
+    compared = [line for line in difflib.ndiff(plain, sharded) if line[0] in "+-"]
+    # then the same lines change, and the others are lines of both.
+    assert [line for line in shown if line and line[0] in "+-"] == [line[0] + line[2:] for line in compared]
+    assert {line[1:] for line in shown if line[:1] == " "} <= {*plain, " # Train as before, then:"[1:]}
