@@ -27,8 +27,8 @@ check_optimizer(MyOptimizer, lr=1e-3).verdict  # "equal", "coupled", "draws rand
 ```
 
 It steps toy tensors together and apart and compares them: evidence, and no proof. The tables show what it has seen of
-these packages on a CPU, with the classes' own arguments unless others are named. Some classes are refused for what
-their source does, though toy tensors do not show it.
+these packages on a CPU, with the classes' own arguments unless others are named. Some are refused for what is in their
+source, though toy tensors do not show it.
 
 | seen | what it means |
 | --- | --- |

@@ -206,3 +206,8 @@ def test_one_that_has_modes_is_put_into_training() -> None:
         descend(params)
 
     assert check_optimizer(InModes, step_with=step).verdict == "equal"
+
+
+def test_toy_tensors_lie_on_the_cpu_whatever_the_default_device() -> None:
+    with torch.device("meta"):
+        assert check_optimizer(optim.SGD).verdict == "equal"

@@ -16,7 +16,7 @@ from zeroshard._torch_private import DispatchMode
 from zeroshard.elementwise import OptimizerFactory
 
 _STEPS = 50
-_SHAPES = ((6, 4), (5, 3), (4, 7))
+_LIKES = [torch.empty(shape, dtype=torch.float32, device="meta") for shape in ((6, 4), (5, 3), (4, 7))]
 _GRADIENTS = [(spread, scale) for spread in (1.0, 0.1) for scale in (1.0, 1000.0)]
 """Kinds of gradients: with a spread of 0.1 they go mostly in one direction, with 1.0 they are random."""
 
@@ -68,7 +68,7 @@ def check_optimizer(
         >>> check_optimizer(torch.optim.LBFGS).verdict
         'coupled'
     """
-    likes = [torch.empty(shape, device="meta") for shape in _SHAPES] if params is None else list(params)
+    likes = _LIKES if params is None else list(params)
     if len(likes) < 2:
         raise ValueError(f"`params` must hold two tensors or more, which may be coupled, but it has {len(likes)}")
     problem = ""
@@ -141,7 +141,7 @@ def _try(
 
 def _random(likes: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(like.shape, generator=generator) for like in likes]
+    return [torch.randn(like.shape, generator=generator, dtype=torch.float32, device="cpu") for like in likes]
 
 
 def _evaluate(
