@@ -131,7 +131,7 @@ def draw(imports: Imports, file: Path) -> None:
             for name, spot in zip(row, _spots(len(row)), strict=True)
         }
         for name, (x, y) in spots.items():
-            for found in shown[name]:
+            for found in sorted(shown[name]):
                 panel.plot([x, spots[found][0]], [y, spots[found][1]], color=TEXT, linewidth=0.8, alpha=0.6, zorder=1)
             color = _COLORS[folders.index(name.rpartition(".")[0]) % len(_COLORS)]
             panel.text(

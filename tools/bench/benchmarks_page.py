@@ -129,7 +129,7 @@ def page_of(runs: list[Result], many: dict[str, Any] | None, pictures: Path) -> 
         pictures: folder to draw to.
     """
     remembered = [run for run in runs if any(entry.peaks for entry in run.entries)]
-    timed = [run for run in runs if run not in remembered and DDP in run.times]
+    timed = [run for run in runs if run not in remembered and any(run.ratio(entry, DDP) for entry in run.entries)]
     parts = [_HEAD]
     if remembered:
         draw_memory(remembered, pictures / "memory.svg")
@@ -154,7 +154,7 @@ def page_of(runs: list[Result], many: dict[str, Any] | None, pictures: Path) -> 
 
 def _without_times(run: Result) -> Result:
     """A run whose few rounds are for its memory."""
-    return replace(run, entries=[replace(entry, seconds=(), counted=None) for entry in run.entries])
+    return replace(run, entries=[replace(entry, seconds=(), counted=None) for entry in run.entries], kept={})
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 from typing import Any
 
 from drawing import OTHERS, OURS, PLAIN, TEXT, picture
@@ -57,6 +57,7 @@ def draw_time(result: Result, file: Path) -> None:
         file: to write.
     """
     rows = _ratios(result)
+    ddp = next(seconds for entry in result.entries if entry.name == DDP and (seconds := result.median(entry)))
     with picture(file, _WIDTH, 1.1 + 0.3 * len(rows)) as (_, panel):
         panel.barh([row[0] for row in rows], [row[1] for row in rows], color=[row[-1] for row in rows], height=0.7)
         for place, (_, ratio, low, high, _) in enumerate(rows):
@@ -65,7 +66,7 @@ def draw_time(result: Result, file: Path) -> None:
                 f"{ratio:.2f}", (max(high, ratio), place), xytext=(4, 0), textcoords="offset points", va="center"
             )
         panel.axvline(1, color=TEXT, linestyle=":", linewidth=1.2)
-        panel.set_title(f"{place_of(result)}: DDP takes {1e3 * median(result.times[DDP]):.0f} ms", loc="center")
+        panel.set_title(f"{place_of(result)}: DDP takes {1e3 * ddp:.0f} ms", loc="center")
         panel.invert_yaxis()
         panel.margins(x=0.12)
         panel.tick_params(axis="y", length=0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import mean, median
+from statistics import mean
 
 from pairs import PairedTiming
 from rich.table import Table
@@ -76,7 +76,8 @@ def markdown(result: Result, level: int = 2, *, names_contenders: bool = True) -
 
 
 def _row(result: Result, entry: Entry) -> list[str]:
-    ms = f"{1e3 * median(entry.seconds):.1f}" if entry.seconds else _EMPTY
+    seconds = result.median(entry)
+    ms = _EMPTY if seconds is None else f"{1e3 * seconds:.1f}"
     peaks = entry.peaks or ()
     overall, settled = ([peak[name] for peak in peaks] for name in ("overall", "settled"))
     return [

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from statistics import mean, median
 from typing import Any
 
@@ -61,6 +61,7 @@ class Result:
         rounds: timed iterations of each contender.
         link: rate of every rank's interface; None for loopback.
         entries: one for each contender, in order.
+        kept: figures of contenders whose rounds were not kept, see :meth:`as_json`.
     """
 
     command: str
@@ -72,6 +73,7 @@ class Result:
     rounds: int
     link: str | None
     entries: Sequence[Entry]
+    kept: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def heading(self) -> str:
@@ -102,22 +104,33 @@ class Result:
     @property
     def torch_zero(self) -> str | None:
         """The better of torch's two modes, by median; None if neither ran."""
-        ran = [name for name in TORCH_ZERO if name in self.times]
-        return min(ran, key=lambda name: median(self.times[name]), default=None)
+        ran = {entry.name: self.median(entry) for entry in self.entries if entry.name in TORCH_ZERO}
+        return min((name for name, found in ran.items() if found), key=lambda name: ran[name] or 0.0, default=None)
 
     @property
     def disagreeing(self) -> list[str]:
         """Contenders that came to other parameters than the first one."""
         return [entry.name for entry in self.entries if not entry.agrees]
 
+    def median(self, entry: Entry) -> float | None:
+        """Return an entry's median time, in seconds; None where it has none."""
+        return median(entry.seconds) if entry.seconds else self.kept.get(entry.name, {}).get("median_seconds")
+
     def ratio(self, entry: Entry, to: str | None) -> PairedTiming | None:
-        """Return the ratio of an entry's times to another's, round by round; None where either has none."""
+        """Return the ratio of an entry's times to another's, round by round; None where either has none.
+
+        Where rounds were not kept, only ratios to DDP and to the better of torch's two modes are known.
+        """
         times = self.times
-        return compared(times, entry.name, to) if to in times and entry.name in times else None
+        if to in times and entry.name in times:
+            return compared(times, entry.name, to)
+        kept = self.kept.get(entry.name, {}).get("to_ddp" if to == DDP else "to_torch_zero")
+        return PairedTiming(**kept) if kept is not None and to is not None else None
 
     def as_json(self) -> dict[str, Any]:
         """Return everything as what JSON can hold, with the figures that follow from it."""
-        return {"program": "training", **asdict(self), "figures": {e.name: self._figures(e) for e in self.entries}}
+        found = {name: value for name, value in asdict(self).items() if name != "kept"}
+        return {"program": "training", **found, "figures": {e.name: self._figures(e) for e in self.entries}}
 
     @classmethod
     def of_json(cls, found: dict[str, Any]) -> Result:
@@ -129,11 +142,13 @@ class Result:
         if found.get("program") != "training":
             raise ValueError("it was not written by tools/bench/training.py")
         fields = {name: value for name, value in found.items() if name not in ("program", "figures", "entries")}
-        return cls(**fields, entries=[Entry(**entry) for entry in found["entries"]])
+        entries = [Entry(**entry) for entry in found["entries"]]
+        kept = {entry.name: found["figures"][entry.name] for entry in entries if not entry.seconds}
+        return cls(**fields, entries=entries, kept=kept)
 
     def _figures(self, entry: Entry) -> dict[str, object]:
         if not entry.seconds:
-            return {}
+            return dict(self.kept.get(entry.name, {}))
         to_zero, to_ddp = (self.ratio(entry, name) for name in (self.torch_zero, DDP))
         return {
             "median_seconds": median(entry.seconds),
