@@ -25,7 +25,7 @@ from zeroshard.state.consolidate import StateDict
 
 
 class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):
-    r"""Wrap any optimizer class and keep only this rank's share of its state (ZeRO stage 1).
+    r"""Wrap an optimizer class and keep only this rank's share of its state (ZeRO stage 1).
 
     Every rank holds all parameters, and the optimizer state of what it owns. :meth:`step` updates that with the user's
     own optimizer class and brings every rank the others' new values. It expects gradients that are equal on all ranks,
@@ -44,9 +44,9 @@ class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):
             copying. ``param.data`` then points into a buffer, without gaps if it had some.
         overlap_with_ddp: that a communication hook steps this optimizer during backward, see
             ``zeroshard_integrations.ddp``.
-        partition: ``"whole"`` (each tensor has one owner; right for every optimizer), ``"split"`` (large tensors are
-            cut evenly; elementwise optimizers only), ``"hybrid"`` (whole, except tensors larger than a fair share;
-            elementwise only), or a strategy of your own, see :func:`zeroshard_core.partition`.
+        partition: ``"whole"`` (each tensor has one owner; for optimizers that update each by itself), ``"split"``
+            (large ones are cut evenly; elementwise optimizers only), ``"hybrid"`` (whole, except tensors larger than a
+            fair share; elementwise only), or a strategy of your own, see :func:`zeroshard_core.partition`.
         cost: what a tensor weighs when tensors are dealt out; its number of elements by default.
         elementwise: declares that ``optimizer_class`` is elementwise, where that is not known.
         **defaults: arguments of ``optimizer_class``.
