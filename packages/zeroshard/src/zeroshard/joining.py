@@ -24,7 +24,6 @@ from zeroshard._torch_private import JoinConfig, foreach_norm, join_config, loca
 from zeroshard.local_optimizer import NOT_SYNCED
 from zeroshard.overlap.backward import BackwardFollower
 from zeroshard.overlap.placeholder import GradPlaceholder
-from zeroshard.param_groups import ParamGroup
 from zeroshard.sharding import Sharding
 from zeroshard.state.serialization import receive_value, send_value, write_value
 
@@ -136,8 +135,8 @@ class Participant:
         problem: returns why ranks without data cannot take part in a step, if they cannot.
     """
 
-    def __init__(self, sharding: Sharding, groups: Callable[[], list[ParamGroup]]) -> None:
-        self._sharding, self._groups = sharding, groups
+    def __init__(self, sharding: Sharding) -> None:
+        self._sharding = sharding
         self.leave()
 
     def leave(self) -> None:
@@ -182,8 +181,8 @@ class Participant:
         return arguments
 
     def _describe(self, call: Call, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        groups = [{k: v for k, v in group.items() if k not in NOT_SYNCED} for group in self._groups()]
-        self._sharding.hyperparameters.follow(self._groups())
+        groups = [{k: v for k, v in group.items() if k not in NOT_SYNCED} for group in self._sharding.groups]
+        self._sharding.hyperparameters.follow(self._sharding.groups)
         named = [(f"the hyperparameter {key!r}", value) for group in groups for key, value in group.items()]
         named += [(f"the argument {key!r} of {call.name.lower()}()", value) for key, value in arguments.items()]
         for name, value in named:
@@ -212,7 +211,7 @@ class Participant:
         return found
 
     def _take(self, call: Call, given: Mapping[str, Any]) -> None:
-        groups, params, rank = self._groups(), self._sharding.params, self._sharding.control.ranks.rank
+        groups, params, rank = self._sharding.groups, self._sharding.params, self._sharding.control.ranks.rank
         for from_group, to_group in zip(given["groups"], groups, strict=True):
             for key, value in from_group.items():
                 present = to_group.get(key)

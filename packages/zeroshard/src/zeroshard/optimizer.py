@@ -25,7 +25,7 @@ from zeroshard.state.partial import StateDict
 
 
 class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):  # type: ignore[misc] # torch annotates `state` narrowly
-    r"""Wrap any optimizer class and keep only this rank's share of its state (ZeRO stage 1).
+    r"""Wrap an optimizer class and keep only this rank's share of its state (ZeRO stage 1).
 
     Every rank holds all parameters, and the optimizer state of what it owns. :meth:`step` updates that with the user's
     own optimizer class and brings every rank the others' new values. It expects gradients that are equal on all ranks,

@@ -66,10 +66,9 @@ class ShardedOptimizer:
         if self.sharding.begins_with_state:
             self._metadata.exchange("ZeroRedundancyOptimizer()")
         self._coordinator = StepCoordinator(self.sharding, self._metadata)
-        # Not a method: what is handed on would keep this object alive.
         self._groups: Callable[[], list[ParamGroup]] = lambda: sharding.groups
-        self.joining = Participant(self.sharding, self._groups)
-        self._train_mode = TrainMode(self.sharding, self._groups)
+        self.joining = Participant(self.sharding)
+        self._train_mode = TrainMode(self.sharding)
         self._schema = StateSchema(policy.factory, defaults, elementwise=policy.elementwise)
         self._view = StateView(self.sharding, self._metadata)
         self._consolidated: StateDict | None = None
@@ -249,7 +248,7 @@ class ShardedOptimizer:
         """Take gradients bucket by bucket from now on."""
         if self.follower is None:
             self.sharding.name(names)
-            self.follower = BackwardFollower(self._coordinator, self.joining, self._groups, mode)
+            self.follower = BackwardFollower(self._coordinator, self.joining, mode)
         elif self.follower.mode is not mode:
             raise ValueError(
                 f"a communication hook steps this optimizer {self.follower.mode.value!r} already, and cannot step it "

@@ -6,14 +6,13 @@ Each rank calls its local optimizer's method; what that has changed of parameter
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
 from typing import Any
 
 from zeroshard_comm import agreed
 
 from zeroshard._torch_private import version_of
 from zeroshard.local_optimizer import NOT_SYNCED, sync_groups
-from zeroshard.param_groups import ParamGroup, settings_of
+from zeroshard.param_groups import settings_of
 from zeroshard.parameter_sync import ParameterSync
 from zeroshard.sharding import Sharding
 from zeroshard.state.serialization import receive_value, send_value
@@ -26,12 +25,10 @@ class TrainMode:
 
     Args:
         sharding: has the local optimizer.
-        groups: returns the public param groups.
     """
 
-    def __init__(self, sharding: Sharding, groups: Callable[[], Sequence[ParamGroup]]) -> None:
-        self._sharding, self._groups = sharding, groups
-        self._last = ""
+    def __init__(self, sharding: Sharding) -> None:
+        self._sharding, self._last = sharding, ""
 
     def check(self, name: str) -> None:
         """Raise an AttributeError if the local optimizer has no such method: frameworks ask whether it is there."""
@@ -46,7 +43,7 @@ class TrainMode:
             DisagreementError, PeerLostError: if ranks call different methods, or one is gone.
             Exception: what any rank met, on every rank.
         """
-        sharding, groups, control = self._sharding, self._groups(), self._sharding.control
+        sharding, groups, control = self._sharding, self._sharding.groups, self._sharding.control
         layout, inner = sharding.layout, sharding.local.optim
         with agreed(control, f"{name}()") as declared:
             layout = sharding.update_layout(groups)

@@ -14,7 +14,6 @@ from zeroshard._torch_private import disable_dynamo
 from zeroshard.overlap.bucket import Bucket
 from zeroshard.overlap.buckets import common_device
 from zeroshard.overlap.scheduler import BucketScheduler, StepMode
-from zeroshard.param_groups import ParamGroup
 from zeroshard.step import StepCoordinator
 
 
@@ -35,7 +34,6 @@ class BackwardFollower:
     Args:
         coordinator: makes the steps of the optimizer.
         joining: announces calls in Join contexts.
-        groups: returns its param groups.
         mode: when shards are stepped; also an attribute.
 
     Raises:
@@ -47,10 +45,9 @@ class BackwardFollower:
         self,
         coordinator: StepCoordinator,
         joining: _Participant,
-        groups: Callable[[], list[ParamGroup]],
         mode: StepMode,
     ) -> None:
-        self._coordinator, self._joining, self._groups, self.mode = coordinator, joining, groups, mode
+        self._coordinator, self._joining, self.mode = coordinator, joining, mode
         sharding, guard = coordinator.sharding, coordinator.guard
         with agreed(sharding.control, "a communication hook's first call"):
             common_device(sharding.params, sharding.layout)
@@ -102,7 +99,7 @@ class BackwardFollower:
             self.scheduler.gradients.divides_by_running = self._joining.divides_by_running
             if self.mode is not StepMode.IN_STEP:
                 self._joining.announce_backward(is_own=bucket.is_own)
-                may_step = self._coordinator.observe_early(self._groups())
+                may_step = self._coordinator.observe_early(self._coordinator.sharding.groups)
         return self.scheduler.on_bucket(bucket, reduce=reduce, may_step=may_step)
 
     @disable_dynamo
@@ -126,7 +123,7 @@ class BackwardFollower:
             self._refusal = "the last backward was left by an exception"
             if self._is_own:
                 self._joining.announce_backward(ends=True)
-            coordinator.step(self._groups(), None, {}, problem)
+            coordinator.step(coordinator.sharding.groups, None, {}, problem)
             self._refusal = ""
         except Exception as error:
             self._refusal = f"the last backward has not stepped: {error}"
@@ -139,11 +136,13 @@ class BackwardFollower:
 
     def has_same_hyperparameters(self) -> bool:
         """Whether hyperparameters are those that the last backward has stepped with, or that were noted since."""
-        return self._coordinator.sharding.hyperparameters.follow(self._groups()) == self._stepped_with
+        sharding = self._coordinator.sharding
+        return sharding.hyperparameters.follow(sharding.groups) == self._stepped_with
 
     def note_hyperparameters(self) -> None:
         """Take the present hyperparameters for those that the last backward has stepped with."""
-        self._stepped_with = self._coordinator.sharding.hyperparameters.follow(self._groups())
+        sharding = self._coordinator.sharding
+        self._stepped_with = sharding.hyperparameters.follow(sharding.groups)
 
     @disable_dynamo
     def on_autograd_end(self) -> None:
