@@ -86,6 +86,8 @@ def lint(session: nox.Session) -> None:
 @nox.session(tags=["ci"])
 def typecheck(session: nox.Session) -> None:
     """Mypy, strict, over all sources at once."""
+    # Mypy reads sources; compiling torch's takes longer than that.
+    session.env["PIP_NO_COMPILE"] = "1"
     _install_torch(session)
     session.log("installing mypy and what the sources import")
     session.install(MYPY, "nox", *TEST_NEEDS, *TOOL_NEEDS, *PLUGIN_NEEDS)
@@ -98,13 +100,18 @@ def typecheck(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """All that must pass without a GPU: tests and doctests of the packages and the tools, then rank tests."""
     _install_sources(session, list(PACKAGES), *TOOL_NEEDS, *PLUGIN_NEEDS)
+    # Rank tests wait about as long as they compute.
+    two_files_at_a_time = ["-n2", "--dist=loadfile"]
     session.log("1 of 2: tests and doctests of the packages and the tools")
     # Programs import what lies beside them, and a name there may be one in tests/ too.
     path = "pythonpath=tools tools/bench tools/quickstart"
-    _pytest(session, "--doctest-modules", "--override-ini", path, "packages", "tools", *session.posargs)
+    tests = ["--doctest-modules", "--override-ini", path, "packages", "tools"]
+    _pytest(session, *two_files_at_a_time, *tests, *session.posargs)
     session.log("2 of 2: rank tests")
-    # Workers are forked from a process that has loaded it; the first step of each would load it otherwise, in a second.
-    _pytest(session, "-p", "torch._dynamo.compiled_autograd", "tests", *session.posargs)
+    # Workers are forked from a process that has loaded these; each would load them otherwise, in its first test.
+    loaded = ["torch._dynamo.compiled_autograd", "zeroshard_integrations.ddp", "zeroshard_integrations.join"]
+    load = [argument for module in loaded for argument in ("-p", module)]
+    _pytest(session, *two_files_at_a_time, *load, "tests", *session.posargs)
 
 
 @nox.session
@@ -242,7 +249,8 @@ def _pytest(session: nox.Session, *arguments: str) -> None:
     """Run pytest, and fail when no test was executed, be it that none was found or that all were skipped."""
     report = Path(session.create_tmp(), "report.xml").resolve()
     report.unlink(missing_ok=True)
-    session.run("pytest", f"--junitxml={report}", *arguments)
+    # Rank workers import what the first of them has compiled, whatever is set outside.
+    session.run("pytest", f"--junitxml={report}", *arguments, env={"PYTHONDONTWRITEBYTECODE": ""})
     counts = _Counts.read(report)
     executed = counts.collected - counts.skipped
     session.log(f"{executed} tests executed, {counts.skipped} skipped")

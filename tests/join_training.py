@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from itertools import product
 from typing import Any
 
 import pytest
@@ -48,9 +49,21 @@ def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 
 def lengths_of(world_size: int) -> Sequence[list[int]]:
-    """Some numbers of batches: the first rank runs out first, the last one does, one has none."""
+    """Some numbers of batches, as ``ENDINGS`` names them."""
     middle = [5] * (world_size - 2)
     return [2, *middle, 7], [7, *middle, 3], [0, *middle, 6]
+
+
+ENDINGS = ("the first runs out first", "the last does", "one has none")
+EVERY_ENDING = pytest.mark.parametrize("ending", range(3), ids=ENDINGS)
+EVERY_HOOK_AND_ENDING = pytest.mark.parametrize(
+    ("hook", "ending"),
+    [
+        # By default each hook with one of the endings.
+        pytest.param(hook, ending, marks=[] if ending == place % 3 else [pytest.mark.exhaustive])
+        for (place, hook), ending in product(enumerate(HOOKS), range(3))
+    ],
+)
 
 
 class Branches(nn.Module):

@@ -27,6 +27,7 @@ from zeroshard.overlap.side_stream import SideStream
 from zeroshard_comm import PeerLostError
 from zeroshard_testing import Faults
 
+pytestmark = pytest.mark.pairwise
 EVERY_HOOK = pytest.mark.parametrize("hook", HOOKS)
 STEPPING_HOOKS = pytest.mark.parametrize("hook", HOOKS[1:])
 PARTITIONS = pytest.mark.parametrize("partition", ["whole", "split"])
@@ -338,15 +339,15 @@ def test_all_ranks_issue_the_same_collectives_in_the_same_order_from_one_thread(
     twins.check("after it all")
 
 
-@pytest.mark.ranks(4, backend="gloo", timeout=120)
+@pytest.mark.ranks(3, backend="gloo", timeout=120)
 @EVERY_HOOK
 def test_random_delays_of_one_rank_change_nothing(hook: str, faults: Faults) -> None:
     twins = CollectiveTwins(hook)
-    for number in range(30):
+    for number in range(12):
         for operation in ("send", "recv", "reduce", "broadcast"):
-            faults.delay(number % 4, f"{operation}#{1 + number % 3}", (0.0, 0.01), seed=number)
+            faults.delay(number % 3, f"{operation}#{1 + number % 4}", (0.0, 0.01), seed=number)
         twins.iterate(number)
-    twins.check("after 30 iterations")
+    twins.check("after 12 iterations")
 
 
 class Fallible(optim.SGD):

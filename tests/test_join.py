@@ -5,7 +5,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
-from itertools import cycle, islice, product
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,7 +13,19 @@ import torch
 import torch.distributed as dist
 from ddp_by_collectives import STEPPING, without_tags
 from ddp_training import register
-from join_training import HOOKS, PARTITIONS, Branches, Loop, Uneven, inputs, lengths_of, never_zero, usual
+from join_training import (
+    EVERY_ENDING,
+    EVERY_HOOK_AND_ENDING,
+    HOOKS,
+    PARTITIONS,
+    Branches,
+    Loop,
+    Uneven,
+    inputs,
+    lengths_of,
+    never_zero,
+    usual,
+)
 from torch import nn, optim
 from torch.distributed.algorithms.join import Join as TorchJoin
 from training import small_model
@@ -58,7 +70,7 @@ GAPS: list[Callable[[int], list[int]]] = [
     lambda ranks: [1 + 10 * rank // (ranks - 1) for rank in range(ranks)],
     lambda ranks: [0, *[3 + rank for rank in range(1, ranks)]],
 ]
-COMBINATIONS = list(product(CONTEXTS, HOOKS, PARTITIONS, [True, False]))
+COMBINATIONS = list(product(CONTEXTS, HOOKS, PARTITIONS, [True, False], range(len(MODELS)), ("Adam", "SGD")))
 
 
 @pytest.mark.pairwise
@@ -67,31 +79,34 @@ COMBINATIONS = list(product(CONTEXTS, HOOKS, PARTITIONS, [True, False]))
 @EVERY_HOOK
 @EVERY_PARTITION
 @EVERY_MEAN
-def test_every_combination(world_size: int, context: str, hook: str, partition: str, divide: bool) -> None:
-    gaps = cycle(GAPS)
-    for _ in islice(gaps, COMBINATIONS.index((context, hook, partition, divide)) + world_size):
-        pass
-    for (model, options), optimizer in product(MODELS, ("Adam", "SGD")):
-        uneven = Uneven(
-            next(gaps)(world_size),
-            hook,
-            model=model,
-            optimizer=optimizer,
-            partition=partition,
-            divide=divide,
-            ddp=options,
-        )
-        uneven.check(usual, CONTEXTS[context])
-        if model is Normed:
-            assert_replicas_equal(uneven.ddp.module.buffers())
-            assert uneven.ddp.module.seen == max(uneven.lengths)
+@pytest.mark.parametrize("kind", range(len(MODELS)), ids=[model.__name__ for model, _ in MODELS])
+@pytest.mark.parametrize("optimizer", ["Adam", "SGD"])
+def test_every_combination(
+    world_size: int, context: str, hook: str, partition: str, divide: bool, kind: int, optimizer: str
+) -> None:
+    place = COMBINATIONS.index((context, hook, partition, divide, kind, optimizer)) + world_size
+    model, options = MODELS[kind]
+    uneven = Uneven(
+        GAPS[place % len(GAPS)](world_size),
+        hook,
+        model=model,
+        optimizer=optimizer,
+        partition=partition,
+        divide=divide,
+        ddp=options,
+    )
+    uneven.check(usual, CONTEXTS[context])
+    if model is Normed:
+        assert_replicas_equal(uneven.ddp.module.buffers())
+        assert uneven.ddp.module.seen == max(uneven.lengths)
 
 
 @pytest.mark.pairwise
 @pytest.mark.ranks(2, 3, backend="gloo")
 @EVERY_CONTEXT
 @EVERY_HOOK
-def test_clipping_and_schedules(world_size: int, context: str, hook: str) -> None:
+@EVERY_ENDING
+def test_clipping_and_schedules(world_size: int, context: str, hook: str, ending: int) -> None:
     def clipped(loop: Loop, number: int) -> None:
         loop.zero()
         loop.backward(number)
@@ -99,8 +114,7 @@ def test_clipping_and_schedules(world_size: int, context: str, hook: str) -> Non
         loop.step()
 
     script = clipped if hook in HOOKS[:2] else usual
-    for numbers in lengths_of(world_size):
-        Uneven(numbers, hook, schedule=True).check(script, CONTEXTS[context])
+    Uneven(lengths_of(world_size)[ending], hook, schedule=True).check(script, CONTEXTS[context])
 
 
 @pytest.mark.pairwise
@@ -119,21 +133,21 @@ def test_on_subgroups(rank: int, context: str, hook: str, partition: str) -> Non
 @EVERY_CONTEXT
 @EVERY_HOOK
 @pytest.mark.parametrize("options", [{"gradient_as_bucket_view": False}, {"static_graph": True}], ids=str)
-def test_other_kinds_of_ddp(context: str, hook: str, options: dict[str, bool]) -> None:
-    for numbers in ([3, 6], [4, 1]):
-        Uneven(numbers, hook, ddp=options).check(usual, CONTEXTS[context])
+@pytest.mark.parametrize("numbers", [[3, 6], [4, 1]], ids=str)
+def test_other_kinds_of_ddp(context: str, hook: str, options: dict[str, bool], numbers: list[int]) -> None:
+    Uneven(numbers, hook, ddp=options).check(usual, CONTEXTS[context])
 
 
 @pytest.mark.pairwise
 @pytest.mark.ranks(2, 3, backend="gloo")
 @EVERY_CONTEXT
 @pytest.mark.parametrize("hook", HOOKS[1:])
-def test_gradients_that_travel_by_collectives(world_size: int, context: str, hook: str) -> None:
-    for numbers, divide in zip(lengths_of(world_size), (True, False, True), strict=True):
-        with without_tags():
-            uneven = Uneven(numbers, hook, divide=divide, partition="split")
-            uneven.optimizer.follow_backward(STEPPING[hook])
-        uneven.check(usual, CONTEXTS[context])
+@EVERY_ENDING
+def test_gradients_that_travel_by_collectives(world_size: int, context: str, hook: str, ending: int) -> None:
+    with without_tags():
+        uneven = Uneven(lengths_of(world_size)[ending], hook, divide=ending != 1, partition="split")
+        uneven.optimizer.follow_backward(STEPPING[hook])
+    uneven.check(usual, CONTEXTS[context])
 
 
 def own_mean(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -255,21 +269,20 @@ def test_the_block_tells_who_runs_and_leaves_nothing_behind(rank: int, hook: str
 
 
 @pytest.mark.ranks(3, backend="gloo")
-@EVERY_HOOK
-def test_gradients_are_the_same_on_all_ranks_after_the_block(world_size: int, hook: str) -> None:
+@EVERY_HOOK_AND_ENDING
+def test_gradients_are_the_same_on_all_ranks_after_the_block(world_size: int, hook: str, ending: int) -> None:
     def zeroed(loop: Loop, number: int) -> None:
         usual(loop, number)
         loop.zero()
 
     for script in (usual, zeroed, *([never_zero] if hook == "none" else [])):
-        for numbers in lengths_of(world_size):
-            uneven = Uneven(numbers, hook)
-            uneven.check(script)
-            grads = [param.grad for param in uneven.ddp.parameters()]
-            assert all((grad is None) is (script is zeroed) for grad in grads)
-            if hook == "none" and script is not zeroed:
-                for grad, param in zip(grads, uneven.plain_model.parameters(), strict=True):
-                    torch.testing.assert_close(grad, param.grad, rtol=1e-12, atol=1e-14)
+        uneven = Uneven(lengths_of(world_size)[ending], hook)
+        uneven.check(script)
+        grads = [param.grad for param in uneven.ddp.parameters()]
+        assert all((grad is None) is (script is zeroed) for grad in grads)
+        if hook == "none" and script is not zeroed:
+            for grad, param in zip(grads, uneven.plain_model.parameters(), strict=True):
+                torch.testing.assert_close(grad, param.grad, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.ranks(2, backend="gloo")

@@ -125,7 +125,7 @@ def check(world_size: int, hook: str, examples: int) -> None:
     assert sum(found) > 0.6 * len(found), f"{sum(found)} of {len(found)} were not refused"
 
 
-@pytest.mark.ranks(2, 3, backend="gloo")
+@pytest.mark.ranks(3, backend="gloo")
 @pytest.mark.parametrize("hook", HOOKS)
 def test_some(world_size: int, hook: str) -> None:
     check(world_size, hook, 6)

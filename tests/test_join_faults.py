@@ -59,10 +59,12 @@ class Struck(nn.Sequential):
 PLACES = ["before the forward", "in the forward", "before backward", "after backward", "before the step", "at the end"]
 
 
+@pytest.mark.pairwise
 @pytest.mark.ranks(3, backend="gloo")
 @EVERY_HOOK
 @pytest.mark.parametrize("where", PLACES)
-def test_an_exception_on_one_rank(rank: int, hook: str, where: str) -> None:
+@pytest.mark.parametrize("numbers", [[4, 4, 4], [2, 4, 4]], ids=["all have data", "rank 0 has run out"])
+def test_an_exception_on_one_rank(rank: int, hook: str, where: str, numbers: list[int]) -> None:
     strike = Strike(rank, where)
 
     def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -83,14 +85,11 @@ def test_an_exception_on_one_rank(rank: int, hook: str, where: str) -> None:
         loop.zero()
         strike("at the end")
 
-    # While all have data, and when rank 0 has run out.
-    for numbers in ([4, 4, 4], [2, 4, 4]):
-        uneven = short(numbers, hook, model=lambda: Struck(*small_model()), loss=loss)
-        uneven.ddp.module.strike = strike
-        caught = uneven.refuse(script, "file 7 is damaged", error=ValueError, until=UNCHECKED)
-        strike.number = 0
-        assert type(caught) is (DamagedFileError if rank == 1 else ValueError)
-        assert rank == 1 or "rank 1" in str(caught)
+    uneven = short(numbers, hook, model=lambda: Struck(*small_model()), loss=loss)
+    uneven.ddp.module.strike = strike
+    caught = uneven.refuse(script, "file 7 is damaged", error=ValueError, until=UNCHECKED)
+    assert type(caught) is (DamagedFileError if rank == 1 else ValueError)
+    assert rank == 1 or "rank 1" in str(caught)
 
 
 class Halves(nn.Module):

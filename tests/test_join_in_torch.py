@@ -20,8 +20,8 @@ EVERY_HOOK = pytest.mark.parametrize("hook", HOOKS)
 UNCHECKED = -1
 
 
-def short(numbers: list[int], hook: str = "none", **options: Any) -> Uneven:
-    return Uneven(numbers, hook, group=dist.new_group(timeout=timedelta(seconds=4)), **options)
+def short(numbers: list[int], hook: str = "none", seconds: float = 4, **options: Any) -> Uneven:
+    return Uneven(numbers, hook, group=dist.new_group(timeout=timedelta(seconds=seconds)), **options)
 
 
 @pytest.mark.ranks(2, backend="gloo")
@@ -103,7 +103,7 @@ def test_an_exception_on_one_rank(rank: int, hook: str) -> None:
         usual(loop, number)
 
     # torch's tells nobody: the others wait for the group's timeout.
-    uneven = short([4, 4], hook)
+    uneven = short([4, 4], hook, seconds=2)
     with pytest.raises(ZeroDivisionError if rank else (PeerLostError, RuntimeError)):
         uneven.train(script, TorchJoin)
 

@@ -1,12 +1,24 @@
 """Loops of every form, written once, end on uneven ranks where they end in one process."""
 
 # No `from __future__ import annotations`: DDP compares the annotations of hooks with the types themselves.
-from itertools import cycle, product
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from join_training import HOOKS, PARTITIONS, Loop, Script, Uneven, inputs, lengths_of, never_zero, usual, windows
+from join_training import (
+    EVERY_ENDING,
+    HOOKS,
+    PARTITIONS,
+    Loop,
+    Script,
+    Uneven,
+    inputs,
+    lengths_of,
+    never_zero,
+    usual,
+    windows,
+)
 from torch import nn, optim
 from torch.distributed.algorithms.join import Join as TorchJoin
 from zeroshard_integrations.join import Join
@@ -162,13 +174,18 @@ EVERY_FORM = pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form[0]}
 @pytest.mark.ranks(3, backend="gloo")
 @EVERY_FORM
 def test_loops_of_every_form(world_size: int, form: tuple[str, Script]) -> None:
-    means = cycle([FORMS.index(form) % 2 == 0, FORMS.index(form) % 2 == 1])
-    for numbers, partition in zip(lengths_of(world_size), PARTITIONS, strict=True):
-        check_form(form, numbers, partition, divide=next(means))
+    # A form sees all endings, under its hooks together, and so does a hook, in its forms.
+    hooks = [hook for hook, script in FORMS if script is form[1]]
+    scripts = [script for hook, script in FORMS if hook == form[0]]
+    endings = range(hooks.index(form[0]), max(3, len(hooks)), len(hooks))
+    for ending in endings:
+        place = (ending + scripts.index(form[1])) % 3
+        divide = (FORMS.index(form) + ending) % 2 == 0
+        check_form(form, lengths_of(world_size)[place], PARTITIONS[place], divide=divide)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.ranks(2, 4, backend="gloo")
+@pytest.mark.ranks(2, 3, 4, backend="gloo")
 @EVERY_PARTITION
 @EVERY_MEAN
 @EVERY_FORM
@@ -197,30 +214,31 @@ def test_leaving_between_any_two_calls(hook: str) -> None:
         loop.step()
         loop.zero()
 
-    # The first iteration has them all; the break of rank 0, and then that of rank 1.
+    # The first iteration has them all; the break of rank 0 and that of rank 1 in turn.
     for calls in range(8):
-        Uneven([3, 3], hook, calls=[8 + calls, 99]).check(script)
-        if calls % 2:
-            Uneven([3, 3], hook, calls=[99, 8 + calls], divide=False).check(script)
+        first = (HOOKS.index(hook) + calls) % 2
+        Uneven([3, 3], hook, calls=[8 + calls, 99] if first == 0 else [99, 8 + calls], divide=first == 0).check(script)
 
 
+@pytest.mark.pairwise
 @pytest.mark.ranks(2, 3, backend="gloo")
 @EVERY_MEAN
-def test_a_scaler_that_leaves_out_steps(rank: int, world_size: int, divide: bool) -> None:
-    for numbers in lengths_of(world_size):
-        uneven = Uneven(numbers, divide=divide)
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1000)
-        overflows = {3, max(numbers) - 1}
-        with Join([uneven.ddp, uneven.optimizer], divide_by_initial_world_size=divide):
-            for number in range(numbers[rank]):
-                uneven.optimizer.zero_grad()
-                loss = uneven.loss(uneven.ddp, inputs(number, rank))
-                scaler.scale(loss * torch.inf if number in overflows else loss).backward()
-                scaler.unscale_(uneven.optimizer)
-                scaler.step(uneven.optimizer)
-                scaler.update()
-        uneven.refer(lambda loop, number: None if number in overflows else usual(loop, number))  # noqa: B023
-        uneven.compare()
+@EVERY_ENDING
+def test_a_scaler_that_leaves_out_steps(rank: int, world_size: int, divide: bool, ending: int) -> None:
+    numbers = lengths_of(world_size)[ending]
+    uneven = Uneven(numbers, divide=divide)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1000)
+    overflows = {3, max(numbers) - 1}
+    with Join([uneven.ddp, uneven.optimizer], divide_by_initial_world_size=divide):
+        for number in range(numbers[rank]):
+            uneven.optimizer.zero_grad()
+            loss = uneven.loss(uneven.ddp, inputs(number, rank))
+            scaler.scale(loss * torch.inf if number in overflows else loss).backward()
+            scaler.unscale_(uneven.optimizer)
+            scaler.step(uneven.optimizer)
+            scaler.update()
+    uneven.refer(lambda loop, number: None if number in overflows else usual(loop, number))
+    uneven.compare()
 
 
 class Scaled(optim.SGD):
@@ -258,9 +276,10 @@ def test_arguments_of_steps_and_hyperparameters(context: str) -> None:
 @pytest.mark.ranks(2, 3, backend="gloo")
 @EVERY_HOOK
 @EVERY_PARTITION
+@EVERY_ENDING
 @pytest.mark.parametrize("to", [0, 1])
 def test_states_are_consolidated_inside_and_after_the_block(
-    rank: int, world_size: int, hook: str, partition: str, to: int
+    rank: int, world_size: int, hook: str, partition: str, ending: int, to: int
 ) -> None:
     def check_state(uneven: Uneven) -> None:
         if rank != to:
@@ -271,15 +290,14 @@ def test_states_are_consolidated_inside_and_after_the_block(
             torch.testing.assert_close(ours[key]["exp_avg"], entries["exp_avg"], rtol=1e-12, atol=1e-14)
             assert ours[key]["step"] == entries["step"] == max(uneven.lengths)
 
-    for numbers in lengths_of(world_size):
-        uneven = Uneven(numbers, hook, partition=partition)
+    uneven = Uneven(lengths_of(world_size)[ending], hook, partition=partition)
 
-        def script(loop: Loop, number: int) -> None:
-            usual(loop, number)
-            if number == max(numbers) - 1:  # noqa: B023
-                loop.use(lambda optimizer: optimizer.consolidate_state_dict(to=to))
+    def script(loop: Loop, number: int) -> None:
+        usual(loop, number)
+        if number == max(uneven.lengths) - 1:
+            loop.use(lambda optimizer: optimizer.consolidate_state_dict(to=to))
 
-        uneven.check(script)
-        check_state(uneven)
-        uneven.optimizer.consolidate_state_dict(to=to)
-        check_state(uneven)
+    uneven.check(script)
+    check_state(uneven)
+    uneven.optimizer.consolidate_state_dict(to=to)
+    check_state(uneven)

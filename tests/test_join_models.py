@@ -2,13 +2,24 @@
 
 # No `from __future__ import annotations`: DDP compares the annotations of hooks with the types themselves.
 from collections.abc import Callable, Iterable, Sequence
-from itertools import product
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from join_training import HOOKS, Branches, Loop, Uneven, inputs, lengths_of, usual, windows
+from join_training import (
+    EVERY_ENDING,
+    EVERY_HOOK_AND_ENDING,
+    HOOKS,
+    Branches,
+    Loop,
+    Script,
+    Uneven,
+    inputs,
+    lengths_of,
+    usual,
+    windows,
+)
 from torch import nn, optim
 from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.utils.checkpoint import checkpoint
@@ -78,17 +89,17 @@ def kept(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 @pytest.mark.pairwise
 @pytest.mark.ranks(2, 3, backend="gloo")
 @EVERY_HOOK
+@EVERY_ENDING
 @pytest.mark.parametrize(
     ("model", "loss"), [(Smooth, adversarial), (Smooth, with_penalties), (Odd, of_distribution), (Odd, kept)]
 )
-def test_losses(world_size: int, hook: str, model: Callable[[], nn.Module], loss: Loss) -> None:
-    for numbers in lengths_of(world_size):
-        Uneven(numbers, hook, model=model, loss=loss).check(usual)
+def test_losses(world_size: int, hook: str, ending: int, model: Callable[[], nn.Module], loss: Loss) -> None:
+    Uneven(lengths_of(world_size)[ending], hook, model=model, loss=loss).check(usual)
 
 
 @pytest.mark.ranks(2, backend="gloo")
-@EVERY_HOOK
-def test_several_backwards_of_forwards_under_no_sync(rank: int, hook: str) -> None:
+@EVERY_HOOK_AND_ENDING
+def test_several_backwards_of_forwards_under_no_sync(rank: int, hook: str, ending: int) -> None:
     def script(loop: Loop, number: int) -> None:
         loop.zero()
         for more in (0, 50):
@@ -96,19 +107,19 @@ def test_several_backwards_of_forwards_under_no_sync(rank: int, hook: str) -> No
         loop.backward(number + 90)
         loop.step()
 
-    for numbers in lengths_of(2):
-        uneven = Uneven(numbers, hook)
-        with Join([uneven.ddp, uneven.optimizer]):
-            for number in range(numbers[rank]):
-                uneven.optimizer.zero_grad()
-                with uneven.ddp.no_sync():
-                    losses = [uneven.loss(uneven.ddp, inputs(number + more, rank)) for more in (0, 50)]
-                    for loss in losses:
-                        loss.backward()
-                uneven.loss(uneven.ddp, inputs(number + 90, rank)).backward()
-                uneven.optimizer.step()
-        uneven.refer(script)
-        uneven.compare()
+    numbers = lengths_of(2)[ending]
+    uneven = Uneven(numbers, hook)
+    with Join([uneven.ddp, uneven.optimizer]):
+        for number in range(numbers[rank]):
+            uneven.optimizer.zero_grad()
+            with uneven.ddp.no_sync():
+                losses = [uneven.loss(uneven.ddp, inputs(number + more, rank)) for more in (0, 50)]
+                for loss in losses:
+                    loss.backward()
+            uneven.loss(uneven.ddp, inputs(number + 90, rank)).backward()
+            uneven.optimizer.step()
+    uneven.refer(script)
+    uneven.compare()
 
 
 # ---------------------------------------------------------------------- parameters that are unused, frozen, sparse
@@ -118,7 +129,8 @@ def test_several_backwards_of_forwards_under_no_sync(rank: int, hook: str) -> No
 @pytest.mark.ranks(2, 3, backend="gloo")
 @EVERY_HOOK
 @EVERY_MEAN
-def test_unused_parameters(world_size: int, hook: str, divide: bool) -> None:
+@EVERY_ENDING
+def test_unused_parameters(world_size: int, hook: str, divide: bool, ending: int) -> None:
     def kept(loop: Loop, number: int) -> None:
         loop.backward(number)
         loop.step()
@@ -128,11 +140,10 @@ def test_unused_parameters(world_size: int, hook: str, divide: bool) -> None:
         *([windows(2, reduces=True)] if hook in HOOKS[:2] else []),
         *([kept] if hook == "none" else []),
     ]
+    least = 2 if hook == "owner" else 0
+    numbers = [max(number, least) for number in lengths_of(world_size)[ending]]
     for script in scripts:
-        for numbers in lengths_of(world_size):
-            least = 2 if hook == "owner" else 0
-            numbers = [max(number, least) for number in numbers]
-            Uneven(numbers, hook, model=Branches, ddp=UNUSED, divide=divide).check(script)
+        Uneven(numbers, hook, model=Branches, ddp=UNUSED, divide=divide).check(script)
 
 
 class Switched(Branches):
@@ -146,15 +157,15 @@ class Switched(Branches):
 
 
 @pytest.mark.ranks(2, backend="gloo")
-@EVERY_HOOK
-def test_unused_parameters_after_the_block(hook: str) -> None:
-    for to_none, numbers in zip((True, False, True), lengths_of(2), strict=True):
-        uneven = Uneven(numbers, hook, model=Switched, ddp=UNUSED)
-        uneven.check(windows(1, to_none=to_none))
-        for model in (uneven.ddp.module, uneven.plain_model):
-            model.uses_second = False
-        uneven.lengths, uneven.arguments = [2, 2], {"enable": False}
-        uneven.check(windows(1, to_none=to_none))
+@EVERY_HOOK_AND_ENDING
+def test_unused_parameters_after_the_block(hook: str, ending: int) -> None:
+    script = windows(1, to_none=ending != 1)
+    uneven = Uneven(lengths_of(2)[ending], hook, model=Switched, ddp=UNUSED)
+    uneven.check(script)
+    for model in (uneven.ddp.module, uneven.plain_model):
+        model.uses_second = False
+    uneven.lengths, uneven.arguments = [2, 2], {"enable": False}
+    uneven.check(script)
 
 
 @pytest.mark.ranks(2, backend="gloo")
@@ -274,38 +285,40 @@ def judged(models: Sequence[nn.Module], batch: torch.Tensor) -> torch.Tensor:
 @pytest.mark.ranks(2, 3, backend="gloo")
 @EVERY_HOOK
 @EVERY_MEAN
+@EVERY_ENDING
 @pytest.mark.parametrize(
     "turns",
     [[(decoded, (0, 1))], [(judged, (1,)), (decoded, (0,))], [(beside, (0, 1))]],
     ids=["encoder and decoder", "adversaries", "branches"],
 )
-def test_models_with_a_common_loss(world_size: int, hook: str, divide: bool, turns: list[Turn]) -> None:
-    for numbers in lengths_of(world_size):
-        parts = [Uneven(numbers, hook, model=model, divide=divide) for model in (Encoder, Decoder)]
-        check_turns(parts, lambda number: turns)
+def test_models_with_a_common_loss(world_size: int, hook: str, divide: bool, ending: int, turns: list[Turn]) -> None:
+    numbers = lengths_of(world_size)[ending]
+    parts = [Uneven(numbers, hook, model=model, divide=divide) for model in (Encoder, Decoder)]
+    check_turns(parts, lambda number: turns)
 
 
 @pytest.mark.pairwise
 @pytest.mark.ranks(2, backend="gloo")
 @EVERY_CONTEXT
 @EVERY_HOOK
-def test_models_that_have_nothing_in_common(join: Any, hook: str) -> None:
+@pytest.mark.parametrize("numbers", [[2, 5], [5, 2]], ids=str)
+def test_models_that_have_nothing_in_common(join: Any, hook: str, numbers: list[int]) -> None:
     def alone(index: int) -> Turn:
         return lambda models, batch: models[index](batch).square().mean(), (0, 1)[index : index + 1]
 
     # In any order, the second alone from time to time; in torch's each has its turn.
-    for numbers in ([2, 5], [5, 2]):
-        parts = [Uneven(numbers, hook), Uneven(numbers, hook, optimizer="SGD")]
-        order = (1, 0) if join is Join else (0, 1)
-        check_turns(
-            parts,
-            lambda number: [alone(each) for each in (order if join is TorchJoin or number % 2 else (1,))],  # noqa: B023
-            join,
-        )
+    parts = [Uneven(numbers, hook), Uneven(numbers, hook, optimizer="SGD")]
+    order = (1, 0) if join is Join else (0, 1)
+    check_turns(
+        parts,
+        lambda number: [alone(each) for each in (order if join is TorchJoin or number % 2 else (1,))],
+        join,
+    )
 
 
-@pytest.mark.ranks(2, 3, backend="gloo")
-def test_two_optimizers_of_one_model_that_step_at_different_rates(rank: int, world_size: int) -> None:
+@pytest.mark.ranks(2, backend="gloo")
+@EVERY_ENDING
+def test_two_optimizers_of_one_model_that_step_at_different_rates(rank: int, ending: int) -> None:
     def iterate(optimizers: Sequence[optim.Optimizer], number: int, backward: Callable[[], None]) -> None:
         optimizers[0].zero_grad()
         backward()
@@ -314,20 +327,19 @@ def test_two_optimizers_of_one_model_that_step_at_different_rates(rank: int, wor
             optimizers[1].step()
             optimizers[1].zero_grad()
 
-    for numbers in lengths_of(world_size):
-        uneven = Uneven(numbers)
-        halves = [list(model.parameters()) for model in (uneven.ddp, uneven.plain_model)]
-        sharded = [ZeroRedundancyOptimizer(halves[0][each::2], optim.Adam, lr=1e-2) for each in range(2)]
-        plain = [optim.Adam(halves[1][each::2], lr=1e-2) for each in range(2)]
-        with Join([uneven.ddp, *sharded]):
-            for number in range(numbers[rank]):
-                iterate(sharded, number, lambda: uneven.loss(uneven.ddp, inputs(number, rank)).backward())  # noqa: B023
+    uneven = Uneven(lengths_of(2)[ending])
+    halves = [list(model.parameters()) for model in (uneven.ddp, uneven.plain_model)]
+    sharded = [ZeroRedundancyOptimizer(halves[0][each::2], optim.Adam, lr=1e-2) for each in range(2)]
+    plain = [optim.Adam(halves[1][each::2], lr=1e-2) for each in range(2)]
+    with Join([uneven.ddp, *sharded]):
+        for number in range(uneven.lengths[rank]):
+            iterate(sharded, number, lambda: uneven.loss(uneven.ddp, inputs(number, rank)).backward())  # noqa: B023
 
-        def script(loop: Loop, number: int) -> None:
-            iterate(plain, number, lambda: loop.backward(number))  # noqa: B023
+    def script(loop: Loop, number: int) -> None:
+        iterate(plain, number, lambda: loop.backward(number))
 
-        uneven.refer(script)
-        uneven.compare()
+    uneven.refer(script)
+    uneven.compare()
 
 
 class Checkpointed(nn.Module):
@@ -344,12 +356,14 @@ class Checkpointed(nn.Module):
         return result
 
 
+@pytest.mark.pairwise
 @pytest.mark.ranks(2, backend="gloo")
 @EVERY_HOOK
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpoints(hook: str, reentrant: bool) -> None:
-    for numbers, script in product(([2, 5], [6, 3]), (usual, windows(2))):
-        uneven = Uneven(numbers, hook, model=lambda: Checkpointed(reentrant))
-        # The reference differentiates by `torch.autograd.grad`, which reentrant checkpoints do not support.
-        uneven.plain_model.reentrant = False
-        uneven.check(script)
+@pytest.mark.parametrize("script", [usual, windows(2)], ids=["usual", "windows"])
+@pytest.mark.parametrize("numbers", [[2, 5], [6, 3]], ids=str)
+def test_checkpoints(hook: str, reentrant: bool, script: Script, numbers: list[int]) -> None:
+    uneven = Uneven(numbers, hook, model=lambda: Checkpointed(reentrant))
+    # The reference differentiates by `torch.autograd.grad`, which reentrant checkpoints do not support.
+    uneven.plain_model.reentrant = False
+    uneven.check(script)

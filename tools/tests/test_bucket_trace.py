@@ -13,7 +13,8 @@ from types import MethodType, SimpleNamespace
 
 import pytest
 import torch
-from bucket_trace import PACKAGES, Passed, holds, traced
+import typer
+from bucket_trace import PACKAGES, Passed, holds, main, traced
 
 ROOT = Path(__file__).parents[2]
 BUFFER = torch.arange(100.0)
@@ -40,7 +41,7 @@ def closes_over(value):
         SPANS[0][0],
         (ctypes.c_size_t * 2)(0, SPANS[0][1] - 1),
     ],
-    ids=str,
+    ids=lambda value: type(value).__name__,
 )
 def test_what_leads_to_the_memory_holds_it(value):
     assert holds([None, value], SPANS)
@@ -59,7 +60,7 @@ def test_what_leads_to_the_memory_holds_it(value):
         SPANS[0][1],
         torch,
     ],
-    ids=str,
+    ids=lambda value: type(value).__name__,
 )
 def test_what_does_not_lead_there_in_two_attributes_does_not_hold_it(value):
     assert not holds([value], SPANS)
@@ -83,18 +84,27 @@ def test_the_way_begins_at_the_hook_and_what_only_counts_is_not_on_it():
     assert all(isinstance(one, Passed) and min(one.functions.values()) > 0 for one in passed)
 
 
-@pytest.mark.parametrize(("most", "status"), [("1", 1), ("999", 0)])
-def test_too_many_modules_are_a_failure(tmp_path, most, status):
+def test_the_way_by_memory_is_written_to_a_file(tmp_path):
     command = [sys.executable, "tools/bucket_trace.py", "--hook", "hook_with_zero_step", "--transport", "memory"]
 
     done = subprocess.run(
-        [*command, "--most", most, "--json", str(tmp_path / "way.json")], cwd=ROOT, capture_output=True, check=False
+        [*command, "--most", "1", "--json", str(tmp_path / "way.json")], cwd=ROOT, capture_output=True, check=False
     )
 
-    assert done.returncode == status, done.stderr
+    assert done.returncode == 1, done.stderr
     (found,) = json.loads((tmp_path / "way.json").read_text())["traces"]
     assert {name.partition(".")[0] for name in found["modules"]} <= PACKAGES
-    assert f"{len(found['modules'])} modules, at most {most}" in done.stdout.decode()
+    assert f"{len(found['modules'])} modules, at most 1" in done.stdout.decode()
+
+
+@pytest.mark.parametrize(("most", "status"), [(1, 1), (2, 0)])
+def test_too_many_modules_are_a_failure(monkeypatch, most, status):
+    monkeypatch.setattr("bucket_trace.traced", lambda *_: [Passed("a", {"f": 1}), Passed("b", {"g": 1})])
+
+    with pytest.raises(typer.Exit) as ended:
+        main(most, transport=["memory"])
+
+    assert ended.value.exit_code == status
 
 
 def test_an_unknown_hook_is_refused():
