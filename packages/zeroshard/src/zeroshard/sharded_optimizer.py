@@ -58,7 +58,7 @@ class ShardedOptimizer:
         read: Callable[[], list[ParamGroup]],
     ) -> None:
         self.traffic = Traffic()
-        self.sharding = sharding = Sharding(ranks, self.traffic, policy, defaults, read)
+        self.sharding = Sharding(ranks, self.traffic, policy, defaults, read)
         self.follower: BackwardFollower | None = None
         self.hook_failure: BaseException | None = None
         self._ranks = ranks
@@ -66,7 +66,6 @@ class ShardedOptimizer:
         if self.sharding.begins_with_state:
             self._metadata.exchange("ZeroRedundancyOptimizer()")
         self._coordinator = StepCoordinator(self.sharding, self._metadata)
-        self._groups: Callable[[], list[ParamGroup]] = lambda: sharding.groups
         self.joining = Participant(self.sharding)
         self._train_mode = TrainMode(self.sharding)
         self._schema = StateSchema(policy.factory, defaults, elementwise=policy.elementwise)
@@ -115,17 +114,17 @@ class ShardedOptimizer:
 
         leaves_objects = self.sharding.policy.leaves_objects
         with self._coordinator.guard.exchange():
-            found = consolidate(self.sharding, self._groups(), target, to, release, leaves_objects=leaves_objects)
+            found = consolidate(self.sharding, self.sharding.groups, target, to, release, leaves_objects=leaves_objects)
         self._consolidated, self._consolidated_at = found, self._coordinator.steps
 
     def list_state(self) -> StateDict:
         """Return what was consolidated to this rank since the last step, in containers of its own; else list it."""
         if self._consolidated_at != self._coordinator.steps:
             self._consolidated = self._consolidated_at = None
-            return list_state(self.sharding, self._metadata, self._groups(), lists_own=True)
+            return list_state(self.sharding, self._metadata, self.sharding.groups, lists_own=True)
         if self._consolidated is None:
             # The rank that has them all gives them.
-            return list_state(self.sharding, self._metadata, self._groups(), lists_own=False)
+            return list_state(self.sharding, self._metadata, self.sharding.groups, lists_own=False)
         state, groups = self._consolidated["state"], self._consolidated["param_groups"]
         return {
             "state": {key: dict(value) if isinstance(value, dict) else value for key, value in state.items()},
@@ -136,7 +135,7 @@ class ShardedOptimizer:
         """Load a state dict on all ranks, or on none; False if there was nothing to load."""
         self._announce(Call.REFUSED)
         with self._coordinator.guard.exchange():
-            is_loaded = load(self.sharding, self._groups(), self._schema, self._metadata, read, from_rank)
+            is_loaded = load(self.sharding, self.sharding.groups, self._schema, self._metadata, read, from_rank)
         if is_loaded:
             self._consolidated = self._consolidated_at = None
             if self.follower is not None:
@@ -178,7 +177,7 @@ class ShardedOptimizer:
     ) -> Any:  # noqa: ANN401 - as the inner step
         """Make a step; see :meth:`StepCoordinator.step`."""
         try:
-            return self._coordinator.step(self._groups(), closure, arguments, problem)
+            return self._coordinator.step(self.sharding.groups, closure, arguments, problem)
         finally:
             del problem
 
@@ -262,7 +261,7 @@ class ShardedOptimizer:
         follower = self.follower
         is_noted = follower is not None and follower.has_same_hyperparameters()
         with self._coordinator.guard.exchange():
-            self.sharding.grow(self._groups(), append)
+            self.sharding.grow(self.sharding.groups, append)
             if self.sharding.control.any_raised(self._metadata.has_changed(), "add_param_group()"):
                 self._metadata.exchange("add_param_group()")
         self._consolidated = self._consolidated_at = None
