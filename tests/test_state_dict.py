@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import weakref
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -162,6 +164,8 @@ def moved(value: Any, device: str, dtype: torch.dtype | None = None) -> Any:
         lambda value: value.view(-1),
         lambda value: torch.empty(value.shape).copy_(value),
         lambda value: value.untyped_storage(),
+        lambda value: value.data_ptr(),
+        lambda value: torch.from_dlpack(value),
         lambda value: value.share_memory_(),
         lambda value: torch._foreach_norm([value]),
         lambda value: float(value.flatten()[0]),
@@ -235,7 +239,7 @@ def test_a_placeholder_is_written_back_and_nothing_else(rank: int) -> None:
     for index, param in enumerate(pair.model.parameters()):
         if list(pair.sharded._param_to_rank.values())[index] != rank:
             entries = pair.sharded.state[param]
-            with pytest.raises(RuntimeError, match=f"the optimizer state of 'param.{index}' belongs to other ranks"):
+            with pytest.raises(RuntimeError, match="belongs to other ranks"):
                 entries["exp_avg"] = torch.zeros_like(param)
             with pytest.raises(RuntimeError, match="belongs to other ranks"):
                 pair.sharded.state[param] = {"extra": 1}
@@ -401,13 +405,130 @@ def test_one_rank_alone_has_a_plain_state_dict() -> None:
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_a_rank_that_owns_everything_has_a_plain_state_dict(rank: int) -> None:
+def test_a_rank_that_owns_everything(rank: int) -> None:
     model = nn.Linear(3, 1, bias=False)
     sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam)
     set_gradients(model.parameters(), 0)
     sharded.step()
     state_dict = sharded.state_dict()
-    assert (type(state_dict) is dict) == (rank == 0)
+    with pytest.raises(RuntimeError, match=REFUSED):
+        pickle.dumps(state_dict)
     sharded.load_state_dict(state_dict)
     assert values_missing(sharded.state_dict()) == (0 if rank == 0 else 3)
     assert dist.get_world_size() == 2
+
+
+class NoDict(optim.SGD):
+    """Keeps something else than a dict, of one parameter, which one rank owns."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for param in self.param_groups[0]["params"]:
+            if param.numel() == 7:
+                self.state[param] = torch.zeros(3)
+        return loss
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_state_that_is_no_dict_on_one_rank() -> None:
+    pair = Pair(kind=NoDict, lr=0.1)
+    for _ in range(2):
+        set_gradients(pair.model.parameters(), 0)
+        with pytest.raises(ValueError, match=r"the state of 'param.\d' is a Tensor, not a dict"):
+            pair.sharded.step()
+        pair.sharded.state_dict()
+
+
+class FailsOnRank0(optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        if dist.get_rank() == 0:
+            raise ArithmeticError("on rank 0")
+        return super().step(closure)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_a_first_step_that_failed_on_one_rank_is_listed_too(rank: int) -> None:
+    sharded = Pair(kind=FailsOnRank0, lr=0.1, momentum=0.9).sharded
+    set_gradients(sharded.param_groups[0]["params"], 0)
+    with pytest.raises(ArithmeticError):
+        sharded.step()
+    assert 0 < len(sharded.state) < 9
+    with pytest.raises(RuntimeError, match=REFUSED):
+        pickle.dumps(sharded.state_dict())
+    assert values_missing(dict(sharded.state_dict())) == (len(sharded.state) if rank == 0 else 0)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_a_whole_checkpoint_on_one_rank_and_its_own_on_the_other(rank: int) -> None:
+    pair = Pair()
+    pair.step()
+    whole = copy.deepcopy(pair.plain.state_dict())
+    pair.step()
+    with pytest.raises(DisagreementError, match="its state dict is"):
+        pair.sharded.load_state_dict(whole if rank == 0 else pair.sharded.state_dict())
+    pair.check_equal()
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.parametrize("given", [None, [], 0])
+def test_what_is_no_dict_is_no_empty_dict(given: Any) -> None:
+    with pytest.raises(TypeError, match="expects a dict"):
+        Pair().sharded.load_state_dict(given)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_what_was_consolidated_is_freed_by_the_next_step(rank: int) -> None:
+    pair = Pair()
+    pair.step()
+    pair.sharded.consolidate_state_dict()
+    if rank == 0:
+        held = weakref.ref(pair.sharded.state_dict()["state"][0]["exp_avg"])
+        assert held() is not None
+    pair.step()
+    if rank == 0:
+        assert held() is None
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_state_is_cleared_and_exchanged(rank: int) -> None:
+    for clear in (lambda opt: opt.state.clear(), lambda opt: setattr(opt, "state", defaultdict(dict))):
+        pair = Pair()
+        pair.step()
+        copied = copy.deepcopy(pair.sharded.state)
+        assert len(copied) == 9
+        clear(pair.sharded)
+        clear(pair.plain)
+        assert values_missing(pair.sharded.state_dict()) == 3 * len(pair.sharded.state_dict()["state"])
+        pair.step()
+        pair.check_listed()
+        pair.check_equal()
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_momentum_of_sparse_gradients(rank: int) -> None:
+    model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Embedding(12, 4, sparse=True))
+    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, lr=0.1, momentum=0.9)
+    for table in model:
+        table(torch.tensor([1, 2])).sum().backward()
+    sharded.step()
+    sharded.load_state_dict(sharded.state_dict())
+    sharded.consolidate_state_dict()
+    sharded.load_state_dict(sharded.state_dict() if rank == 0 else {}, from_rank=0)
+    sharded.step()
+
+
+def rebuilt(value: Any) -> Any:
+    """Rebuild mappings by their class from one mapping, as Lightning does when it moves an optimizer's state."""
+    if isinstance(value, dict):
+        return type(value)(OrderedDict((key, rebuilt(item)) for key, item in value.items()))
+    return value.to("cpu") if isinstance(value, torch.Tensor) else value
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_state_is_moved_as_lightning_does() -> None:
+    pair = Pair()
+    pair.step()
+    for param, entries in pair.sharded.state.items():
+        pair.sharded.state[param] = rebuilt(entries)
+    pair.step()
+    pair.check_equal()

@@ -25,7 +25,7 @@ Objects = Literal["refuse", "leave out"]
 
 @dataclass(frozen=True)
 class Policy:
-    """How this optimizer is partitioned; fixed at construction.
+    """How this optimizer is partitioned; fixed at construction, but for the names.
 
     Attributes:
         strategy: ``"whole"``, ``"split"``, ``"hybrid"`` or a callable.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -220,7 +220,8 @@ class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):  # type:
             pre_hook(self)
         state_dict = self._sharded.list_state()
         for post_hook in self._optimizer_state_dict_post_hooks.values():
-            state_dict = post_hook(self, state_dict) or state_dict
+            changed = post_hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
         return state_dict
 
     def load_state_dict(self, state_dict: StateDict, *, from_rank: int | None = None) -> None:
@@ -242,9 +243,10 @@ class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):  # type:
         """
 
         def read() -> StateDict:
-            given = dict(state_dict) if isinstance(state_dict, Mapping) else state_dict
-            for pre_hook in self._optimizer_load_state_dict_pre_hooks.values() if given else ():
-                given = pre_hook(self, given) or given
+            given = state_dict.copy() if isinstance(state_dict, dict) else state_dict
+            for pre_hook in self._optimizer_load_state_dict_pre_hooks.values() if state_dict else ():
+                changed = pre_hook(self, given)
+                given = given if changed is None else changed
             return given
 
         if self._sharded.load(read, from_rank):

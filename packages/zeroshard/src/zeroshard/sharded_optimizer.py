@@ -70,8 +70,6 @@ class ShardedOptimizer:
         self._train_mode = TrainMode(self.sharding)
         self._schema = StateSchema(policy.factory, defaults, elementwise=policy.elementwise)
         self._view = StateView(self.sharding, self._metadata)
-        self._consolidated: StateDict | None = None
-        self._consolidated_at: int | None = None
 
     def summary(self) -> str:
         """Say in a few lines what this rank owns and holds, without communication."""
@@ -108,27 +106,21 @@ class ShardedOptimizer:
 
     def apply_consolidation(self, target: int, to: object = None) -> None:
         """As :meth:`consolidate`, of a checked rank."""
-
-        def release() -> None:
-            self._consolidated = self._consolidated_at = None
-
-        leaves_objects = self.sharding.policy.leaves_objects
+        metadata = self._metadata
         with self._coordinator.guard.exchange():
-            found = consolidate(self.sharding, self.sharding.groups, target, to, release, leaves_objects=leaves_objects)
-        self._consolidated, self._consolidated_at = found, self._coordinator.steps
+            metadata.consolidated = consolidate(self.sharding, target, to, metadata.drop_consolidated)
+        metadata.is_consolidated = True
 
     def list_state(self) -> StateDict:
         """Return what was consolidated to this rank since the last step, in containers of its own; else list it."""
-        if self._consolidated_at != self._coordinator.steps:
-            self._consolidated = self._consolidated_at = None
-            return list_state(self.sharding, self._metadata, self.sharding.groups, lists_own=True)
-        if self._consolidated is None:
-            # The rank that has them all gives them.
-            return list_state(self.sharding, self._metadata, self.sharding.groups, lists_own=False)
-        state, groups = self._consolidated["state"], self._consolidated["param_groups"]
+        whole = self._metadata.consolidated
+        if whole is None:
+            # If another rank has the consolidated state, only that rank gives values.
+            lists_own = not self._metadata.is_consolidated
+            return list_state(self.sharding, self._metadata, self.sharding.groups, lists_own=lists_own)
         return {
-            "state": {key: dict(value) if isinstance(value, dict) else value for key, value in state.items()},
-            "param_groups": [{**group, "params": list(group["params"])} for group in groups],
+            "state": {key: dict(value) if isinstance(value, dict) else value for key, value in whole["state"].items()},
+            "param_groups": [{**group, "params": list(group["params"])} for group in whole["param_groups"]],
         }
 
     def load(self, read: Callable[[], Mapping[str, Any]], from_rank: int | None) -> bool:
@@ -137,7 +129,7 @@ class ShardedOptimizer:
         with self._coordinator.guard.exchange():
             is_loaded = load(self.sharding, self.sharding.groups, self._schema, self._metadata, read, from_rank)
         if is_loaded:
-            self._consolidated = self._consolidated_at = None
+            self._metadata.drop_consolidated()
             if self.follower is not None:
                 self.follower.begin_anew()
         return is_loaded
@@ -264,7 +256,7 @@ class ShardedOptimizer:
             self.sharding.grow(self.sharding.groups, append)
             if self.sharding.control.any_raised(self._metadata.has_changed(), "add_param_group()"):
                 self._metadata.exchange("add_param_group()")
-        self._consolidated = self._consolidated_at = None
+        self._metadata.drop_consolidated()
         if follower is not None and is_noted:
             # Those of the new group are no change.
             follower.note_hyperparameters()

@@ -145,7 +145,7 @@ class Sharding:
 
     def name(self, names: Mapping[torch.Tensor, str]) -> None:
         """Call parameters that were handed in without names by these. To be done on all ranks."""
-        self.policy = replace(self.policy, names=names)
+        self.policy = replace(self.policy, names={param: names[param] for param in self.params if param in names})
         self.layout = renamed(self.policy, self.layout, self.groups)
 
     def update_layout(self, groups: Sequence[ParamGroup]) -> Layout:

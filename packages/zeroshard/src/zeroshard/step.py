@@ -69,13 +69,12 @@ class StepCoordinator:
         sharding: as given.
         guard: tells whether earlier exchanges came to their end.
         source: where gradients come from, once they come bucket by bucket.
-        steps: how many steps have begun to change parameters and state.
     """
 
     def __init__(self, sharding: Sharding, metadata: StateMetadata) -> None:
         self.sharding, self.guard = sharding, ExchangeGuard(sharding.control)
         self.source: _GradientSource | None = None
-        self.steps, self._metadata = 0, metadata
+        self._metadata = metadata
         self._begun: tuple[Layout, Exception | None] | None = None
 
     def step(
@@ -158,7 +157,7 @@ class StepCoordinator:
                 del problem, observed
         if layout is not sharding.layout:
             sharding.adopt(layout, groups)
-        self.steps += 1
+        self._metadata.drop_consolidated()
         shares: Sequence[_Sharing] = [sharding.sync] if source is None else [part.sharing for part in source.parts]
         failure: Exception | None = None
         result: Any = None
@@ -184,8 +183,6 @@ class StepCoordinator:
             del failure
         sync_groups(sharding.local.optim.param_groups, groups)
         sharding.hyperparameters.written(groups)
-        if sharding.control.flagged:
-            self._metadata.exchange("the state after step()")
         return result
 
     def _update(self, source: _GradientSource, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as the inner step
@@ -243,6 +240,12 @@ class StepCoordinator:
                     explain=explain_configs,
                     flag=self._metadata.has_changed(),
                 )
+            if sharding.control.flagged and not isinstance(verdict, PeerLostError):
+                try:
+                    self._metadata.exchange("the state after step()")
+                except ValueError:
+                    if verdict is None:
+                        raise
             if verdict is not None:
                 raise verdict
         except BaseException as error:

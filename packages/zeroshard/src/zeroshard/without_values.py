@@ -43,17 +43,11 @@ class TensorWithoutValues(torch.Tensor):
         """
         raise self.refusal("pickling")
 
-    def numpy(self, *, force: bool = False) -> NoReturn:  # noqa: ARG002 - torch's
+    def _read_memory(self, *_: object, **__: object) -> NoReturn:
         """Refuse, as :meth:`__reduce_ex__`."""
-        raise self.refusal("numpy()")
+        raise self.refusal("reading its memory")
 
-    def tolist(self) -> NoReturn:
-        """Refuse, as :meth:`__reduce_ex__`."""
-        raise self.refusal("tolist()")
-
-    def untyped_storage(self) -> NoReturn:
-        """Refuse, as :meth:`__reduce_ex__`."""
-        raise self.refusal("untyped_storage()")
+    numpy = tolist = untyped_storage = data_ptr = __dlpack__ = __dlpack_device__ = _read_memory
 
     def share_memory_(self) -> NoReturn:
         """Refuse, as :meth:`__reduce_ex__`."""

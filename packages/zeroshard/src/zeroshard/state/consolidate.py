@@ -19,26 +19,17 @@ from zeroshard.state.description import Described, Key, describe_entries, part_d
 from zeroshard.state.serialization import read_value, write_value
 
 
-def consolidate(
-    sharding: Sharding,
-    groups: Sequence[ParamGroup],
-    target: int,
-    to: object,
-    release: Callable[[], None],
-    *,
-    leaves_objects: bool,
-) -> dict[str, Any] | None:
+def consolidate(sharding: Sharding, target: int, to: object, release: Callable[[], None]) -> dict[str, Any] | None:
     """Bring the state of all ranks to the CPU of ``target``. Collective.
 
     Each rank sends its tensors one by one; a rank that is not the target allocates at most one chunk.
 
     Args:
-        sharding: has the state, and the channel of the ranks.
-        groups: the public param groups, whose hyperparameters are saved, and copied to the local optimizer.
+        sharding: has the state, and the channel of the ranks. The hyperparameters of its public param groups are saved,
+            and copied to the local optimizer.
         target: group rank, -1 if ``to`` is none.
         to: what the user asked for.
         release: called when all ranks are consistent: drops what was consolidated before.
-        leaves_objects: leave out entries of the state that cannot be sent.
 
     Returns:
         On ``target`` a state_dict as the unsharded optimizer would give it; None elsewhere. Tensors that were never
@@ -52,6 +43,7 @@ def consolidate(
         Exception: if a hyperparameter cannot be copied. This and the others but a lost rank are raised on every rank.
     """
     operation, plan, control = f"consolidate_state_dict(to={target})", sharding.layout.plan, sharding.control
+    groups, leaves_objects = sharding.groups, sharding.policy.leaves_objects
     manifest, packed = Manifest([], []), list[ParamGroup]()
     with agreed(control, operation) as declared:
         declared.set(sharding.layout.declaration)

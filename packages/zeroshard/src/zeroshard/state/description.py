@@ -34,6 +34,8 @@ def describe_entries(
         StateMapError: if an entry can be neither sent nor joined to those of other parts.
     """
     described: Described = []
+    if not isinstance(entries, Mapping):
+        raise StateMapError(f"the state of {name!r} is a {type(entries).__name__}, not a dict")
     for key, value in entries.items():
         if not is_key(key):
             raise StateMapError(f"the state of {name!r} has the key {key!r}; only strings and integers can be saved")

@@ -15,6 +15,7 @@ from zeroshard.param_groups import ParamGroup, in_words, parameters_of
 from zeroshard.sharding import Sharding
 from zeroshard.state.check import LoadedPart, check_state_dict
 from zeroshard.state.metadata import StateMetadata
+from zeroshard.state.partial import PartialState
 from zeroshard.state.placeholder import has_placeholder
 from zeroshard.state.schema import StateSchema
 from zeroshard.state.serialization import copy_value, receive_value, send_value, write_value
@@ -55,14 +56,15 @@ def load(
     with agreed(control, "load_state_dict()", _explain) as declared:
         given = read()
         layout = sharding.update_layout(groups)
-        if from_rank not in (None, *range(layout.plan.world_size)):
+        if isinstance(from_rank, bool) or from_rank not in (None, *range(layout.plan.world_size)):
             raise ValueError(
                 f"load_state_dict(from_rank={from_rank}): there are ranks 0 to {layout.plan.world_size - 1}"
             )
         if from_rank not in (None, rank) and given:
             raise ValueError(f"load_state_dict(from_rank={from_rank}): hand rank {rank} an empty dict, and not its own")
         receivers = [rank] if from_rank is None else range(layout.plan.world_size) if from_rank == rank else []
-        checked = check_state_dict(given, groups, layout.plan, schema, metadata) if given or from_rank == rank else None
+        is_empty = isinstance(given, Mapping) and not given and from_rank != rank
+        checked = None if is_empty else check_state_dict(given, groups, layout.plan, schema, metadata)
         if checked is not None:
             parts = {receiver: checked.part_of(receiver, layout.plan) for receiver in receivers}
             if from_rank is not None:
@@ -70,7 +72,7 @@ def load(
             # Tensors stay where they were, but nothing is shared with the state dict.
             parts[rank] = LoadedPart(**copy_value(vars(parts[rank])))
         structure = checked.structure if checked is not None and from_rank is None else ""
-        kind = {"from_rank of load_state_dict()": from_rank, "its state dict": "given" if structure else "empty"}
+        kind = {"from_rank of load_state_dict()": from_rank, "its state dict": _kind(given) if structure else "empty"}
         declared.set(replace(layout.declaration, settings={**layout.declaration.settings, **kind}))
         declared.digest ^= int.from_bytes(hashlib.sha256(structure.encode()).digest()[:8], "big") >> 1
         declared.flag = checked is not None
@@ -96,13 +98,16 @@ def load(
     return True
 
 
+def _kind(given: Mapping[str, Any]) -> str:
+    return "of one rank" if isinstance(given, PartialState) or has_placeholder(given["state"]) else "whole"
+
+
 def _check_numbers(control: Control, given: Mapping[str, Any]) -> None:
     """Raise a DisagreementError if ranks that were handed all values were handed different numbers. Collective."""
-    is_whole = not has_placeholder(given["state"])
-    mine = zlib.crc32(in_words(list(given["state"].items())).encode()) if is_whole else 0
-    told = control.all_gather_ints([is_whole, mine], "load_state_dict()")
-    different = [rank for rank, (_, number) in enumerate(told) if number != told[0][1]]
-    if different and all(whole for whole, _ in told):
+    mine = zlib.crc32(in_words(given["state"]).encode()) if _kind(given) == "whole" else 0
+    told = control.all_gather_ints([mine], "load_state_dict()")
+    different = [rank for rank, (number,) in enumerate(told) if number != told[0][0]]
+    if different:
         raise DisagreementError(
             f"load_state_dict(): rank {different[0]} differs from rank 0: they were handed different checkpoints"
         )

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from zeroshard_comm import agreed, all_gather_text
-from zeroshard_core import StateMapError, TensorSpec
+from zeroshard_core import TensorSpec
 
 from zeroshard.sharding import Sharding
 from zeroshard.state.description import Described, Key, describe_entries, part_dtype
@@ -18,17 +18,27 @@ from zeroshard.state.serialization import read_value
 
 
 class StateMetadata:
-    """Names, shapes and dtypes of the state on all ranks; changed by :meth:`exchange` alone.
+    """Names, shapes and dtypes of the state on all ranks, changed only by :meth:`exchange`; and what was consolidated.
 
     Args:
         sharding: has this rank's state.
         leaves_objects: whether entries may hold what cannot be sent.
+
+    Attributes:
+        is_consolidated: whether the state was consolidated to some rank since the last step; set by who does it.
+        consolidated: the whole state dict, on that rank.
     """
 
     def __init__(self, sharding: Sharding, *, leaves_objects: bool) -> None:
         self._sharding, self._leaves_objects = sharding, leaves_objects
         self._described: dict[int, Described] = {}
         self._told, self._seen = "{}", [0]
+        self.drop_consolidated()
+
+    def drop_consolidated(self) -> None:
+        """Forget what was consolidated: something is about to change."""
+        self.is_consolidated = False
+        self.consolidated: dict[str, Any] | None = None
 
     def __contains__(self, index: int) -> bool:
         """Whether a parameter, by its tensor index, has state on any rank."""
@@ -45,7 +55,7 @@ class StateMetadata:
             return False
         try:
             is_new = self._mine() != self._told
-        except StateMapError:
+        except Exception:  # noqa: BLE001 - whatever it is, the exchange raises it on every rank
             return True
         self._seen = self._seen if is_new else seen
         return is_new
@@ -86,7 +96,7 @@ class StateMetadata:
         described = {}
         for index, shard in local.shards.items():
             if shard.tensor in local.optim.state:
-                kinds = {key: self._kind(value) for key, value in local.optim.state[shard.tensor].items()}
+                kinds = self._kind(local.optim.state[shard.tensor])
                 described[index] = describe_entries(shard, kinds, tensors[index].name, [], leaves_objects=False)
         return json.dumps(described)
 
@@ -106,7 +116,10 @@ class StateMetadata:
         return torch.empty((), dtype=torch.uint8, device="cpu") if is_kept else value
 
     def _identities(self) -> list[Any]:
-        """What differs if an entry was added, removed, or replaced by another object; not if its values changed."""
+        """What differs if an entry was added, removed, or replaced by another object.
+
+        Values do not matter, and neither a tensor's shape nor its dtype is looked at, as that costs too much in a step.
+        """
         state = self._sharding.local.optim.state
         return [
             len(state),

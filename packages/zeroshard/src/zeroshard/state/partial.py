@@ -60,30 +60,30 @@ def list_state(
         lists_own: whether to list this rank's own values, and not placeholders for all.
 
     Returns:
-        ``{"state": {index: entries}, "param_groups": [...]}``, of class :class:`PartialState` if values are missing.
+        ``{"state": {index: entries}, "param_groups": [...]}``, of class :class:`PartialState` if there are other ranks
+        and some state.
         Tensors are those of the optimizer, and not copies.
     """
     plan, inner = sharding.layout.plan, sharding.local.optim.state
     state: dict[Any, Any] = {}
-    is_partial = not lists_own or metadata.has_changed()
     for index, spec in enumerate(plan.tensors):
         shard = sharding.local.shards.get(index) if lists_own else None
         if shard is not None and shard.tensor in inner:
             state[index] = own_entries(shard, spec, inner[shard.tensor])
-            is_partial = is_partial or shard.is_cut
-        elif index in metadata:
+        elif shard is None and index in metadata:
             state[index] = metadata.placeholders(index)
-            is_partial = is_partial or bool(state[index])
     state |= {key: value for key, value in inner.items() if not isinstance(key, torch.Tensor)}
     indices = {id(param): index for index, param in enumerate(parameters_of(groups))}
     packed = [{**group, "params": [indices[id(param)] for param in group["params"]]} for group in groups]
-    if not is_partial:
+    if plan.world_size == 1 or not (state or metadata.has_changed()):
         return {"state": state, "param_groups": packed}
     return PartialState({"state": PartialState(state), "param_groups": packed})
 
 
-def own_entries(shard: LocalShard, spec: TensorSpec, entries: Mapping[Any, Any]) -> dict[Any, Any]:
+def own_entries(shard: LocalShard, spec: TensorSpec, entries: Any) -> Any:  # noqa: ANN401 - a dict, or what the class made it
     """Return the entries of a shard of this rank; of a cut tensor as placeholders that hold this rank's part."""
+    if not isinstance(entries, Mapping):
+        return entries
     if not shard.is_cut:
         return dict(entries)
     return {

@@ -42,15 +42,12 @@ class StateSchema:
         self._applies = is_elementwise(factory, declared=elementwise) or class_of(factory) in vars(optim).values()
         self._known: dict[tuple[str, int], dict[str, _Form] | None] = {}
 
-    def check(
-        self, entries: Mapping[str, Any], spec: TensorSpec, layout: torch.layout, group: Mapping[str, Any], where: str
-    ) -> None:
+    def check(self, entries: Mapping[str, Any], spec: TensorSpec, group: Mapping[str, Any], where: str) -> None:
         """Check the state of one tensor.
 
         Args:
             entries: its state.
             spec: the tensor.
-            layout: its layout, which entries with a value per element share.
             group: the hyperparameters of its group.
             where: names the tensor in errors.
 
@@ -82,8 +79,6 @@ class StateSchema:
                 shape = tuple(1 if axis is None else spec.shape[axis] for axis in form)
                 fits = isinstance(value, torch.Tensor) and value.shape == shape
                 wanted = f"{shape}" if isinstance(value, torch.Tensor) else "a tensor"
-            if fits and form == tuple(range(axes)) and value.layout != layout:
-                fits, found, wanted = False, f"is a {value.layout} tensor", f"{layout}"
             if not fits:
                 raise ValueError(f"{where}: entry {key!r} {found}, expected {wanted}")
 

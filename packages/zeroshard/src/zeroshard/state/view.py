@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, MutableMapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from zeroshard.local_optimizer import LocalOptimizer, LocalShard
 from zeroshard.sharding import Sharding
 from zeroshard.state.metadata import StateMetadata
-from zeroshard.state.placeholder import has_placeholder
+from zeroshard.state.partial import PartialState
+from zeroshard.state.placeholder import StatePlaceholder
 
 
 class StateView(MutableMapping[Any, Any]):
@@ -39,8 +40,11 @@ class StateView(MutableMapping[Any, Any]):
         index = self._other(key)
         if index is None:
             self._state[self._local_key(key)] = value
-        else:
-            self._entries(index).update(value)
+            return
+        if not isinstance(value, Mapping):
+            raise self._entries(index).refusal()
+        for each, written in value.items():
+            self._entries(index)[each] = written
 
     def __delitem__(self, key: Any) -> None:  # noqa: ANN401 - state holds anything
         if (index := self._other(key)) is not None:
@@ -72,6 +76,10 @@ class StateView(MutableMapping[Any, Any]):
             return default
         return self[key]
 
+    def clear(self) -> None:
+        """Drop the state of what this rank owns; that of other ranks is theirs to drop."""
+        self._state.clear()
+
     def pop(self, key: Any, *default: Any) -> Any:  # noqa: ANN401 - state holds anything
         """Remove and return the entries of ``key``, or return ``default``; a KeyError if neither is there."""
         if key not in self and default:
@@ -95,7 +103,7 @@ class StateView(MutableMapping[Any, Any]):
         return self._local.optim.state
 
     def _entries(self, index: int) -> _OthersEntries:
-        return _OthersEntries(self._sharding.layout.plan.tensors[index].name, self._metadata.placeholders(index))
+        return _OthersEntries(self._metadata.placeholders(index))
 
     def _other(self, key: object) -> int | None:
         """The tensor index of a parameter that this rank owns nothing of."""
@@ -115,26 +123,32 @@ class StateView(MutableMapping[Any, Any]):
             self._others = {param: index for index, param in params if index not in self._shards}
 
 
-class _OthersEntries(dict[Any, Any]):
+class _OthersEntries(PartialState):
     """Placeholders for the state of a parameter of other ranks; one for the same entry may be written back."""
 
-    def __init__(self, name: str, entries: Mapping[Any, Any]) -> None:
-        super().__init__(entries)
-        self._name = name
-
     def __setitem__(self, key: Any, value: Any) -> None:  # noqa: ANN401 - state holds anything
-        if key not in self or not (has_placeholder(value) or (self[key] is None and value is None)):
+        held = self.get(key, self)
+        if held is self or _shapes(value) != _shapes(held):
             raise self.refusal()
         super().__setitem__(key, value)
 
-    def update(self, entries: Mapping[Any, Any]) -> None:  # type: ignore[override] # as frameworks call it
-        """Write several back."""
-        for key, value in entries.items():
-            self[key] = value
-
-    def refusal(self) -> RuntimeError:
+    def refusal(self, *_: object, **__: object) -> RuntimeError:
         """Return the error for what cannot be written here."""
         return RuntimeError(
-            f"the optimizer state of {self._name!r} belongs to other ranks, and cannot be changed on this one: load a "
-            f"changed state dict with load_state_dict()"
+            "the optimizer state of this parameter belongs to other ranks, and cannot be changed on this one: load a "
+            "changed state dict with load_state_dict()"
         )
+
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise self.refusal()
+
+    __delitem__ = __ior__ = pop = popitem = clear = setdefault = update = _refuse
+
+
+def _shapes(value: object) -> object:
+    """What a placeholder must have to be written back: the shapes of the one that is there, in the same containers."""
+    if isinstance(value, Mapping):
+        return {key: _shapes(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_shapes(item) for item in value]
+    return value.shape if isinstance(value, StatePlaceholder) else value is None
