@@ -137,7 +137,7 @@ def check_state_dict(
         if index in by_tensor:
             _check_entries(by_tensor[index], param, where)
             if by_tensor[index]:
-                schema.check(by_tensor[index], spec, saved_groups[spec.group], where)
+                schema.check(by_tensor[index], spec, param.layout, saved_groups[spec.group], where)
         elif spec.trainable and spec.group in stateful_groups and not (is_partial or metadata.lacks(index)):
             raise ValueError(
                 f"{where}: missing entry, there is no state for it, though other parameters of its group have state. "

@@ -11,6 +11,7 @@ from zeroshard_core import TensorSpec
 
 from zeroshard.elementwise import OptimizerFactory, class_of, is_elementwise
 from zeroshard.local_optimizer import NOT_SYNCED, unwrapped_step
+from zeroshard.state.placeholder import StatePlaceholder
 from zeroshard.state.serialization import copy_value
 
 _Form = str | tuple[int | None, ...]
@@ -20,6 +21,8 @@ _STATEFUL: dict[str, Any] = {"momentum": 0.9, "amsgrad": True, "centered": True}
 """Hyperparameters of torch's optimizers that may be off, at values with which the optimizer keeps all its state."""
 _IMPLEMENTATIONS = ("foreach", "fused", "capturable", "differentiable")
 """Hyperparameters that choose how a step is computed, and not what it keeps."""
+_MAY_BE_SPARSE = frozenset({"momentum_buffer"})
+"""Entries that have the layout of the gradient."""
 _MOST_AXES = 7
 """A probe with more axes, of 2, 3, 4 ... elements each, would no longer be small."""
 
@@ -48,6 +51,7 @@ class StateSchema:
         Args:
             entries: its state.
             spec: the tensor.
+            layout: its layout, which entries with a value per element share, but for :data:`_MAY_BE_SPARSE`.
             group: the hyperparameters of its group.
             where: names the tensor in errors.
 
@@ -79,6 +83,9 @@ class StateSchema:
                 shape = tuple(1 if axis is None else spec.shape[axis] for axis in form)
                 fits = isinstance(value, torch.Tensor) and value.shape == shape
                 wanted = f"{shape}" if isinstance(value, torch.Tensor) else "a tensor"
+            is_known = key in _MAY_BE_SPARSE or isinstance(value, StatePlaceholder)
+            if fits and form == tuple(range(axes)) and value.layout != layout and not is_known:
+                fits, found, wanted = False, f"is a {value.layout} tensor", f"{layout}"
             if not fits:
                 raise ValueError(f"{where}: entry {key!r} {found}, expected {wanted}")
 
