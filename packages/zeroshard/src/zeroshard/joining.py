@@ -195,7 +195,7 @@ class Participant:
         """What another rank is to update, as it is here: the loop may have changed it; and with which gradients."""
         params = self._sharding.params
         grads = [param.grad for param in params]
-        takes_buckets, updates = self._sharding.follower is not None, call in (Call.STEP, Call.BACKWARD)
+        takes_buckets, updates = self._sharding.buckets is not None, call in (Call.STEP, Call.BACKWARD)
         return {
             "parameters": self._of_rank(peer, params) if updates else {},
             "gradients": self._of_rank(peer, grads) if updates and not takes_buckets else {},

@@ -20,8 +20,8 @@ from zeroshard.parameter_sync import ParameterSync
 _logger = logging.getLogger(__name__)
 
 
-class _LayoutFollower(Protocol):
-    """What else is laid out by the plan; it is a :class:`zeroshard.overlap.buckets.Buckets`."""
+class _Buckets(Protocol):
+    """Buckets of gradients, laid out by the plan; it is a :class:`zeroshard.overlap.buckets.Buckets`."""
 
     def check(self, params: Sequence[torch.Tensor], layout: Layout) -> None: ...
     def follow(self, params: Sequence[torch.Tensor], layout: Layout) -> None: ...
@@ -47,7 +47,7 @@ class Sharding:
         sync: where parameters lie, and how they are shared.
         hyperparameters: what the ranks should agree upon.
         begins_with_state: whether the optimizer class has made state when it was built, on any rank.
-        follower: is told of every layout, if set.
+        buckets: the buckets of a communication hook, which follow every layout; None without one.
 
     Raises:
         Exception: what any rank met while it read or planned, on every rank.
@@ -63,7 +63,7 @@ class Sharding:
         read_groups: Callable[[], list[ParamGroup]],
     ) -> None:
         self.control, self.policy = Control(ranks, traffic), policy
-        self.follower: _LayoutFollower | None = None
+        self.buckets: _Buckets | None = None
         name = name_of(policy.factory)
         order: Mapping[str, int] = {}
         with agreed(self.control, "ZeroRedundancyOptimizer()") as declared:
@@ -116,8 +116,8 @@ class Sharding:
                 layout = next_layout(self.policy, layout, groups)
                 self.local.check_cut_dims(self.layout.plan, layout.plan)
                 self.local.dry_run(groups, layout.plan)
-                if self.follower is not None:
-                    self.follower.check(parameters_of(groups), layout)
+                if self.buckets is not None:
+                    self.buckets.check(parameters_of(groups), layout)
                 hyperparameters = settings_of(groups[before:], self.local.optim.defaults, first=before)
                 declared.set(with_hyperparameters(layout, hyperparameters))
                 order = read_order(self.control, layout.plan.tensors, parameters_of(groups))
@@ -171,8 +171,8 @@ class Sharding:
         moved = self.sync.moved()
         if moved or active_mask(self.params) != layout.active:
             layout = next_layout(self.policy, layout, groups)
-            if self.follower is not None:
-                self.follower.check(self.params, layout)
+            if self.buckets is not None:
+                self.buckets.check(self.params, layout)
             if moved and all(map(same_place, self.layout.plan.tensors, layout.plan.tensors)):
                 # Also where ranks have to talk first: until then, shares must arrive where parameters are now.
                 self._lay_out()
@@ -198,8 +198,8 @@ class Sharding:
     def _lay_out(self) -> None:
         self.sync.follow(self.params, self.layout.plan, self.layout.active)
         self.local.rebind()
-        if self.follower is not None:
-            self.follower.follow(self.params, self.layout)
+        if self.buckets is not None:
+            self.buckets.follow(self.params, self.layout)
 
 
 def with_hyperparameters(layout: Layout, hyperparameters: Mapping[str, str]) -> ShardingConfig:

@@ -57,7 +57,7 @@ class BackwardFollower:
         self.scheduler = BucketScheduler(
             sharding.control, guard, sharding.local, sharding.sync, sharding.params, sharding.layout, mode
         )
-        coordinator.source, sharding.follower = self.scheduler, self.scheduler.buckets
+        coordinator.source, sharding.buckets = self.scheduler, self.scheduler.buckets
         self._backwards_since_step = self._stepped_with = 0
         self._is_own = True
         self._refusal = ""
