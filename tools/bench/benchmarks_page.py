@@ -36,8 +36,8 @@ _TIME = """
 
 {pictures}
 
-A hook sends each gradient only to its owner, so a sharded iteration sends as much as DDP's; torch's ZeRO sends half as
-much again. Lines are 95 % intervals. mlp is large linear layers, gpt a small language model. On one machine ranks read
+A hook sends each gradient only to its owner, so a sharded iteration sends as much as DDP; torch's ZeRO sends 1.5
+times as much. Lines are 95 % intervals. mlp is large linear layers, gpt a small language model. On one machine ranks read
 each other's memory.
 """
 
@@ -71,7 +71,7 @@ compared with DDP's.
 | later | as peak, after the first iterations |
 | apart | L2 norm of the difference of the parameters from DDP's, relative to theirs |
 
-Memory is measured for each contender separately, in fresh processes. Bytes and memory are means over the ranks. On a link,
+Memory is measured for one contender at a time, in fresh processes. Bytes and memory are means over ranks. On a link,
 each rank has a network namespace of its own, whose interface is shaped to the given rate.
 
 Contenders are:

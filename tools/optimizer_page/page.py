@@ -26,7 +26,7 @@ from zeroshard import check_optimizer
 check_optimizer(MyOptimizer, lr=1e-3).verdict  # "equal", "coupled", "draws random numbers" or "cannot tell"
 ```
 
-It steps toy tensors together and separately, and compares them: evidence, not proof. The tables show what it has seen of
+It steps toy tensors together and separately, and compares them: evidence, not proof. The tables show the results for
 these packages on a CPU, with the classes' own arguments unless others are named. Some classes are refused for what
 their source does, though toy tensors do not show it.
 
