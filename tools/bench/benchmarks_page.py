@@ -37,8 +37,8 @@ _TIME = """
 {pictures}
 
 A hook sends each gradient only to its owner, so a sharded iteration sends as much as DDP; torch's ZeRO sends 1.5
-times as much. Lines are 95 % intervals. mlp is large linear layers, gpt a small language model. On one machine ranks read
-each other's memory.
+times as much. Lines are 95 % intervals. mlp is large linear layers, gpt a small language model. On one machine ranks
+read each other's memory.
 """
 
 _RANKS = """
