@@ -73,7 +73,7 @@ def differ(one: Operation, other: Operation) -> bool:
         return False
     if one.name == other.name and one.name in _SAME_SIZES:
         return one.amounts != other.amounts
-    # Of other collectives the ranks' own tensors may differ in size and number.
+    # In other collectives the ranks' own tensors may differ in size and number.
     return {dtype for dtype, _ in one.amounts} != {dtype for dtype, _ in other.amounts}
 
 

@@ -1,4 +1,4 @@
-"""The norm of gradients of which every rank holds a part, and scaling them by it."""
+"""Clipping of gradients of which every rank holds only a part."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ def clip_over_ranks(
 
     Args:
         control: the channel of the ranks.
-        gradients: returns this rank's; every element is held by one rank alone.
-        max_norm: the largest norm that is left as it is.
+        gradients: returns this rank's; every element is held by only one rank.
+        max_norm: the largest norm that is not scaled down.
         norm_type: the p of the p-norm; ``inf`` for the largest magnitude.
         dtype: of the result.
         error_if_nonfinite: whether a norm that is infinite or NaN is an error.
 
     Returns:
-        The norm before, 0-dim, the same on all ranks.
+        The norm before clipping, as a 0-dim tensor on the CPU, the same on all ranks.
 
     Raises:
-        RuntimeError: if the norm is not finite, and that is to be an error.
-        DisagreementError: if ranks want other norms.
+        RuntimeError: if the norm is not finite, and ``error_if_nonfinite`` is True.
+        DisagreementError: if ranks pass different arguments.
         PeerLostError: if a rank is gone.
     """
     held: Sequence[torch.Tensor] = ()
