@@ -139,7 +139,7 @@ class Control:
             error: what went wrong on this rank, if something did.
             detail: called only after a difference: the text behind the digest.
             explain: called only after a difference, on rank 0, with the details of two ranks and the two ranks; names
-                the first difference in words.
+                the first difference.
             flag: sets :attr:`flagged` on every rank.
 
         Raises:

@@ -35,8 +35,8 @@ def reduce_to_owner_hook(state: ZeroRedundancyOptimizer, bucket: GradBucket) -> 
     ``.grad`` of every parameter is a :class:`zeroshard.GradPlaceholder`, which cannot be read: to clip, call
     :meth:`zeroshard.ZeroRedundancyOptimizer.clip_grad_norm_`.
 
-    Gradients are averaged over the ranks, as by DDP. ``no_sync()`` accumulates on each rank and sends nothing; several
-    backwards before a step add up.
+    Gradients are averaged over the ranks, as DDP does. ``no_sync()`` accumulates on each rank and sends nothing;
+    several backwards before a step add up.
 
     Args:
         state: the optimizer; it has all parameters that DDP reduces, and the same ranks.
@@ -147,7 +147,7 @@ def hook_with_zero_step_interleaved(
     """Return a hook that steps each bucket during backward, as soon as it is reduced.
 
     As :func:`hook_with_zero_step`, but reductions, steps and parameters of different buckets are under way at the same
-    time. Useful if backward takes longer than the network.
+    time. Useful if the network is slower than backward.
 
     Args:
         hook: the hook that reduces the gradients, see :func:`hook_with_zero_step`.

@@ -54,7 +54,7 @@ def clip_over_ranks(
     if error_if_nonfinite and not math.isfinite(total):
         raise RuntimeError(
             f"the {norm_type}-norm of all gradients is {total}, so they cannot be clipped. Pass "
-            f"error_if_nonfinite=False to scale them all the same"
+            f"error_if_nonfinite=False to scale them anyway"
         )
     scale = max_norm / (total + 1e-6)
     # As torch: NaN is not less than 1, and spreads.

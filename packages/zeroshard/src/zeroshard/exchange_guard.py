@@ -42,8 +42,8 @@ class ExchangeGuard:
         if self._interrupted_by:
             raise RuntimeError(
                 f"rank {rank} was interrupted by {self._interrupted_by} while it exchanged with the others, who may "
-                f"have gone on or not: what is on its way cannot be called back. End all ranks, and start again from a "
-                f"checkpoint"
+                f"have gone on or not: messages on their way cannot be taken back. End all ranks, and start again from "
+                f"a checkpoint"
             )
         if self._broken is not None:
             kind = PeerLostError if isinstance(self._broken, PeerLostError) else RuntimeError

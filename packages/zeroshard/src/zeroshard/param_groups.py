@@ -126,8 +126,8 @@ def specs_of(
                 )
             if active[index] and hasattr(param, "device_mesh"):
                 raise TypeError(
-                    f"{title_of(groups, index)}, of shape {tuple(param.shape)}, is a DTensor: who holds which of its "
-                    f"elements is settled already; give it to an optimizer that does not shard"
+                    f"{title_of(groups, index)}, of shape {tuple(param.shape)}, is a DTensor, which is sharded "
+                    f"already; pass it to an optimizer that does not shard"
                 )
             kind = param.device.type
             alike = sum(known.type == kind for known in logical)

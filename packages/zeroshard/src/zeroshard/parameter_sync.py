@@ -194,7 +194,7 @@ class ParameterSync:
                 for i in members
             ):
                 if rebound:
-                    # In storage of its own: what was rebound may lie in the old one, as when two parameters have
+                    # In storage of its own: rebound data may lie in the old one, e.g. if two parameters have
                     # exchanged their data, or an average and the weights; and the user may hold what it replaces.
                     buffer = FlatBuffer(buffer.layout, plan.tensors, buffer.storage.device)
                     buffer.adopt({i: self._params[i] for i in members})

@@ -163,7 +163,7 @@ def _check_other_keys(keys: Iterable[object], kinds_of_params: tuple[type, ...])
     if as_text:
         raise ValueError(
             f"loaded state dict: the keys of 'state' are text where param_groups has numbers: "
-            f"{', '.join(map(repr, as_text[:8]))}, as JSON makes of integers. Turn them back with int()"
+            f"{', '.join(map(repr, as_text[:8]))}, which JSON has made of integers. Convert them back with int()"
         )
 
 

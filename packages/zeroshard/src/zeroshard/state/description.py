@@ -46,7 +46,7 @@ def describe_entries(
             described.append((key, write_value(value, found, where)))
         except StateMapError as error:
             if not leaves_objects:
-                raise StateMapError(f"{error}. With objects='leave out' what is saved lacks such entries") from None
+                raise StateMapError(f"{error}. With objects='leave out' checkpoints omit such entries") from None
             continue
         tensors += found
     return described
