@@ -58,6 +58,8 @@ optimizer.consolidate_state_dict(to=0)
 if rank == 0:
     steps = first + STEPS
     saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    torch.save({**saved, "steps": steps}, checkpoint)
+    new_file = checkpoint.with_suffix(".new")
+    torch.save({**saved, "steps": steps}, new_file)
+    new_file.replace(checkpoint)
     print(f"steps {first + 1} to {steps} on {ranks} ranks: mean loss {mean.item():.2f}")
 dist.destroy_process_group()

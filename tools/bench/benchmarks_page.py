@@ -19,7 +19,7 @@ _PICTURES = "pictures"
 
 _HEAD = """# Benchmarks
 
-The same model is trained on the same batches, with Adam: by DistributedDataParallel alone (DDP), with torch's
+The same model is trained on the same batches, with Adam: by plain DistributedDataParallel (DDP), with torch's
 `ZeroRedundancyOptimizer` (ZeRO), and with zeroshard.
 """
 
@@ -36,9 +36,9 @@ _TIME = """
 
 {pictures}
 
-A hook sends each gradient to its owner alone, so a sharded iteration sends as much as DDP's; torch's ZeRO sends half as
-much again. Lines are 95 % intervals. mlp is large linear layers, gpt a small language model. On one machine ranks read
-each other's memory.
+A hook sends each gradient only to its owner, so a sharded iteration sends as much as DDP; torch's ZeRO sends 1.5
+times as much. Lines are 95 % intervals. mlp is large linear layers, gpt a small language model. On one machine ranks
+read each other's memory.
 """
 
 _RANKS = """
@@ -71,7 +71,7 @@ compared with DDP's.
 | later | as peak, after the first iterations |
 | apart | L2 norm of the difference of the parameters from DDP's, relative to theirs |
 
-Memory is measured for each contender alone, in fresh processes. Bytes and memory are means over the ranks. On a link,
+Memory is measured for one contender at a time, in fresh processes. Bytes and memory are means over ranks. On a link,
 each rank has a network namespace of its own, whose interface is shaped to the given rate.
 
 Contenders are:

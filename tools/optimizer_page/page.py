@@ -16,7 +16,7 @@ Each rank steps only the tensors that it owns. That gives what one process gives
 itself, as most do. An optimizer that **couples** tensors, such as Prodigy, which estimates one step size from all of
 them, would train differently, without an error. So `ZeroRedundancyOptimizer` refuses those that it knows, by name, with
 an error on every rank. With `coupled="allow"` it takes them: all ranks still hold the same parameters, but on each of
-them the optimizer sees those tensors alone that the rank owns.
+them the optimizer sees only the tensors that the rank owns.
 
 {func}`zeroshard.check_optimizer` tries out a class that is not on this page:
 
@@ -26,9 +26,9 @@ from zeroshard import check_optimizer
 check_optimizer(MyOptimizer, lr=1e-3).verdict  # "equal", "coupled", "draws random numbers" or "cannot tell"
 ```
 
-It steps toy tensors together and apart and compares them: evidence, and no proof. The tables show what it has seen of
-these packages on a CPU, with the classes' own arguments unless others are named. Some are refused for what is in their
-source, though toy tensors do not show it.
+It steps toy tensors together and separately, and compares them: evidence, not proof. The tables show the results for
+these packages on a CPU, with the classes' own arguments unless others are named. Some classes are refused for what
+their source does, though toy tensors do not show it.
 
 | seen | what it means |
 | --- | --- |

@@ -1,9 +1,9 @@
-"""How ranks make sure that they are about to do the same thing, before anything is sent.
+"""How ranks make sure that they do the same thing, before anything is sent.
 
 A rank that finds its input bad must not simply raise: its peers would wait for it. So every collective method of an
 object begins with an *agreement*. The ranks combine one 64-bit word: 31 bits of a digest of what each is about to do,
-the complement of these bits, one bit that says "failed", and one for whatever the caller wants to know of any rank.
-After a bitwise OR no bit of the digest stands beside the
+the complement of these bits, one bit that says "failed", and one for a yes-or-no question of the caller.
+After a bitwise OR no bit is set in the digest and at the
 same bit of the complement exactly if all digests are equal. Few ranks combine their words by one all-reduce, see
 :mod:`zeroshard_comm.word_ring`; the first agreement, those of many ranks, and all that is longer than a word travel in
 rounds of doubling distance: in round k each rank sends what it has to the rank 2^k further on, so after log2 N rounds,
@@ -71,7 +71,7 @@ def is_unanimous(combined: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where a rank is. Two optimizers that look alike must not pass for each other, nor two steps of one of them.
+    """Where a rank is. Two similar optimizers, or two steps of one, must not be mistaken for each other.
 
     Attributes:
         optimizer: its number among those built on the process group, from 1.
@@ -84,7 +84,7 @@ class Position:
     steps: int
 
     def __str__(self) -> str:
-        """Return such as ``"after 4 steps of optimizer 2 (AdamW)"``."""
+        """Return text such as ``"after 4 steps of optimizer 2 (AdamW)"``."""
         return f"after {self.steps} steps of optimizer {self.optimizer} ({self.name})"
 
 
@@ -93,7 +93,7 @@ class Control:
 
     Messages travel over gloo and CPU memory: over the group itself where it has gloo for CPU tensors, else over a gloo
     group of the same ranks, with the same timeout, that is made once per process group (its construction is a
-    collective among those ranks alone). So no agreement ever waits for an accelerator. With torch's ``fake`` backend
+    collective among only those ranks). So no agreement ever waits for an accelerator. With torch's ``fake`` backend
     nothing travels, and an agreement raises only what this rank itself found.
 
     One thread at a time may call methods of all objects of this class on one process group.
@@ -103,7 +103,7 @@ class Control:
         traffic: where bytes and waiting are counted, as kind ``"control"``.
 
     Attributes:
-        position: what ranks must be alike in, whatever they are about to do; None if that does not matter. Its owner
+        position: must be equal on all ranks in every operation; None if that does not matter. Its owner
             changes it, at the same time on all ranks.
         flagged: whether any rank has set ``flag`` in the last agreement of :meth:`inconsistency`.
     """
@@ -139,7 +139,7 @@ class Control:
             error: what went wrong on this rank, if something did.
             detail: called only after a difference: the text behind the digest.
             explain: called only after a difference, on rank 0, with the details of two ranks and the two ranks; names
-                the first difference in words.
+                the first difference.
             flag: sets :attr:`flagged` on every rank.
 
         Raises:
@@ -202,7 +202,7 @@ class Control:
         return alike
 
     def any_raised(self, raised: bool, operation: str) -> bool:
-        """Tell every rank whether any rank raised its hand. Collective.
+        """Tell every rank whether any rank has set ``raised``. Collective.
 
         Args:
             raised: whether this rank does.
@@ -257,7 +257,7 @@ class Control:
         ring = self.ranks.context.ring
         started = time.perf_counter()
         try:
-            # A ring brings one number in few messages, and cuts more than one into a part for each rank.
+            # A ring needs few messages for one number, and cuts more numbers into a part for each rank.
             if ring is None or len(numbers) > 1:
                 return self._rounds.combine(numbers, tag, operation)
             ring.combine(numbers, operation)
@@ -270,9 +270,9 @@ class Control:
         return numbers
 
     def cut_off(self) -> None:
-        """Let no rank wait for this one, which has lost another: all their calls on the group raise, and so do its own.
+        """Let no rank wait for this one, which has lost another: all calls on the group raise, on every rank.
 
-        To be called where a :class:`~zeroshard_comm.PeerLostError` leaves this project: the process may live on.
+        Call it where a :class:`~zeroshard_comm.PeerLostError` leaves this project: the process may live on.
         """
         if self.channel is not None:
             if self.ranks.context.ring is not None:
@@ -280,7 +280,7 @@ class Control:
             cut_off(self.channel)
 
     def _tell_of(self, error: PeerLostError, operation: str) -> None:
-        """Let the others know that a rank was lost; this one has nothing to hear."""
+        """Tell the others that a rank was lost; this one needs no answer."""
         if self.ranks.context.ring is not None:
             self.cut_off()
             return
@@ -289,7 +289,7 @@ class Control:
             self._rounds.combine(torch.zeros(1, dtype=torch.int64, device="cpu"), TAG_WORD, operation, lost=lost)
 
     def _connect(self) -> None:
-        """Go on with a ring, now that all ranks have agreed in rounds, if they are few."""
+        """From now on use a ring, if ranks are few: all have agreed in rounds."""
         context, channel = self.ranks.context, self.channel
         if context.ring is None and channel is not None and channel.world_size <= word_ring.MOST_RANKS:
             context.ring = WordRing(channel)
@@ -304,7 +304,7 @@ class Control:
         error: Exception | None = None,
         explain: Explain | None = None,
     ) -> Exception:
-        """Tell rank 0 what this rank has to say; it decides what every rank raises."""
+        """Send this rank's text to rank 0, which decides what every rank raises."""
         mine = Reason(self.ranks.rank, operation, str(self.position or ""), digest, detail, error_type, message)
         if mine.rank:
             self._rounds.send_text(
@@ -314,7 +314,7 @@ class Control:
         else:
             kind, message = self._decide(mine, operation, explain)
             for peer in self.ranks.peers:
-                # The others are to hear of it all the same.
+                # The others must still hear of it.
                 with suppress(PeerLostError):
                     self._rounds.send_text(peer, json.dumps([kind, message]), operation)
         if kind == OWN:

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 @lru_cache
 def pack_bits(bits: tuple[bool, ...]) -> tuple[int, ...]:
-    """Pack bits into numbers. In most steps they are those of the step before.
+    """Pack bits into numbers. Cached, since in most steps they are unchanged.
 
     >>> pack_bits((True, False, True))
     (5,)

@@ -21,7 +21,7 @@ _OPERATION = "a step"
 
 
 class _Packed(ParameterBroadcaster):
-    """Packs small segments; ``messages`` are what travels."""
+    """Packs small segments into ``messages``."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class _Packed(ParameterBroadcaster):
         pack_below: int = PACK_BELOW,
     ) -> None:
         super().__init__(ranks, segments, traffic)
-        # A rank alone has nothing to send.
+        # A single rank has nothing to send.
         pieces = [(segment.owner, segment.buffer) for segment in self.segments] if ranks.world_size > 1 else []
         self.messages = pack_pieces(pieces, pack_below)
         self.unpacks = ranks.moves_data()
@@ -62,14 +62,14 @@ class _Arriving(Broadcast):
 
 
 class MessageBroadcaster(_Packed):
-    """Sends each message to every peer. Tags keep them from meeting anything else on the group, whatever the order.
+    """Sends each message to every peer. Tags keep them apart from everything else on the group, in any order.
 
     Args:
         ranks: the group; its backend matches messages by tag (gloo, CPU tensors).
         segments: as for :class:`ParameterBroadcaster`.
         traffic: as there.
-        tag: of the messages. Of one tag and pair of ranks, messages are matched in order: broadcasters that are not
-            used in the same order on all ranks need tags of their own.
+        tag: of the messages. Messages with one tag between two ranks are matched in order: broadcasters that are
+            not used in the same order on all ranks need different tags.
         pack_below: as for :func:`~zeroshard_comm.packing.pack_pieces`.
     """
 
@@ -86,7 +86,7 @@ class MessageBroadcaster(_Packed):
         self.tag = tag
 
     def begin(self) -> Broadcast:
-        """Post the receives of all that peers own."""
+        """Post the receives of all segments that peers own."""
         return _Sent(self)
 
 
@@ -117,7 +117,7 @@ class _Sent(_Arriving):
         self.arrive()
         started = time.perf_counter()
         while self._sends:
-            # Also if a later one fails: what has been sent is not waited for again.
+            # Even if a later one fails: these messages are not waited for again.
             self._sends.pop(0).wait(_OPERATION)
         self._broadcaster.traffic.add("share", waited=time.perf_counter() - started)
 
@@ -131,7 +131,7 @@ class CollectiveBroadcaster(_Packed):
     """One broadcast for each message, all in flight at once, issued in one order by the thread that calls."""
 
     def begin(self) -> Broadcast:
-        """Issue nothing yet: collectives are issued in one order, when there is something to be sent."""
+        """Issue nothing yet: collectives are issued in one order, when there are values to send."""
         return _Issued(self)
 
 

@@ -1,4 +1,4 @@
-"""Which implementation makes a move: decided by what the backend can do, in this one place."""
+"""Chooses broadcasters and private groups by what the backend can do; ``transport`` chooses reducers."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def choose_broadcaster(
         return CollectiveBroadcaster(ranks, segments, control.traffic)
     if by_reading and all_read(ranks) and sum(segment.buffer.nbytes for segment in segments) >= WORTH_READING:
         return SameHostBroadcaster(control, segments)
-    # No collectives: where one has failed gloo delivers nothing any more, even between ranks that live.
+    # No collectives: after one has failed, gloo delivers nothing any more, even between live ranks.
     return MessageBroadcaster(ranks, segments, control.traffic)
 
 
 def choose_private_group(ranks: RankGroup, device: torch.device) -> RankGroup:
-    """Return a group of the same ranks and backend whose collectives never meet any others. Collective.
+    """Return a group of the same ranks and backend whose collectives never mix with others. Collective.
 
-    It is made once per process group. One rank alone, and a backend that moves no data, need none.
+    It is made once per process group. A single rank, or a backend that moves no data, needs none.
 
     Args:
         ranks: the group.

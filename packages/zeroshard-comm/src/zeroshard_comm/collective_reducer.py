@@ -27,7 +27,7 @@ from zeroshard_comm.words import TAG_NOTES, Words
 
 @dataclass(frozen=True)
 class _Crate:
-    """Small stretches of one owner, and where they lie one after the other."""
+    """Small stretches of one owner, and their places in one buffer."""
 
     owner: int
     staging: torch.Tensor
@@ -42,7 +42,7 @@ class CollectiveReducer(GradientReducer):
         ranks: a group on which nothing else is issued.
         control: has the channel of the headers.
         traffic: where bytes are counted, as kinds ``"reduce"`` and ``"control"``.
-        runs: ranges of elements of the bucket and who owns them, in bucket order; what lies between has no owner.
+        runs: ranges of elements of the bucket and who owns them, in bucket order; elements between them have no owner.
         like: a bucket, or any tensor of its dtype and device.
         tensors: number of tensors in the bucket.
     """
@@ -58,7 +58,7 @@ class CollectiveReducer(GradientReducer):
     ) -> None:
         self.ranks, self.control, self.traffic, self.tensors = ranks, control, traffic, tensors
         world_size = ranks.world_size
-        # A rank alone has nothing to reduce.
+        # A single rank has nothing to reduce.
         moved = [run for run in runs if run.stop > run.start] if world_size > 1 else []
         limit = PACK_BELOW // like.element_size()
         self._large = [run for run in moved if run.stop - run.start >= limit]

@@ -23,7 +23,7 @@ class PeerLostError(RuntimeError):
     such as a collective of DistributedDataParallel, then raises on every rank, while other groups still work.
 
     Attributes:
-        peer: which one, a group rank; None if that is not known.
+        peer: group rank of the lost one; None if unknown.
     """
 
     peer: int | None = None

@@ -1,7 +1,7 @@
 """The two moves of a sharded step as interfaces: gradients to their owners, and the owners' new values to all.
 
-Each is made once for a layout and used in every step. Which implementation makes it is chosen by what the backend can
-do, see :mod:`zeroshard_comm.choice`: tagged messages, collectives, or reads of the memory of peers on the same host.
+Each is made once for a layout and used in every step. The implementation depends on the backend: tagged messages,
+collectives, or reads of peers' memory on one host; see :mod:`zeroshard_comm.transport`, :mod:`zeroshard_comm.choice`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class BucketHeader:
-    """What a rank tells the others with a bucket.
+    """The information that a rank sends to the others with a bucket.
 
     Attributes:
         backward: number of the backward, from 1.
@@ -49,27 +49,27 @@ class BucketHeader:
     is_own: bool = True
 
     def to_words(self) -> list[int]:
-        """Return it as 64-bit integers; as many for each bucket of as many tensors."""
+        """Return it as 64-bit integers; their number depends only on the number of tensors."""
         return [self.backward, self.bucket, *pack_bits((self.may_step, self.is_own, *self.present))]
 
     @classmethod
     def from_words(cls, words: Sequence[int], tensors: int) -> BucketHeader:
-        """Return what :meth:`to_words` has written, of a bucket of so many tensors."""
+        """Read :meth:`to_words` of a bucket with this number of tensors."""
         may_step, is_own, *present = unpack_bits(tuple(words[2:]), 2 + tensors)
         return cls(words[0], words[1], tuple(present), may_step, is_own)
 
 
 class BucketReduceWork(ABC):
-    """One bucket on its way to its owners. The bucket belongs to it until it is closed."""
+    """One reduction of a bucket to its owners. It may use the bucket until it is closed."""
 
     @abstractmethod
     def finish(self) -> list[BucketHeader]:
-        """Wait for what this rank owns; the bucket then holds there the mean over all ranks, elsewhere anything.
+        """Wait for what this rank owns; the bucket then holds the means of all ranks there, elsewhere anything.
 
         On an accelerator the current stream is ordered after that.
 
         Returns:
-            The headers of all ranks, in rank order. Where a rank owns nothing of the bucket, they may be its own alone,
+            The headers of all ranks, in rank order. If a rank owns nothing of the bucket, there may be only its own,
             as on a fake group.
 
         Raises:
@@ -95,7 +95,7 @@ class GradientReducer(ABC):
         """Prepare for the next :meth:`begin`, once for each and in their order, before there is anything to send.
 
         Args:
-            gradients: as for that.
+            gradients: as for :meth:`begin`.
 
         Raises:
             PeerLostError: if a rank is gone.
@@ -107,8 +107,8 @@ class GradientReducer(ABC):
 
         Args:
             buffer: the bucket, 1-D.
-            header: what this rank has to say.
-            gradients: False to exchange headers alone, which all ranks must do then.
+            header: this rank's header.
+            gradients: False to exchange only headers, on all ranks.
 
         Raises:
             PeerLostError: if a rank is gone.
@@ -116,11 +116,11 @@ class GradientReducer(ABC):
 
 
 class Broadcast(ABC):
-    """One broadcast of a :class:`ParameterBroadcaster`. The segments belong to it until :meth:`wait` has returned."""
+    """One broadcast of a :class:`ParameterBroadcaster`. It may use the segments until :meth:`wait` has returned."""
 
     @abstractmethod
     def send(self) -> None:
-        """Send this rank's segments. Every rank must call it, also one that owns nothing.
+        """Send this rank's segments. Every rank must call it, even if it owns nothing.
 
         Raises:
             PeerLostError: if a rank is gone.
@@ -146,7 +146,7 @@ class Broadcast(ABC):
 
 
 class ParameterBroadcaster(ABC):
-    """Brings every rank the owners' values of the same segments, as often as asked.
+    """Sends the owners' values of the same segments to all ranks, as often as asked.
 
     All methods are collective: every rank calls them in the same order.
 

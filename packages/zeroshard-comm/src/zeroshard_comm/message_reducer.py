@@ -1,10 +1,10 @@
-"""Bringing a bucket of gradients to its owners: what is sent to whom, made once per bucket and used in every backward.
+"""Sends a bucket of gradients to its owners, by a plan of messages made once per bucket and used in every backward.
 
-Every rank sends each owner its values of what that rank owns, straight from the bucket where they lie together, packed
-where they are small; owners add up what arrives, in ascending rank order, so that sums do not depend on the plan.
+Every rank sends each owner its values of that owner's ranges: large ones directly from the bucket, small ones packed.
+Owners add up the values that arrive, in ascending rank order, so that sums do not depend on the plan.
 A *header* travels with the first message to each owner: a few numbers, and one bit per tensor of the bucket.
 
-Messages are tagged, and of one tag and pair of ranks they are matched in order: bucket by bucket in the order of
+Messages are tagged. Those with one tag between two ranks are matched in order: bucket by bucket in the order of
 :meth:`MessageReducer.begin`, which must be the same on all ranks.
 """
 
@@ -37,7 +37,7 @@ class MessageReducer(GradientReducer):
 
     Args:
         ranks: the group; its backend matches messages by tag.
-        runs: ranges of elements of the bucket and who owns them, in bucket order; what lies between has no owner.
+        runs: ranges of elements of the bucket and who owns them, in bucket order; elements between them have no owner.
         dtype: of the bucket, which is on the CPU.
         tensors: number of tensors in the bucket.
         window: posts the receives of gradients.
@@ -62,10 +62,10 @@ class MessageReducer(GradientReducer):
         self._messages: dict[int, list[BucketMessage]] = {owner: [] for owner in range(ranks.world_size)}
         for owner, messages in self._messages.items():
             messages += bucket_messages([run for run in runs if run.rank == owner], dtype.itemsize)
-        # So long that every dtype's elements may lie after it.
+        # Its length lets elements of every dtype follow, aligned.
         self.header_words = len(BucketHeader(0, 0, (False,) * tensors).to_words())
         self.header_words += self.header_words % 2
-        # Where each of them begins and ends, and what lies between them.
+        # Where each begins and ends, and the gaps between them.
         ranges = [part for messages in self._messages.values() for message in messages for part in message.ranges]
         self._edges = sorted({0, *chain.from_iterable(ranges)})
         self._place = {start: place for place, start in enumerate(self._edges)}
@@ -86,20 +86,20 @@ class MessageReducer(GradientReducer):
         return work
 
     def messages_of(self, owner: int) -> Sequence[BucketMessage]:
-        """Return what every other rank sends to ``owner``."""
+        """Return the messages that every other rank sends to ``owner``."""
         return self._messages[owner]
 
     def cut(self, buffer: torch.Tensor) -> Callable[[BucketMessage], Pieces]:
-        """Return what gives the views of ``buffer`` that travel in a message.
+        """Return a function that gives the views of ``buffer`` in a message.
 
-        They are not kept: DDP replaces its buckets once, and the memory of the first ones is to be free then.
+        They are not kept: DDP replaces its buckets once, and then frees the memory of the first ones.
         """
         views = buffer[: self._edges[-1]].split(self._sizes) if self._sizes else ()
         return lambda message: tuple([views[self._place[start]] for start, _ in message.ranges])
 
 
 class MessageReduceWork(BucketReduceWork):
-    """One bucket on its way, of which the receives are posted first. Sent once, then finished once, and closed."""
+    """One reduction of a bucket. Its receives are posted first. Then it is sent once, finished once, and closed."""
 
     def __init__(self, reducer: MessageReducer, *, gradients: bool) -> None:
         self._reducer, self._window = reducer, reducer.window
@@ -108,7 +108,7 @@ class MessageReduceWork(BucketReduceWork):
         self._sends: list[Message] = []
         # What is sent must live as long as the sends.
         self._staged: list[torch.Tensor] = []
-        # Where somebody else reduces, ranks tell each other headers alone.
+        # If a communication hook reduces, ranks exchange only headers.
         self._of = reducer.messages_of if gradients else lambda _: (_NOTHING,)
         ranks, tag = reducer.ranks, TAG_GRADIENTS + reducer.tags
         ascending = [rank for rank in range(ranks.world_size) if rank != ranks.rank]
@@ -119,7 +119,7 @@ class MessageReduceWork(BucketReduceWork):
         self._window.extend([receive for _, receives in self._arrivals for receive in receives])
 
     def send(self, buffer: torch.Tensor, header: BucketHeader) -> None:
-        """Send this rank's header, and its values of what others own.
+        """Send this rank's header, and its values of the others' ranges.
 
         Args:
             buffer: the bucket, 1-D; it belongs to the reduction until :meth:`close` has returned.

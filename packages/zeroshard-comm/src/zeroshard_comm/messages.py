@@ -1,4 +1,4 @@
-"""Tagged messages from one rank to another: of one tag and pair of ranks they are matched in order."""
+"""Tagged messages from one rank to another; those with one tag are matched in order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TAG_NOTHING = 0x5A530005
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Message:
-    """A send or a receive under way. Its buffer belongs to it until :meth:`wait` has returned.
+    """A send or a receive under way. It may use its buffer until :meth:`wait` has returned.
 
     Attributes:
         ranks: the group.
@@ -104,7 +104,7 @@ def receive_text(ranks: RankGroup, peer: int, operation: str) -> str:
 
 
 def cut_off(ranks: RankGroup) -> None:
-    """Close this rank's connections, as its end would: it has lost a rank, but may live on, and others wait for it.
+    """Close this rank's connections, as if it had ended: it has lost a rank, and others may wait for it.
 
     Nothing can be sent on the group any more, neither by this project nor by its user.
 

@@ -1,9 +1,9 @@
-"""Few messages for many tensors: small pieces travel packed in one buffer per owner, large ones from where they lie.
+"""Few messages for many tensors: small pieces are packed in one buffer per owner, large ones are sent in place.
 
 A message costs tens of microseconds whatever its size, a copy costs its bytes. So pieces below a limit are copied into
 a staging buffer of their owner before they are sent and out of it after they have arrived; pieces above it are sent and
-received in place. What is packed with what depends on the lengths, dtypes, devices and owners alone, so ranks that
-agree on the plan agree on the messages.
+received in place. Packing depends only on the lengths, dtypes, devices and owners, so ranks that agree on the
+plan agree on the messages.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STAGING_LIMIT = 8 * 1024 * 1024
 
 @dataclass(frozen=True, eq=False)
 class PackedMessage:
-    """What travels from one owner to all, as bytes, and the pieces in it.
+    """One message from an owner to all ranks, as bytes, and the pieces in it.
 
     Attributes:
         owner: group rank.
@@ -52,7 +52,7 @@ class PackedMessage:
             torch.cat(self.pieces, out=self.data.view(self.pieces[0].dtype))
 
     def unpack(self) -> None:
-        """Copy what has arrived in the staging buffer to the pieces."""
+        """Copy the bytes that have arrived in the staging buffer to the pieces."""
         if self.slots:
             foreach_copy_(self.pieces, self.slots)
 
@@ -116,7 +116,7 @@ class BucketMessage:
 
 
 _WITH_THE_HEADER = 64
-"""Elements of a large run that are packed where nothing else is."""
+"""Elements of a large run that are packed if there is nothing else to pack."""
 
 
 def bucket_messages(runs: Sequence[Run], itemsize: int, chunk_bytes: int = CHUNK_BYTES) -> list[BucketMessage]:
@@ -128,7 +128,7 @@ def bucket_messages(runs: Sequence[Run], itemsize: int, chunk_bytes: int = CHUNK
         chunk_bytes: of which large runs have at most so many in a message.
 
     Returns:
-        The messages, the first of which is packed: what else is to be told can travel with it.
+        The messages, the first of which is packed, so that a header can be added to it.
     """
     cut = PACK_BELOW // itemsize
     small = [(run.start, run.stop) for run in runs if 0 < run.stop - run.start < cut]

@@ -1,4 +1,4 @@
-"""A process group as one of its ranks sees it, and what all users of this project on it have in common.
+"""A process group as one of its ranks sees it, and the state that all users of this project on it share.
 
 Rank arithmetic in one place: group ranks inside, global ranks only at torch's own door.
 """
@@ -33,14 +33,14 @@ class Ring(Protocol):
 
 @dataclass
 class GroupContext:
-    """What all users of one process group share; all ranks change it in the same order. See `RankGroup.context`.
+    """State that all users of one process group share; all ranks change it in the same order. See `RankGroup.context`.
 
     Attributes:
-        readable: the processes of peers whose memory this rank reads: of all where every rank reads from every other,
-            else of none; None before they have tried.
+        readable: the processes of peers whose memory this rank reads: all peers if every rank can read every other,
+            else none; None before they have tried.
         unread: whether peers may be reading gradients of this rank.
         ring: combines words of all ranks, once they have agreed for the first time and are few.
-        abandoned: messages that are no longer waited for after a rank was lost, and what they send.
+        abandoned: messages that are no longer waited for after a rank was lost, and their buffers.
         optimizers: how many were built on the group.
     """
 
@@ -63,7 +63,7 @@ class GroupContext:
     def allocate_tags(self) -> int:
         """Return an offset to tags that nothing else has been given on this group, in 65,535 calls.
 
-        Messages of one tag and pair of ranks match in order, so who has an order of its own needs tags of its own. All
+        Messages with one tag between two ranks match in order, so a user with its own order needs its own tags. All
         tags of this project are ``0x5A530...``. All ranks allocate in the same order, and should compare what they were
         given before they use it.
         """
@@ -75,7 +75,7 @@ class GroupContext:
         """Let one thread agree with the other ranks: two would take each other's messages.
 
         Raises:
-            RuntimeError: if another thread is about to, or this was interrupted before, as by Ctrl-C.
+            RuntimeError: if another thread is about to, or an earlier agreement was interrupted, for example by Ctrl-C.
         """
         if self._interrupted_by:
             raise RuntimeError(
@@ -137,13 +137,13 @@ class RankGroup:
 
     @property
     def context(self) -> GroupContext:
-        """What all users of this process group share, for as long as it lives."""
+        """State that all users of this process group share, for as long as it lives."""
         return _contexts.setdefault(self.group, GroupContext())
 
     def private_group(self, backend: str, purpose: str) -> RankGroup:
         """Return a group of the same ranks, with the same timeout, on which nothing else is issued.
 
-        It is made once for each purpose, by a collective among these ranks alone.
+        It is made once for each purpose, by a collective among only these ranks.
 
         Args:
             backend: of the new group, such as ``"nccl"``.
@@ -162,7 +162,7 @@ class RankGroup:
 
     @property
     def timeout(self) -> timedelta | None:
-        """After how long the operations of the group are given up; None if its backends do not tell."""
+        """The timeout of the group's operations; None if its backends do not tell."""
         return timeout_of(self.group)
 
     @property
@@ -187,7 +187,7 @@ class RankGroup:
             by_device[device] = name
         if device_type in by_device:
             return by_device[device_type]
-        # A group made for one backend by name answers with that name alone.
+        # A group made for one backend by name returns only that name.
         named = str(dist.get_backend(self.group))
         return named if named == "fake" or not by_device else ""
 

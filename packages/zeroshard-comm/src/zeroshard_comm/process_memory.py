@@ -1,7 +1,7 @@
 """Reading the memory of another process of the same host, where the kernel allows it (Linux, ``process_vm_readv``).
 
-Who may read whom is for the kernel to say, by the rules of ``ptrace``: the same user, and what a container or the
-``yama`` module adds to that. So it is tried, see :func:`zeroshard_comm.connect`, and not concluded from settings.
+The kernel decides who may read whom, by the rules of ``ptrace``: the same user, and restrictions of containers and of
+the ``yama`` module. So ranks try it, see :func:`zeroshard_comm.connect`, instead of reading settings.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _libc() -> ctypes.CDLL | None:
 
 
 class ProcessMemory:
-    """Places in the memory of another process that are copied here again and again, in as few calls as can be.
+    """Places in the memory of another process that are copied here repeatedly, in as few calls as possible.
 
     Args:
         process: its number, in this process's namespace.
@@ -86,8 +86,8 @@ def _vectors(parts: Sequence[tuple[int, int, int]], side: int) -> ctypes.Array[_
 def machine() -> int:
     """Return a number that is equal for two processes that may be able to read each other, and 0 if this one cannot.
 
-    Made of the boot of the machine and of the namespaces of processes and networks: processes that were given networks
-    of their own are to be seen as machines of their own.
+    Made of the boot of the machine and of the namespaces of processes and networks: processes with network namespaces
+    of their own count as separate machines.
     """
     if _libc() is None or os.environ.get(SWITCH, "") == "0":
         return 0

@@ -27,7 +27,7 @@ def mean_in_rank_order(
     rank, world_size = ranks.rank, ranks.world_size
     # Scaling by a power of two is exact, so it can be done while adding.
     exact = world_size & (world_size - 1) == 0
-    # Two terms can be added in either order: only from rank 2 on the sum of those before needs a place of its own.
+    # Two terms can be added in either order: only from rank 2 on does their sum need memory of its own.
     total: Pieces | None = None
     _divide(own, world_size)
     for peer in range(world_size):
@@ -52,7 +52,7 @@ def mean_in_rank_order(
 
 
 def _divide(tensors: Pieces, world_size: int) -> None:
-    # In bfloat16 a factor would be rounded before it is used, the number of ranks is not.
+    # In bfloat16 a factor would be rounded before it is used, but the number of ranks is not.
     foreach_div_(tensors, world_size)
 
 

@@ -1,4 +1,4 @@
-"""Receiving with little memory: receives wait for their turn until there is room for what they bring."""
+"""Receiving with little memory: receives wait for their turn until there is room for their messages."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ReceiveWindow:
     """Posts receives in order, as far ahead as a limit of memory allows, and keeps the memory for the next ones.
 
     A sender starts when its receive is posted, so a window that is as large as what is on its way keeps the wire busy.
-    Two receives are posted whatever they bring: a sum holds one while it waits for the next. Any thread may call any
+    Two receives are posted whatever their size: a sum holds one while it waits for the next. Any thread may call any
     method.
 
     Args:
@@ -52,7 +52,7 @@ class ReceiveWindow:
         self._held = self._count = self._made = 0
 
     def extend(self, receives: Sequence[Receive]) -> None:
-        """Append receives, and post what there is room for.
+        """Append receives, and post those for which there is room.
 
         Raises:
             PeerLostError: if a rank is gone.
@@ -62,7 +62,7 @@ class ReceiveWindow:
             self._post()
 
     def wait(self, receive: Receive, operation: str) -> torch.Tensor:
-        """Return what a receive has brought, 1-D bytes; the next ones in order are to be waited for in order.
+        """Return the message of a receive as 1-D bytes; wait for receives in the order in which they were added.
 
         Raises:
             PeerLostError: if a rank is gone.
@@ -73,7 +73,7 @@ class ReceiveWindow:
         return receive.scratch
 
     def release(self, receive: Receive) -> None:
-        """Give the memory of a receive back, and post what there is room for now.
+        """Give the memory of a receive back, and post receives for which there is room now.
 
         Raises:
             PeerLostError: if a rank is gone.
@@ -91,7 +91,7 @@ class ReceiveWindow:
             receive = self._waiting.popleft()
             if not self._free.get(receive.nbytes):
                 if self._made + receive.nbytes > self._limit:
-                    # Of other lengths: of few buckets two bring the same.
+                    # It has another length; few buckets have equal ones.
                     self._free, self._made = {}, self._held
                 self._free[receive.nbytes] = [torch.empty(receive.nbytes, dtype=torch.uint8, device="cpu")]
                 self._made += receive.nbytes

@@ -1,4 +1,4 @@
-"""Messages without tensor data: rounds of doubling distance in which all ranks hear of all, and texts between two."""
+"""Messages without tensor data: rounds of doubling distance that combine all ranks' numbers, and texts for one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SENDING = timedelta(seconds=8)
 """How long a send may take whose receive has been posted: gloo may never report one to a rank that is gone."""
 
 SOMEBODY = 1 << 32
-"""In place of the rank that was lost, where it is not known."""
+"""Used for the lost rank if it is unknown."""
 
 
 class Rounds:
@@ -68,7 +68,7 @@ class Rounds:
             target, source, payload = (rank + distance) % size, (rank - distance) % size, mine.clone()
             sends.append((self._issued(send, payload, target, tag, operation), payload))
             if lost:
-                # Posted all the same: its sender waits until it is received.
+                # Posted anyway: its sender waits until it is received.
                 self._channel.context.abandoned.append((arriving, room))
                 continue
             try:
@@ -80,7 +80,7 @@ class Rounds:
             mine |= room
             mine[0] = lost
         for message, _ in sends:
-            # A rank that is gone now is missed by the next agreement, if by nothing else.
+            # If a rank is gone now, the next agreement notices at the latest.
             with suppress(PeerLostError):
                 if message is not None:
                     message.wait(operation, _TELLING if lost else _SENDING)

@@ -76,7 +76,7 @@ def _reads(process: int, address: int, expected: int) -> bool:
 
 
 def all_read(ranks: RankGroup) -> bool:
-    """Tell whether :func:`connect` has found that every rank of a group reads from every other; alike on all ranks."""
+    """Whether every rank of a group can read from every other, as :func:`connect` found; the same on all ranks."""
     return bool(ranks.context.readable)
 
 
@@ -112,7 +112,7 @@ class SameHostBroadcaster(ParameterBroadcaster):
         return _Reading(self)
 
     def meet(self) -> None:
-        """Agree that all owners have their values, and learn where, if some rank does not know yet. Collective."""
+        """Agree that all owners have their values, and exchange addresses if some rank lacks them. Collective."""
         processes = self.ranks.context.readable
         assert processes is not None
         if self.control.any_raised(self._reads is None, _READY):
@@ -169,13 +169,13 @@ def scratch_memory() -> torch.Tensor:
 
 
 class SameHostReducer(GradientReducer):
-    """Reads what this rank owns of a bucket where the others have it, and adds it up.
+    """Reads this rank's part of a bucket from the other ranks' memory, and adds it up.
 
-    Nothing is done before :meth:`BucketReduceWork.headers`, which agrees, as :meth:`BucketReduceWork.close` does.
+    Nothing is done before :meth:`BucketReduceWork.finish`, which agrees, as :meth:`BucketReduceWork.close` does.
 
     Args:
         control: the channel, and the group, of which :func:`all_read` is true.
-        runs: ranges of elements of the bucket and who owns them, in bucket order; what lies between has no owner.
+        runs: ranges of elements of the bucket and who owns them, in bucket order; elements between them have no owner.
         dtype: of the bucket, which is on the CPU.
         tensors: number of tensors in the bucket.
         scratch: of :func:`scratch_memory`, which reducers that are used one after another share.
@@ -200,7 +200,7 @@ class SameHostReducer(GradientReducer):
         return _Gathering(self, buffer, header, gradients=gradients)
 
     def meet(self, buffer: torch.Tensor, header: BucketHeader) -> tuple[list[int], list[BucketHeader]]:
-        """Agree that all ranks have their gradients, and learn where, and what else is new. Collective.
+        """Agree that all ranks have their gradients, and learn their addresses and headers. Collective.
 
         Args:
             buffer: this rank's bucket.

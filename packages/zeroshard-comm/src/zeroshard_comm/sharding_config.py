@@ -1,4 +1,4 @@
-"""What ranks compare before they exchange anything: the plan, and the settings that change what is sent."""
+"""The values that ranks compare before they send anything: the plan, and settings that change the messages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Setting = str | int | float | bool | None
 
 @dataclass(frozen=True)
 class ShardingConfig:
-    """What decides about what a rank sends: the plan, and the settings that change what is sent.
+    """The plan, and the settings that change which messages a rank sends.
 
     Attributes:
         plan: the plan this rank holds.
@@ -91,7 +91,7 @@ def check_config(control: Control, operation: str, config: ShardingConfig, *, er
 
 @dataclass
 class Declared:
-    """What this rank declares at the end of a block of :func:`agreed`: at first nothing.
+    """This rank's contribution to the agreement at the end of a block of :func:`agreed`; initially none.
 
     Attributes:
         digest: a 63-bit number that is equal on ranks that agree.
@@ -110,7 +110,7 @@ class Declared:
 
 @contextmanager
 def agreed(control: Control, operation: str, explain: Explain | None = None) -> Iterator[Declared]:
-    """Do something on this rank, and then raise on every rank if it failed on one, or if ranks differ. Collective.
+    """Run a block, and then raise on every rank if it failed on one, or if ranks differ. Collective.
 
     Args:
         control: the channel.
@@ -118,12 +118,12 @@ def agreed(control: Control, operation: str, explain: Explain | None = None) -> 
         explain: names a difference of two details, see :meth:`Control.check_consistent`; of configurations if None.
 
     Yields:
-        What the block is to declare.
+        The contribution, for the block to set.
 
     Raises:
         DisagreementError: as :func:`agree`.
         PeerLostError: as :func:`agree`.
-        Exception: what the block has raised on some rank, on every rank.
+        Exception: an error of the block on some rank, on every rank.
     """
     declared, failure = Declared(), None
     try:
@@ -145,7 +145,7 @@ def agreed(control: Control, operation: str, explain: Explain | None = None) -> 
 
 
 def explain_configs(reference: str, other: str, reference_rank: int, other_rank: int) -> str | None:
-    """Name the first difference between two configurations, given as JSON, in words; None if there is none."""
+    """Name the first difference between two configurations, given as JSON; None if there is none."""
     if not reference or not other:
         return None
     here, there = ShardingConfig.from_json(reference), ShardingConfig.from_json(other)

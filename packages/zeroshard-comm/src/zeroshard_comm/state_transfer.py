@@ -105,7 +105,7 @@ def _send_all(control: Control, manifest: Manifest, target: int, operation: str,
     started = time.perf_counter()
     in_flight: deque[tuple[Message, torch.Tensor]] = deque()
     for tensor in manifest.tensors:
-        # What must be copied is sent one chunk at a time; what lies ready may have several chunks on their way.
+        # A tensor that must be copied is sent one chunk at a time; others may have several chunks on their way.
         ready = tensor.device.type == "cpu"
         flat = _bytes_of(tensor)
         for start in range(0, flat.numel(), chunk_bytes):
@@ -190,7 +190,7 @@ def _chunks_of(control: Control, source: int, chunks: Sequence[torch.Tensor], op
 
 
 def _receive_text(control: Control, source: int, operation: str) -> tuple[Any, list[int]] | None:
-    """What a sender says of its tensors; None if it failed to, and will report why at the meeting."""
+    """A sender's description of its tensors; None if it failed, which it reports in the agreement."""
     assert control.channel is not None
     parts = json.loads(receive_text(control.channel, source, operation))
     return None if parts is None else (parts["description"], parts["sizes"])

@@ -1,4 +1,4 @@
-"""What was sent, received and waited for, per kind of move."""
+"""Counts bytes sent and received, calls and waiting, per kind of transfer."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ class Volume:
 
 
 _adding = Lock()
-"""A backward's own thread and the one that works beside it count into the same totals."""
+"""The thread that runs backward and the worker thread add to the same totals."""
 
 
 @dataclass(slots=True)
 class Traffic:
-    """Running totals of one object's communication; the exchanges and the control channel it was handed to add to it.
+    """Running totals of one object's communication; exchanges and the control channel add to it.
 
     Kinds are ``"share"`` (parameters from owners), ``"reduce"`` (gradients to owners), ``"state"`` (optimizer state)
     and ``"control"`` (agreements and headers). Bytes are counted as the plan predicts them: an owner that shares ``b``

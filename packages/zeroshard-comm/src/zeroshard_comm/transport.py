@@ -1,4 +1,4 @@
-"""What carries the buckets of one optimizer: chosen once, by what the backend can do with the tensors of its device."""
+"""Transports for the buckets of one optimizer: chosen once, by what the backend can do with tensors of its device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from zeroshard_comm.same_host import WORTH_READING, SameHostReducer, all_read, s
 TAG_BUCKETS = 0x5A530032
 
 WORTH_OVERLAPPING = 16 * 1024 * 1024
-"""Fewer bytes in all are added up when the last have come, and shared together: overlapping would cost more."""
+"""Fewer bytes in all are added up after the last bucket, and parameters sent together: overlap would cost more."""
 
 
 class Transport(ABC):
@@ -28,8 +28,8 @@ class Transport(ABC):
 
     Attributes:
         tags: offset to the tags of its messages, which must be the same on all ranks; 0 if it sends none.
-        uses_thread: whether another thread finishes what one has begun; else all is done in one order on all ranks.
-        shares_buckets: whether the parameters of a bucket travel by themselves, or all together, as without buckets.
+        uses_thread: whether another thread finishes reductions; else all is done in one order on all ranks.
+        shares_buckets: whether each bucket's parameters are sent separately, or all together, as without buckets.
     """
 
     tags: int = 0
@@ -38,7 +38,7 @@ class Transport(ABC):
 
     @abstractmethod
     def reducer(self, runs: Sequence[Run], bucket: torch.Tensor, tensors: int) -> GradientReducer:
-        """Make what brings the gradients of a bucket to their owners.
+        """Make the reducer that sends the gradients of a bucket to their owners.
 
         Args:
             runs: ranges of elements of the bucket and who owns them, in bucket order.
@@ -48,15 +48,15 @@ class Transport(ABC):
 
     @abstractmethod
     def broadcaster(self, segments: Sequence[Segment]) -> ParameterBroadcaster | None:
-        """Make what brings all ranks the owners' values of some segments; None if not :attr:`shares_buckets`."""
+        """Make the broadcaster of some segments; None if not :attr:`shares_buckets`."""
 
 
 class MessageTransport(Transport):
-    """Tagged messages, which never meet the collectives that others issue on the same group.
+    """Tagged messages, which never mix with the collectives that others issue on the same group.
 
     Args:
         control: has the group, whose backend matches messages by tag, and the traffic.
-        overlaps: whether another thread adds up what arrives, and buckets are shared one by one: for much data.
+        overlaps: whether another thread adds up values that arrive, and buckets are sent one by one: for much data.
     """
 
     def __init__(self, control: Control, *, overlaps: bool) -> None:
@@ -96,7 +96,7 @@ class CollectiveTransport(Transport):
         return CollectiveReducer(self._ranks, self._control, self._control.traffic, runs, bucket, tensors)
 
     def broadcaster(self, segments: Sequence[Segment]) -> ParameterBroadcaster:
-        """Make one that issues its collectives on the group of our own."""
+        """Make one that issues its collectives on its own group."""
         return CollectiveBroadcaster(self._ranks, segments, self._control.traffic)
 
 
@@ -113,7 +113,7 @@ class SameHostTransport(Transport):
         self._control, self._scratch = control, scratch_memory()
 
     def reducer(self, runs: Sequence[Run], bucket: torch.Tensor, tensors: int) -> GradientReducer:
-        """Make one that reads this rank's part where the others have it."""
+        """Make one that reads this rank's part from the other ranks' memory."""
         return SameHostReducer(self._control, runs, bucket.dtype, tensors, self._scratch)
 
     def broadcaster(self, segments: Sequence[Segment]) -> None:

@@ -1,4 +1,4 @@
-"""From what all ranks say of themselves after a difference to the one error that every rank raises."""
+"""Derives the error that every rank raises after a difference, from the reports of all ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 Explain = Callable[[str, str, int, int], "str | None"]
-"""From what two ranks hold, and the two ranks, to the first difference in words; None if it finds none."""
+"""From two ranks' details, and the two ranks, to a text that names the first difference; None if it finds none."""
 
 OWN = "own"
 """In place of the name of an error: every rank has the same one, and raises its own."""
@@ -14,7 +14,7 @@ OWN = "own"
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """What a rank says of itself after a difference: what it is about to do, where it is, and what it holds."""
+    """A rank's report after a difference: its operation, its position, and its details."""
 
     rank: int
     operation: str

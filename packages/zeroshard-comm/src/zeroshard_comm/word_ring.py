@@ -1,7 +1,7 @@
-"""Numbers of all ranks, combined by one all-reduce on a gloo group of our own: the way of agreements of few ranks.
+"""Numbers of all ranks, combined by one all-reduce on a gloo group of our own: for agreements of few ranks.
 
 It costs a fraction of the processor time of messages in rounds, since gloo keeps what it needs between the same ranks.
-But it is a ring: its latency grows with the number of ranks, and when a rank is lost, its neighbours alone see the
+But it is a ring: its latency grows with the number of ranks, and when a rank is lost, only its neighbours see the
 all-reduce fail. So a rank that sees it fail closes its connections, and the failure travels on, rank by rank; after it
 the group is of no use.
 """
@@ -24,10 +24,10 @@ MOST_RANKS = 16
 """Above, rounds of messages are faster."""
 
 _MEETING = timedelta(seconds=30)
-"""For ranks to connect, who have just agreed."""
+"""Time to connect, for ranks that have just agreed."""
 
 _REPORTING = 1.0
-"""Seconds in which all ranks that are there should have seen that one is lost."""
+"""Seconds within which all remaining ranks should have seen that one is lost."""
 
 
 class WordRing:
@@ -82,7 +82,7 @@ class WordRing:
             try:
                 work.wait(timedelta(seconds=patience))
             except RuntimeError as failure:
-                # gloo forgets what stands in the queue of a connection that is closed, and waits until the timeout.
+                # gloo drops the queue of a connection that is closed, and waits until the timeout.
                 if not work.is_completed() and self._closed():
                     # The thread that waits would be joined when Python ends.
                     ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
@@ -116,7 +116,7 @@ class WordRing:
         closed = []
         for peer in sorted(self._peers):
             try:
-                # Not kept: somebody may be late for hours, and is asked after again and again.
+                # Not kept: a rank may be late for hours, and this is called repeatedly.
                 self._receive(peer)
             except RuntimeError:
                 closed.append(peer)
@@ -136,10 +136,10 @@ class WordRing:
         gone = self._silent(self._closed())
         self.close()
         if len(gone) != 1:
-            # Somebody was late: all connections stand, or gloo has closed all of this rank's own when it had waited
+            # A rank was late: all connections are open, or gloo has closed all of this rank's own when it had waited
             # long enough. Others are about to say so, or have told others why they closed theirs.
             time.sleep(_REPORTING)
-            # Of two ranks it is the other one in any case.
+            # With two ranks it is always the other one.
             gone = self._silent(gone or sorted(self._peers)) if len(self._peers) > 1 else list(self._peers)
         who = f"rank{'s' * (len(gone) > 1)} {', '.join(map(str, gone))}" if gone else "another rank"
         said = f" (The backend said: {str(failure).splitlines()[0]})" if failure is not None else ""

@@ -1,7 +1,7 @@
-"""A few numbers from every rank to every rank, that are sent at once and read later.
+"""A few numbers from every rank to every rank, sent at once and read later.
 
 They travel over the control channel, from host to host, so that reading them does not wait for an accelerator.
-Where nothing travels (one rank alone, torch's ``fake`` backend) a rank hears itself.
+If nothing is sent (a single rank, or torch's ``fake`` backend), a rank gets only its own.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Words:
         control.traffic.add("control", sent=nbytes, received=nbytes, calls=2 * peers)
 
     def wait(self) -> list[list[int]]:
-        """Return what every rank said, in rank order; this rank's own alone where nothing travels.
+        """Return the numbers of every rank, in rank order; only this rank's own if nothing is sent.
 
         Raises:
             PeerLostError: if a rank is gone.

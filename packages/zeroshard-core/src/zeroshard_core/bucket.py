@@ -1,4 +1,4 @@
-"""Bucket layouts: where whole tensors lie in flat buffers, as numbers alone."""
+"""Bucket layouts: the places of whole tensors in flat buffers, as numbers without any data."""
 
 from __future__ import annotations
 

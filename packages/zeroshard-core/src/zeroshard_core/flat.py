@@ -16,7 +16,7 @@ class FlatBuffer:
 
     Only :meth:`adopt` and :meth:`release` change which tensors are views of it. The elements may be written by anyone
     who holds the storage, a view or an adopted tensor: they are the same memory. Writing through one does not advance
-    the version counters of the others; a caller that writes behind autograd's back advances them itself.
+    the version counters of the others; a caller whose writes autograd does not see advances them itself.
 
     Args:
         layout: where tensors lie.
@@ -82,7 +82,7 @@ class FlatBuffer:
     def release(self, tensors: Collection[int] | None = None) -> None:
         """Give adopted tensors storage of their own again, with values and memory format kept.
 
-        Tensors that were never adopted are ignored; those whose ``.data`` was rebound are forgotten and left alone.
+        Tensors that were never adopted are ignored; those whose ``.data`` was rebound are forgotten and not changed.
 
         Args:
             tensors: indices; all adopted tensors if ``None``.
@@ -136,7 +136,7 @@ def storage_view(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _restrided(view: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The same view with the strides of ``like``, if they differ in dimensions of size 1 alone."""
+    """The same view with the strides of ``like``, if they differ only in dimensions of size 1."""
     if like.layout is not torch.strided or like.shape != view.shape or like.stride() == view.stride():
         return view
     if all(size == 1 or a == b for size, a, b in zip(view.shape, like.stride(), view.stride(), strict=True)):

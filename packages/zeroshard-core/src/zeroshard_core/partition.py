@@ -1,6 +1,6 @@
-"""Choosing owners: strategies that place tensors on ranks, and the plans that come of them.
+"""Choosing owners: strategies that place tensors on ranks, and the resulting plans.
 
-Everything here is deterministic and depends on its arguments alone, so every rank computes the same plan by itself.
+Everything here is deterministic and depends only on its arguments, so every rank computes the same plan by itself.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Owners = tuple[int, ...]
 """The ranks that own a tensor, in the order of their rows: one of them, or as many as it is cut into parts."""
 
 Strategy = Callable[[Sequence[TensorSpec], Sequence[float], Cost], Sequence[Owners]]
-"""From (tensors to place, loads so far per rank, cost) to the owners of each of these tensors."""
+"""A function of (tensors to place, loads so far per rank, cost) that returns the owners of each of these tensors."""
 
 SMALLEST_PART = 16_384
 """``split`` and ``hybrid`` make no part of fewer elements: it would cost more in calls than it evens out."""
@@ -73,7 +73,7 @@ def repartition(
         tensors: the new full list: the tensors of ``plan`` at their places, perhaps frozen, unfrozen or of another
             dtype, and more after them.
         place: indices to place anew. Tensors beyond ``plan`` are placed whether named here or not.
-        strategy: as for :func:`partition`; it sees the placed tensors alone, in order.
+        strategy: as for :func:`partition`; it sees only the tensors to place, in order.
         cost: as for :func:`partition`.
 
     Returns:
@@ -109,8 +109,8 @@ def repartition(
 def whole(tensors: Sequence[TensorSpec], loads: Sequence[float], cost: Cost) -> list[Owners]:
     """Give each tensor to one rank: the heaviest first, each to the rank with the least load so far.
 
-    Param groups are placed one after the other, in order of first appearance; the sort is stable, and of several ranks
-    with the least load the lowest is taken. Weighed by :func:`zeroshard_core.numel`, this gives the owners that
+    Param groups are placed one after the other, in order of first appearance; the sort is stable, and among ranks
+    with equal loads the lowest is chosen. Weighed by :func:`zeroshard_core.numel`, this gives the owners that
     ``torch.distributed.optim.ZeroRedundancyOptimizer`` chooses, for trainable tensors; with a heap instead of a scan of
     all ranks, in O(T log N). The rule is longest-processing-time-first (R. L. Graham, Bounds on multiprocessing timing
     anomalies, 1969).
@@ -259,7 +259,7 @@ def _plan(world_size: int, specs: tuple[TensorSpec, ...], owners: Sequence[Owner
 
 def _weight(cost: Cost) -> Cost:
     if cost is numel:
-        # The default needs no check, and is asked often.
+        # The default needs no check, and is called often.
         return lambda spec: spec.numel if spec.trainable else 0
     if not callable(cost):
         raise TypeError(f"the cost must be a function from a tensor's spec to a number, but is {_described(cost)}")

@@ -1,4 +1,4 @@
-"""The first difference between two plans, in words."""
+"""The first difference between two plans, as text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FIELDS = tuple(field.name for field in fields(TensorSpec) if field.compare and 
 def tensor_difference(here: Sequence[TensorSpec], there: Sequence[TensorSpec]) -> str | None:
     """Name the first tensor that differs, and how; ``None`` if all are equal.
 
-    A tensor whose name stands at another position on the other side is reported as another order, one whose name is
+    A tensor whose name is at another position on the other side is reported as another order, one whose name is
     not there at all as missing.
     """
     for position, (ours, theirs) in enumerate(zip(here, there, strict=False)):
@@ -49,7 +49,7 @@ def owner_difference(
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
-    """Return such as ``"rank 3"`` or ``"ranks 0, 2, 1"``, in the order given; of more than eight the first eight."""
+    """Return text such as ``"rank 3"`` or ``"ranks 0, 2, 1"``, in the order given; at most the first eight."""
     shown = ", ".join(map(str, ranks[:8]))
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}{more}"

@@ -1,4 +1,4 @@
-"""What a plan speaks of: tensors described by numbers alone, and the rows of them that a rank owns."""
+"""The items of a plan: tensors described only by numbers, and the rows of them that a rank owns."""
 
 from __future__ import annotations
 

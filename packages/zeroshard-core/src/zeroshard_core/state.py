@@ -1,6 +1,6 @@
 """State maps: the optimizer state of whole tensors cut along shards, and joined again.
 
-Pure functions over dicts of tensors. Nothing handed in is changed; what is returned may alias it.
+Pure functions over dicts of tensors. Arguments are not changed; results may alias them.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def to_names(state_dict: Mapping[str, Any], names: Sequence[str]) -> dict[str, A
         New dicts and lists around the same values.
 
     Raises:
-        StateMapError: if a name stands for two indices, or an index has no name or stands in two places.
+        StateMapError: if two indices have one name, or an index has no name or is in two places.
     """
     _positions(names)
     known = range(len(names))
@@ -177,7 +177,7 @@ def to_indices(state_dict: Mapping[str, Any], names: Sequence[str]) -> dict[str,
         New dicts and lists around the same values.
 
     Raises:
-        StateMapError: if a name stands for two indices, or the state dict has an unknown name or one in two places.
+        StateMapError: if two indices have one name, or the state dict has an unknown name or one in two places.
     """
     positions = _positions(names)
     return _rekeyed(

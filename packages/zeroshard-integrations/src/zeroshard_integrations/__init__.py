@@ -1,3 +1,3 @@
-"""What a training script needs beside the optimizers of zeroshard: DDP communication hooks, and Join."""
+"""Communication hooks of DistributedDataParallel, and Join, for the optimizers of zeroshard."""
 
 __version__ = "0.1.0"

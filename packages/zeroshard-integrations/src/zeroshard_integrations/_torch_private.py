@@ -42,7 +42,7 @@ will_execute = torch._C._will_engine_execute_node
 
 
 def comm_hooks(ddp: DistributedDataParallel) -> Sequence[tuple[Callable[..., Any], object]]:
-    """Return the communication hooks in Python, each with its state; none of a model that could not be built."""
+    """Return the communication hooks in Python, each with its state; none for a model that could not be built."""
     found: Sequence[tuple[Callable[..., Any], object]] = vars(ddp).get("_comm_hooks", ())
     return found
 
@@ -59,7 +59,7 @@ def params_for_reducer(ddp: DistributedDataParallel) -> Sequence[torch.Tensor]:
 
 
 def has_rebuilt_buckets(ddp: DistributedDataParallel) -> bool:
-    """Whether DDP has rebuilt its buckets, as it does once."""
+    """Whether DDP has rebuilt its buckets, which it does once."""
     return bool(ddp._has_rebuilt_buckets)
 
 

@@ -1,7 +1,7 @@
-"""Communication hooks by which DistributedDataParallel and a sharded optimizer move as little as DDP alone.
+"""Communication hooks by which DistributedDataParallel and a sharded optimizer send as little as plain DDP.
 
-An unsharded step moves every gradient once and brings it back reduced. With :func:`reduce_to_owner_hook` each gradient
-goes to its owner alone, and the owner's new parameters come back instead: the same bytes. With the hooks that step
+An unsharded step sends every gradient once and gets it back reduced. With :func:`reduce_to_owner_hook` each gradient
+is sent only to its owner, and the owner's new parameters come back instead: as many bytes. With the hooks that step
 during backward, which have torch's names and signatures, buckets are updated and shared while earlier layers still
 compute.
 """
@@ -31,19 +31,19 @@ def reduce_to_owner_hook(state: ZeroRedundancyOptimizer, bucket: GradBucket) -> 
     """Send each gradient to the rank that owns it, while backward computes.
 
     Register it with the optimizer as its state: ``ddp.register_comm_hook(optimizer, reduce_to_owner_hook)``. Then train
-    as ever; ``optimizer.step()`` updates bucket by bucket and shares each as soon as it is updated. In between,
+    as usual; ``optimizer.step()`` updates this rank's shards and brings the new values to all ranks. Before that,
     ``.grad`` of every parameter is a :class:`zeroshard.GradPlaceholder`, which cannot be read: to clip, call
     :meth:`zeroshard.ZeroRedundancyOptimizer.clip_grad_norm_`.
 
-    Gradients are averaged over the ranks, as by DDP. ``no_sync()`` accumulates on each rank and sends nothing; several
-    backwards before a step add up.
+    Gradients are averaged over the ranks, as DDP does. ``no_sync()`` accumulates on each rank and sends nothing;
+    several backwards before a step add up.
 
     Args:
         state: the optimizer; it has all parameters that DDP reduces, and the same ranks.
         bucket: of DDP.
 
     Returns:
-        The bucket's buffer to come.
+        A future that holds the bucket's buffer.
 
     Raises:
         ValueError: if the optimizer does not have a parameter of the bucket, or gradients cannot be sent in buckets.
@@ -67,7 +67,7 @@ def reduce_to_owner_hook(state: ZeroRedundancyOptimizer, bucket: GradBucket) -> 
         >>> dist.destroy_process_group()
     """
     follower = state.follow_backward(StepMode.IN_STEP)
-    # DDP does not tell a hook which ranks it works on, and finding out takes a while: where it may be others.
+    # A hook does not know DDP's ranks. Looking it up is slow, so only do it if there are several process groups.
     if dist.get_pg_count() > 1 and isinstance(bucket, GradBucket) and bucket.index() == 0:
         params = bucket.parameters()
         for ddp in () if follower.knows(params) else _models_of(state, params[0]):
@@ -76,7 +76,7 @@ def reduce_to_owner_hook(state: ZeroRedundancyOptimizer, bucket: GradBucket) -> 
 
 
 def _models_of(optimizer: ZeroRedundancyOptimizer, param: torch.Tensor) -> list[DistributedDataParallel]:
-    """Find the models whose communication hook has an optimizer as its state; those that the collector sees.
+    """Find the models whose communication hook has an optimizer as its state, among tracked objects.
 
     A hook of the user's may have anything as its state. So if there are none, these are all models with a hook and the
     parameter; or none, if one of them has the optimizer's process group.
@@ -117,12 +117,12 @@ def hook_with_zero_step(
 ) -> Hook:
     """Return a hook that steps the optimizer during backward, after the last bucket.
 
-    All reductions are on their way before the first shard is stepped, so that they have the wire to themselves; steps
-    and parameters follow bucket by bucket. Backward returns when parameters are up to date. All iterations train, from
+    All reductions are on their way before the first shard is stepped, so that they can use the whole network. Steps and
+    parameters follow bucket by bucket. Backward returns when parameters are up to date. All iterations train, from
     the first one on.
 
     Args:
-        hook: what reduces the gradients: ``allreduce_hook``, which is replaced by sending gradients to their owners, or
+        hook: reduces the gradients: ``allreduce_hook``, which is replaced by sending gradients to their owners, or
             another one that averages a bucket on all ranks, such as a compressing one.
         ddp: the model.
         zero: its optimizer, built with ``overlap_with_ddp=True``, with all parameters that DDP reduces, over the same
@@ -130,7 +130,7 @@ def hook_with_zero_step(
         shard_buckets: accepted for compatibility, without effect: the optimizer's ``partition`` decides who owns what.
 
     Returns:
-        The hook to be registered, with the state that ``hook`` wants: ``ddp.register_comm_hook(state, ...)``.
+        The hook to register, with the state that ``hook`` needs: ``ddp.register_comm_hook(state, ...)``.
 
     Raises:
         ValueError: if the optimizer was built without ``overlap_with_ddp=True``, lacks a parameter, or has other ranks.
@@ -147,10 +147,10 @@ def hook_with_zero_step_interleaved(
     """Return a hook that steps each bucket during backward, as soon as it is reduced.
 
     As :func:`hook_with_zero_step`, but reductions, steps and parameters of different buckets are under way at the same
-    time. Of use where backward takes longer than the wire.
+    time. Useful if the network is slower than backward.
 
     Args:
-        hook: what reduces the gradients, see :func:`hook_with_zero_step`.
+        hook: the hook that reduces the gradients, see :func:`hook_with_zero_step`.
         ddp: the model.
         zero: its optimizer.
         shard_buckets: accepted for compatibility, without effect.
@@ -170,7 +170,7 @@ _stepped_by: weakref.WeakKeyDictionary[Hook, weakref.ref[ShardedOptimizer]] = we
 def optimizers_of_hooks(ddp: DistributedDataParallel) -> list[ShardedOptimizer]:
     """Return the sharded optimizers to which the communication hooks of a model hand its gradients.
 
-    Their inner objects, which an optimizer shares with what frameworks wrap around it.
+    Returns their inner objects, which an optimizer shares with wrappers of frameworks.
 
     Args:
         ddp: the model.
@@ -219,7 +219,7 @@ def _receive(
             "communication hooks: use another value, such as 'ddp_optimizer'"
         )
     params = bucket.parameters()
-    # Before another hook reduces it: compressing hooks put another buffer in its place.
+    # Before another hook reduces it: compressing hooks replace the buffer.
     found = Bucket(
         index=bucket.index(),
         is_last=bucket.is_last(),
@@ -244,7 +244,7 @@ def _receive(
 def _after_ddp(call: Callable[[], None]) -> None:
     """Call something at the end of backward, after what DDP does there.
 
-    DDP queues the callback that writes gradients after this one, and what this one queues comes last.
+    DDP queues the callback that writes gradients after this one, and the callback queued by this one comes last.
     """
     queue_callback(lambda: queue_callback(call))
 

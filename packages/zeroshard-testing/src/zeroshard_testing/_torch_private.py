@@ -1,7 +1,7 @@
 """The private names of torch that this package uses, each with its reason, and the probe that says which of them work.
 
 A name that a later torch renames turns off the checks that need it, by name and with the reason, in the header of the
-run; it turns none off in silence, and fails no test that is right. So nothing is raised on import.
+run; it turns none off silently, and fails no correct test. So nothing is raised on import.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ holds this rank's own tensors (-1 for none). The public functions cannot be wrap
 _TORCH = str(Path(torch.__file__).parent)
 _WAITING = ("distributed", "nn/parallel/distributed.py", "autograd/graph.py", "_ops.py")
 WAITING_CODE = tuple(str(Path(_TORCH, name)) for name in _WAITING)
-"""Where the Python frame of a thread stands that waits for other ranks inside C++."""
+"""Where the Python frame of a thread is that waits for other ranks inside C++."""
 
 NEVER_WAITING_CODE = tuple(str(Path(_TORCH, "distributed", name)) for name in ("elastic", "rpc", "launcher"))
 FUTURE = torch._C.Future
@@ -131,7 +131,7 @@ def _dtype_name(name: str) -> str:
 
 
 def reduce_op_name(options: object) -> str:
-    """Return such as ``"SUM"`` of a collective's options, empty without one; there is no public name of it."""
+    """Return text such as ``"SUM"`` for a collective's options, empty without one; there is no public name for it."""
     return str(getattr(getattr(getattr(options, "reduceOp", None), "op", None), "name", ""))
 
 
@@ -143,7 +143,7 @@ def completed_work() -> object:
 
 
 def fake_store() -> Any:  # noqa: ANN401 - torch's testing modules have no stubs
-    """Return the store that the fake backend wants."""
+    """Return the store that the fake backend needs."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()

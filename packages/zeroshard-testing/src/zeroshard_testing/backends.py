@@ -37,7 +37,7 @@ def why_unavailable(spec: RanksSpec, found: Mapping[str, Any]) -> str | None:
     if spec.backend in NEED_NO_PROBE:
         return None
     if spec.backend not in ("nccl", "gloo-cuda"):
-        # Of a name that torch does not know, a plugin may tell it on the ranks; if none does, the test fails.
+        # If torch does not know the name, a plugin on the ranks may register it; if none does, the test fails.
         known, there = spec.backend in found["backends"], spec.backend in found["available"]
         return f"torch {found['torch']} was built without {spec.backend}" if known and not there else None
     devices = found["devices"]

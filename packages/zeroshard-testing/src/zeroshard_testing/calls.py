@@ -34,7 +34,7 @@ def run_on_ranks(
 
     Args:
         function: What to call, with `torch.distributed` initialised. It travels by cloudpickle if that is installed,
-            otherwise by pickle, which takes functions of modules alone.
+            otherwise by pickle, which takes only functions of modules.
         ranks: Number of ranks.
         *args: Arguments, sent in the same way.
         backend: As for ``@pytest.mark.ranks``, and so are ``timeout`` in seconds, ``init`` and ``checks``.
@@ -61,7 +61,7 @@ def run_on_ranks(
     name = title or str(getattr(function, "__qualname__", function))
     title = f"{name} on {'one rank' if ranks == 1 else f'{ranks} ranks'}"
     returned = _session().call(title, spec, _pickled((function, args, kwargs), name))
-    # Tensors and plain values alone, whatever the bytes say.
+    # Only tensors and plain values, whatever the bytes say.
     return [torch.load(io.BytesIO(returned[rank]), weights_only=True) for rank in sorted(returned)]
 
 

@@ -16,7 +16,7 @@ from zeroshard_testing.rank_state import Awaited, Operation, RankState
 
 @dataclass(frozen=True)
 class Deadlock:
-    """A proof that ranks wait for ever: why each of them can never go on, in words, by rank."""
+    """A proof that ranks wait for ever: why each of them can never go on, as text by rank."""
 
     reasons: Mapping[int, str]
 

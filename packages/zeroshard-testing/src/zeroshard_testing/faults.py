@@ -102,7 +102,7 @@ class Faults:
         self.armed = False
 
     def _unreached(self) -> list[str]:
-        """Return, in words, the faults whose places the test has not reached."""
+        """Return, as text, the faults whose places the test has not reached."""
         return [str(fault) for fault in self._faults if not fault.struck]
 
     def _reach(self, operation: str) -> object | None:

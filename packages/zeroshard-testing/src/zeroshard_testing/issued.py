@@ -16,7 +16,7 @@ _SAME_SIZES = (*_SINGLE, *(f"{name}_coalesced" for name in _SINGLE))
 
 
 def find_mismatch(states: Mapping[int, RankState]) -> str | None:
-    """Return, in words, the first collective that ranks of a group have issued differently, None if there is none."""
+    """Return, as text, the first collective that ranks of a group have issued differently, None if there is none."""
     for groups in _groups(states):
         for number in sorted({number for group in groups.values() for number in group.operations}):
             if _may_have_failed(groups, number):
@@ -40,7 +40,7 @@ def collectives_to_compare(states: Mapping[int, RankState]) -> bool:
 
 
 def find_left_out(states: Mapping[int, RankState]) -> dict[int, str]:
-    """Return, in words and by rank, where ranks that have all finished left collectives out, or issued other ones."""
+    """Return, as text by rank, where ranks that have all finished left collectives out, or issued others."""
     found: dict[int, str] = {}
     for groups in _whole_groups(states):
         most, group = max(groups.items(), key=lambda item: item[1].issued)
@@ -53,7 +53,7 @@ def find_left_out(states: Mapping[int, RankState]) -> dict[int, str]:
 
 
 def find_unmatched_messages(states: Mapping[int, RankState]) -> dict[int, str]:
-    """Return, in words and by rank, which messages of ranks that have all finished have no other end."""
+    """Return, as text by rank, which messages of ranks that have all finished have no other end."""
     found: dict[int, str] = {}
     for groups in _whole_groups(states):
         if not any(group.messages_failed for group in groups.values()):
@@ -73,7 +73,7 @@ def differ(one: Operation, other: Operation) -> bool:
         return False
     if one.name == other.name and one.name in _SAME_SIZES:
         return one.amounts != other.amounts
-    # Of other collectives the ranks' own tensors may differ in size and number.
+    # In other collectives the ranks' own tensors may differ in size and number.
     return {dtype for dtype, _ in one.amounts} != {dtype for dtype, _ in other.amounts}
 
 

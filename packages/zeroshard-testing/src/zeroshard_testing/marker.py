@@ -11,7 +11,7 @@ from zeroshard_testing.spec import RanksSpec, SpecError, parse_marker
 
 SPEC_FIXTURE = "_ranks_spec"
 RANK_FIXTURES = ("rank", "world_size", "process_group", "device", "faults", "ranks_tmp_path")
-"""Fixtures that exist on ranks alone."""
+"""Fixtures that exist only on ranks."""
 
 
 def parametrize(metafunc: pytest.Metafunc) -> None:

@@ -78,13 +78,13 @@ class ProcessState:
             numpy.random.seed(0)
 
     def seen(self) -> dict[Any, Any]:
-        """Return what is put back as it is now, but for seeds and print options."""
+        """Return the current values of everything that is put back, except seeds and print options."""
         environment = {("environment", name): value for name, value in os.environ.items()}
         settings = {place: read() for place, (read, _, _) in enumerate(self._settings)}
         return {**environment, **settings, "cwd": os.getcwd(), "sys.path": list(sys.path)}  # noqa: PTH109 - a string
 
     def hold(self, before: Mapping[Any, Any]) -> Callable[[], object]:
-        """Let what has changed since `seen` returned ``before`` stand from test to test, until the result is called."""
+        """Keep changes since `seen` returned ``before`` from test to test, until the result is called."""
         now, holder = self.seen(), object()
         changed = [key for key in before.keys() | now.keys() if before.get(key) != now.get(key)]
         self._held[holder] = {key: now.get(key) for key in changed}

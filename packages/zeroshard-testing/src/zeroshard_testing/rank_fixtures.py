@@ -1,4 +1,4 @@
-"""Fixtures for rank tests alone."""
+"""Fixtures only for rank tests."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class RankInspector:
     """Tells what the rank is doing. One per worker; the main thread begins and ends tests, any thread may look.
 
     It says in the journal which test that is written for. Times are on the flight recorder's clock, seconds since the
-    epoch, but for the deadline, which is on the monotonic clock.
+    epoch, except for the deadline, which is on the monotonic clock.
     """
 
     def __init__(self, waits: WaitRecorder, journal: JournalWriter) -> None:
@@ -127,7 +127,7 @@ class RankInspector:
         record = self._waits.of_group(group)
         issued = self._waits.collectives_in(group)
         here = [one for one in recorded or () if one.group == group.group_name]
-        # Of what C++ issued and whose timeout has passed it cannot be told how it ended.
+        # For collectives of C++ whose timeout has passed, it is unknown how they ended.
         late = time() if self._ended is None else self._ended
         expired = {one.number for one in here if one.created + one.timeout < late} - record.collectives.keys()
         return GroupState(

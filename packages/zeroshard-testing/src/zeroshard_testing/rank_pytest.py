@@ -42,7 +42,7 @@ NOT_ON_RANKS = (
     "zeroshard",
     "zeroshard_testing.plugin",
 )
-"""Plugins that act in the controller alone, by the names under which pytest registers them."""
+"""Plugins that act only in the controller, by the names under which pytest registers them."""
 
 _OPTIONS: Message = {
     **dict.fromkeys(("keyword", "markexpr"), ""),

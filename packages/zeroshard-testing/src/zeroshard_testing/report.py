@@ -17,7 +17,7 @@ class RanksFailure(Exception):  # noqa: N818 - a verdict about the test, as pyte
 
 
 def failure_report(failure: RanksFailure) -> ReprExceptionInfo:
-    """Return what a report's ``longrepr`` is to be: the verdict's text, and the root cause for the short summary."""
+    """Return a report's ``longrepr``: the verdict's text, and the root cause for the short summary."""
     verdict = failure.verdict
     lines = [f"{line}\n" for line in verdict.text.splitlines()]
     crash = ReprFileLocation(verdict.path, verdict.line, verdict.summary)

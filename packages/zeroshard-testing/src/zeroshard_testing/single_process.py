@@ -1,4 +1,4 @@
-"""Checks that training on several ranks ends where one process alone does."""
+"""Checks that training on several ranks ends with the same result as in a single process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def assert_matches_single_process(
     atol: float = 0.0,
     timeout: float = 60.0,
 ) -> None:
-    """Assert that a training function ends with the same tensors on every rank as in one process alone.
+    """Assert that a training function ends with the same tensors on every rank as in a single process.
 
     It is called in an ordinary test, not in one marked with ``ranks``. It runs the function once in a process group of
     one, then on the ranks, with the default process group initialised in either case, and compares on each rank. The

@@ -79,14 +79,14 @@ class Snapshots:
         self._there.pop(slot, None)
 
     def mismatch(self) -> str | None:
-        """Return which collective the ranks have issued differently, in words, of those that died too."""
+        """Return, as text, which collective the ranks have issued differently, including ranks that died."""
         written = {
             slot: read_journal(child.journal, self._run, len(self._workers)) for slot, child in enumerate(self._workers)
         }
         return find_mismatch(self._answers) or find_mismatch(written)
 
     def unmatched(self, checks_off: Collection[str]) -> Mapping[int, str]:
-        """Return, by slot, what ranks that have all passed issued otherwise than the others, in words."""
+        """Return, as text by slot, the operations that ranks which all passed have issued differently."""
         if len(self._finished) < len(self._workers):
             return {}
         found: Mapping[int, str] = {}

@@ -63,7 +63,7 @@ class RanksSpec:
 
     @property
     def test_id(self) -> str:
-        """What stands between the brackets of the test's id, such as ``"2-gloo"``."""
+        """The text in the brackets of the test's id, such as ``"2-gloo"``."""
         suffix = f"-rank{self.fake_rank}" if self.fake_rank else ""
         return f"{self.world_size}-{self.backend}{suffix}"
 

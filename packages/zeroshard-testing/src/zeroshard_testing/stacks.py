@@ -1,4 +1,4 @@
-"""Python stacks as a reader wants them: without the frames and threads that every worker has."""
+"""Readable Python stacks: without the frames and threads that every worker has."""
 
 from __future__ import annotations
 

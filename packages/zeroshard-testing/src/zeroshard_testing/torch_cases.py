@@ -104,7 +104,7 @@ def _run_as_rank(case_class: type[Any], name: str, rank: int, world_size: int, f
             store.set("set up", json.dumps([main.file_name, dict(os.environ.items() - before.items())]))
         file_name, environment = json.loads(store.get("set up"))
         os.environ.update(environment)
-        # After a failure or a skip on this rank alone, others wait for it in turn.
+        # After a failure or a skip only on this rank, others wait for it in turn.
         patience = timedelta(seconds=1)
         try:
             with _exit_codes_understood(rank_class):

@@ -18,8 +18,8 @@ class Verdict:
     """How a test ended: ``"passed"``, ``"skipped"``, ``"xfailed"``, ``"xpassed"`` or ``"failed"``.
 
     ``summary`` is one line, the root cause with its ranks or the reason of a skip, ``text`` the whole report of a
-    failure. Of the root cause, ``path`` and ``line`` (1-based) are empty and 0 if unknown. ``decided_by_ranks`` says
-    that it is a rank's own report, in which pytest has already made of an ``xfail`` what it is to be.
+    failure. The root cause's ``path`` and ``line`` (1-based) are empty and 0 if unknown. ``decided_by_ranks`` says
+    that it is a rank's own report, in which pytest has already handled ``xfail``.
     """
 
     kind: str

@@ -24,7 +24,7 @@ from zeroshard_testing.reader import Reader
 
 
 def serve(channel: Channel, request: Message, stacks: int, journal: int, session: pytest.Session) -> None:
-    """Run tests until the controller closes the channel, or says that it wants no more.
+    """Run tests until the controller closes the channel, or says that there are no more.
 
     The request has the ``port`` of the shared store, a ``temporary`` folder of this worker's own, and ``coverage`` as
     `zeroshard_testing.coverage_on_ranks` needs it. Stacks and latest collectives go to files, by descriptor.

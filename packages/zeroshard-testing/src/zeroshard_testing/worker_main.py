@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def run_child(channel: Channel, request: Message, stacks: int, journal: int, session: pytest.Session) -> None:
-    """Become what ``kind`` in the request says, and return when the controller wants no more of this process.
+    """Become what ``kind`` in the request says, and return when the controller no longer needs this process.
 
     ``stacks`` and ``journal`` are descriptors of the files for Python stacks and for the latest collectives.
     """

@@ -1,4 +1,4 @@
-"""The norm of gradients of which every rank holds a part, and scaling them by it."""
+"""Clipping of gradients of which every rank holds only a part."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ def clip_over_ranks(
 
     Args:
         control: the channel of the ranks.
-        gradients: returns this rank's; every element is held by one rank alone.
-        max_norm: the largest norm that is left as it is.
+        gradients: returns this rank's; every element is held by only one rank.
+        max_norm: the largest norm that is not scaled down.
         norm_type: the p of the p-norm; ``inf`` for the largest magnitude.
         dtype: of the result.
         error_if_nonfinite: whether a norm that is infinite or NaN is an error.
 
     Returns:
-        The norm before, 0-dim, the same on all ranks.
+        The norm before clipping, as a 0-dim tensor on the CPU, the same on all ranks.
 
     Raises:
-        RuntimeError: if the norm is not finite, and that is to be an error.
-        DisagreementError: if ranks want other norms.
+        RuntimeError: if the norm is not finite, and ``error_if_nonfinite`` is True.
+        DisagreementError: if ranks pass different arguments.
         PeerLostError: if a rank is gone.
     """
     held: Sequence[torch.Tensor] = ()
@@ -54,7 +54,7 @@ def clip_over_ranks(
     if error_if_nonfinite and not math.isfinite(total):
         raise RuntimeError(
             f"the {norm_type}-norm of all gradients is {total}, so they cannot be clipped. Pass "
-            f"error_if_nonfinite=False to scale them all the same"
+            f"error_if_nonfinite=False to scale them anyway"
         )
     scale = max_norm / (total + 1e-6)
     # As torch: NaN is not less than 1, and spreads.

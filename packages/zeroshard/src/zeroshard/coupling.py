@@ -1,4 +1,4 @@
-"""Which optimizers couple tensors: to update one they look at others, of which another rank may be the owner.
+"""Which optimizers couple tensors: to update one they read others, which another rank may own.
 
 They are known by name, and nothing of them is imported; :func:`zeroshard.check_optimizer` tries out any other class.
 """
@@ -23,7 +23,7 @@ class Coupling:
 
     Attributes:
         why: what it does; completes a sentence that begins with "it".
-        arguments: where it does so with certain arguments only, these, each with a test of the value.
+        arguments: if it does so only with certain arguments, these, each with a test of the value.
     """
 
     why: str
@@ -80,7 +80,7 @@ def check_uncoupled(optimizer: optim.Optimizer, arguments: Mapping[str, Any], co
     """Raise a ValueError if an optimizer, or one that it wraps, is known to couple tensors and may not.
 
     Args:
-        optimizer: just built. Its attributes and param groups are looked at for arguments too.
+        optimizer: just built. Its attributes and param groups are searched for arguments too.
         arguments: what it was built with.
         coupled: whether it may.
     """
@@ -108,5 +108,5 @@ def _check(name: str, coupling: Coupling, given: list[dict[str, Any]]) -> None:
             f"{called} couples tensors: it {coupling.why}. Each rank steps only the tensors that it owns, so training "
             f"would differ from that of one process, without an error. Use {instead}an optimizer that updates each "
             f"tensor by itself, such as torch.optim.AdamW, or this one unsharded; or pass coupled='allow' if each rank "
-            f"may go by its own tensors alone."
+            f"may see only its own tensors."
         )

@@ -40,7 +40,7 @@ def class_of(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def name_of(factory: Callable[..., Any]) -> str:
-    """Return the name by which errors call an optimizer class, or a strategy."""
+    """Return the name of an optimizer class or a strategy, for errors."""
     found = class_of(factory)
     return getattr(found, "__name__", repr(found))
 
@@ -48,7 +48,7 @@ def name_of(factory: Callable[..., Any]) -> str:
 def is_elementwise(factory: OptimizerFactory, *, declared: bool = False) -> bool:
     """Tell whether tensors may be cut for this optimizer class, or ``functools.partial`` of one.
 
-    So it is for the elementwise classes of torch.optim, for a class with an attribute ``elementwise = True``, and for
+    True for the elementwise classes of torch.optim, for a class with an attribute ``elementwise = True``, and for
     anything that the user has declared so.
     """
     found = class_of(factory)
@@ -56,14 +56,14 @@ def is_elementwise(factory: OptimizerFactory, *, declared: bool = False) -> bool
 
 
 def check_shardable(factory: OptimizerFactory) -> None:
-    """Raise a TypeError for what cannot be called, and a ValueError for what cannot be sharded: LBFGS alone."""
+    """Raise a TypeError for an object that cannot be called, and a ValueError for LBFGS, which cannot be sharded."""
     found = class_of(factory)
     if not callable(found):
         raise TypeError(f"`optimizer_class` must be an optimizer class, but got {found!r}")
     if isinstance(found, type) and issubclass(found, optim.LBFGS):
         raise ValueError(
             f"{found.__name__} cannot be sharded: its direction and line search couple all parameters, so no rank can "
-            f"step its own share alone. Use it unsharded."
+            f"step only its own share. Use it unsharded."
         )
 
 

@@ -1,4 +1,4 @@
-"""Whether this rank may still exchange with the others: not after an exchange that did not come to its end."""
+"""Tracks whether communication is still possible, or an earlier exchange was left incomplete."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from zeroshard_comm import Control, PeerLostError
 
 
 class ExchangeGuard:
-    """Remembers what has ended the exchanges of one optimizer on this rank.
+    """Remembers which error has ended the exchanges of one optimizer on this rank.
 
-    An error in the middle of an exchange leaves messages under way, and an interruption, a `BaseException` that is no
-    `Exception` such as `KeyboardInterrupt`, does so too; what comes next would be taken for them. Where nothing is
-    under way, an interruption is told to all ranks as an error.
+    An error in the middle of an exchange leaves messages under way, and so does an interruption (a `BaseException` that
+    is no `Exception`, such as `KeyboardInterrupt`); a later message could be mistaken for one of them. If nothing is
+    under way, an interruption is reported to all ranks as an error.
 
     Args:
         control: the channel of the ranks.
@@ -28,11 +28,11 @@ class ExchangeGuard:
 
     @property
     def is_broken(self) -> bool:
-        """Whether something has failed that cannot be finished any more."""
+        """Whether an exchange has failed and cannot be completed any more."""
         return self._broken is not None
 
     def check(self) -> None:
-        """Raise if an exchange did not come to its end on this rank.
+        """Raise if an exchange was left incomplete on this rank.
 
         Raises:
             PeerLostError: if a rank was lost.
@@ -42,8 +42,8 @@ class ExchangeGuard:
         if self._interrupted_by:
             raise RuntimeError(
                 f"rank {rank} was interrupted by {self._interrupted_by} while it exchanged with the others, who may "
-                f"have gone on or not: what is on its way cannot be called back. End all ranks, and start again from a "
-                f"checkpoint"
+                f"have gone on or not: messages on their way cannot be taken back. End all ranks, and start again from "
+                f"a checkpoint"
             )
         if self._broken is not None:
             kind = PeerLostError if isinstance(self._broken, PeerLostError) else RuntimeError
@@ -53,7 +53,7 @@ class ExchangeGuard:
             )
 
     def check_loop(self) -> None:
-        """Raise if the training loop cannot be followed, until a state is loaded.
+        """Raise if the training loop was refused, until a state is loaded.
 
         Raises:
             RuntimeError: with what to do.
@@ -71,9 +71,9 @@ class ExchangeGuard:
 
     @contextmanager
     def exchange(self) -> Iterator[None]:
-        """Raise if an exchange before did not come to its end, and take note if this one does not.
+        """Raise if an earlier exchange was left incomplete, and remember if this one is.
 
-        What was told to the others as an error is raised here, where it interrupted, as what it was.
+        An interruption that was reported to the others as an error is raised here as itself.
         """
         self.check()
         try:
@@ -88,7 +88,7 @@ class ExchangeGuard:
         except BaseException as interruption:
             if not self._control.alone:
                 self._interrupted_by = type(interruption).__name__
-                # What the others wait for does not come.
+                # The others wait for messages that will not come.
                 self._control.cut_off()
                 self.break_off(interruption)
             raise
@@ -96,14 +96,14 @@ class ExchangeGuard:
             self._told = None
 
     def break_off(self, error: BaseException) -> None:
-        """Take note that what is under way cannot be finished any more."""
+        """Remember that the exchange under way cannot be completed any more."""
         if isinstance(error, PeerLostError):
             self._control.cut_off()
         if self._broken is None:
             self._broken = error if isinstance(error, Exception) else RuntimeError(type(error).__name__)
 
     def as_error(self, error: BaseException) -> Exception:
-        """Return what the other ranks are told: an error itself, and an interruption in words."""
+        """Return what is reported to the other ranks: an error itself, or a RuntimeError for an interruption."""
         if isinstance(error, Exception):
             return error
         self._told = error

@@ -1,7 +1,7 @@
 """Uneven inputs: what ranks with data announce, and what a rank without data does for its optimizer.
 
-Inside a Join context every rank announces every call before it communicates, or that it has run out of data. For such
-ranks the first that has data hands over what the call needs, and they do their part.
+Inside a Join context every rank announces every call before it communicates, or that it has run out of data. The
+first rank that has data sends such ranks the values that the call needs, and they do their part.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ class Call(IntEnum):
     CLIP = 2
     CONSOLIDATE = 3
     BACKWARD = 4
-    """One that reduces begins; announced for its model, and by an optimizer that steps during it."""
+    """The begin of a backward that reduces; announced for its model, and by an optimizer that steps during it."""
     END = 5
-    """Of a backward that has stepped."""
+    """The end of a backward that has stepped."""
     FORWARD = 6
-    """One whose backward reduces."""
+    """A forward whose backward reduces."""
     FORWARD_UNDER_NO_SYNC = 7
     FORWARD_WITHOUT_GRADIENTS = 8
     NOTIFY = 9
-    """Whatever another joinable does."""
+    """A call of another joinable."""
     REFUSED = 10
-    """What a rank without data cannot take part in, such as loading a state."""
+    """A call that a rank without data cannot take part in, such as loading a state."""
     FAILED = 11
     """It leaves the context with an error."""
     UNABLE = 12
@@ -62,14 +62,14 @@ class Announcement:
 
     Attributes:
         call: what it is about to do.
-        place: of what does it, from 1: in the list of joinables, or the number of the optimizer; 0 for any.
+        place: 1-based index of the caller: joinable or optimizer; 0 for any.
     """
 
     call: Call
     place: int = 0
 
     def __str__(self) -> str:
-        """Return such as ``"forward under no_sync of joinable 1"``."""
+        """Return text such as ``"forward under no_sync of joinable 1"``."""
         words = self.call.name.lower().replace("_", " ").replace("no sync", "no_sync")
         return f"{words} of joinable {self.place}"
 
@@ -94,7 +94,7 @@ def exchange(control: Control, mine: Announcement, error: Exception | None = Non
     Raises:
         DisagreementError: if ranks that still have data are about to do different things.
         PeerLostError: if a rank is gone.
-        Exception: that of a rank that has failed, or is unable, on every rank.
+        Exception: the error of a rank that has failed, or is unable, on every rank.
     """
     answers, word = [mine] * control.ranks.world_size, mine.call | mine.place << 4
     if not control.is_unanimous("a call inside Join", word):
@@ -127,7 +127,7 @@ def fail(control: Control, error: Exception) -> None:
 
 
 class Participant:
-    """Announces the calls of one optimizer, and hands over what ranks without data need for them.
+    """Announces the calls of one optimizer, and sends ranks without data the values that they need.
 
     Attributes:
         exchange: announces a call in the context that the optimizer is in; None outside. Contexts change these.
@@ -146,7 +146,7 @@ class Participant:
         self.divides_by_running = False
 
     def announce(self, call: Call, **arguments: Any) -> None:  # noqa: ANN401 - of any call
-        """Announce a call, and hand over what it needs if a rank has run out of data. Collective; a no-op outside."""
+        """Announce a call, and send its values to ranks that have run out of data. Collective; a no-op outside."""
         if self.exchange is None or self._sharding.control.alone:
             return
         attendance = self.exchange(call)
@@ -158,7 +158,7 @@ class Participant:
         self.announce(Call.END if ends else Call.BACKWARD if is_own else Call.JOINED)
 
     def hand_over(self, attendance: Attendance, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Bring ranks without data what a call needs, and return its arguments; or raise on every rank. Collective."""
+        """Send ranks without data what a call needs, and return its arguments; or raise on all ranks. Collective."""
         control, source, call = self._sharding.control, attendance.running[0], attendance.made.call
         rank, written = control.ranks.rank, dict[int, Any]()
         with agreed(control, "a call inside Join"):
@@ -191,10 +191,10 @@ class Participant:
         return {"groups": groups, "agreed": dict(self._sharding.hyperparameters.agreed), "arguments": dict(arguments)}
 
     def _tensors_for(self, peer: int, call: Call) -> dict[str, Any]:
-        """What another rank is to update, as it is here: the loop may have changed it; and with which gradients."""
+        """The parameters that another rank updates, since the loop may have changed them; and their gradients."""
         params = self._sharding.params
         grads = [param.grad for param in params]
-        takes_buckets, updates = self._sharding.follower is not None, call in (Call.STEP, Call.BACKWARD)
+        takes_buckets, updates = self._sharding.buckets is not None, call in (Call.STEP, Call.BACKWARD)
         return {
             "parameters": self._of_rank(peer, params) if updates else {},
             "gradients": self._of_rank(peer, grads) if updates and not takes_buckets else {},
@@ -202,7 +202,7 @@ class Participant:
         }
 
     def _of_rank(self, peer: int, values: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor]:
-        """What a rank owns of parameters, or of their gradients, by tensor."""
+        """A rank's parts of parameters, or of their gradients, by tensor."""
         plan, found = self._sharding.layout.plan, dict[str, torch.Tensor]()
         for shard in plan.of_rank(peer):
             value = values[shard.tensor]
@@ -276,14 +276,14 @@ def follow(sharded: _Sharded, attendance: Attendance) -> None:
 
 
 def end_backward(sharded: _Sharded) -> None:
-    """End a backward of which this rank was handed the others' gradients; a no-op if that is a part of their step."""
+    """End a backward in which this rank got the others' gradients; a no-op if their hook steps during backward."""
     follower = sharded.follower
     if follower is not None and follower.in_backward and not sharded.steps_early:
         follower.on_backward_end()
 
 
 class OptimizerJoinHook(JoinHook):
-    """The hook of an optimizer for torch's Join, which tells joinables neither who has run out nor who else there is.
+    """The hook of an optimizer for torch's Join, which does not say who has run out, nor which joinables there are.
 
     So each iteration is one forward and one reducing backward of each model, and one ``step()`` of each optimizer.
     """
@@ -307,7 +307,7 @@ class OptimizerJoinHook(JoinHook):
             begins = _weakly(self._backward_begins)
             self._handles.append(torch.autograd.graph.register_multi_grad_hook(trained, begins, mode="any"))
         joining = self._sharded.joining
-        # torch tells of no block that an error has left: what it has dropped is not asked any more.
+        # torch does not report that a block ended with an error: weakly, so that a dropped hook is not called.
         joining.exchange, joining.problem = _weakly(self._exchange), _weakly(self._problem)
         joining.divides_by_running = divide_by_running
         self._clear_used_maps()
@@ -367,7 +367,7 @@ class OptimizerJoinHook(JoinHook):
             raise error
 
     def _forward_ends(self, *_: object) -> None:
-        # Not of a forward in which torch has raised.
+        # Not after a forward in which torch has raised.
         self._has_forward = True
 
     def _backward_begins(self, _: torch.Tensor) -> None:
@@ -387,13 +387,13 @@ class OptimizerJoinHook(JoinHook):
         )
 
     def _clear_used_maps(self) -> None:
-        """Clear what DDP contributes next of this rank's used parameters: torch leaves the others' in it."""
+        """Clear this rank's used parameters for DDP's next reduction: torch leaves the others' in the map."""
         for used in [local_used_map(model) for model in self._models if model.find_unused_parameters]:
             if used is not None:
                 used.zero_()
 
 
 def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what calls a method while its object is there, and does not keep it."""
+    """Return a function that calls a method while its object lives, and does not keep the object."""
     reference = weakref.WeakMethod(method)
     return lambda *arguments: found(*arguments) if (found := reference()) is not None else None

@@ -1,4 +1,4 @@
-"""``isinstance(ours, torch.distributed.optim.ZeroRedundancyOptimizer)`` is true: frameworks ask that."""
+"""``isinstance(ours, torch.distributed.optim.ZeroRedundancyOptimizer)`` is true: frameworks check this."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from functools import cache
 def register(kind: type) -> None:
     """Make a class a virtual subclass of torch's.
 
-    To be called when the first optimizer is built, and not when the class is made: importing torch's takes most of a
-    second, of what its first step would import anyway.
+    Call it when the first optimizer is built, and not when the class is made: importing torch's class takes most of a
+    second, for modules that the first step would import anyway.
     """
     with warnings.catch_warnings():
-        # Importing it warns, as it is going to leave torch.
+        # Importing it warns, because torch is going to remove it.
         warnings.simplefilter("ignore")
         try:
             from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero

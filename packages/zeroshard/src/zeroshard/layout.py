@@ -1,8 +1,8 @@
-"""Following the model: what changes the plan of a running optimizer, computed without touching anything.
+"""Computes the next plan of a running optimizer after changes of the model, without changing anything.
 
 The plan depends on the parameters' shapes, dtypes and memory formats, on which of them have ever been trainable, and on
-the order in which groups were added. Every rank derives it alone; that all derive the same is checked at the next
-meeting of the ranks.
+the order in which groups were added. Every rank derives it by itself; the next agreement checks that
+all have derived the same.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class Policy:
         strategy: ``"whole"``, ``"split"``, ``"hybrid"`` or a callable.
         cost: what a tensor weighs.
         factory: the optimizer class, which decides whether tensors may be cut.
-        elementwise: the user's word that they may.
+        elementwise: whether the user declared the class elementwise.
         as_bucket_view: whether parameters become views of flat buffers, which changes the messages.
         world_size: number of ranks.
-        objects: whether state may hold objects that cannot be sent, which saved state lacks then.
+        objects: whether state may hold objects that cannot be sent; checkpoints omit them.
         coupled: whether the class may couple tensors.
-        names: of parameters that were handed in without.
+        names: of parameters that were passed without names.
     """
 
     strategy: str | Strategy
@@ -68,7 +68,7 @@ class Layout:
         plan: who owns what.
         active: per tensor, whether a step may change it.
         settled: tensors that have been active once, or have been given state; they keep their owner.
-        declaration: what this rank tells the others of it.
+        declaration: what this rank contributes to agreements on it.
     """
 
     plan: Plan
@@ -92,7 +92,7 @@ def first_layout(policy: Policy, groups: Sequence[ParamGroup], optimizer_name: s
 def next_layout(policy: Policy, layout: Layout, groups: Sequence[ParamGroup]) -> Layout:
     """Plan again after parameters were frozen, unfrozen, added, or changed their dtype or memory format.
 
-    Tensors that are new, or active for the first time, are placed on top of the loads of the others, which stay.
+    Tensors that are new, or active for the first time, are placed on top of the others, which keep their owners.
 
     Raises:
         ValueError: as :func:`first_layout`, or if a parameter has changed its shape.
@@ -101,7 +101,7 @@ def next_layout(policy: Policy, layout: Layout, groups: Sequence[ParamGroup]) ->
 
 
 def renamed(policy: Policy, layout: Layout, groups: Sequence[ParamGroup]) -> Layout:
-    """Call parameters that were handed in without names by those of the policy."""
+    """Give parameters that were passed without names those of the policy."""
     specs = specs_of(groups, layout.active, policy.names)
     tensors = tuple(replace(old, name=new.name) for old, new in zip(layout.plan.tensors, specs, strict=True))
     plan = replace(layout.plan, tensors=tensors)
@@ -109,13 +109,13 @@ def renamed(policy: Policy, layout: Layout, groups: Sequence[ParamGroup]) -> Lay
 
 
 def check_unchanged(before: Layout, now: Layout) -> None:
-    """Raise if a closure has changed what ranks agreed upon before the step.
+    """Raise if a closure has changed anything that ranks agreed on before the step.
 
     Raises:
         RuntimeError: naming the tensor.
     """
     for index, spec in enumerate(before.plan.tensors):
-        # What is no longer active is shared in vain this once.
+        # A tensor that is no longer active is broadcast once more, which is harmless.
         if now.active[index] and not before.active[index]:
             raise RuntimeError(
                 f"tensor {index} {spec.name!r} was frozen when step() began, and the closure has unfrozen it, "

@@ -75,7 +75,7 @@ class LocalOptimizer:
         bound_by_buckets: tensors whose gradients come in buckets, and are bound by these.
 
     Raises:
-        Exception: whatever the class raises when it cannot be built, or as :func:`check_uncoupled`.
+        Exception: any error of the class's constructor, or as :func:`check_uncoupled`.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class LocalOptimizer:
         self._accept(members)
 
     def dry_run(self, groups: Sequence[ParamGroup], plan: Plan) -> None:
-        """Build another optimizer for this rank's shards of the last group, so that it raises now if it ever will.
+        """Build another optimizer for this rank's shards of the last group, so that errors of the class occur now.
 
         Args:
             groups: the public param groups, the new one last.
@@ -140,7 +140,7 @@ class LocalOptimizer:
             shard.tensor.data = _values(shard.shard, shard.param)
 
     def detach_shards(self) -> None:
-        """Give every owned parameter a tensor of its own in the inner optimizer, for good; its state moves with it."""
+        """Permanently give every owned parameter its own tensor in the inner optimizer; its state moves with it."""
         if self._is_detached:
             return
         self._is_detached = True
@@ -242,7 +242,7 @@ class LocalOptimizer:
         return result
 
     def bind_gradients(self, shards: Iterable[LocalShard] | None = None) -> None:
-        """Hand detached shards their parts of their parameters' gradients.
+        """Give detached shards their parts of their parameters' gradients.
 
         Args:
             shards: which; if None, all whose gradients do not come in buckets.
@@ -286,8 +286,8 @@ class LocalOptimizer:
 class PartialStepper:
     """Steps some shards of a local optimizer: on a copy of it whose param groups have only these.
 
-    The copy shares the inner optimizer's state and has param groups of its own, so the real ones are never seen
-    narrowed. One thread steps it. Made once per plan and bucket.
+    The copy shares the inner optimizer's state and has param groups of its own, so the real groups are never
+    changed. One thread steps it. Made once per plan and bucket.
 
     Args:
         local: the local optimizer; see :mod:`zeroshard.stepped_in_parts`.
@@ -318,13 +318,13 @@ class PartialStepper:
             narrowed.update({key: value for key, value in inner.param_groups[number].items() if key not in NOT_SYNCED})
         vars(copied).update(vars(inner))
         copied.param_groups = [narrowed for _, narrowed in self._groups]
-        # In a thread of our own gradients would be recorded.
+        # Grad mode is per thread: the worker thread would record a graph.
         with torch.no_grad():
             unwrapped_step(type(inner))(copied, **arguments)
 
 
 def sync_groups(source: Sequence[Mapping[str, Any]], target: Sequence[ParamGroup]) -> None:
-    """Copy every attribute but the members from each group of ``source`` to its counterpart, e.g. learning rates.
+    """Copy every attribute except the members from each group of ``source`` to its counterpart, e.g. learning rates.
 
     Raises:
         ValueError: if the numbers of groups differ; then nothing is copied.
@@ -360,7 +360,7 @@ def _membership(group: ParamGroup, shards: Sequence[LocalShard]) -> ParamGroup:
 
 
 def _values(shard: Shard, param: torch.Tensor) -> torch.Tensor:
-    """What a detached shard views: the parameter itself, or some rows of it."""
+    """The view of a detached shard: the parameter itself, or some rows of it."""
     return param.detach() if shard.numel == param.numel() else shard.box(param.detach())
 
 

@@ -1,4 +1,4 @@
-"""Where parameters lie in memory: elements that share it are refused, for a step would write them from two sides."""
+"""Where parameters lie in memory. Shared memory is refused, because two owners would update the same memory."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from zeroshard.param_groups import parameters_of, title_of
 
 
 def lies_flat(param: torch.Tensor) -> bool:
-    """Tell whether a parameter's values are those of one unbroken range of memory, and can be sent and cut there.
+    """Tell whether a parameter's values are one unbroken range of memory, which can be sent and cut.
 
-    Not so with gaps or overlaps, and in conjugate and negative views: there lie other values than are read.
+    False for tensors with gaps or overlaps, conjugate views and negative views, whose memory differs from their values.
     """
     return is_dense(param) and not param.is_conj() and not param.is_neg()
 
 
 def check_shared_memory(groups: Sequence[Mapping[str, Any]], active: Sequence[bool]) -> None:
-    """Raise if elements of parameters share memory: two owners, or one twice, would step them from the others' values.
+    """Raise if elements of parameters share memory, which would be stepped twice.
 
-    Parameters that lie in one storage without touching each other are fine, as columns of one matrix; and those that
-    no step may change, which ``active`` tells per parameter, may lie anywhere.
+    Parameters that lie in one storage without overlap, such as columns of one matrix, are allowed, and so are
+    all parameters that no step may change; ``active`` tells which may be changed.
 
     Raises:
         ValueError: naming the two parameters, or the one whose own elements share memory.
@@ -36,7 +36,7 @@ def check_shared_memory(groups: Sequence[Mapping[str, Any]], active: Sequence[bo
     for ranges in by_device.values():
         starts, stops, indices = torch.cat(ranges, dim=1)
         order = starts.argsort()
-        # If any two ranges meet, so do two that are neighbours by their starts.
+        # If any two ranges overlap, so do two that are neighbours by their starts.
         meeting = (starts[order[1:]] < stops[order[:-1]]).nonzero()
         if len(meeting) == 0:
             continue
@@ -64,7 +64,7 @@ def _ranges(index: int, param: torch.Tensor) -> torch.Tensor:
         if nbytes == length:
             length *= size
         elif size > 1:
-            # Of an expanded tensor two are enough to be seen.
+            # For an expanded dimension, two repeats are enough to detect the overlap.
             repeats = torch.arange(size if step else 2, device="cpu") * nbytes
             starts = (starts[:, None] + repeats).view(-1)
     return torch.stack([starts, starts + length, torch.full_like(starts, index)])

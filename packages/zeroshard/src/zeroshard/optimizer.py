@@ -27,12 +27,12 @@ from zeroshard.state.partial import StateDict
 class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):  # type: ignore[misc] # torch annotates `state` narrowly
     r"""Wrap an optimizer class and keep only this rank's share of its state (ZeRO stage 1).
 
-    Every rank holds all parameters, and the optimizer state of what it owns. :meth:`step` updates that with the user's
-    own optimizer class and brings every rank the others' new values. It expects gradients that are equal on all ranks,
-    as DistributedDataParallel leaves them; results are then those of the unsharded optimizer.
+    Every rank holds all parameters, and the optimizer state of those that it owns. :meth:`step` updates these with the
+    given optimizer class and brings the new values to all ranks. It expects gradients that are equal on all ranks, as
+    DistributedDataParallel leaves them; results are then those of the unsharded optimizer.
 
-    Constructing it and what is called collective must be done by all ranks of the group, in the same order. Bad input,
-    a rank that differs or one that fails is an error on every rank, raised before anything is changed.
+    All ranks of the group must construct it, and call the methods marked as collective, in the same order. Bad input on
+    one rank, and differences between ranks, are errors on every rank, raised before anything is changed.
 
     The algorithm is stage 1 of `ZeRO <https://arxiv.org/abs/1910.02054>`_.
 
@@ -42,15 +42,15 @@ class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):  # type:
         process_group: the ranks that share the work; the default group if None.
         parameters_as_bucket_view: pack parameters into flat buffers, so that a step sends few large messages without
             copying. ``param.data`` then points into a buffer, without gaps if it had some.
-        overlap_with_ddp: that a communication hook of ``zeroshard_integrations.ddp`` steps it during backward.
+        overlap_with_ddp: whether a communication hook of ``zeroshard_integrations.ddp`` steps it during backward.
         partition: ``"whole"`` (each tensor has one owner), ``"split"`` (large tensors are cut evenly; elementwise
             optimizers only), ``"hybrid"`` (whole, except tensors larger than a fair share; elementwise only), or a
-            strategy of your own, see :func:`zeroshard_core.partition`.
+            function of your own, see :data:`zeroshard_core.Strategy`.
         cost: what a tensor weighs when tensors are dealt out; its number of elements by default.
-        elementwise: declares that ``optimizer_class`` is elementwise, where that is not known.
-        objects: ``"leave out"`` of what is saved what is neither tensor, number nor text, nor list or dict of these; by
-            default the step that puts it into the state raises.
-        coupled: ``"allow"`` one that couples tensors, see :func:`check_optimizer`; each rank then goes by its own.
+        elementwise: declares that ``optimizer_class`` is elementwise, if zeroshard does not know it.
+        objects: ``"leave out"`` omits state entries that are not tensors, numbers, strings, lists or dicts from
+            checkpoints; by default the step that adds one raises.
+        coupled: ``"allow"`` accepts an optimizer class that couples tensors; each rank then sees only its own tensors.
         **defaults: arguments of ``optimizer_class``.
 
     Attributes:
@@ -60,7 +60,7 @@ class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):  # type:
         initialized: whether the constructor has finished.
 
     Raises:
-        TypeError, ValueError: for arguments that cannot be.
+        TypeError, ValueError: for invalid arguments.
         DisagreementError: if ranks differ in tensors, order, shapes, dtypes, trainability, hyperparameters or settings.
 
     Example:
@@ -114,13 +114,13 @@ class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):  # type:
         self.initialized = True
 
     def step(self, closure: Closure | None = None, **kwargs: Any) -> Any:  # noqa: ANN401 - what the inner step takes and returns
-        """Update this rank's shards and bring every rank the new values of the others'. Collective.
+        """Update this rank's shards and bring the new values to all ranks. Collective.
 
-        It follows parameters that were frozen or unfrozen, converted, or whose ``.data`` was rebound.
+        Parameters may have been frozen, unfrozen or converted since the last step, or their ``.data`` rebound.
 
         Args:
-            closure: re-evaluates the model and returns the loss; on every rank, or on none, which is not checked. It
-                may not unfreeze or convert parameters.
+            closure: re-evaluates the model and returns the loss. Pass one on every rank or on none, unchecked.
+                It must not unfreeze or convert parameters.
             **kwargs: passed to the local optimizer's step.
 
         Returns:
@@ -128,41 +128,41 @@ class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):  # type:
 
         Raises:
             DisagreementError, PeerLostError: if ranks differ in their parameters, or one is gone.
-            RuntimeError: if a communication hook has stepped during backward, and not exactly one such backward belongs
-                to this call, or hyperparameters have changed since; from then on, until a state is loaded.
-            Exception: what a rank met, or its local step or a hook before it raised, on every rank. Replicas are equal
-                then, but for parameters that a rank has converted. After a Ctrl-C in these all may go on.
+            RuntimeError: if a hook steps during backward, and there was not exactly one such backward since the last
+                step(), or hyperparameters have changed since; every further step() raises until a state is loaded.
+            Exception: an error of any rank, of its local step or of a step pre-hook, on every rank. Replicas are equal
+                then, except parameters that a rank has converted. After Ctrl-C in these, training can continue.
         """
         return self._sharded.step(closure, kwargs)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """Scale the gradients of all parameters so that their norm is at most ``max_norm``. Collective.
+        """Scale the gradients of all parameters so that their norm is at most ``max_norm``. Collective with a hook.
 
-        As :func:`torch.nn.utils.clip_grad_norm_` over the parameters of all groups; also where each rank holds the
-        gradients alone that it owns.
+        Like :func:`torch.nn.utils.clip_grad_norm_` over the parameters of all groups, even when a communication hook
+        leaves each rank only the gradients that it owns. Without a hook it does not communicate.
 
         Args:
-            max_norm: the largest norm that is left as it is.
+            max_norm: the largest norm that is not scaled down.
             norm_type: the p of the p-norm; ``inf`` for the largest magnitude.
             error_if_nonfinite: whether a norm that is infinite or NaN is an error.
 
         Returns:
-            The norm before, 0-dim.
+            The norm before clipping, as a 0-dim tensor (on the CPU with a hook).
 
         Raises:
             ValueError: if a communication hook steps during backward, so that there is nothing left to clip.
-            RuntimeError: if the norm is not finite, and that is to be an error.
-            DisagreementError, PeerLostError: if ranks want other norms, or one is gone.
+            RuntimeError: if the norm is not finite, and ``error_if_nonfinite`` is True.
+            DisagreementError, PeerLostError: if ranks pass different arguments, or one is gone.
         """
         return self._sharded.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        """Register a hook that is called before each step, as in torch; what it raises on one rank, every rank raises.
+        """Register a hook that is called before each step, as in torch; its errors are raised on every rank.
 
-        The step reports it; hooks after one that raised are not called. What hooks for all optimizers
-        (``register_optimizer_step_pre_hook``) and hooks after the step raise is not reported.
+        Hooks after one that raised are not called. Errors of hooks for all optimizers
+        (``register_optimizer_step_pre_hook``) and of step post-hooks are raised only where they occur.
 
         Args:
             hook: called with the optimizer, and the positional and keyword arguments of its step; may return new ones.
@@ -175,14 +175,14 @@ class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):  # type:
         return super().register_step_pre_hook(_reporting(hook))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters, dealt out on top of what the ranks own already. Collective, at any time.
+        """Add a group of parameters, and choose their owners; others keep theirs. Collective, at any time.
 
         Args:
             param_group: a dict with ``"params"`` and hyperparameters; not modified.
 
         Raises:
-            TypeError, ValueError: if it is no such dict, or a parameter is in a group already.
-            DisagreementError: if ranks add different groups. The optimizer is as before then, on every rank.
+            TypeError, ValueError: if it is not such a dict, or a parameter is in a group already.
+            DisagreementError: if ranks add different groups. The optimizer is then unchanged on every rank.
         """
         register = super().add_param_group
         if self.initialized:
@@ -193,16 +193,16 @@ class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):  # type:
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Bring the state of all shards to the CPU memory of one rank, for :meth:`state_dict`. Collective.
 
-        It is kept until the next step; until then the other ranks list placeholders alone.
+        It is kept until the next step, load or new group; until then the other ranks list only placeholders.
 
         Args:
-            to: the group rank that receives, an integer of any kind. The others hold nothing more than before.
+            to: the group rank that receives, an integer of any kind. Other ranks need no more memory than before.
 
         Raises:
             ValueError: if there is no such rank.
             StateMapError: if an entry of the state can be neither joined nor moved without pickle, or only some owners
-                of a cut tensor have it, as after a first step that failed on the others.
-            DisagreementError, PeerLostError: if ranks name different targets, or one is gone.
+                of a cut tensor have it, for example after a first step that failed on the others.
+            DisagreementError, PeerLostError: if ranks pass different targets, or one is gone.
         """
         self._sharded.consolidate(to)
 
@@ -211,10 +211,10 @@ class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):  # type:
 
         Returns:
             ``{"state": {index: entries}, "param_groups": [...]}``, in the form of the unsharded optimizer. If the state
-            was consolidated to this rank since the last step, all of it, on the CPU, with hyperparameters as they were
-            then. Else the values of what this rank owns, not copies, and placeholders for what others own, or
-            placeholders alone if the state was consolidated to another rank: tensors with a shape, a dtype and a device
-            that refuse to be read and pickled.
+            was consolidated to this rank since the last step, all of it, on the CPU, with the hyperparameters of that
+            moment. Otherwise this rank's own values (not copies), and placeholders for other ranks' values; or only
+            placeholders if the state was consolidated to another rank. A placeholder is a tensor with a shape, a dtype
+            and a device; reading or pickling it raises an error.
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
@@ -230,16 +230,16 @@ class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):  # type:
         Args:
             state_dict: of the whole state, the same on every rank: from the plain optimizer, torch's
                 ZeroRedundancyOptimizer, or this class at any world size; or what :meth:`state_dict` has returned on
-                this rank, with the same plan. An empty one on every rank changes nothing, and one with an empty
-                ``"state"`` clears the state. It is not modified, and its tensors are not kept.
-            from_rank: the group rank whose state dict all load, which hands each rank its part; the others are given an
-                empty one.
+                this rank, with the same plan. An empty one on every rank, without ``from_rank``, changes nothing; one
+                with an empty ``"state"`` clears the state. It is not modified, and its tensors are not kept.
+            from_rank: the group rank whose state dict all ranks load; it sends each rank its part. The other ranks pass
+                an empty one.
 
         Raises:
-            TypeError, ValueError: for what does not fit this optimizer: groups, parameters, entries.
-            DisagreementError: if ranks were handed checkpoints that differ in structure or hyperparameters, or their
+            TypeError, ValueError: if groups, parameters or entries do not fit this optimizer.
+            DisagreementError: if ranks pass checkpoints that differ in structure or hyperparameters, or their
                 models differ.
-            Exception: whatever else a rank meets. In every case the optimizer is as before, on every rank.
+            Exception: any other error of a rank. In every case the optimizer is unchanged on every rank.
         """
 
         def read() -> StateDict:
@@ -255,7 +255,7 @@ class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):  # type:
 
 
 def _reporting(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a hook whose error the next step reports; without the optimizer, which its hooks would keep alive."""
+    """Return a hook whose error the next step raises on every rank. It holds no reference to the optimizer."""
 
     def reporting(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]] | None:  # noqa: ANN401 - as torch's hooks
         sharded: ShardedOptimizer = optimizer._sharded

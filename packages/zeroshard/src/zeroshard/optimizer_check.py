@@ -1,4 +1,4 @@
-"""Trying out whether an optimizer updates each tensor by itself, as it must where ranks deal tensors out."""
+"""Tests whether an optimizer updates each tensor by itself, as sharding requires."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zeroshard.elementwise import OptimizerFactory
 _STEPS = 50
 _LIKES = [torch.empty(shape, dtype=torch.float32, device="meta") for shape in ((6, 4), (5, 3), (4, 7))]
 _GRADIENTS = [(spread, scale) for spread in (1.0, 0.1) for scale in (1.0, 1000.0)]
-"""Kinds of gradients: with a spread of 0.1 they go mostly in one direction, with 1.0 they are random."""
+"""Kinds of gradients: with a spread of 0.1 they point mostly in one direction, with 1.0 they are random."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,11 @@ class OptimizerCheck:
     """What :func:`check_optimizer` has seen.
 
     Attributes:
-        verdict: ``"equal"``: what became of a tensor did not depend on the others. ``"coupled"``: it did. ``"draws
-            random numbers"``: it did not if a tensor got the same numbers together and apart. Ranks draw others, so
-            that sharded training is right, and not number by number that of one process. ``"cannot tell"``.
+        verdict: ``"equal"``: no tensor depended on the others. ``"coupled"``: one did. ``"draws random numbers"``:
+            tensors are independent given the same random numbers; sharded runs are valid but not bitwise equal to
+            those of one process. ``"cannot tell"``: see ``reason``.
         first_step: the first step, from 1, after which tensors differed; None if not coupled.
-        reason: why it cannot be told, or a remark, or empty.
+        reason: why there is no verdict, or a remark, or empty.
     """
 
     verdict: Literal["equal", "coupled", "draws random numbers", "cannot tell"]
@@ -43,19 +43,19 @@ def check_optimizer(
     params: Iterable[torch.Tensor] | None = None,
     **defaults: Any,  # noqa: ANN401 - arguments of any optimizer class
 ) -> OptimizerCheck:
-    """Step toy tensors with one optimizer together, and with one for each of them apart, and compare them.
+    """Step toy tensors with one optimizer for all, and with one for each, and compare the results.
 
-    They take 50 steps with random gradients and 50 with such that go mostly in one direction, both at two scales, on
-    the CPU and without compiling anything. This is evidence, not proof: a class may couple tensors later, or for other
-    shapes or gradients. It takes seconds, a minute for some classes, and is not done when an optimizer is built.
+    They take 50 steps with random gradients and 50 steps with gradients that point mostly in one direction, both at two
+    scales, on the CPU and without compiling anything. This is evidence, not proof: a class may couple tensors later, or
+    for other shapes or gradients. It takes seconds, for some classes a minute; constructors do not call it.
 
     Args:
-        cls: an optimizer class, or what builds an optimizer from a list of parameters.
+        cls: an optimizer class, or a function that builds an optimizer from a list of parameters.
         params: two or more small tensors, whose shapes and dtypes the toy tensors get; float32 matrices if None.
         **defaults: arguments of ``cls``.
 
     Returns:
-        What was seen. What the class raises is the reason of ``"cannot tell"``. Random generators are as before.
+        What was seen. An error of the class becomes the reason of ``"cannot tell"``. Random generators are unchanged.
 
     Raises:
         ValueError: if there are fewer than two tensors.
@@ -77,8 +77,8 @@ def check_optimizer(
         try:
             with _undisturbed():
                 return _judged([_try(build, likes, *kind, with_closure=with_closure) for kind in _GRADIENTS])
-        except Exception as error:  # noqa: BLE001 - a class says as it likes what it cannot do
-            # The first one says what the class wants.
+        except Exception as error:  # noqa: BLE001 - an unsupported class may raise any exception
+            # The first error says what the class needs.
             problem = problem or f"{type(error).__name__}: {error}".partition("\n")[0]
     return OptimizerCheck("cannot tell", None, problem)
 
@@ -107,7 +107,7 @@ def _judged(trials: Sequence[_Trial]) -> OptimizerCheck:
 def _try(
     build: OptimizerFactory, likes: Sequence[torch.Tensor], spread: float, scale: float, *, with_closure: bool
 ) -> _Trial:
-    """Step all tensors together and each apart, until they differ or are no longer finite."""
+    """Step all tensors together and each separately, until they differ or are no longer finite."""
     draws = _SeededDraws()  # type: ignore[no-untyped-call]
     rounded = moved = False
     start = [values.to(like.dtype) for values, like in zip(_random(likes, 0), likes, strict=True)]
@@ -147,7 +147,7 @@ def _random(likes: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
 def _evaluate(
     part: Mapping[int, torch.Tensor], before: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    """Set the gradients of a part, smaller for each tensor, and return the loss; as of a model, all tensors count.
+    """Set the gradients of a part, smaller for each tensor, and return the loss, to which all tensors contribute.
 
     Those of no part count with their values before the step.
     """
@@ -159,7 +159,7 @@ def _evaluate(
 
 
 class _SeededDraws(DispatchMode):
-    """Lets random numbers depend on step and shape alone, and tells by ``drew`` whether any were drawn."""
+    """Makes random numbers depend only on step and shape; ``drew`` tells whether any were drawn."""
 
     step, drew = 0, False
 
@@ -175,7 +175,7 @@ class _SeededDraws(DispatchMode):
 
     @contextmanager
     def of(self, step: int) -> Iterator[None]:
-        """Do so within a step. Python's own generator begins anew with each."""
+        """Apply it within a step. Python's own generator is seeded with the step."""
         self.step = step
         random.seed(step)
         before = random.getstate()
@@ -186,7 +186,7 @@ class _SeededDraws(DispatchMode):
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Let nothing be compiled, and leave random generators as they are."""
+    """Compile nothing, and restore random generators at the end."""
     state = random.getstate()
     try:
         with torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):

@@ -1,4 +1,4 @@
-"""What users, torch, communication hooks and other projects read and ask of the optimizer, besides what it does."""
+"""Attributes and methods of the optimizer that users, torch, communication hooks and other projects read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from zeroshard.sharded_optimizer import ShardedOptimizer
 
 
 class OptimizerInterface:
-    """What is read and asked of the optimizer; private names are those of torch's class."""
+    """Attributes of the optimizer and methods for other projects; private names are those of torch's class."""
 
     if TYPE_CHECKING:
         process_group: dist.ProcessGroup
@@ -47,17 +47,17 @@ class OptimizerInterface:
 
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:
-        """The flat buffers that parameters are views of, 1-D; what lies between them means nothing."""
+        """The flat buffers that parameters are views of, 1-D; elements between them are padding."""
         return self._sharded.sharding.sync.buffers
 
     @property
     def state(self) -> MutableMapping[Any, Any]:
         """The state of all parameters that have some.
 
-        Of what this rank owns it is the local optimizer's own dicts, not copies, a part in the shape of its rows; of
-        the rest placeholders, which have a shape and refuse to be read.
+        For this rank's shards these are the local optimizer's own dicts, not copies; a part has the shape of its rows.
+        For the rest they are placeholders, which have a shape; reading them raises an error.
         """
-        # None yet while torch's constructor runs.
+        # There is none yet while torch's constructor runs.
         return self._sharded.state if hasattr(self, "_sharded") else defaultdict(dict)
 
     @state.setter
@@ -67,8 +67,8 @@ class OptimizerInterface:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The param groups; like everything that changes, they do not lie in this object, which wrappers copy."""
-        # Not there yet while torch's constructor runs.
+        """The param groups. Stored in ``_sharded``, because wrappers copy this object's attributes."""
+        # It does not exist yet while torch's constructor runs.
         found: list[dict[str, Any]] = (
             self._sharded.sharding.groups if hasattr(self, "_sharded") else vars(self)["param_groups"]
         )
@@ -83,14 +83,14 @@ class OptimizerInterface:
 
     @staticmethod
     def profile_hook_step(func: Any) -> Any:  # noqa: ANN401 - as torch's
-        """Wrap :meth:`step` as torch does, such that torch.compile calls it as it is."""
+        """Wrap :meth:`step` as torch does, so that torch.compile does not trace it."""
         return disable_dynamo(Optimizer.profile_hook_step(func))
 
     def join_hook(self, **kwargs: Any) -> JoinHook:  # noqa: ANN401 - shared by all joinables
         """Return the hook by which ``Join`` lets a rank without data take part in the others' steps.
 
-        Training goes on as if such a rank contributed zero gradients; hyperparameters that the others change are
-        brought along. With gradients that DistributedDataParallel reduces, its model comes first:
+        Training continues as if such a rank contributed zero gradients; it also gets hyperparameters that the others
+        change. If DistributedDataParallel reduces the gradients, its model comes first:
         ``Join([ddp, optimizer])``.
 
         Args:
@@ -115,10 +115,10 @@ class OptimizerInterface:
 
     @property
     def train(self) -> Callable[[], Any]:
-        """Call the local optimizer's ``train()``, as schedule-free optimizers have. Collective.
+        """Call the local optimizer's ``train()``, which schedule-free optimizers have. Collective.
 
-        Parameters that it changes are brought to all ranks. Called twice in a row it sends none, unless it has changed
-        parameters or param groups again; what a second call changes by way of ``.data`` alone is not noticed.
+        Parameters that it changes are sent to all ranks. A second call in a row sends none, unless it has changed
+        parameters or param groups again; changes that a second call makes only through ``.data`` are not noticed.
 
         Raises:
             AttributeError: when looked up, if the local optimizer's class has no such method.
@@ -144,7 +144,7 @@ class OptimizerInterface:
 
         Args:
             mode: when shards are stepped.
-            names: the model's, by which errors call parameters that were handed in without names; alike on all ranks.
+            names: the model's names, for errors about parameters without names; the same on all ranks.
 
         Raises:
             ValueError: if gradients are taken in another way already, or parameters cannot be exchanged in buckets.
@@ -157,7 +157,7 @@ class OptimizerInterface:
         return {param: self.plan.of_tensor(index)[0].rank for index, param in enumerate(self._all_params())}
 
     def _partition_parameters(self) -> list[list[dict[str, Any]]]:
-        """Per rank, the public param groups narrowed to the parameters of which it owns something."""
+        """Per rank, the public param groups with only the parameters of which it owns something."""
         owners = {p: {shard.rank for shard in self.plan.of_tensor(i)} for i, p in enumerate(self._all_params())}
         return [
             [{**group, "params": [p for p in group["params"] if rank in owners[p]]} for group in self.param_groups]
@@ -168,7 +168,7 @@ class OptimizerInterface:
     def _sync_param_groups(
         src_param_groups: Sequence[Mapping[str, Any]], dst_param_groups: list[dict[str, Any]]
     ) -> None:
-        """Copy every attribute but the members from one list of groups to another."""
+        """Copy every attribute except the members from one list of groups to another."""
         sync_groups(src_param_groups, dst_param_groups)
 
     def _clear_cache(self) -> None:

@@ -1,4 +1,4 @@
-"""What a user hands to an optimizer, read and checked: parameters, their names, groups and hyperparameters."""
+"""Reads and checks the arguments of an optimizer: parameters, their names, groups and hyperparameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ParamGroup = dict[str, Any]
 
 
 def read_groups(params: Any) -> list[ParamGroup]:  # noqa: ANN401 - anything may be handed in; this is where it is checked
-    """Check what was handed in, and return it as groups, each as :func:`read_group` returns it.
+    """Check the argument ``params``, and return it as groups, each as :func:`read_group` returns it.
 
     Args:
         params: an iterable of tensors, of ``(name, tensor)`` pairs, or of dicts whose ``"params"`` is a tensor or such
@@ -40,7 +40,7 @@ def read_group(group: Mapping[str, Any]) -> ParamGroup:
     Raises:
         TypeError: if ``group`` is not a dict, its ``"params"`` have no order, or some are no tensors, or have no names
             where others have.
-        ValueError: if ``"params"`` is missing, or a parameter stands in it twice.
+        ValueError: if ``"params"`` is missing, or a parameter is in it twice.
     """
     if not isinstance(group, Mapping):
         raise TypeError(f"a parameter group must be a dict, but got {torch.typename(group)}")
@@ -71,7 +71,7 @@ def parameters_of(groups: Iterable[Mapping[str, Any]]) -> list[torch.Tensor]:
 
 
 def title_of(groups: Sequence[Mapping[str, Any]], index: int) -> str:
-    """Return the words by which errors call a parameter, e.g. ``"parameter 0 of group 1 ('bias')"``."""
+    """Return the name of a parameter for errors, e.g. ``"parameter 0 of group 1 ('bias')"``."""
     number = 0
     while index >= len(groups[number]["params"]):
         index -= len(groups[number]["params"])
@@ -86,7 +86,7 @@ def active_mask(params: Iterable[torch.Tensor]) -> tuple[bool, ...]:
 
 
 def check_members(groups: Sequence[ParamGroup], params: Sequence[torch.Tensor]) -> None:
-    """Raise a RuntimeError if the public param groups do not hold ``params``: somebody has exchanged members."""
+    """Raise a RuntimeError if the public param groups do not hold ``params``: their members were replaced."""
     members = parameters_of(groups)
     if len(members) != len(params) or not all(map(is_, members, params)):
         raise RuntimeError(
@@ -126,8 +126,8 @@ def specs_of(
                 )
             if active[index] and hasattr(param, "device_mesh"):
                 raise TypeError(
-                    f"{title_of(groups, index)}, of shape {tuple(param.shape)}, is a DTensor: who holds which of its "
-                    f"elements is settled already; give it to an optimizer that does not shard"
+                    f"{title_of(groups, index)}, of shape {tuple(param.shape)}, is a DTensor, which is sharded "
+                    f"already; pass it to an optimizer that does not shard"
                 )
             kind = param.device.type
             alike = sum(known.type == kind for known in logical)
@@ -143,7 +143,7 @@ def settings_of(
 ) -> dict[str, str]:
     """Write down hyperparameters so that ranks can compare them, :func:`in_words`: ``{"lr of group 0": "0.1"}``.
 
-    Groups are numbered from ``first`` on. What a group does not say is taken from ``defaults``.
+    Groups are numbered from ``first`` on. Missing values are taken from ``defaults``.
     """
     return {
         f"{key} of group {number}": in_words(value, in_step=in_step)
@@ -154,11 +154,11 @@ def settings_of(
 
 
 def in_words(value: object, *, in_step: bool = False) -> str:
-    """Write a value so that ranks can compare it: alike where it means the same, whatever its class.
+    """Write a value so that ranks can compare it: values with the same meaning give the same text.
 
-    Of what is neither a number, a string, a tensor nor a list, tuple or dict of these, only the type is written: two
-    ranks' objects need not look alike. In a step, where nothing may wait for a device, so it is with tensors; and with
-    lists, tuples and dicts in which something is not written.
+    For other objects than numbers, strings, tensors, and lists, tuples or dicts of these, only the type is written: the
+    text of two ranks' objects may differ. In a step, tensors are also written as their type only, since reading one may
+    wait for a device; so are lists, tuples and dicts that hold tensors or other objects.
     """
     try:
         return _words(value, in_step)
@@ -167,10 +167,10 @@ def in_words(value: object, *, in_step: bool = False) -> str:
 
 
 class Hyperparameters:
-    """What ranks must have alike, or each shard would be stepped by its owner's: what the user wrote to the groups.
+    """Hyperparameters that must be equal on all ranks: those that the user wrote to the groups.
 
-    What the inner optimizer writes to them in a step does not count: a rank without a tensor of a group may rightly
-    write something else.
+    Values that the inner optimizer writes in a step do not count: they may differ on a rank that owns no tensor of a
+    group.
 
     Attributes:
         agreed: as :func:`settings_of` writes them in a step.
@@ -181,7 +181,7 @@ class Hyperparameters:
         self._seen: dict[str, str] = {}
 
     def follow(self, groups: Sequence[Mapping[str, Any]]) -> int:
-        """Take in what the user has changed in the public param groups, and return 32 bits of all that counts."""
+        """Read the user's changes of the public param groups, and return a 32-bit checksum of :attr:`agreed`."""
         now = settings_of(groups, {}, in_step=True)
         if now != self._seen:
             agreed = self.agreed | dict(now.items() - self._seen.items())
@@ -190,7 +190,7 @@ class Hyperparameters:
         return zlib.crc32(repr(sorted(self.agreed.items())).encode())
 
     def written(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Take note of what the inner optimizer has written to the public param groups."""
+        """Note which values the inner optimizer has written to the public param groups."""
         self._seen = settings_of(groups, {}, in_step=True)
 
     def adopt(self, agreed: Mapping[str, str], groups: Sequence[Mapping[str, Any]]) -> None:

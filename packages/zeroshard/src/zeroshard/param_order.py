@@ -1,7 +1,7 @@
-"""Whether ranks were handed parameters without names in the same order: seen by their values, where they are alike.
+"""Checks that ranks got parameters without names in the same order, by comparing their values.
 
 A plan matches such parameters by position, so two of one shape that have changed places on a rank look right. Ranks may
-hold other values, until DistributedDataParallel brings them the first rank's; so values that differ prove nothing. The
+hold other values until DistributedDataParallel sends them the first rank's, so values that differ prove nothing. The
 same values in another order do.
 """
 
@@ -27,10 +27,10 @@ _ODD = 0x1E3779B97F4A7C15
 
 
 def read_order(control: Control, specs: Sequence[TensorSpec], params: Sequence[torch.Tensor]) -> dict[str, int]:
-    """Return checksums of parameters without names, by title, in the order in which this rank was handed them.
+    """Return checksums of parameters without names, by title, in the order in which this rank got them.
 
-    Without names are those that are named by their position. Of them only those count that are alike in shape, dtype
-    and all else that the plan compares: others cannot be mistaken. A rank alone looks at none.
+    Parameters without names are named by their position. Only those count that have the same shape, dtype and other
+    properties as another one: the rest cannot be confused. A single rank reads none.
     """
     if control.alone:
         return {}
@@ -73,8 +73,8 @@ def check_order(control: Control, order: Mapping[str, int], operation: str) -> N
 def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Return a number per tensor that is equal where tensors are bitwise equal, and differs, most likely, where not.
 
-    Elements that change places count too. Tensors without gaps in memory are read as they lie there. Of a tensor whose
-    values cannot be read, on the meta device, quantized, or of a subclass, the number is 0.
+    Elements that change places count too. Tensors without gaps in memory are read as they lie there. For a
+    tensor whose values cannot be read (on the meta device, quantized, or of a subclass), the number is 0.
     """
     weights: dict[torch.device, torch.Tensor] = {}
 

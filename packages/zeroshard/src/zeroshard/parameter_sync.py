@@ -1,4 +1,4 @@
-"""Keeping replicas equal: where parameters lie in memory, and which pieces of them travel after a step."""
+"""Keeps replicas equal: where parameters lie in memory, and which ranges of them are sent after a step."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _Places = tuple[list[int], list[torch.Size], list[tuple[int, ...]]]
 
 
 class Sharing:
-    """Some parameters on their way from their owners to all ranks, after a step; each move is made once per step.
+    """Brings some parameters from their owners to all ranks after a step; each call counts once per step.
 
     Args:
         params: the parameters.
-        broadcaster: brings the owners' values; None if there is nothing to bring.
+        broadcaster: sends the owners' values; None if there is nothing to send.
     """
 
     def __init__(self, params: Sequence[torch.Tensor], broadcaster: ParameterBroadcaster | None) -> None:
@@ -67,7 +67,7 @@ class Sharing:
 
 
 class ParameterSync:
-    """Owns the flat buffers of the parameters (if wanted) and the messages of a share.
+    """Owns the flat buffers of the parameters (if requested), and shares all parameters together.
 
     Only :meth:`follow` changes it; a step only reads it.
 
@@ -96,11 +96,11 @@ class ParameterSync:
 
     @property
     def broadcaster(self) -> ParameterBroadcaster | None:
-        """Brings all active parameters if they are on one device and without gaps; None if there is nobody to tell."""
+        """Brings all active parameters if they are on one device and without gaps; None if there is only one rank."""
         return next(iter(self._broadcasters), None)
 
     def moved(self) -> bool:
-        """Tell whether some parameter's ``.data`` was rebound since :meth:`follow`: elsewhere, or read otherwise."""
+        """Whether some ``.data`` was rebound since :meth:`follow`: to other memory, or with other sizes or strides."""
         return _places(self._dense) != self._found
 
     def follow(self, params: Sequence[torch.Tensor], plan: Plan, active: Sequence[bool]) -> None:
@@ -152,7 +152,7 @@ class ParameterSync:
         for broadcaster in self._broadcasters:
             self._broadcasts.append(broadcaster.begin())
             self._broadcasts[-1].send()
-        # Receives and flat buffers write unseen by autograd; a graph that saved a parameter must notice. Now, since
+        # Autograd does not see writes by receives and flat buffers, but a graph that saved a parameter must. Now, since
         # there is nothing else to do until the messages have arrived.
         torch.autograd.graph.increment_version(self._shared)
 
@@ -178,12 +178,12 @@ class ParameterSync:
             if item.owner != self._ranks.rank:
                 item.param.copy_(item.copy)
         for device, items in self._sparse.items():
-            # What is sent is made for it, and gone when it has been sent.
+            # The buffers are temporary, so peers cannot read them later.
             make = partial(choose_broadcaster, self._control, device=device, by_reading=False)
             share_sparse(items, self._ranks.rank, make)
 
     def _pack(self, plan: Plan, active: Sequence[bool]) -> None:
-        """Pack what became active; repack what was rebound; start over what changed its dtype or shape."""
+        """Pack parameters that became active or were rebound; start over with those whose dtype or shape changed."""
         kept: list[FlatBuffer] = []
         packed: dict[int, TensorSpec] = {}
         for buffer in self._buffers:
@@ -194,7 +194,7 @@ class ParameterSync:
                 for i in members
             ):
                 if rebound:
-                    # In storage of its own: what was rebound may lie in the old one, as when two parameters have
+                    # In storage of its own: rebound data may lie in the old one, e.g. if two parameters have
                     # exchanged their data, or an average and the weights; and the user may hold what it replaces.
                     buffer = FlatBuffer(buffer.layout, plan.tensors, buffer.storage.device)
                     buffer.adopt({i: self._params[i] for i in members})
@@ -217,15 +217,15 @@ class ParameterSync:
         self._buffers, self._packed = kept, packed
 
     def segments(self, plan: Plan, wanted: Sequence[int]) -> list[Segment]:
-        """Return what travels of some parameters, in as few segments as possible.
+        """Return the segments that are sent for some parameters, as few as possible.
 
         Args:
             plan: who owns what.
             wanted: their indices, the same on every rank; none of them sparse.
 
         Returns:
-            In an order that follows from plan and indices alone: a rank's parameters may have gaps in memory where the
-            others' have none.
+            In an order that depends only on plan and indices: a rank's parameters may have gaps in memory where those
+            of other ranks have none.
         """
         chosen = frozenset(wanted)
         found: list[Segment] = []

@@ -1,4 +1,4 @@
-"""All of a sharded optimizer that changes: the public class hands its calls to this one, and keeps nothing itself."""
+"""The mutable part of a sharded optimizer; the public class delegates to it."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ class ShardedOptimizer:
         ranks: the group.
         policy: how tensors are dealt out.
         defaults: the user's keyword arguments for the optimizer class.
-        read: reads and checks what the user handed in; returns the public param groups.
+        read: reads and checks the user's arguments; returns the public param groups.
 
     Attributes:
         sharding: the plan at work.
         traffic: bytes, calls and waiting so far.
         follower: takes gradients bucket by bucket, once they come that way.
         joining: announces calls in Join contexts.
-        hook_failure: what the user's hooks before a step have raised.
+        hook_failure: the error of a step pre-hook of the user.
 
     Raises:
-        Exception: what any rank met, on every rank.
+        Exception: an error of any rank, on every rank.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class ShardedOptimizer:
         self.apply_consolidation(target, to)
 
     def apply_consolidation(self, target: int, to: object = None) -> None:
-        """As :meth:`consolidate`, of a checked rank."""
+        """Like :meth:`consolidate`, with a checked rank."""
         metadata = self._metadata
         with self._coordinator.guard.exchange():
             metadata.consolidated = consolidate(self.sharding, target, to, metadata.drop_consolidated)
@@ -147,10 +147,10 @@ class ShardedOptimizer:
         try:
             follower, loss = self.follower, None
             if follower is not None and follower.mode is not StepMode.IN_STEP:
-                # Nothing is sent from here: a Join context need not know, and an error is this rank's own.
+                # Nothing is sent here: Join contexts need not know, and errors are raised only on this rank.
                 return self._step_after_backward(follower, closure, arguments, failure)
             if follower is not None and closure is not None:
-                # Its backward reduces the gradients that are stepped: once, before any shard is.
+                # Its backward reduces the gradients: once, before any shard is stepped.
                 try:
                     with torch.enable_grad():
                         loss = closure()
@@ -180,7 +180,7 @@ class ShardedOptimizer:
         arguments: Mapping[str, Any],
         failure: BaseException | None,
     ) -> None:
-        """Do nothing, since backward has stepped; refuse what comes too late."""
+        """Do nothing, since backward has stepped; refuse arguments that come too late."""
         if closure is not None or arguments:
             raise ValueError(
                 "this optimizer is stepped during backward by its communication hook, so step() takes neither a "
@@ -208,7 +208,7 @@ class ShardedOptimizer:
         return self.apply_clipping(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def apply_clipping(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> torch.Tensor:
-        """As :meth:`clip_grad_norm_`, of gradients that lie at their owners."""
+        """Like :meth:`clip_grad_norm_`, for gradients that lie at their owners."""
         assert self.follower is not None
         return clip_over_ranks(
             self.sharding.control,
@@ -220,7 +220,7 @@ class ShardedOptimizer:
         )
 
     def train_or_eval(self, name: str) -> Callable[[], Any]:
-        """Return what calls this method of the local optimizer on all ranks; an AttributeError if it has none."""
+        """Return a function that calls this method of the local optimizer on all ranks; AttributeError if none."""
         self._train_mode.check(name)
 
         def call() -> Any:  # noqa: ANN401 - what the local optimizer's returns
@@ -258,5 +258,5 @@ class ShardedOptimizer:
                 self._metadata.exchange("add_param_group()")
         self._metadata.drop_consolidated()
         if follower is not None and is_noted:
-            # Those of the new group are no change.
+            # The hyperparameters of the new group do not count as changed.
             follower.note_hyperparameters()

@@ -1,4 +1,4 @@
-"""The plan at work: it follows the model, and alone replaces layout, shards and buffers, when all ranks agree."""
+"""The plan in use: follows the model; nothing else replaces layout, shards and buffers, once all ranks agree."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from zeroshard.parameter_sync import ParameterSync
 _logger = logging.getLogger(__name__)
 
 
-class _LayoutFollower(Protocol):
-    """What else is laid out by the plan; it is a :class:`zeroshard.overlap.buckets.Buckets`."""
+class _Buckets(Protocol):
+    """Buckets of gradients, laid out by the plan; it is a :class:`zeroshard.overlap.buckets.Buckets`."""
 
     def check(self, params: Sequence[torch.Tensor], layout: Layout) -> None: ...
     def follow(self, params: Sequence[torch.Tensor], layout: Layout) -> None: ...
@@ -35,22 +35,22 @@ class Sharding:
         traffic: where bytes and waiting are counted.
         policy: how tensors are dealt out.
         defaults: the user's keyword arguments for the optimizer class.
-        read_groups: reads and checks what the user handed in; returns the public param groups.
+        read_groups: reads and checks the user's arguments; returns the public param groups.
 
     Attributes:
         groups: the public param groups.
         control: the channel of the ranks' agreements.
         policy: as given; also with the names of parameters.
-        layout: who owns what, and what takes part.
+        layout: who owns what, and which tensors are active.
         params: all parameters, by tensor index.
         local: the local optimizer.
         sync: where parameters lie, and how they are shared.
-        hyperparameters: what the ranks should agree upon.
-        begins_with_state: whether the optimizer class has made state when it was built, on any rank.
-        follower: is told of every layout, if set.
+        hyperparameters: those that must be equal on all ranks.
+        begins_with_state: whether the optimizer class created state in its constructor, on any rank.
+        buckets: the buckets of a communication hook, which follow every layout; None without one.
 
     Raises:
-        Exception: what any rank met while it read or planned, on every rank.
+        Exception: an error of any rank in reading or planning, on every rank.
         DisagreementError: if ranks differ in their plans or settings, on every rank.
     """
 
@@ -63,7 +63,7 @@ class Sharding:
         read_groups: Callable[[], list[ParamGroup]],
     ) -> None:
         self.control, self.policy = Control(ranks, traffic), policy
-        self.follower: _LayoutFollower | None = None
+        self.buckets: _Buckets | None = None
         name = name_of(policy.factory)
         order: Mapping[str, int] = {}
         with agreed(self.control, "ZeroRedundancyOptimizer()") as declared:
@@ -96,7 +96,7 @@ class Sharding:
         )
 
     def grow(self, groups: list[ParamGroup], append: Callable[[], None]) -> None:
-        """Take in a new param group on all ranks, or on none. Collective.
+        """Add a param group on all ranks, or on none. Collective.
 
         Args:
             groups: the public param groups.
@@ -105,7 +105,7 @@ class Sharding:
         Raises:
             DisagreementError: if ranks add different groups.
             PeerLostError: if a rank is gone.
-            Exception: what any rank met, on every rank. ``groups`` is as before in every case.
+            Exception: an error of any rank, on every rank. ``groups`` is unchanged in every case.
         """
         before = len(groups)
         layout, order = self.layout, dict[str, int]()
@@ -116,8 +116,8 @@ class Sharding:
                 layout = next_layout(self.policy, layout, groups)
                 self.local.check_cut_dims(self.layout.plan, layout.plan)
                 self.local.dry_run(groups, layout.plan)
-                if self.follower is not None:
-                    self.follower.check(parameters_of(groups), layout)
+                if self.buckets is not None:
+                    self.buckets.check(parameters_of(groups), layout)
                 hyperparameters = settings_of(groups[before:], self.local.optim.defaults, first=before)
                 declared.set(with_hyperparameters(layout, hyperparameters))
                 order = read_order(self.control, layout.plan.tensors, parameters_of(groups))
@@ -126,14 +126,14 @@ class Sharding:
             del groups[before:]
             raise
         self.adopt(layout, groups)
-        # The new group alone: what was edited in the others since the last step is not in the local optimizer yet.
+        # Only the new group: edits of the others since the last step are not in the local optimizer yet.
         sync_groups(self.local.optim.param_groups[before:], groups[before:])
 
     def pin(self, tensors: frozenset[int], groups: Sequence[ParamGroup]) -> None:
-        """Let tensors that were given state stay with their owners, also if they are frozen and unfrozen later.
+        """Let tensors with loaded state keep their owners, even if they are frozen and unfrozen later.
 
-        They weigh something from now on, which is a part of the plan: all ranks are to do this at the same time, with a
-        layout that they agree upon.
+        They count in the loads from now on, which changes the plan: all ranks must call it at the same time, with a
+        layout that they agree on.
 
         Args:
             tensors: indices.
@@ -144,21 +144,21 @@ class Sharding:
             self.layout = next_layout(self.policy, replace(self.layout, settled=settled), groups)
 
     def name(self, names: Mapping[torch.Tensor, str]) -> None:
-        """Call parameters that were handed in without names by these. To be done on all ranks."""
+        """Give names to parameters that were passed without. All ranks must call it."""
         self.policy = replace(self.policy, names={param: names[param] for param in self.params if param in names})
         self.layout = renamed(self.policy, self.layout, self.groups)
 
     def update_layout(self, groups: Sequence[ParamGroup]) -> Layout:
-        """Follow what the user did since the last step, and return the layout that fits it.
+        """Return the layout that fits the user's changes since the last step.
 
-        If parameters' data was rebound but not converted, that is taken in at once: it concerns no other rank. Another
-        layout is to be agreed upon with all ranks, and then adopted.
+        If parameters' data was rebound but not converted, buffers are laid out again at once: it concerns no other
+        rank. All ranks must agree on another layout before it is adopted.
 
         Args:
-            groups: the public param groups; their hyperparameters are handed to the local optimizer.
+            groups: the public param groups; their hyperparameters are copied to the local optimizer.
 
         Raises:
-            Exception: what is wrong with the parameters or groups; the other ranks must hear of it.
+            Exception: an error in the parameters or groups; the other ranks must be told.
         """
         check_members(groups, self.params)
         layout = self.current_layout(groups)
@@ -166,15 +166,15 @@ class Sharding:
         return layout
 
     def current_layout(self, groups: Sequence[ParamGroup]) -> Layout:
-        """As :meth:`update_layout`, of the parameters alone."""
+        """Like :meth:`update_layout`, but only for the parameters."""
         layout = self.layout
         moved = self.sync.moved()
         if moved or active_mask(self.params) != layout.active:
             layout = next_layout(self.policy, layout, groups)
-            if self.follower is not None:
-                self.follower.check(self.params, layout)
+            if self.buckets is not None:
+                self.buckets.check(self.params, layout)
             if moved and all(map(same_place, self.layout.plan.tensors, layout.plan.tensors)):
-                # Also where ranks have to talk first: until then, shares must arrive where parameters are now.
+                # Even if ranks must agree first: until then, shares must arrive where parameters are now.
                 self._lay_out()
             if layout.declaration.digest == self.layout.declaration.digest:
                 layout = self.layout
@@ -183,7 +183,7 @@ class Sharding:
         return layout
 
     def adopt(self, layout: Layout, groups: Sequence[ParamGroup]) -> None:
-        """Take over a layout that all ranks have agreed upon."""
+        """Take over a layout that all ranks have agreed on."""
         _logger.debug("rank %d takes over another layout", self.control.ranks.rank)
         if not same_shards(layout.plan, self.layout.plan) or len(groups) != len(self.local.optim.param_groups):
             self.local.follow(groups, layout.plan)
@@ -192,14 +192,14 @@ class Sharding:
         self._lay_out()
 
     def in_words(self) -> str:
-        """Return what ranks compare at the end of a step as JSON: layout and hyperparameters."""
+        """Return layout and hyperparameters as JSON, which ranks compare at the end of a step."""
         return with_hyperparameters(self.layout, self.hyperparameters.agreed).to_json()
 
     def _lay_out(self) -> None:
         self.sync.follow(self.params, self.layout.plan, self.layout.active)
         self.local.rebind()
-        if self.follower is not None:
-            self.follower.follow(self.params, self.layout)
+        if self.buckets is not None:
+            self.buckets.follow(self.params, self.layout)
 
 
 def with_hyperparameters(layout: Layout, hyperparameters: Mapping[str, str]) -> ShardingConfig:

@@ -1,4 +1,4 @@
-"""Sharing parameters that are sparse tensors: how many elements they have is known to their owner alone.
+"""Sharing parameters that are sparse tensors: only their owner knows how many elements they have.
 
 Such a parameter has no flat storage to view, belongs to one rank as a whole, and travels after the dense ones: first
 its count of elements, then their indices and values.
@@ -29,7 +29,7 @@ def share_sparse(
     Args:
         items: the same parameters in the same order on every rank, on one device.
         rank: this rank.
-        make: makes what moves segments on that device.
+        make: makes a broadcaster of segments on that device.
 
     Raises:
         PeerLostError: if a rank is gone.
@@ -49,7 +49,7 @@ def share_sparse(
         arriving.append((indices, values))
         segments += [Segment(item.owner, part.view(-1)) for part in (indices, values) if part.numel() > 0]
     make(segments).broadcast()
-    # Into the parameter itself: a detached sparse tensor takes new elements for itself alone.
+    # Into the parameter itself: new elements of a detached sparse tensor do not reach the parameter.
     with torch.no_grad():
         for item, (indices, values) in zip(items, arriving, strict=True):
             shape = item.param.shape

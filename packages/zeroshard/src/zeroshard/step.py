@@ -1,8 +1,8 @@
 """One step: look at the model, agree with the other ranks, update this rank's shards, share them, agree once more.
 
 No other module of this package issues a step's collectives. The order is fixed: this rank looks at its parameters; all
-ranks agree that they are in the same step of the same optimizer with the same layout, and that nothing is wrong; each
-updates its shards and shares them; and they agree that this has succeeded everywhere.
+ranks agree that they are in the same step of the same optimizer with the same layout, and that no rank has an error;
+each updates its shards and shares them; and they agree that this has succeeded everywhere.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from zeroshard.stepped_in_parts import may_step_in_parts
 
 
 class _Sharing(Protocol):
-    """Parameters that are brought from their owners to all ranks; as :class:`zeroshard.parameter_sync.Sharing`."""
+    """Brings parameters from their owners to all ranks; as :class:`zeroshard.parameter_sync.Sharing`."""
 
     def expect(self) -> None: ...
     def send(self) -> None: ...
@@ -67,7 +67,7 @@ class StepCoordinator:
 
     Attributes:
         sharding: as given.
-        guard: tells whether earlier exchanges came to their end.
+        guard: tells whether earlier exchanges were completed.
         source: where gradients come from, once they come bucket by bucket.
     """
 
@@ -90,7 +90,7 @@ class StepCoordinator:
             groups: the public param groups; their hyperparameters are handed to the local optimizer and back.
             closure: re-evaluates the model.
             arguments: further keyword arguments of the inner step.
-            problem: what this rank has met before the step, for every rank to raise.
+            problem: an error of this rank before the step, which every rank raises.
 
         Returns:
             What the inner step returned.
@@ -99,10 +99,10 @@ class StepCoordinator:
             DisagreementError: if ranks follow different changes of their models, or step with different hyperparameters
                 (numbers, strings, lists and dicts of them).
             PeerLostError: if a rank is gone.
-            Exception: what any rank met, on every rank. Replicas are equal then, but for parameters that a rank has
+            Exception: an error of any rank, on every rank. Replicas are equal then, except parameters that a rank has
                 converted or exchanged.
-            BaseException: what has interrupted this rank, as Ctrl-C does. Before and in the local step the others
-                raise a RuntimeError, and all may go on; else every further call raises.
+            BaseException: an interruption of this rank, such as Ctrl-C. Before and in the local step the others
+                raise a RuntimeError, and training can continue; otherwise every further call raises.
         """
         with self.guard.exchange():
             try:
@@ -115,8 +115,8 @@ class StepCoordinator:
         """Follow what the user did since the last step, before shards are stepped during a backward.
 
         Returns:
-            Whether they may be: nothing has changed that the ranks have to talk about. Else they are stepped, or an
-            error raised, by the :meth:`step` that ends this backward.
+            Whether they may be: nothing has changed that ranks must agree on. Otherwise the :meth:`step` that ends this
+            backward steps them, or raises an error.
         """
         self._begun = self._observe(groups, in_backward=True)
         layout, problem = self._begun
@@ -129,7 +129,7 @@ class StepCoordinator:
         arguments: Mapping[str, Any],
         problem: Exception | None,
     ) -> Any:  # noqa: ANN401 - what the inner step returns
-        """As :meth:`step`; what interrupts the local step is raised as an error."""
+        """Like :meth:`step`; an interruption of the local step is raised as an error."""
         sharding, source = self.sharding, self.source
         if source is not None:
             problem = source.end_abandoned() or problem
@@ -139,17 +139,17 @@ class StepCoordinator:
         problem = observed if problem is None else problem
         declared = sharding.hyperparameters.follow(groups)
         agreement = _Agreement(sharding, layout)
-        # A closure communicates, too: ranks agree when it has returned.
+        # A closure communicates too, so ranks agree after it has returned.
         if closure is None or problem is not None or layout is not sharding.layout:
             try:
                 agreement.reach(problem)
             except (PeerLostError, DifferentCallsError) as error:
                 if source is not None and source.steps_early:
-                    # What was sent early will not be waited for.
+                    # Messages sent early will not be waited for.
                     self.guard.break_off(error)
                 raise
             except Exception:
-                # A hook may have stepped and sent buckets on some ranks; the others wait for what is left of them.
+                # A hook may have stepped and sent buckets on some ranks; the others wait for the rest of them.
                 if source is not None and source.steps_early:
                     self._share([part.sharing for part in source.parts], None, None)
                 raise
@@ -170,7 +170,7 @@ class StepCoordinator:
                 with record_function("zeroshard::update"):
                     result = sharding.local.step(watched, arguments)
         except BaseException as error:
-            # Peers wait for this rank's share, and must hear of it; or for what a closure was to send.
+            # Peers wait for this rank's share, or for messages of its closure, and must learn of the error.
             if closure is not None and not isinstance(error, Exception):
                 raise
             failure = self.guard.as_error(error)
@@ -186,7 +186,7 @@ class StepCoordinator:
         return result
 
     def _update(self, source: _GradientSource, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as the inner step
-        """Update part by part, and send each as soon as it is; all at once where that is of no use, or impossible."""
+        """Update and send part by part; or all parts at once, if stepping in parts is impossible or of no use."""
         local, parts = self.sharding.local, source.parts
         if source.has_parts and may_step_in_parts(local.optim):
             for part in parts:
@@ -205,17 +205,17 @@ class StepCoordinator:
                 part.unbind()
 
     def _share(self, shares: Sequence[_Sharing], declared: int | None, failure: Exception | None) -> None:
-        """Share all parameters, also after a failure, and learn whether anything was wrong on any rank. Collective.
+        """Share all parameters, even after a failure, and learn whether any rank had an error. Collective.
 
         Args:
-            shares: what is to be shared; some of it may have been sent.
+            shares: the parameters to share; some may have been sent.
             declared: a number for this rank's hyperparameters; None agrees with all.
             failure: of this rank's update.
 
         Raises:
             DisagreementError: if ranks have stepped with different hyperparameters.
             PeerLostError: if a rank is gone, and this one's update has not failed.
-            Exception: what any rank's update has met, on every rank.
+            Exception: an error of any rank's update, on every rank.
         """
         sharding, problem, verdict = self.sharding, failure, None
         try:
@@ -223,14 +223,14 @@ class StepCoordinator:
                 with record_function("zeroshard::share"):
                     for share in shares:
                         share.send()
-                    # All that others wait for before anything that waits for others.
+                    # First everything that others wait for, then what waits for others.
                     for share in shares:
                         share.arrive()
                     for share in shares:
                         share.wait()
             except PeerLostError as error:
                 problem = problem or error
-            # Also where this rank has nothing to wait for: others may still be reading what it owns.
+            # Even if this rank has nothing to wait for: others may still be reading its shards.
             with record_function("zeroshard::agree"):
                 verdict = sharding.control.inconsistency(
                     "the end of step()",
@@ -259,7 +259,7 @@ class StepCoordinator:
             del failure, problem, verdict
 
     def _watched(self, closure: Closure, groups: Sequence[ParamGroup], agreement: _Agreement) -> Closure:
-        """Return a closure that raises if the user's has changed what the ranks agreed upon before the step."""
+        """Return a closure that raises if the user's has changed anything that ranks agreed on before the step."""
 
         def evaluate() -> Any:  # noqa: ANN401 - the closure's own result
             result = closure()
@@ -275,7 +275,7 @@ class StepCoordinator:
         return evaluate
 
     def _observe(self, groups: Sequence[ParamGroup], *, in_backward: bool = False) -> tuple[Layout, Exception | None]:
-        """Look at what the user did since the last step; hand back what is wrong instead of raising it."""
+        """Look at what the user did since the last step; return an error instead of raising it."""
         try:
             layout = self.sharding.update_layout(groups)
             self.guard.check_loop()
@@ -288,10 +288,10 @@ class StepCoordinator:
 
 
 class _Agreement:
-    """That all ranks are at the same step. Reached once, by who asks first: before the step, or after its closure.
+    """Agreement that all ranks are at the same step. It runs once: before the step, or after the closure.
 
     Attributes:
-        has_failed: whether it has raised an error, which every rank has heard of.
+        has_failed: whether it has raised an error, which every rank has raised.
     """
 
     def __init__(self, sharding: Sharding, layout: Layout) -> None:
@@ -302,7 +302,7 @@ class _Agreement:
         """Agree with the other ranks. Collective the first time, and then a no-op.
 
         Args:
-            problem: what this rank has met before.
+            problem: an error of this rank.
 
         Raises:
             DisagreementError: if ranks are in different calls, steps or optimizers, or their layouts differ.

@@ -31,8 +31,8 @@ def may_step_in_parts(inner: optim.Optimizer) -> bool:
     """Tell whether an optimizer may be stepped some tensors at a time.
 
     That is right only if it keeps nothing for all its tensors together: one that counts its steps in a param group or
-    in itself would count once per part, and one that wraps another would step all of that one's tensors. It cannot be
-    seen from outside whether a class does such things, so only classes that are known not to are stepped in parts.
+    in itself would count once per part, and one that wraps another would step all of that one's tensors. This cannot be
+    detected, so only classes that are known to keep all state per tensor are stepped in parts.
 
     Args:
         inner: the local optimizer's.
@@ -40,7 +40,7 @@ def may_step_in_parts(inner: optim.Optimizer) -> bool:
     Returns:
         True for the classes of torch.optim that keep all state per tensor, and for a class with an attribute
         ``steps_in_pieces = True``; False if its step was replaced on the object, or it has step hooks of its own, which
-        are to be called once.
+        must be called once.
     """
     if "step" in vars(inner) or step_pre_hooks(inner) or step_post_hooks(inner):
         return False

@@ -1,4 +1,4 @@
-"""What a sharded optimizer says of itself in a few lines, on one rank alone."""
+"""The ``repr()`` of a sharded optimizer, without communication."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zeroshard.state.metadata import StateMetadata
 
 
 def summarize(sharding: Sharding, metadata: StateMetadata) -> str:
-    """Say which rank this is, what it owns, and how large its state is, and that of all ranks.
+    """Describe which rank this is, what it owns, and how large its state and that of all ranks is.
 
     Args:
         sharding: the plan at work.

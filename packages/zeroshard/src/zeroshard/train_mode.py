@@ -1,6 +1,6 @@
 """``train()`` and ``eval()`` of the local optimizer: schedule-free optimizers exchange averages for parameters there.
 
-Each rank calls its local optimizer's method; what that has changed of parameters and groups is brought to all ranks.
+Each rank calls its local optimizer's method; the parameters and groups that it has changed are sent to all ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PLAIN = (bool, int, float, str)
 
 
 class TrainMode:
-    """Calls the methods of the local optimizer by which frameworks say that training begins, or evaluation.
+    """Calls the local optimizer's train() and eval().
 
     Args:
         sharding: has the local optimizer.
@@ -31,17 +31,17 @@ class TrainMode:
         self._sharding, self._last = sharding, ""
 
     def check(self, name: str) -> None:
-        """Raise an AttributeError if the local optimizer has no such method: frameworks ask whether it is there."""
+        """Raise an AttributeError if the local optimizer has no such method: frameworks use hasattr()."""
         inner = self._sharding.local.optim
         if not callable(getattr(inner, name, None)):
             raise AttributeError(f"the local optimizer, of class {type(inner).__name__}, has no method {name}()")
 
     def call(self, name: str) -> Any:  # noqa: ANN401 - what the local optimizer's returns
-        """Call ``train`` or ``eval``; after an error too, replicas are equal. Collective.
+        """Call ``train`` or ``eval``; replicas are equal even after an error. Collective.
 
         Raises:
             DisagreementError, PeerLostError: if ranks call different methods, or one is gone.
-            Exception: what any rank met, on every rank.
+            Exception: an error of any rank, on every rank.
         """
         sharding, groups, control = self._sharding, self._sharding.groups, self._sharding.control
         layout, inner = sharding.layout, sharding.local.optim
@@ -58,7 +58,7 @@ class TrainMode:
                 result = getattr(inner, name)()
                 self._last = name
             finally:
-                # Frameworks call train() before every batch. What is written to ``.data`` is not seen.
+                # Frameworks call train() before every batch. Writes to ``.data`` are not seen.
                 is_alike = last == name == self._last and before == self._seen()
                 if control.any_raised(not is_alike, f"what {name}() has changed") and not control.alone:
                     self._share_parameters()
@@ -68,13 +68,13 @@ class TrainMode:
         return result
 
     def _seen(self) -> object:
-        """What shows that something was changed."""
+        """A value that differs if something was changed."""
         local = self._sharding.local
         versions = [version_of(shard.tensor) for shard in local.shards.values()]
         return versions, settings_of(local.optim.param_groups, {}, in_step=True)
 
     def _share_parameters(self) -> None:
-        """Bring all ranks the owners' values, also of parameters that are frozen now, and may have state."""
+        """Send the owners' values to all ranks, also of parameters that are frozen now and may have state."""
         sharding, layout = self._sharding, self._sharding.layout
         sync = ParameterSync(sharding.control, as_bucket_view=False)
         sync.follow(sharding.params, layout.plan, [index in layout.settled for index in range(len(sharding.params))])
@@ -82,7 +82,7 @@ class TrainMode:
         sync.wait()
 
     def _share_groups(self) -> None:
-        """Bring ranks without a parameter of a group what an owner's optimizer has written there, e.g. train_mode."""
+        """Send what an owner's optimizer wrote to a group, e.g. train_mode, to ranks without parameters of it."""
         control, plan = self._sharding.control, self._sharding.layout.plan
         rank, owners = control.ranks.rank, defaultdict[int, set[int]](set)
         for spec, ranks in zip(plan.tensors, plan.owners, strict=True):

@@ -1,4 +1,4 @@
-"""Tensors that have a shape and no values on this rank: whatever would read them raises."""
+"""Tensors that have a shape and no values on this rank: reading them raises an error."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class TensorWithoutValues(torch.Tensor):
-    """Base of what stands for values that lie on other ranks; made by ``make_wrapper_subclass``.
+    """Base class of placeholders for values on other ranks; made by ``make_wrapper_subclass``.
 
     A subclass says in ``allowed`` which operators it knows, and in :meth:`refusal` what to do instead of all others.
     """
@@ -28,7 +28,7 @@ class TensorWithoutValues(torch.Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401 - what the operator returns
-        """Do what is known; refuse all else."""
+        """Run the allowed operators; refuse all others."""
         known = cls.allowed.get(func)
         if known is not None:
             return known(*args, **(kwargs or {}))

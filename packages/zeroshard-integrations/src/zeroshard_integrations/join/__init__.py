@@ -80,7 +80,7 @@ class Join:
         return len(self._context.attendance.running)
 
     notify_join_context = staticmethod(TorchJoin.notify_join_context)
-    """What a joinable calls before the collectives that its hook shadows, on every rank alike: torch's, for both."""
+    """Call it in a joinable before the collectives that its hook shadows, on every rank; torch's works too."""
 
     def __enter__(self) -> Join:
         """Enter the context. Collective.
@@ -88,7 +88,7 @@ class Join:
         Raises:
             DisagreementError: if ranks enter with other joinables or settings.
             PeerLostError: if a rank is gone.
-            Exception: what a joinable has raised when it was asked for its hook; on every rank.
+            Exception: an error of a joinable's ``join_hook``, on every rank.
         """
         if self._enable:
             self._context = None
@@ -104,7 +104,7 @@ class Join:
         Raises:
             DisagreementError: if ranks that still have data make different calls; on every rank.
             PeerLostError: if a rank is gone.
-            Exception: what another rank has met inside the context.
+            Exception: an error of another rank inside the context.
         """
         context = self._context
         if context is None or not self._is_inside:

@@ -93,7 +93,7 @@ class JoinContext:
         self._models, self._optimizers, self._hooks = {}, {}, {}
 
     def tell_failure(self, error: Exception) -> None:
-        """Tell the others of an error at their next call; not if they know it, or wait inside of a backward."""
+        """Tell the others of an error at their next call, unless they know it or wait inside a backward."""
         if not self._is_told and not any(model.in_backward for model in self._models.values()):
             self._is_told = True
             fail(self._control, error)
@@ -120,7 +120,7 @@ class JoinContext:
     def _optimizer_calls(self, place: int, call: Call) -> Attendance:
         """A sharded optimizer is about to communicate."""
         if call in (Call.BACKWARD, Call.JOINED):
-            # That was announced for its model, and all was handed over.
+            # This was announced for its model, and all values were sent.
             return Attendance(self.attendance.made, self.attendance.running, ())
         for model in self._models.values() if call is Call.END else ():
             model.in_backward = False
@@ -152,7 +152,7 @@ class JoinContext:
             self._prepare_backward(model, attendance)
 
     def _prepare_backward(self, model: DDPModel, attendance: Attendance) -> None:
-        """Bring ranks without data what they need for a backward of a model. Collective."""
+        """Send ranks without data the values that they need for a backward of a model. Collective."""
         self._is_told = True
         self._hand_over_gradients(model, attendance.running, attendance.joined)
         for optimizer in optimizers_of_hooks(model.ddp):
@@ -163,7 +163,7 @@ class JoinContext:
     def _hand_over_gradients(
         self, model: DDPModel, running: Sequence[int], joined: Sequence[int], *, is_over: bool = False
     ) -> None:
-        """Bring ranks without data the gradients to which the others add, or that they keep when all is over."""
+        """Send ranks without data the gradients to which the others add, or which they keep at the end."""
         is_joined = self._rank in joined
         mine = [-1, -1] if is_joined else [model.held, model.window]
         told = self._control.all_gather_ints(mine, "a backward inside Join")
@@ -196,7 +196,7 @@ class JoinContext:
                 if self._rank in last:
                     model.look(is_local=False)
                 self._hand_over_gradients(model, last, before, is_over=True)
-        # What a hook raises from here on is its own matter.
+        # Errors of hooks from here on are raised only on this rank.
         self._is_told = True
         for hook in self._hooks.values():
             hook.post_hook(self._rank in last)
@@ -213,7 +213,7 @@ class JoinContext:
         elif made.call is Call.BACKWARD:
             model = self._models[made.place]
             self._prepare_backward(model, attendance)
-            # Of an error from here on no rank hears: the others are in their backward.
+            # Other ranks cannot be told of an error from here on: they are in their backward.
             self._is_told = True
             model.follow_backward(len(attendance.running))
             self._is_told = False
@@ -233,7 +233,7 @@ class JoinableConfig(JoinConfig):
 
     @classmethod
     def make(cls, notify: Callable[[], object], *, enable: bool) -> JoinableConfig:
-        """Return one that calls ``notify``; ``enable`` tells whether the joinable itself is to ask who has data."""
+        """Return one that calls ``notify``; ``enable`` tells whether the joinable itself asks who has data."""
         made = cls(enable=enable, throw_on_early_termination=False, is_first_joinable=False)
         made.notify = notify
         return made
@@ -250,7 +250,7 @@ class JoinableConfig(JoinConfig):
 
 
 def _told(value: object) -> str:
-    """A setting in words that are the same on all ranks."""
+    """A text for a setting that is the same on all ranks."""
     return repr(value) if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__
 
 

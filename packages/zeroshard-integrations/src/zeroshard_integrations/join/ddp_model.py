@@ -38,16 +38,16 @@ from zeroshard_integrations._torch_private import (
 
 
 class Held(IntEnum):
-    """What the gradients are to which a backward adds; the most that a rank says counts."""
+    """The gradients to which a backward adds; the highest value of any rank counts."""
 
     NOTHING = 0
     """All are None or zero."""
     REDUCED = 1
-    """What earlier backwards have reduced, the same on every rank."""
+    """Gradients that earlier backwards have reduced, the same on every rank."""
     LOCAL = 2
-    """What this rank has accumulated under ``no_sync()``."""
+    """Gradients that this rank has accumulated under ``no_sync()``."""
     UNKNOWN = 3
-    """Both, or gradients that were changed in between, so that nobody knows a joined rank's part of them."""
+    """Both, or gradients that were changed in between, so that a joined rank's part of them is unknown."""
 
 
 class DDPModel:
@@ -85,7 +85,7 @@ class DDPModel:
         self._trained: list[torch.Tensor] = []
         self._handles: list[RemovableHandle] = []
         self._watch()
-        # Of these it is not known whether they were reduced.
+        # It is not known whether these were reduced.
         self.held = Held.UNKNOWN if self._grads() else Held.NOTHING
         self._marks: list[tuple[int, int]] = []
         self._works: list[Any] = []
@@ -145,7 +145,7 @@ class DDPModel:
             self._marks = self._marked()
 
     def look(self, *, is_local: bool) -> None:
-        """Find out what the gradients are to which a backward adds, one under ``no_sync()`` if ``is_local``."""
+        """Find out to which gradients a backward adds, one under ``no_sync()`` if ``is_local``."""
         if self.held is Held.LOCAL and self._marked() == self._marks:
             return
         grads = self._grads()
@@ -172,7 +172,7 @@ class DDPModel:
         return follower is not None and follower.scheduler.gradients.is_replaced(param)
 
     def _marked(self) -> list[tuple[int, int]]:
-        """What changes if a gradient is written or replaced."""
+        """A value that changes if a gradient is written or replaced."""
         return [(id(grad), version_of(grad)) for grad in self._grads()]
 
     def problem(self) -> Exception | None:
@@ -193,7 +193,7 @@ class DDPModel:
         return ValueError(f"this rank has run out of data, and DistributedDataParallel {found}") if found else None
 
     def told_gradients(self) -> list[Any]:
-        """Return the gradients for ranks without data; of those that lie at their owners, whether they are there."""
+        """Return the gradients for ranks without data; for those that lie at their owners, whether they exist."""
         tell: Callable[[torch.Tensor], Any] = (lambda g: not self._is_zero(g)) if self.takes_buckets else torch.detach
         return [None if param.grad is None else tell(param.grad) for param in self.ddp.module.parameters()]
 
@@ -238,7 +238,7 @@ class DDPModel:
         push_rebuilt_params(ddp)
 
     def end_backward(self) -> None:
-        """Wait for what :meth:`follow_backward` has begun; a no-op if there is nothing."""
+        """Wait for the reduction that :meth:`follow_backward` began; a no-op if there is none."""
         while self._works:
             self._works.pop(0).wait()
 
@@ -248,7 +248,7 @@ def _is_added_to(param: torch.Tensor) -> bool:
     try:
         return will_execute(get_gradient_edge(param).node)
     except RuntimeError:
-        # Not of a parameter to which `torch.autograd.grad` differentiates.
+        # Not for a parameter to which `torch.autograd.grad` differentiates.
         return False
 
 

@@ -1,7 +1,7 @@
-"""Gradients of several backwards before one step: each owner adds what a further reduction brings to what it holds.
+"""Gradients of several backwards before one step: each owner adds further reductions to the gradients it holds.
 
-Autograd adds to ``param.grad`` itself, where a placeholder stands: from that moment on the bucket belongs to the next
-reduction, so the owner carries what was reduced before, and adds it after the reduction.
+Autograd adds to ``param.grad`` itself, which is a placeholder: from that moment on the bucket belongs to the next
+reduction, so the owner carries the gradient that was reduced before, and adds it after the reduction.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _grad_of = attrgetter("grad")
 
 
 class GradAccumulator:
-    """Knows where the reduced gradients of all parameters are, and what was carried over from earlier backwards.
+    """Knows where the reduced gradients of all parameters are, and which were carried over from earlier backwards.
 
-    Only the scheduler calls it, and the placeholders that it has made.
+    Only the scheduler and its own placeholders call it.
 
     Args:
         world_size: number of ranks.
@@ -33,9 +33,9 @@ class GradAccumulator:
 
     Attributes:
         index_of: the tensor index of each parameter.
-        placeholders: what stands in the place of each gradient, by tensor.
-        in_backward: whether a backward hands over buckets; changed by the scheduler.
-        refusal: why the backward that is being made cannot add to gradients, if it cannot.
+        placeholders: the placeholder of each gradient, by tensor.
+        in_backward: whether a backward is producing buckets; changed by the scheduler.
+        refusal: why the current backward cannot add to gradients, if it cannot.
         divides_by_running: whether gradients are averaged over the ranks that still have data.
     """
 
@@ -49,10 +49,10 @@ class GradAccumulator:
         self._place: dict[int, tuple[BucketState, int]] = {}
         self._carried: dict[int, torch.Tensor] = {}
         self._delivered: set[int] = set()
-        """Of the carried ones, those whose later values are on their way: their window was not given up."""
+        """Carried tensors whose next values are in a bucket, so the accumulation continues."""
         self._touched: set[int] = set()
         self._replaced: dict[int, int] = {}
-        """By tensor, the address of what DDP has put in the place of its placeholder, in a forward."""
+        """By tensor, the address of the gradient by which DDP replaced its placeholder in a forward."""
 
     def follow(self, params: Sequence[torch.Tensor], plan: Plan, local: LocalOptimizer) -> None:
         """Make placeholders for parameters that are new, or have been converted."""
@@ -63,7 +63,7 @@ class GradAccumulator:
         for tensor in self._place:
             grad = params[tensor].grad
             if type(grad) is GradPlaceholder:
-                # What was accumulated and not reduced belongs to the next reduction still.
+                # Gradients accumulated and not reduced still belong to the next reduction.
                 self.placeholders[tensor]._local = grad._local
                 params[tensor].grad = self.placeholders[tensor]
 
@@ -79,11 +79,11 @@ class GradAccumulator:
         self._replaced.clear()
 
     def reduced(self, state: BucketState, keep: Callable[[torch.Tensor], None]) -> None:
-        """Add what earlier backwards have brought to the gradients that have just been reduced.
+        """Add the gradients of earlier backwards to those that have just been reduced.
 
         Args:
             state: of their bucket.
-            keep: keeps the memory of a tensor until the stream that adds it has done so.
+            keep: keeps the memory of a tensor until the stream has added it.
         """
         state.phase = BucketPhase.REDUCED
         if self._carried:
@@ -156,7 +156,7 @@ class GradAccumulator:
                 raise self.unreduced(tensor)
 
     def unreduced(self, tensor: int) -> RuntimeError:
-        """Return the error for a gradient that no reduction has brought."""
+        """Return the error for a gradient that was never reduced."""
         return RuntimeError(
             f"the gradient of tensor {tensor} {self._plan.tensors[tensor].name!r} has not been reduced: the last "
             f"backward() before step() was under no_sync(), and must not be; or DistributedDataParallel waits for a "
@@ -165,14 +165,14 @@ class GradAccumulator:
         )
 
     def is_used(self, tensor: int) -> bool:
-        """Whether the reduced gradient of a tensor was stepped or set to zero, so that nothing adds to it."""
+        """Whether the reduced gradient of a tensor was stepped or set to zero, so that nothing is added to it."""
         place = self._place.get(tensor)
         return place is None or place[0].phase is BucketPhase.STEPPED or tensor in place[0].zeroed
 
     # ------------------------------------------------------------------ what placeholders do
 
     def carry(self, tensor: int) -> None:
-        """Keep what was reduced of a gradient, before a further backward overwrites it.
+        """Keep a reduced gradient, before a further backward overwrites it.
 
         Raises:
             RuntimeError: if it was stepped already.
@@ -197,7 +197,7 @@ class GradAccumulator:
             self._carried[tensor] = gradient.clone()
 
     def deliver(self, tensor: int) -> None:
-        """Take note that values to which something was carried go into a bucket."""
+        """Note that the next values of a carried tensor go into a bucket."""
         self._delivered.update({tensor} & self._carried.keys())
 
     def zero(self, tensor: int) -> None:
@@ -216,21 +216,21 @@ class GradAccumulator:
         return place is not None and tensor in place[0].zeroed
 
     def replace(self, tensor: int, place: torch.Tensor) -> None:
-        """Write into ``place`` what is to be in a bucket where a placeholder is.
+        """Write the values of a placeholder's gradient into ``place``, which is in a bucket.
 
         DDP copies gradients into its buckets when it rebuilds them in a forward, and those of parameters that a
-        backward did not use. The owner puts in what was reduced before, times the number of ranks, by which the
-        reduction divides; so it is added to if a further backward comes before the step, and discarded by whatever
-        discards gradients. The other ranks put in zeros.
+        backward did not use. The owner writes the gradient that was reduced before, times the number of ranks, by
+        which the reduction divides. So a further backward before the step adds to it, and setting gradients to zero
+        or None discards it. The other ranks write zeros.
         """
         state, position = self._place[tensor]
         is_used = self.is_used(tensor)
         gradient = None if is_used else state.owned_gradient(position)
-        # The place may be where it lies.
+        # It may lie in this place.
         gradient = gradient.clone() if gradient is not None else None
         place.zero_()
         if gradient is not None and in_autograd():
-            # Not of this backward, and not to be averaged with what is.
+            # This gradient is from an earlier backward and must not be averaged again.
             self._carried[tensor] = gradient
             self.deliver(tensor)
         elif gradient is not None:
@@ -239,9 +239,9 @@ class GradAccumulator:
             self._replaced[tensor] = place.data_ptr()
 
     def contribute(self, bucket: Bucket) -> Bucket:
-        """Write into a bucket of zeros what this rank has accumulated and not reduced: it makes no backward of its own.
+        """Fill a bucket for a rank without a backward of its own: with gradients it has accumulated, and not reduced.
 
-        What was reduced before and not stepped yet is carried over by its owner, as in any other backward.
+        Gradients that were reduced before and not stepped yet are carried by their owners, as in other backwards.
         """
         present: list[bool] = []
         for param, place in zip(bucket.params, bucket.gradients, strict=True):
@@ -255,7 +255,7 @@ class GradAccumulator:
                 offset = int(place.storage_offset()) - int(bucket.buffer.storage_offset())
                 gradient_view(bucket.buffer, offset, param.shape, param.stride()).copy_(values)
             present.append(values is not None)
-            # A parameter that the optimizer does not have is refused by who takes the bucket.
+            # Whoever takes the bucket refuses parameters that the optimizer does not have.
             tensor = self.index_of.get(param)
             param.grad = param.grad if tensor is None else self.placeholders[tensor]
         return replace(bucket, present=tuple(present), is_own=False)
@@ -269,7 +269,7 @@ class GradAccumulator:
         return _advice(operation, steps_early=self._steps_early)
 
     def _owned(self, tensor: int, whole: torch.Tensor) -> torch.Tensor:
-        """What this rank owns of a gradient."""
+        """This rank's part of a gradient."""
         shard = self._local.shards[tensor]
         return shard.shard.box(whole) if shard.is_cut else whole
 

@@ -1,4 +1,4 @@
-"""Following a backward that hands over its gradients bucket by bucket: what a communication hook calls."""
+"""The object that a communication hook calls with the gradients of a backward, bucket by bucket."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class _Participant(Protocol):
 
 
 class BackwardFollower:
-    """Takes the buckets of each backward, and its end.
+    """Takes the buckets of each backward, and learns of its end.
 
-    Made by :meth:`ZeroRedundancyOptimizer.follow_backward`; all its methods are collective, and belong to the thread
-    that runs backward.
+    Made by :meth:`ZeroRedundancyOptimizer.follow_backward`; all its methods are collective, and only the thread that
+    runs backward calls them.
 
     Args:
         coordinator: makes the steps of the optimizer.
@@ -54,14 +54,14 @@ class BackwardFollower:
         self.scheduler = BucketScheduler(
             sharding.control, guard, sharding.local, sharding.sync, sharding.params, sharding.layout, mode
         )
-        coordinator.source, sharding.follower = self.scheduler, self.scheduler.buckets
+        coordinator.source, sharding.buckets = self.scheduler, self.scheduler.buckets
         self._backwards_since_step = self._stepped_with = 0
         self._is_own = True
         self._refusal = ""
 
     @property
     def in_backward(self) -> bool:
-        """Whether a backward hands over buckets."""
+        """Whether a backward is producing buckets."""
         return self.scheduler.gradients.in_backward
 
     def knows(self, params: Sequence[torch.Tensor]) -> bool:
@@ -73,17 +73,17 @@ class BackwardFollower:
     def on_bucket(
         self, bucket: Bucket, reduce: Callable[[], Future[torch.Tensor]] | None = None
     ) -> Future[torch.Tensor]:
-        """Send a bucket of gradients to their owners, and step them if that is to be done during backward.
+        """Send a bucket of gradients to their owners, and step them if the mode is to step during backward.
 
         Args:
             bucket: the buckets of a backward come by ascending index, the first with the index 0, in the same order on
                 every rank.
-            reduce: if somebody else averages it over the ranks, begins that, and returns the result to come, of the
-                bucket's length.
+            reduce: if given, averages the bucket over the ranks: begins that, and returns a future of the result, of
+                the bucket's length.
 
         Returns:
-            The bucket's buffer to come, when this rank's parts of it hold the means over all ranks. Other parts of it
-            are left as they are.
+            A future of the bucket's buffer, in which this rank's parts then hold the means over all ranks. Other parts
+            are unchanged.
 
         Raises:
             DisagreementError: if ranks have other buckets.
@@ -108,7 +108,7 @@ class BackwardFollower:
 
         Raises:
             PeerLostError: if a rank is gone.
-            Exception: if shards are stepped during backward, all that a step raises.
+            Exception: if shards are stepped during backward, any error of a step.
         """
         coordinator = self._coordinator
         self.scheduler.on_backward_end()
@@ -140,15 +140,15 @@ class BackwardFollower:
         return sharding.hyperparameters.follow(sharding.groups) == self._stepped_with
 
     def note_hyperparameters(self) -> None:
-        """Take the present hyperparameters for those that the last backward has stepped with."""
+        """Treat the current hyperparameters as those that the last backward has stepped with."""
         sharding = self._coordinator.sharding
         self._stepped_with = sharding.hyperparameters.follow(sharding.groups)
 
     @disable_dynamo
     def on_autograd_end(self) -> None:
-        """End a backward of which no bucket was announced as the last, as the first one of a static graph.
+        """End a backward in which no bucket was marked as the last, such as the first one of a static graph.
 
-        Called when autograd's work is done, or that of a backward inside of it, as of activation checkpoints.
+        Called at the end of autograd's work, or of a backward inside it, such as one of activation checkpoints.
         """
         arrived = self.scheduler.buckets.arrived
         if self.in_backward and len(arrived) > 1 and not any(state.announced for state in arrived):
@@ -156,7 +156,7 @@ class BackwardFollower:
         self.scheduler.left_with = len(arrived)
 
     def on_step(self) -> None:
-        """Check a call of ``step()``, where backward has stepped: that this was the one update that the call asks for.
+        """Check a call of ``step()`` after a backward that has stepped: there must be one such backward per call.
 
         Raises:
             RuntimeError: if it was not, from then on until a state is loaded; or if gradients were never reduced.

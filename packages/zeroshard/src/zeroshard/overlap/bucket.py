@@ -1,4 +1,4 @@
-"""One bucket of gradients: which ranges of it belong to whom, and how far it has come on its way through a step."""
+"""One bucket of gradients: which ranges belong to which owner, and its phase within a step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _grad_of = attrgetter("grad")
 
 
 class BucketPhase(Enum):
-    """How far a bucket has come."""
+    """The phase of a bucket."""
 
     REDUCING = "its gradients are on their way to their owners"
     REDUCED = "each owner holds the mean of its gradients"
@@ -28,7 +28,7 @@ class BucketPhase(Enum):
 
 @dataclass(frozen=True)
 class Bucket:
-    """A bucket of gradients, as a framework hands it over during backward.
+    """A bucket of gradients, as a framework passes it during backward.
 
     Attributes:
         index: its number; the same order on every rank.
@@ -52,10 +52,10 @@ class Bucket:
 
 
 class BucketState:
-    """What is laid out once per bucket and plan, and the phase of the bucket. Only the scheduler changes it.
+    """The layout of a bucket for a plan, and the phase of the bucket. Only the scheduler changes it.
 
     Args:
-        bucket: as it was handed over for the first time.
+        bucket: as it came for the first time.
         tensors: the indices of its parameters in the plan.
         is_first: whether it is of the first backward, after which DDP makes new buckets; also an attribute.
 
@@ -66,14 +66,14 @@ class BucketState:
         buffer: the bucket, 1-D; None after :meth:`release`.
         is_last: whether the bucket was the last one of its backward.
         announced: its number, as the framework gave it.
-        phase: how far it has come.
-        owned_tensors: what the local optimizer steps of it.
+        phase: see :class:`BucketPhase`.
+        owned_tensors: the tensors of the local optimizer that belong to it.
         present: per tensor, whether any rank had a gradient in the last backward, and it was not set to None since.
         zeroed: tensors whose gradients were set to zero since they were reduced.
-        reducer: brings gradients to their owners.
-        sharing: brings the owners' new values to all ranks.
+        reducer: sends gradients to their owners.
+        sharing: sends the owners' new values to all ranks.
         is_stepped_early: whether it was stepped during this backward.
-        failure: what the optimizer raised then, if it did.
+        failure: the error that the optimizer raised then, if any.
     """
 
     def __init__(self, bucket: Bucket, tensors: Sequence[int], *, is_first: bool) -> None:
@@ -102,7 +102,7 @@ class BucketState:
         self.is_stepped_early, self.failure = False, None
 
     def release(self) -> None:
-        """Let go of the memory of the bucket if its gradients were used: the framework needs it for another one."""
+        """Drop the bucket's memory if its gradients were used: the framework needs it for another one."""
         if self.phase is BucketPhase.STEPPED:
             self.buffer = self._bound = None
             for tensor in self.owned_tensors:
@@ -144,7 +144,7 @@ class BucketState:
         return gradient_view(self.buffer, start, shard.tensor.shape, self._strides[place])
 
     def replace(self, reduced: torch.Tensor, keep: Callable[[torch.Tensor], None]) -> None:
-        """Take over what somebody else has reduced.
+        """Take over values that a communication hook has reduced.
 
         Args:
             reduced: as long as the bucket.
@@ -164,7 +164,7 @@ class BucketState:
             self.buffer.copy_(reduced.view(-1))
 
     def scale(self, factor: float) -> None:
-        """Multiply what this rank owns of the gradients."""
+        """Multiply this rank's parts of the gradients."""
         for place in self._owned:
             gradient = self.owned_gradient(place)
             assert gradient is not None
@@ -185,7 +185,7 @@ class BucketState:
         if self._bound is None or self._bound[0] != key:
             there = self.present
             self._bound = (key, [self.owned_gradient(place) if there[place] else None for place in self._owned])
-        # Optimizers and users may have set others meanwhile.
+        # Optimizers and users may have replaced them meanwhile.
         if not all(map(is_, map(_grad_of, self.owned_tensors), self._bound[1])):
             for tensor, gradient in zip(self.owned_tensors, self._bound[1], strict=True):
                 tensor.grad = gradient
@@ -213,11 +213,11 @@ class BucketState:
                 self._partial.step(arguments)
 
     def step_early(self) -> None:
-        """As :meth:`step`, during backward; what the optimizer raises is kept for the :meth:`step` that comes."""
+        """Like :meth:`step`, during backward; an error of the optimizer is kept for the :meth:`step` that follows."""
         try:
             self.step({})
             self.is_stepped_early = True
-        except Exception as error:  # noqa: BLE001 - reported when all have sent what they owe
+        except Exception as error:  # noqa: BLE001 - reported after all ranks have sent their shards
             self.failure = error
 
     def _runs(self, plan: Plan) -> list[Run]:
@@ -235,15 +235,15 @@ class BucketState:
 
 
 class Unbucketed:
-    """Parameters that are in no bucket: stepped with what is in ``.grad``, and shared after the buckets.
+    """Parameters that are in no bucket: stepped with their ``.grad``, and shared after the buckets.
 
     Args:
         local: the local optimizer.
         tensors: their indices.
-        sharing: brings their owners' new values to all ranks.
+        sharing: sends their owners' new values to all ranks.
 
     Attributes:
-        owned_tensors: what the local optimizer steps of them.
+        owned_tensors: the tensors of the local optimizer that belong to them.
     """
 
     def __init__(self, local: LocalOptimizer, tensors: Sequence[int], sharing: Sharing) -> None:
@@ -274,7 +274,7 @@ class Unbucketed:
 def gradient_view(buffer: torch.Tensor, offset: int, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
     """Return the view of a bucket that is the gradient of one tensor, or of one part of it.
 
-    DDP lays gradients out by the strides of their parameters, and tells of views in row-major order only.
+    DDP lays out gradients by the strides of their parameters, but its own views are in row-major order.
 
     Args:
         buffer: the bucket, 1-D.

@@ -1,4 +1,4 @@
-"""Which buckets there are, agreed on when one comes for the first time, and what follows the model's layout."""
+"""The buckets of one optimizer: agreed on when they first come, and laid out again when the model changes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SETTLED = 3
 class Buckets:
     """The buckets of one sharded optimizer, and the parameters that are in none.
 
-    Only the scheduler changes it, and a change of the layout.
+    Only the scheduler and a change of the layout change it.
 
     Args:
         control: the channel of the ranks' agreements, and the group.
@@ -38,7 +38,7 @@ class Buckets:
         layout: who owns what.
 
     Attributes:
-        by_index: by its number, what is laid out for each bucket.
+        by_index: the state of each bucket, by its number.
         order: the numbers of those that have come in this backward, or the last one.
         rest: the parameters that are in none.
         device: of all parameters.
@@ -65,7 +65,7 @@ class Buckets:
         self.by_index: dict[int, BucketState] = {}
         self.order: list[int] = []
         self._known: frozenset[int] = frozenset()
-        """Tensors that backwards have reduced which came to their end."""
+        """Tensors reduced by backwards that finished."""
         self._is_new = self._is_expected = False
         self._alike = 0
         local.detach_shards()
@@ -88,7 +88,7 @@ class Buckets:
         self._lay_out_rest()
 
     def check(self, params: Sequence[torch.Tensor], layout: Layout) -> None:
-        """Raise what :meth:`follow` would, for what this rank alone may find: before the ranks agree on a layout.
+        """Raise the errors of :meth:`follow` that may occur on one rank only, before the ranks agree on a layout.
 
         Raises:
             ValueError: if parameters cannot be exchanged in buckets.
@@ -100,11 +100,11 @@ class Buckets:
             )
 
     def _move_gradients(self, before: Plan, now: Plan) -> None:
-        """Bring gradients that were reduced by a plan to the owners by which they are going to be stepped."""
+        """Send gradients that were reduced by one plan to the owners that are going to step them."""
         segments = [
             Segment(shard.rank, state.buffer[offset + shard.flat.start : offset + shard.flat.stop])
             for state in self.arrived
-            # What moves takes part for the first time: in a bucket that was stepped it has no gradient on any rank.
+            # Tensors that move are active for the first time: they have no gradient in buckets that were stepped.
             if state.buffer is not None and state.phase is not BucketPhase.STEPPED
             for tensor, offset in zip(state.tensors, state.offsets, strict=True)
             if before.of_tensor(tensor) != now.of_tensor(tensor)
@@ -127,11 +127,11 @@ class Buckets:
 
     @property
     def arrived(self) -> Sequence[BucketState]:
-        """The buckets of this backward that have come, or of the last one, in their order."""
+        """The buckets that have come in this backward, or in the last one, in order."""
         return [self.by_index[index] for index in self.order if index in self.by_index]
 
     def check_rest(self) -> None:
-        """Raise if a parameter that is in no bucket has a gradient: it is this rank's own, and differs on the others.
+        """Raise if a parameter that is in no bucket has a gradient: nobody reduced it, so it differs between ranks.
 
         Raises:
             RuntimeError: naming the parameter.
@@ -146,7 +146,7 @@ class Buckets:
                 )
 
     def unarrived(self) -> str:
-        """Name the parameters whose gradients have not come in this backward, in words."""
+        """Name the parameters whose gradients have not come in this backward, for messages."""
         names = [spec.name for spec in self._layout.plan.tensors]
         arrived = {tensor for state in self.arrived for tensor in state.tensors}
         missing = [i for i, is_active in enumerate(self._layout.active) if is_active and i not in arrived]
@@ -165,7 +165,7 @@ class Buckets:
         for index in self.order if self._is_expected else ():
             self.by_index[index].reducer.expect(gradients=gradients)
         if known is not None and known.buffer is not None and known.buffer.data_ptr() != first.buffer.data_ptr():
-            # The framework has made new buckets, for which it needs the memory of those before.
+            # The framework has made new buckets, and needs the memory of the old ones.
             for state in self.by_index.values():
                 state.release()
         self.order = []

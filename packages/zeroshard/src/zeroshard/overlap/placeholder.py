@@ -1,9 +1,9 @@
-"""What ``param.grad`` is after a backward that sent gradients to their owners: a place without values.
+"""The value of ``param.grad`` after a backward that sent gradients to their owners: a tensor without values.
 
-No rank holds the whole gradient of all parameters any more, so whatever would read it (a norm, a scaler, a logger)
-would get a part of it, or local values, in silence. In place of the gradient stands a tensor of its shape that refuses
-to be read, by an error that names the right call, on every rank alike. It takes part in what training loops rightly do:
-it can be set to None or to zero, stepped, and added to by a further backward.
+No rank holds the whole gradients of all parameters any more, so code that reads one (a norm, a scaler, a logger) would
+silently get a part of it, or local values. The gradient is replaced by a tensor of its shape; reading that raises an
+error on every rank, which names the call to use instead. It supports the usual operations of training loops: it can be
+set to None or to zero, stepped, and added to by a further backward.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class _Accumulator(Protocol):
 
 
 class GradPlaceholder(TensorWithoutValues):
-    """Stands for a gradient that lies at its owner; see the module.
+    """Replaces a gradient that lies at its owner; see the module.
 
     It has the shape, strides, dtype and device of the parameter and no memory, until a further backward has added this
     rank's own values to it, which are then on their way to the next reduction.
 
     Args:
-        param: whose gradient it stands for.
+        param: the parameter whose gradient it replaces.
         tensor: index of the parameter in the plan.
         name: of the parameter, for messages.
         accumulator: knows where the values are.
@@ -62,7 +62,7 @@ class GradPlaceholder(TensorWithoutValues):
 
     def __init__(self, param: torch.Tensor, tensor: int, name: str, accumulator: _Accumulator) -> None:  # noqa: ARG002 - as __new__
         self._tensor, self._title, self._local = tensor, name, None
-        # Weakly: the accumulator knows the parameter, whose gradient this is, and such a circle is never collected.
+        # Weakly: the accumulator knows the parameter, whose gradient this is, and such a cycle is never collected.
         self._accumulator_of = weakref.ref(accumulator)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override] # noqa: ANN401 - torch's
@@ -115,7 +115,7 @@ def _foreach_zero(gradients: Sequence[torch.Tensor]) -> None:
 
 
 def _convert(gradient: GradPlaceholder, *, dtype: Any = None, device: Any = None, **_: object) -> GradPlaceholder:  # noqa: ANN401 - torch's
-    """Follow a model that is converted, with nothing but the name of what it converts."""
+    """Follow the conversion of a model, with no more than the name of the gradient."""
     like = torch.empty_strided(
         gradient.shape, gradient.stride(), dtype=dtype or gradient.dtype, device=device or gradient.device
     )
@@ -123,7 +123,7 @@ def _convert(gradient: GradPlaceholder, *, dtype: Any = None, device: Any = None
 
 
 def _add(gradient: torch.Tensor, other: torch.Tensor, **options: object) -> torch.Tensor:
-    """Add what a further backward has computed, as autograd does, and nothing else may."""
+    """Add the gradient of a further backward, as autograd does; nothing else may."""
     by_autograd = in_autograd() and not options
     if not by_autograd or not isinstance(gradient, GradPlaceholder) or isinstance(other, GradPlaceholder):
         held = next(item for item in (gradient, other) if isinstance(item, GradPlaceholder))
@@ -139,13 +139,13 @@ def _add(gradient: torch.Tensor, other: torch.Tensor, **options: object) -> torc
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    """Move this rank's own values, as DDP does between a gradient and its bucket, and nothing else may."""
+    """Move this rank's own values, as DDP does between a gradient and its bucket; nothing else may."""
     held = target if isinstance(target, GradPlaceholder) else source
     assert isinstance(held, GradPlaceholder)
     if not (held._accumulator.in_backward or in_autograd() or _is_rebuild()):
         raise held.refusal("copying")
     if isinstance(target, GradPlaceholder):
-        # DDP copies the bucket back after the reduction; what it brings lies in the bucket.
+        # DDP copies the bucket back after the reduction, but the values stay in the bucket.
         target._local = None
         return target
     if held._local is not None:

@@ -1,11 +1,11 @@
 """The order of the buckets: each is reduced to its owners, stepped and shared, some of them while backward computes.
 
-Buckets are sent in the order in which they come. What is left of a reduction, when its values arrive, is done by a
-worker thread, so that it overlaps with backward; or, where a transport wants one order on all ranks, by the thread that
-runs backward: with the last bucket, or one bucket later, if each is stepped as soon as it is reduced.
+Buckets are sent in the order in which they come. A worker thread finishes each reduction when its values arrive, so
+that it overlaps with backward; or, if a transport needs the same order on all ranks, the thread that runs backward
+does: after the last bucket, or one bucket later, if each is stepped as soon as it is reduced.
 
-Whether shards may be stepped during a backward is a matter of all ranks, since it decides about that order: each rank
-says so with each bucket, and a bucket is stepped early only if all said yes.
+Whether shards may be stepped during a backward must be the same on all ranks, because it changes the order of
+operations: each rank says so with each bucket, and a bucket is stepped early only if all said yes.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class StepMode(Enum):
 
 
 class BucketScheduler:
-    """Holds the buckets of one sharded optimizer, and decides what is done with each, and when.
+    """Holds the buckets of one sharded optimizer, and decides what happens to each, and when.
 
     Args:
         control: the channel of the ranks' agreements, and the group.
-        guard: tells whether earlier exchanges came to their end.
+        guard: tells whether earlier exchanges were completed.
         local: the local optimizer.
         sync: where parameters lie.
         params: all parameters, by tensor index.
@@ -52,9 +52,9 @@ class BucketScheduler:
 
     Attributes:
         mode: as given.
-        gradients: where gradients are, and what is carried over from earlier backwards.
-        buckets: which there are.
-        left_with: how many buckets had come when autograd's work, or that of a backward inside of it, was done.
+        gradients: where gradients are, and which are carried over from earlier backwards.
+        buckets: those of the last backward.
+        left_with: how many buckets had come at the end of autograd's work, or of a backward inside it.
 
     Raises:
         RuntimeError, ValueError: if parameters cannot be exchanged in buckets.
@@ -74,7 +74,7 @@ class BucketScheduler:
         self.gradients = GradAccumulator(control.ranks.world_size, steps_early=self.steps_early)
         self.buckets = buckets = Buckets(control, self.gradients, local, sync, params, layout)
         self._queue = ReductionQueue(control.ranks.rank, buckets.device, uses_thread=buckets.transport.uses_thread)
-        # Of a device with streams, a future orders those who wait for it after the stream on which it was set.
+        # On a device with streams, waiting for a future also waits for the stream on which it was set.
         self._devices: list[int | str | torch.device] = [] if buckets.device.type == "cpu" else [buckets.device]
         self._local, self._backwards, self.left_with = local, 0, 0
         self._may_step = self._all_may_step = False
@@ -107,12 +107,12 @@ class BucketScheduler:
             header = BucketHeader(self._backwards, bucket.index, bucket.present, self._may_step_early, bucket.is_own)
             with record_function(f"zeroshard::send bucket {bucket.index}"):
                 work = state.reducer.begin(bucket.buffer, header, gradients=reduce is None)
-            # The gradients in it are no longer looked at: who reduces it may write to it at once, in a thread.
+            # Nobody reads its gradients any more: the hook that reduces it may write to it in a thread.
             result = reduce() if reduce is not None else None
             done: Future[torch.Tensor] = Future(devices=self._devices)
             self._expect_parameters(bucket, state)
             self._queue.add(partial(self._finish, state, work, result, done), work)
-            # What is not announced may be the last, after which DDP waits for all.
+            # A bucket without a number of its own may be the last, after which DDP waits for all.
             if bucket.is_last or bucket.announced != bucket.index:
                 self._queue.finish(leave=0)
             elif self.mode is StepMode.PER_BUCKET:
@@ -125,7 +125,7 @@ class BucketScheduler:
             raise
 
     def _expect_parameters(self, bucket: Bucket, state: BucketState) -> None:
-        """Post receives of what is stepped early, before a thread may send: in one order for all buckets."""
+        """Post the receives of buckets that are stepped early, before a thread may send, in one order."""
         if not self.buckets.transport.uses_thread or not self._may_step_early:
             return
         if self.mode is StepMode.PER_BUCKET:
@@ -135,7 +135,7 @@ class BucketScheduler:
                 other.sharing.expect()
 
     def on_backward_end(self) -> None:
-        """Wait until every gradient lies at its owner, and put placeholders in their places.
+        """Wait until every gradient lies at its owner, and replace gradients by placeholders.
 
         Raises:
             PeerLostError, RuntimeError: if a rank is gone, or in another backward.
@@ -151,7 +151,7 @@ class BucketScheduler:
         self.buckets.end()
         self.gradients.end(self.buckets.arrived)
 
-    # ------------------------------------------------------------------ what is left of a reduction
+    # ------------------------------------------------------------------ the rest of a reduction
 
     def _finish(
         self,
@@ -160,7 +160,7 @@ class BucketScheduler:
         result: Future[torch.Tensor] | None,
         done: Future[torch.Tensor],
     ) -> None:
-        """One bucket, from the arrival of its gradients to the owners' means; and its step, if that comes at once."""
+        """Finish the reduction of one bucket, and step it if mode is PER_BUCKET."""
         buffer = state.buffer
         assert buffer is not None
         try:
@@ -172,7 +172,7 @@ class BucketScheduler:
             self._guard.break_off(error)
             raise
         finally:
-            # Also after an error, which is raised at the end of backward: it would wait for ever.
+            # Even after an error, which is raised at the end of backward: DDP would wait for ever.
             done.set_result(buffer)
         if self.mode is StepMode.PER_BUCKET:
             self._step_early(state)
@@ -202,7 +202,7 @@ class BucketScheduler:
         return self._may_step and may_step_in_parts(self._local.optim)
 
     def _step_early(self, state: BucketState) -> None:
-        """Step a bucket during backward, and share it, also after a failure: all ranks have agreed to."""
+        """Step a bucket during backward, and share it, even after a failure: all ranks have agreed to."""
         if not self._all_may_step or self._guard.is_broken:
             return
         if self._may_step:
@@ -220,7 +220,7 @@ class BucketScheduler:
 
     @property
     def has_buckets(self) -> bool:
-        """Whether buckets are known: from the first backward on, on all ranks alike."""
+        """Whether buckets are known: from the first backward on, the same on all ranks."""
         return bool(self.buckets.by_index)
 
     @property
@@ -230,11 +230,11 @@ class BucketScheduler:
 
     @property
     def parts(self) -> Sequence[BucketState | Unbucketed]:
-        """What a step updates and shares: the buckets, and the parameters that are in none."""
+        """The parts that a step updates and shares: the buckets, and the parameters in no bucket."""
         return [*self.buckets.arrived, self.buckets.rest]
 
     def check_gradients(self) -> None:
-        """Look which gradients the next step will use; raise if some were never reduced."""
+        """Find out which gradients the next step will use; raise if some were never reduced."""
         if self.gradients.in_backward:
             raise self._unended()
         for state in self.buckets.arrived:
@@ -260,7 +260,7 @@ class BucketScheduler:
         return found
 
     def end_abandoned(self) -> RuntimeError | None:
-        """End a backward that was left after its last bucket, and return an error for all ranks; raise if before it."""
+        """End a backward left after its last bucket, and return an error for all ranks; raise if it was left before."""
         if not self.gradients.in_backward:
             return None
         error = self._unended()

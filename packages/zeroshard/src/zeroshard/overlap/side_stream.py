@@ -1,4 +1,4 @@
-"""Work beside that of backward: a stream of our own on an accelerator, and nothing of the kind on the CPU."""
+"""Work in parallel to backward: a stream of its own on an accelerator, nothing on the CPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class SideStream:
-    """Orders work on an accelerator beside the current stream, without ever waiting on the host.
+    """Runs work on an accelerator in parallel to the current stream; the host never waits.
 
     On a device without streams everything runs at once, in order.
 
@@ -39,6 +39,6 @@ class SideStream:
             torch.accelerator.current_stream(self._device).wait_stream(self._stream)
 
     def keep(self, tensor: torch.Tensor) -> None:
-        """Keep the memory of a tensor, also after it is gone, until this stream has got so far."""
+        """Keep a tensor's memory until this stream has finished the work queued so far, even if the tensor is gone."""
         if self._stream is not None:
             tensor.record_stream(self._stream)

@@ -1,4 +1,4 @@
-"""Work beside backward: what is left of reductions when their values arrive, in a thread or in one order."""
+"""Finishes reductions during backward, in a worker thread or in a fixed order."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Job = Callable[[], None]
 
 
 class Worker:
-    """Runs jobs one after another, in the order of :meth:`submit`, in a thread that lives only while there are any.
+    """Runs jobs one after another, in the order of :meth:`submit`, in a thread that lives only while there are jobs.
 
-    So no thread waits for its next job anywhere, and none outlives a backward. After a job has raised, the others are
+    So no thread ever waits for a job, and none outlives a backward. After a job has raised, the others are
     still run: each decides itself whether it can do anything. Any thread may call any method.
 
     Args:
@@ -69,7 +69,7 @@ class Worker:
                 job = self._jobs.popleft()
             try:
                 job()
-            except BaseException as error:  # noqa: BLE001 - whatever it is, it is raised where it can be handled
+            except BaseException as error:  # noqa: BLE001 - any error is raised by drain()
                 if self._failure is None:
                     self._failure = error
             del job
@@ -122,7 +122,7 @@ class ReductionQueue:
         """Wait until all is done; on an accelerator, order the current stream after that.
 
         Raises:
-            BaseException: the first that has been raised by it.
+            BaseException: the first that a reduction has raised.
         """
         try:
             self._worker.drain()
@@ -140,7 +140,7 @@ class ReductionQueue:
     def _finish_next(self) -> None:
         """Worker: finish one, and close one that was finished some buckets before.
 
-        What that one has packed is memory that the next one needs.
+        The next one needs the memory of its packed messages.
         """
         self._finish_one()
         self._close(leave=2)

@@ -1,4 +1,4 @@
-"""What is handed to ``load_state_dict()``: checked, and cut to what each rank owns."""
+"""Checks the argument of ``load_state_dict()``, and cuts it to the shards of each rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zeroshard.state.schema import StateSchema
 
 @dataclass(frozen=True)
 class LoadedPart:
-    """What one rank loads.
+    """The part of a state dict that one rank loads.
 
     Attributes:
         state: of its shards by tensor index, and what belongs to no tensor by its own keys.
@@ -39,7 +39,7 @@ class CheckedStateDict:
         by_tensor: the entries of tensors that have state, by index.
         others: state that belongs to no tensor, under its own keys.
         groups: its param groups.
-        structure: all of it but the values of the state, in words that ranks compare.
+        structure: a text of everything except the values of the state, which ranks compare.
     """
 
     by_tensor: Mapping[int, Mapping[Any, Any]]
@@ -72,8 +72,8 @@ def _owned(entries: Mapping[Any, Any], plan: Plan, shard: Shard) -> dict[Any, An
         if has_placeholder(value) and (not isinstance(value, StatePlaceholder) or value.shard != shard):
             raise ValueError(
                 f"loaded state dict: the values of entry {key!r} of {spec.name!r}, which rank {shard.rank} owns, are "
-                f"not there. What state_dict() lists of a rank fits the same rank of an optimizer with the same plan "
-                f"alone. Hand in a consolidated state dict: on every rank, or on one, with from_rank"
+                f"not there. What state_dict() lists on a rank only fits the same rank of an optimizer with the same "
+                f"plan. Pass a consolidated state dict: on every rank, or on one, with from_rank"
             )
         found[key] = value.part if isinstance(value, StatePlaceholder) else value
     return found
@@ -163,7 +163,7 @@ def _check_other_keys(keys: Iterable[object], kinds_of_params: tuple[type, ...])
     if as_text:
         raise ValueError(
             f"loaded state dict: the keys of 'state' are text where param_groups has numbers: "
-            f"{', '.join(map(repr, as_text[:8]))}, as JSON makes of integers. Turn them back with int()"
+            f"{', '.join(map(repr, as_text[:8]))}, which JSON has made of integers. Convert them back with int()"
         )
 
 
@@ -176,13 +176,13 @@ def _check_entries(entries: object, param: torch.Tensor, where: str) -> None:
     if not isinstance(entries, Mapping):
         raise ValueError(f"{where}: state is a {type(entries).__name__}, not a dict")
     for key, value in entries.items():
-        # The rank that owns the parameter would be the only one to notice.
+        # Only the rank that owns the parameter would notice.
         if isinstance(value, torch.Tensor) and value.is_meta and not param.is_meta:
             raise ValueError(f"{where}: entry {key!r} is on the meta device: it has no values")
 
 
 def _structure(value: object) -> str:
-    """Describe names, shapes and dtypes: of values and of their placeholders alike."""
+    """Describe names, shapes and dtypes; values and their placeholders give the same text."""
     if isinstance(value, Mapping):
         return str(sorted((str(key), _structure(item)) for key, item in value.items()))
     if isinstance(value, (list, tuple)):

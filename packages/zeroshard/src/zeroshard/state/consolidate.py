@@ -144,7 +144,7 @@ class _Assembler:
             raise StateMapError(
                 f"tensor {shard.tensor} {self._plan.tensors[shard.tensor].name!r} has the state entry {key!r} on rank "
                 f"{ranks[0]}, but not on rank {ranks[1]}, which owns a part of it, or not of the same dtype. If a step "
-                f"has failed there, take one that succeeds, or load a checkpoint, before you consolidate"
+                f"has failed there, make one that succeeds, or load a checkpoint, before you consolidate"
             )
 
     def state(self) -> dict[Any, Any]:

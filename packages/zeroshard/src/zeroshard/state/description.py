@@ -1,4 +1,4 @@
-"""The state of one shard in words and tensors: what consolidation sends, and what ranks tell each other of it."""
+"""The state of one shard as text and tensors, for consolidation and for the exchange of metadata."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zeroshard.state.serialization import dtype_name, is_key, write_value
 
 Key = str | int
 Described = list[tuple[Key, Any]]
-"""Entries by their keys, as pairs, since JSON would make text of integers."""
+"""Entries by their keys, as pairs, since JSON would turn integers into text."""
 
 
 def describe_entries(
@@ -28,7 +28,7 @@ def describe_entries(
         entries: its state.
         name: of the parameter, for errors.
         tensors: receives the tensors, in the order of the description.
-        leaves_objects: leave out entries that hold what cannot be sent, and do not raise.
+        leaves_objects: omit entries that hold objects that cannot be sent, instead of raising.
 
     Raises:
         StateMapError: if an entry can be neither sent nor joined to those of other parts.
@@ -48,7 +48,7 @@ def describe_entries(
             described.append((key, write_value(value, found, where)))
         except StateMapError as error:
             if not leaves_objects:
-                raise StateMapError(f"{error}. With objects='leave out' what is saved lacks such entries") from None
+                raise StateMapError(f"{error}. With objects='leave out' checkpoints omit such entries") from None
             continue
         tensors += found
     return described
@@ -60,7 +60,7 @@ def part_dtype(described: Any) -> str:  # noqa: ANN401 - JSON
 
 
 def _laid_out_as(part: torch.Tensor, value: torch.Tensor, where: str) -> torch.Tensor:
-    """The state of a part of a tensor, laid out in memory as the part is: so its bytes are sent."""
+    """The state of a part of a tensor, laid out in memory as the part is, since its bytes are sent."""
     if value.shape != part.shape:
         raise StateMapError(
             f"{where} has shape {tuple(value.shape)} for a part of shape {tuple(part.shape)}, so it is not elementwise "

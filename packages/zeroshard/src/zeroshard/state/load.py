@@ -1,4 +1,4 @@
-"""Loading: a whole state dict is checked on every rank, then each rank takes what it owns, or all stay as before."""
+"""Loading: a state dict is checked on every rank, then each rank takes what it owns, or all stay unchanged."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def load(
             parts = {receiver: checked.part_of(receiver, layout.plan) for receiver in receivers}
             if from_rank is not None:
                 write_value([vars(part) for part in parts.values()], [], "what load_state_dict() hands to other ranks")
-            # Tensors stay where they were, but nothing is shared with the state dict.
+            # Tensors stay on their devices, but share no memory with the state dict.
             parts[rank] = LoadedPart(**copy_value(vars(parts[rank])))
         structure = checked.structure if checked is not None and from_rank is None else ""
         kind = {"from_rank of load_state_dict()": from_rank, "its state dict": _kind(given) if structure else "empty"}
@@ -130,7 +130,7 @@ def _explain(here: str, there: str, rank: int, other: int) -> str:
 
 
 def _install(local: LocalOptimizer, part: LoadedPart) -> None:
-    """Hand state to the inner optimizer through its own ``load_state_dict``, which casts and places it as it wants."""
+    """Hand state to the inner optimizer through its own ``load_state_dict``, which casts and moves it."""
     inner = local.optim
     position = {tensor: number for number, tensor in enumerate(parameters_of(inner.param_groups))}
     packed = [

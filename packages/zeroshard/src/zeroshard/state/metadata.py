@@ -1,4 +1,4 @@
-"""Which entries the state of each parameter has: every rank learns it of all ranks, when an owner's has changed."""
+"""Which entries the state of each parameter has: ranks tell each other whenever an owner's entries have changed."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class StateMetadata:
         return is_new
 
     def exchange(self, operation: str) -> None:
-        """Bring every rank what all ranks have. Collective.
+        """Tell all ranks which entries each rank has. Collective.
 
         Args:
             operation: what has changed the state, for errors.
@@ -81,7 +81,7 @@ class StateMetadata:
         self._described, self._told, self._seen = described, mine, self._identities()
 
     def placeholders(self, index: int) -> dict[Key, Any]:
-        """Return what stands for the state of a parameter, by its tensor index, that lies on other ranks."""
+        """Return placeholders for the state of a parameter on other ranks, by its tensor index."""
         spec, param = self._sharding.layout.plan.tensors[index], self._sharding.params[index]
         entries: dict[Key, Any] = {}
         for key, described in self._described.get(index, ()):
@@ -91,7 +91,7 @@ class StateMetadata:
         return entries
 
     def _mine(self) -> str:
-        """What this rank tells of its state: the kind of each entry."""
+        """The description of this rank's state: the kind of each entry."""
         local, tensors = self._sharding.local, self._sharding.layout.plan.tensors
         described = {}
         for index, shard in local.shards.items():
@@ -101,7 +101,7 @@ class StateMetadata:
         return json.dumps(described)
 
     def _kind(self, value: Any) -> Any:  # noqa: ANN401 - a state entry
-        """The entry, with a tensor in place of each number and text, whose values are not told after every step."""
+        """The entry, with a tensor in place of each number and text, whose values are not exchanged."""
         if isinstance(value, Mapping):
             return {key: self._kind(item) for key, item in value.items()}
         if isinstance(value, (list, tuple)):
@@ -132,11 +132,11 @@ class StateMetadata:
 
 
 def title_of(key: object, spec: TensorSpec) -> str:
-    """Return the words by which errors call an entry."""
+    """Return the name of an entry, for errors."""
     return f"state entry {key!r} of {spec.name!r}"
 
 
-def _identity(value: object) -> Any:  # noqa: ANN401 - compared with others alone
+def _identity(value: object) -> Any:  # noqa: ANN401 - only compared with others
     if isinstance(value, Mapping):
         return [(key, _identity(item)) for key, item in value.items()]
     if isinstance(value, (list, tuple)):

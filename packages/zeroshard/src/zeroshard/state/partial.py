@@ -21,7 +21,7 @@ StateDict = dict[Any, Any]
 class PartialState(dict[Any, Any]):
     """A state dict, or the ``"state"`` of one, that lacks values of other ranks: it can be copied, but not pickled.
 
-    Copies, deep copies and what is built from a mapping by its class are of this class too.
+    Copies, deep copies and mappings built by its class are of this class too.
     """
 
     def copy(self) -> PartialState:
@@ -43,7 +43,7 @@ class PartialState(dict[Any, Any]):
             RuntimeError: always.
         """
         raise RuntimeError(
-            "this state_dict() has the values of one rank alone, and a file of it would lack the others'. Call "
+            "this state_dict() has only the values of one rank, and a file of it would lack the others'. Call "
             "consolidate_state_dict(to=RANK) on all ranks beforehand, and save state_dict() of that rank"
         )
 
@@ -55,7 +55,7 @@ def list_state(
 
     Args:
         sharding: has this rank's state.
-        metadata: tells of that of other ranks.
+        metadata: describes the state of other ranks.
         groups: the public param groups.
         lists_own: whether to list this rank's own values, and not placeholders for all.
 

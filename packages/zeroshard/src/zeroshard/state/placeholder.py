@@ -1,4 +1,4 @@
-"""What a state dict holds in place of values that other ranks own: tensors that have a shape and refuse to be read."""
+"""Tensors with a shape and without values, which a state dict holds in place of values that other ranks own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _aten = torch.ops.aten
 
 
 class StatePlaceholder(TensorWithoutValues):
-    """Stands for an entry of the state of a parameter of which this rank does not hold all values.
+    """Replaces a state entry of a parameter if this rank does not hold all of its values.
 
     It has the shape, dtype and device of the whole entry, and no memory. It can be copied and moved to another device
     or dtype, which gives another one; whatever would read or pickle its values raises a RuntimeError that says what to
@@ -90,7 +90,7 @@ def has_placeholder(value: object) -> bool:
 
 
 def _copied(operator: Callable[..., torch.Tensor]) -> Callable[..., StatePlaceholder]:
-    """Return what copies or moves a placeholder with the part that it holds."""
+    """Return a function that copies or moves a placeholder with its part."""
 
     def copied(held: StatePlaceholder, **options: Any) -> StatePlaceholder:  # noqa: ANN401 - of the operator
         part = None if held.part is None else operator(held.part, **options)

@@ -1,4 +1,4 @@
-"""What state entries an optimizer class keeps per tensor, found out by stepping it on a few elements."""
+"""Which state entries an optimizer class keeps per tensor, found by stepping it on a few elements."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ _MOST_AXES = 7
 
 
 class StateSchema:
-    """What state an optimizer class keeps, by its hyperparameters and by how many axes a tensor has.
+    """Which state an optimizer class keeps, by its hyperparameters and the number of dimensions of a tensor.
 
-    Known of elementwise classes and those of torch.optim. Of any other class nothing is expected, nor of one that
-    cannot step a few elements.
+    Known for elementwise classes and torch.optim; other classes are not checked, nor are classes that cannot step a few
+    elements.
 
     Args:
         factory: the optimizer class.
         defaults: the user's keyword arguments for it.
-        elementwise: the user's word that it is elementwise.
+        elementwise: whether the user declared it elementwise.
     """
 
     def __init__(self, factory: OptimizerFactory, defaults: Mapping[str, Any], *, elementwise: bool) -> None:
@@ -45,7 +45,9 @@ class StateSchema:
         self._applies = is_elementwise(factory, declared=elementwise) or class_of(factory) in vars(optim).values()
         self._known: dict[tuple[str, int], dict[str, _Form] | None] = {}
 
-    def check(self, entries: Mapping[str, Any], spec: TensorSpec, group: Mapping[str, Any], where: str) -> None:
+    def check(
+        self, entries: Mapping[str, Any], spec: TensorSpec, layout: torch.layout, group: Mapping[str, Any], where: str
+    ) -> None:
         """Check the state of one tensor.
 
         Args:
@@ -111,7 +113,7 @@ class StateSchema:
         try:
             built = self._factory([{**group, "params": [probe]}], **self._defaults)
             unwrapped_step(type(built))(built)
-        except Exception:  # noqa: BLE001 - a class that cannot work on the probe may say so as it likes
+        except Exception:  # noqa: BLE001 - an unsupported class may raise any exception
             return None
         return {key: _form_of(value, probe) for key, value in built.state[probe].items()}
 

@@ -1,4 +1,4 @@
-"""Optimizer state as JSON and tensors: what a state entry may be, and how it is written and sent without pickle."""
+"""Optimizer state as JSON and tensors: the allowed entries, and how they are written and sent without pickle."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def write_value(value: object, tensors: list[torch.Tensor], where: str) -> Any: 
         kind = "list" if isinstance(value, list) else "tuple"
         return {kind: [write_value(item, tensors, where) for item in value]}
     if isinstance(value, dict) and all(map(is_key, value)):
-        # As pairs: JSON would make text of integers.
+        # As pairs: JSON would turn integers into text.
         return {"dict": [[key, write_value(item, tensors, where)] for key, item in value.items()]}
     raise StateMapError(
         f"{where} is a {type(value).__name__}, which cannot be moved without pickle; state may hold tensors, numbers, "
@@ -62,7 +62,7 @@ def is_key(key: object) -> bool:
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
-    """Return such as ``"float32"``."""
+    """Return text such as ``"float32"``."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
@@ -112,7 +112,7 @@ def copy_value(value: Any) -> Any:  # noqa: ANN401 - a state entry
 
 
 def send_value(control: Control, peer: int, value: object) -> None:
-    """Send what :func:`write_value` takes to a rank, which calls :func:`receive_value`.
+    """Send a value that :func:`write_value` accepts to a rank, which calls :func:`receive_value`.
 
     Raises:
         PeerLostError: if it is gone.

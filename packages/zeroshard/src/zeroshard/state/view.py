@@ -1,4 +1,4 @@
-"""``optimizer.state``: the state of all parameters under them; what this rank owns is the local optimizer's own."""
+"""``optimizer.state``: the state of all parameters; this rank's shards are the local optimizer's own dicts."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from zeroshard.state.placeholder import StatePlaceholder
 
 
 class StateView(MutableMapping[Any, Any]):
-    """Shows the state of what this rank owns, and writes through; and placeholders for what other ranks own.
+    """The state of this rank's shards, which can be written, and placeholders for other ranks' shards.
 
     As with an optimizer's own ``state``, looking up what is not there puts an empty dict there, where this rank owns
     the parameter. A copy of the view is a dict of its own.
 
     Args:
         sharding: has this rank's state, under a cut parameter's local tensor.
-        metadata: tells of that of other ranks.
+        metadata: describes the state of other ranks.
     """
 
     def __init__(self, sharding: Sharding, metadata: StateMetadata) -> None:
@@ -71,7 +71,7 @@ class StateView(MutableMapping[Any, Any]):
         return defaultdict, (dict, dict(self))
 
     def get(self, key: Any, default: Any = None) -> Any:  # noqa: ANN401 - state holds anything
-        """Return the entries of ``key``, or ``default``; puts nothing there."""
+        """Return the entries of ``key``, or ``default``; adds nothing."""
         if key not in self:
             return default
         return self[key]
