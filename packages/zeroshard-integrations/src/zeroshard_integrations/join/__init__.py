@@ -1,8 +1,7 @@
 """Uneven inputs: train with DistributedDataParallel and a sharded optimizer until every rank has used all of its data.
 
-A drop-in for ``torch.distributed.algorithms.join``, with its names and signatures. Every rank announces each call
-before it communicates; a rank that has run out of data takes part in what the others announce, as if its gradients were
-zero. Data flows from :class:`Join` to ``context``, which announces, and ``ddp_model``, where backwards begin.
+A drop-in for ``torch.distributed.algorithms.join``. Every rank announces each call; a rank without data takes part, as
+if its gradients were zero. Data flows from :class:`Join` to ``context``, which announces, and ``ddp_model``.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def _owned(entries: Mapping[Any, Any], plan: Plan, shard: Shard) -> dict[Any, An
             raise ValueError(
                 f"loaded state dict: the values of entry {key!r} of {spec.name!r}, which rank {shard.rank} owns, are "
                 f"not there. What state_dict() lists on a rank only fits the same rank of an optimizer with the same "
-                f"plan. Pass a consolidated state dict: on every rank, or on one, with from_rank"
+                f"plan. Hand in a consolidated state dict: on every rank, or on one, with from_rank"
             )
         found[key] = value.part if isinstance(value, StatePlaceholder) else value
     return found
