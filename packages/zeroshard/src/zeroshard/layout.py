@@ -184,6 +184,8 @@ def _layout(
         {
             "optimizer": optimizer_name,
             "parameters_as_bucket_view": policy.as_bucket_view,
+            "objects": policy.objects,
+            "coupled": policy.coupled,
             "sparse parameters": ", ".join(specs[index].name for index in sparse),
         },
         active,

@@ -55,7 +55,8 @@ def check_optimizer(
         **defaults: arguments of ``cls``.
 
     Returns:
-        What was seen. An error of the class becomes the reason of ``"cannot tell"``. Random generators are unchanged.
+        What was seen. An error of the class becomes the reason of ``"cannot tell"``. The random generators of torch and
+        of Python are unchanged; of NumPy's nothing is known here.
 
     Raises:
         ValueError: if there are fewer than two tensors.

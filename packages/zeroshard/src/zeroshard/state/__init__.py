@@ -1,5 +1,7 @@
 """What users see, save and load of the optimizer state, which flows between the local optimizers and one state dict.
 
-Out: ``view`` shows this rank's part under the public parameters, and ``consolidate`` brings all parts to one rank, as
-JSON and tensors of ``serialization``. In: ``load`` checks a state dict with ``schema`` and installs what a rank owns.
+Out: ranks tell each other by ``metadata`` which entries they have, in words of ``description`` and ``serialization``.
+``view`` is ``optimizer.state``, ``partial`` is ``state_dict()`` on one rank, both with a ``placeholder`` for what other
+ranks own; ``consolidate`` brings all values to one rank. In: ``check`` compares a state dict with the ``schema`` of the
+optimizer class and cuts it, and ``load`` installs what a rank owns.
 """
