@@ -69,6 +69,7 @@ class OptimizerInterface:
         """Whether gradients come bucket by bucket, from a communication hook."""
         return self._sharded.follower is not None
 
+    @disable_dynamo
     def follow_backward(self, mode: StepMode) -> BackwardFollower:
         """Take gradients bucket by bucket from now on: for communication hooks. Collective, the first time.
 
