@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+import gc
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -117,6 +120,18 @@ def batch(seed: int) -> torch.Tensor:
     """Inputs of small_model() that differ on every rank, float64, (8, 40)."""
     generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
     return torch.randn(8, 40, generator=generator, dtype=torch.float64)
+
+
+def not_freed(references: Sequence[weakref.ref[Any]]) -> list[object]:
+    """Collect garbage, and return what is still there: after a while, for the harness may be looking at it just now."""
+    until = time.monotonic() + 10
+    while True:
+        gc.collect()
+        left = [found for found in (reference() for reference in references) if found is not None]
+        if not left or time.monotonic() > until:
+            return left
+        del left
+        time.sleep(0.02)
 
 
 def assert_close(ours: nn.Module, theirs: nn.Module, bound: float, when: str) -> None:

@@ -2,7 +2,6 @@
 
 # No `from __future__ import annotations`: DDP compares the annotations of hooks with the types themselves.
 import contextlib
-import gc
 import re
 import threading
 import weakref
@@ -13,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ddp_by_collectives import STEPPING, CollectiveTwins
-from ddp_training import HOOKS, assert_close, batch, register
+from ddp_training import HOOKS, assert_close, batch, not_freed, register
 from test_ddp_faults import Layers, _train_on, short_group
 from test_ddp_gradients import Detached
 from test_ddp_hooks import Branches, Counting, TwoKinds, train, wrapped
@@ -435,8 +434,7 @@ def test_a_model_that_is_dropped_is_freed(hook: str) -> None:
     seen = [weakref.ref(param) for param in twins.ddp.parameters()]
     seen.append(weakref.ref(twins.optimizer))
     del twins
-    gc.collect()
-    assert [ref() for ref in seen if ref() is not None] == []
+    assert not_freed(seen) == []
 
 
 @pytest.mark.ranks(2, backend="gloo")

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from ddp_training import HOOKS, Twins, batch, register
 from torch import nn, optim
+from torch._dynamo.convert_frame import input_codes
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch exports it unseen
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
@@ -383,6 +385,9 @@ def test_what_is_compiled(what: str, hook: str) -> None:
     for number in range(4):
         twins.iterate(number)
         twins.check(f"after iteration {number}")
+    # Of our code it looks into the hooks, and not into the much that they call.
+    seen = {Path(code.co_filename).name for code in (seen() for seen in input_codes.seen) if code is not None}
+    assert not {"sharded_optimizer.py", "scheduler.py", "buckets.py"} & seen
 
 
 @pytest.mark.ranks(2, backend="gloo")

@@ -49,7 +49,8 @@ def test_two_of_a_kind_in_another_order(rank):
         dist.broadcast(ones(size), 0, async_op=True)
 
 
-@says(r"rank \d was killed by SIGABRT: rank 0 is in all_reduce of float32\[4\].*, rank 1 in all_reduce of float32\[5\]")
+# Gloo aborts, some time after both are in it.
+@says(r"rank \d (was killed by SIGABRT|stuck): rank 0 is in all_reduce of float32\[4\].*, rank 1 in .*float32\[5\]")
 def test_shapes_of_an_all_reduce(rank):
     dist.all_reduce(ones(4 + rank))
 
@@ -65,7 +66,7 @@ def test_shapes_of_an_all_gather(rank):
     dist.all_gather_into_tensor(ones(2 * size), ones(size))
 
 
-@says(r"rank \d was killed by SIGABRT: rank 0 is in all_reduce of float32\[4\].*, rank 1 in all_reduce of float64\[4\]")
+@says(r"rank \d (was killed by SIGABRT|stuck): rank 0 is in all_reduce of float32\[4\].*, rank 1 in .*float64\[4\]")
 def test_dtypes_of_an_all_reduce(rank):
     dist.all_reduce(ones(4, dtype=float64 if rank else float32))
 

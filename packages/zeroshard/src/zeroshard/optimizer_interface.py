@@ -137,6 +137,7 @@ class OptimizerInterface:
         """Whether gradients come bucket by bucket, from a communication hook."""
         return self._sharded.follower is not None
 
+    @disable_dynamo
     def follow_backward(
         self, mode: StepMode, names: Mapping[torch.Tensor, str] = MappingProxyType({})
     ) -> BackwardFollower:
