@@ -226,7 +226,7 @@ DAMAGE: dict[str, tuple[Damage, type[Exception], str]] = {
     ),
     "None for a number": (at("state", 2, "step", put=None), ValueError, "'step' is a NoneType, expected a single"),
     "text keys, as in JSON": (with_text_keys, ValueError, "text where param_groups has numbers: '0', '1', .* JSON"),
-    "one text key": (lambda s: s["state"].update({"3": s["state"].pop(3)}), ValueError, "has numbers: '3', as JSON"),
+    "one text key": (lambda s: s["state"].update({"3": s["state"].pop(3)}), ValueError, "has numbers: '3', which JSON"),
     "names for numbers": (with_names_for_params, ValueError, "state for parameter 0, which no param_group names"),
     "no values": (
         at("state", 2, "exp_avg", put=torch.zeros(64, device="meta")),
