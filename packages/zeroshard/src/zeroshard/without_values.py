@@ -47,7 +47,7 @@ class TensorWithoutValues(torch.Tensor):
         """Refuse, as :meth:`__reduce_ex__`."""
         raise self.refusal("reading its memory")
 
-    numpy = tolist = untyped_storage = data_ptr = __dlpack__ = __dlpack_device__ = _read_memory
+    numpy = tolist = untyped_storage = __dlpack__ = __dlpack_device__ = _read_memory
 
     def share_memory_(self) -> NoReturn:
         """Refuse, as :meth:`__reduce_ex__`."""

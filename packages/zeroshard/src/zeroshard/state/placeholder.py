@@ -71,6 +71,8 @@ class StatePlaceholder(TensorWithoutValues):
         part = None if self.part is None else self.part.detach().clone()
         return StatePlaceholder(self.shape, self.dtype, self.device, self._title, part, self.shard)
 
+    data_ptr = TensorWithoutValues._read_memory
+
     def refusal(self, operation: str) -> RuntimeError:
         """Return the error for an operation, by its name."""
         return RuntimeError(
