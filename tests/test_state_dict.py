@@ -164,7 +164,6 @@ def moved(value: Any, device: str, dtype: torch.dtype | None = None) -> Any:
         lambda value: value.view(-1),
         lambda value: torch.empty(value.shape).copy_(value),
         lambda value: value.untyped_storage(),
-        lambda value: value.data_ptr(),
         lambda value: torch.from_dlpack(value),
         lambda value: value.share_memory_(),
         lambda value: torch._foreach_norm([value]),

@@ -1,6 +1,7 @@
 """Sharded optimizer state for data-parallel training with PyTorch."""
 
 from zeroshard.elementwise import ELEMENTWISE
+from zeroshard.full_state_dict import full_optimizer_state_dict
 from zeroshard.optimizer import ZeroRedundancyOptimizer
 from zeroshard.optimizer_check import OptimizerCheck, check_optimizer
 from zeroshard.overlap.backward import BackwardFollower
@@ -17,6 +18,7 @@ __all__ = [
     "StepMode",
     "ZeroRedundancyOptimizer",
     "check_optimizer",
+    "full_optimizer_state_dict",
 ]
 
 __version__ = "0.1.0"

@@ -25,6 +25,7 @@ USED: Mapping[str, str] = {
     "torch.Tensor._make_wrapper_subclass": "a tensor with a shape and no memory",
     "torch.ops.aten._foreach_zero_": "how an optimizer's zero_grad() reaches gradients without memory",
     "torch.ops.aten._to_copy": "how a model's conversion reaches gradients without memory",
+    "torch.ops.aten._pin_memory": "how a checkpoint that is staged reaches state without memory",
     "torch.optim.Optimizer._optimizer_step_pre_hooks": "the user's hooks, called once where a step is made in parts",
     "torch.optim.Optimizer._optimizer_step_post_hooks": "the same",
     "torch.utils._python_dispatch.TorchDispatchMode": "sees the random numbers that an optimizer draws",
@@ -41,6 +42,7 @@ version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
 ATEN_FOREACH_ZERO_ = torch.ops.aten._foreach_zero_.default
 ATEN_TO_COPY = torch.ops.aten._to_copy.default
+ATEN_PIN_MEMORY = torch.ops.aten._pin_memory.default
 JoinConfig = _JoinConfig
 DispatchMode = TorchDispatchMode
 F = TypeVar("F", bound=Callable[..., Any])

@@ -92,7 +92,7 @@ class LocalOptimizer:
         self.bound_by_buckets: Set[int] = frozenset()
         self._is_detached = False
         members, self._plan = self._members(groups, plan), plan
-        self.optim = self._build([_local_group(*group) for group in zip(groups, members, strict=True)])
+        self.optim = self.build([_local_group(*group) for group in zip(groups, members, strict=True)])
         self._accept(members)
 
     def dry_run(self, groups: Sequence[ParamGroup], plan: Plan) -> None:
@@ -105,7 +105,7 @@ class LocalOptimizer:
         Raises:
             Exception: as the constructor, for these hyperparameters or tensors.
         """
-        self._build([_local_group(groups[-1], self._members(groups, plan)[-1])])
+        self.build([_local_group(groups[-1], self._members(groups, plan)[-1])])
 
     def follow(self, groups: Sequence[ParamGroup], plan: Plan) -> None:
         """Take over a plan that adds groups or gives tensors without state another owner.
@@ -131,7 +131,7 @@ class LocalOptimizer:
         missing = [shard for shard in arrived if not self.optim.state.get(shard.tensor)]
         if missing:
             number_of = [number for number, group in enumerate(groups) for _ in group["params"]]
-            built = self._build([_local_group(groups[number_of[shard.shard.tensor]], [shard]) for shard in missing])
+            built = self.build([_local_group(groups[number_of[shard.shard.tensor]], [shard]) for shard in missing])
             self.optim.state.update({tensor: state for tensor, state in built.state.items() if state})
 
     def rebind(self) -> None:
@@ -259,7 +259,8 @@ class LocalOptimizer:
                 grad = shard.shard.box(grad.detach()) if shard.is_cut else grad.detach()
             shard.tensor.grad = grad
 
-    def _build(self, groups: list[ParamGroup]) -> optim.Optimizer:
+    def build(self, groups: list[ParamGroup]) -> optim.Optimizer:
+        """Build an optimizer of the user's class, with the user's defaults."""
         built = self._factory(groups, **self._defaults)
         keywords = self._factory.keywords if isinstance(self._factory, partial) else {}
         check_uncoupled(built, {**keywords, **self._defaults}, self._coupled)

@@ -21,6 +21,7 @@ from zeroshard.local_optimizer import Closure, sync_groups
 from zeroshard.optimizer_interface import OptimizerInterface
 from zeroshard.param_groups import ParamGroup, read_group, read_groups
 from zeroshard.sharded_optimizer import ShardedOptimizer
+from zeroshard.state.names import Keys, check_keys, key_by_index, key_by_name
 from zeroshard.state.partial import StateDict
 
 
@@ -206,8 +207,24 @@ class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):  # type:
         """
         self._sharded.consolidate(to)
 
-    def state_dict(self) -> StateDict:
+    def init_state(self) -> None:
+        """Make the state of all trainable parameters if there is none on any rank. Collective.
+
+        The state is that of a plain optimizer after a step with zero gradients and learning rate 0, which
+        ``torch.distributed.checkpoint`` makes to learn which entries there are. No parameter, gradient or
+        hyperparameter is changed, and no hook is called. If there is state, nothing happens.
+
+        Raises:
+            DisagreementError, PeerLostError: if ranks differ in their parameters, or one is gone.
+            Exception: an error of any rank's step, on every rank.
+        """
+        self._sharded.init_state()
+
+    def state_dict(self, *, keys: Keys = "indices") -> StateDict:
         """Return the state of the optimizer as this rank has it. Not collective, at any time.
+
+        Args:
+            keys: ``"names"`` for the names of the parameters in place of their indices.
 
         Returns:
             ``{"state": {index: entries}, "param_groups": [...]}``, in the form of the unsharded optimizer. If the state
@@ -215,6 +232,9 @@ class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):  # type:
             moment. Otherwise this rank's own values (not copies), and placeholders for other ranks' values; or only
             placeholders if the state was consolidated to another rank. A placeholder is a tensor with a shape, a dtype
             and a device; reading or pickling it raises an error.
+
+        Raises:
+            ValueError: if ``keys`` is ``"names"``, and the optimizer was built from parameters without names.
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
@@ -222,9 +242,9 @@ class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):  # type:
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             changed = post_hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        return state_dict
+        return key_by_name(state_dict, self.param_groups) if check_keys(keys) == "names" else state_dict
 
-    def load_state_dict(self, state_dict: StateDict, *, from_rank: int | None = None) -> None:
+    def load_state_dict(self, state_dict: StateDict, *, from_rank: int | None = None, keys: Keys = "indices") -> None:
         """Load a checkpoint: every rank takes what it owns. Collective.
 
         Args:
@@ -234,6 +254,7 @@ class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):  # type:
                 with an empty ``"state"`` clears the state. It is not modified, and its tensors are not kept.
             from_rank: the group rank whose state dict all ranks load; it sends each rank its part. The other ranks pass
                 an empty one.
+            keys: ``"names"`` if its keys are names of parameters, which may be in another order then.
 
         Raises:
             TypeError, ValueError: if groups, parameters or entries do not fit this optimizer.
@@ -247,7 +268,7 @@ class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):  # type:
             for pre_hook in self._optimizer_load_state_dict_pre_hooks.values() if state_dict else ():
                 changed = pre_hook(self, given)
                 given = given if changed is None else changed
-            return given
+            return key_by_index(given, self.param_groups) if check_keys(keys) == "names" and given else given
 
         if self._sharded.load(read, from_rank):
             for post_hook in self._optimizer_load_state_dict_post_hooks.values():

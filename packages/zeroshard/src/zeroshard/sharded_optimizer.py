@@ -20,6 +20,7 @@ from zeroshard.overlap.scheduler import StepMode
 from zeroshard.param_groups import ParamGroup
 from zeroshard.sharding import Sharding
 from zeroshard.state.consolidate import consolidate
+from zeroshard.state.initialize import init_state
 from zeroshard.state.load import load
 from zeroshard.state.metadata import StateMetadata
 from zeroshard.state.partial import StateDict, list_state
@@ -109,19 +110,25 @@ class ShardedOptimizer:
         metadata = self._metadata
         with self._coordinator.guard.exchange():
             metadata.consolidated = consolidate(self.sharding, target, to, metadata.drop_consolidated)
-        metadata.is_consolidated = True
+        metadata.consolidated_to = target
 
     def list_state(self) -> StateDict:
         """Return what was consolidated to this rank since the last step, in containers of its own; else list it."""
         whole = self._metadata.consolidated
         if whole is None:
             # If another rank has the consolidated state, only that rank gives values.
-            lists_own = not self._metadata.is_consolidated
+            lists_own = self._metadata.consolidated_to is None
             return list_state(self.sharding, self._metadata, self.sharding.groups, lists_own=lists_own)
         return {
             "state": {key: dict(value) if isinstance(value, dict) else value for key, value in whole["state"].items()},
             "param_groups": [{**group, "params": list(group["params"])} for group in whole["param_groups"]],
         }
+
+    def init_state(self) -> None:
+        """Make the state of all ranks, if there is none."""
+        self._announce(Call.REFUSED)
+        with self._coordinator.guard.exchange():
+            init_state(self.sharding, self._metadata)
 
     def load(self, read: Callable[[], Mapping[str, Any]], from_rank: int | None) -> bool:
         """Load a state dict on all ranks, or on none; False if there was nothing to load."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -14,6 +15,17 @@ from zeroshard.param_groups import ParamGroup, in_words, parameters_of
 from zeroshard.state.metadata import StateMetadata
 from zeroshard.state.placeholder import StatePlaceholder, has_placeholder
 from zeroshard.state.schema import StateSchema
+
+
+class Given(Enum):
+    """Which values the state dict of a rank has."""
+
+    NOTHING_OWNED = 0
+    """Those of other ranks are placeholders, and this rank owns none."""
+    WHOLE = 1
+    OWNED = 2
+    LACKING = 3
+    """Even those that this rank owns are placeholders: another rank has the consolidated state."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +58,16 @@ class CheckedStateDict:
     others: Mapping[Any, Any]
     groups: Sequence[Mapping[str, Any]]
     structure: str
+
+    def form(self, rank: int, plan: Plan) -> Given:
+        """Return which values it has, on this rank."""
+        if not has_placeholder(self.by_tensor):
+            return Given.WHOLE
+        owned = [self.by_tensor.get(shard.tensor, {}).values() for shard in plan.of_rank(rank)]
+        if not any(owned):
+            return Given.NOTHING_OWNED
+        lacks = any(has_placeholder(value) and getattr(value, "shard", None) is None for of in owned for value in of)
+        return Given.LACKING if lacks else Given.OWNED
 
     def part_of(self, rank: int, plan: Plan) -> LoadedPart:
         """Return what a rank loads.

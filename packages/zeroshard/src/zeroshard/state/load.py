@@ -10,13 +10,12 @@ from typing import Any
 
 from zeroshard_comm import Control, DisagreementError, agreed, explain_configs
 
+from zeroshard.layout import Layout
 from zeroshard.local_optimizer import LocalOptimizer, sync_groups
 from zeroshard.param_groups import ParamGroup, in_words, parameters_of
 from zeroshard.sharding import Sharding
-from zeroshard.state.check import LoadedPart, check_state_dict
+from zeroshard.state.check import Given, LoadedPart, check_state_dict
 from zeroshard.state.metadata import StateMetadata
-from zeroshard.state.partial import PartialState
-from zeroshard.state.placeholder import has_placeholder
 from zeroshard.state.schema import StateSchema
 from zeroshard.state.serialization import copy_value, receive_value, send_value, write_value
 
@@ -51,66 +50,97 @@ def load(
         Exception: whatever else a rank meets. All raise on every rank, and leave local optimizer and groups as before.
     """
     control, layout = sharding.control, sharding.layout
-    rank, parts = control.ranks.rank, dict[int, LoadedPart]()
+    rank, parts, holder = control.ranks.rank, dict[int, LoadedPart](), metadata.consolidated_to
     given: Mapping[str, Any] = {}
+    form = Given.NOTHING_OWNED
     with agreed(control, "load_state_dict()", _explain) as declared:
         given = read()
         layout = sharding.update_layout(groups)
-        if isinstance(from_rank, bool) or from_rank not in (None, *range(layout.plan.world_size)):
-            raise ValueError(
-                f"load_state_dict(from_rank={from_rank}): there are ranks 0 to {layout.plan.world_size - 1}"
-            )
+        ranks = range(layout.plan.world_size)
+        if isinstance(from_rank, bool) or from_rank not in (None, *ranks):
+            raise ValueError(f"load_state_dict(from_rank={from_rank}): there are ranks 0 to {ranks[-1]}")
         if from_rank not in (None, rank) and given:
             raise ValueError(f"load_state_dict(from_rank={from_rank}): hand rank {rank} an empty dict, and not its own")
-        receivers = [rank] if from_rank is None else range(layout.plan.world_size) if from_rank == rank else []
         is_empty = isinstance(given, Mapping) and not given and from_rank != rank
         checked = None if is_empty else check_state_dict(given, groups, layout.plan, schema, metadata)
         if checked is not None:
+            form = checked.form(rank, layout.plan)
+            hands_out = rank == (holder if from_rank is None else from_rank) and form is Given.WHOLE
+            receivers = ranks if hands_out else [] if form is Given.LACKING and holder is not None else [rank]
             parts = {receiver: checked.part_of(receiver, layout.plan) for receiver in receivers}
-            if from_rank is not None:
-                write_value([vars(part) for part in parts.values()], [], "what load_state_dict() hands to other ranks")
-            # Tensors stay on their devices, but share no memory with the state dict.
-            parts[rank] = LoadedPart(**copy_value(vars(parts[rank])))
+            if rank in parts:
+                # Tensors stay on their devices, but share no memory with the state dict.
+                parts[rank] = LoadedPart(**copy_value(vars(parts[rank])))
         structure = checked.structure if checked is not None and from_rank is None else ""
-        kind = {"from_rank of load_state_dict()": from_rank, "its state dict": _kind(given) if structure else "empty"}
+        kind = {"from_rank of load_state_dict()": from_rank, "its state dict": "given" if structure else "empty"}
         declared.set(replace(layout.declaration, settings={**layout.declaration.settings, **kind}))
         declared.digest ^= int.from_bytes(hashlib.sha256(structure.encode()).digest()[:8], "big") >> 1
         declared.flag = checked is not None
     if not control.flagged:
         return False
     if from_rank is None:
-        _check_numbers(control, given)
+        from_rank = _source(control, form, given, holder)
     part = _handed_out(control, parts, from_rank)
-    inner = sharding.local.optim
-    before = (inner.state, inner.param_groups)
-    try:
-        with agreed(control, "the end of load_state_dict()"):
-            if layout is not sharding.layout:
-                sharding.adopt(layout, groups)
-            _install(sharding.local, part)
-        metadata.exchange("the state after load_state_dict()")
-    except BaseException:
-        inner.state, inner.param_groups = before
-        raise
-    sync_groups(inner.param_groups, groups)
+    take_over(sharding, layout, metadata, "load_state_dict()", lambda: _install(sharding.local, part))
+    sync_groups(sharding.local.optim.param_groups, groups)
     # Frozen tensors that now have state stay with the rank that holds it when they are unfrozen.
     sharding.pin(frozenset(part.stateful), groups)
     return True
 
 
-def _kind(given: Mapping[str, Any]) -> str:
-    return "of one rank" if isinstance(given, PartialState) or has_placeholder(given["state"]) else "whole"
+def take_over(
+    sharding: Sharding, layout: Layout, metadata: StateMetadata, operation: str, install: Callable[[], None]
+) -> None:
+    """Adopt a layout that ranks have agreed on, and install state on all ranks, or on none. Collective.
+
+    Args:
+        sharding: whose local optimizer takes the state.
+        layout: the new layout.
+        metadata: brought up to date.
+        operation: for errors.
+        install: replaces the state and the param groups of the local optimizer; it does not change the old ones.
+
+    Raises:
+        Exception: an error of any rank, on every rank. Local optimizers are unchanged then.
+    """
+    inner = sharding.local.optim
+    before = (inner.state, inner.param_groups)
+    try:
+        with agreed(sharding.control, f"the end of {operation}"):
+            if layout is not sharding.layout:
+                sharding.adopt(layout, sharding.groups)
+            install()
+        metadata.exchange(f"the state after {operation}")
+    except BaseException:
+        inner.state, inner.param_groups = before
+        raise
 
 
-def _check_numbers(control: Control, given: Mapping[str, Any]) -> None:
-    """Raise a DisagreementError if ranks that were handed all values were handed different numbers. Collective."""
-    mine = zlib.crc32(in_words(given["state"]).encode()) if _kind(given) == "whole" else 0
-    told = control.all_gather_ints([mine], "load_state_dict()")
-    different = [rank for rank, (number,) in enumerate(told) if number != told[0][0]]
+def _source(control: Control, form: Given, given: Mapping[str, Any], holder: int | None) -> int | None:
+    """Compare what ranks were handed. Collective.
+
+    Returns:
+        The rank that hands out the values: the one that has the consolidated state, if the others' state dicts lack
+        theirs; None if each rank has its own.
+
+    Raises:
+        DisagreementError: if ranks were handed all values, but different numbers, or only some ranks all values.
+    """
+    number = zlib.crc32(in_words(given["state"]).encode()) if form is Given.WHOLE else 0
+    told = dict(enumerate(control.all_gather_ints([form.value, number], "load_state_dict()")))
+    lacking = any(value == Given.LACKING.value for value, _ in told.values())
+    if lacking and holder is not None and told.pop(holder)[0] != Given.WHOLE.value:
+        raise DisagreementError(
+            f"load_state_dict(): rank {holder}, which has the consolidated state, did not hand it in"
+        )
+    counted = {rank: each for rank, each in told.items() if each[0] != Given.NOTHING_OWNED.value}
+    first = next(iter(counted), 0)
+    different = [rank for rank, each in counted.items() if each != counted[first]]
     if different:
         raise DisagreementError(
-            f"load_state_dict(): rank {different[0]} differs from rank 0: they were handed different checkpoints"
+            f"load_state_dict(): rank {different[0]} differs from rank {first}: they were handed different checkpoints"
         )
+    return holder if lacking else None
 
 
 def _handed_out(control: Control, parts: Mapping[int, LoadedPart], from_rank: int | None) -> LoadedPart:
@@ -118,6 +148,9 @@ def _handed_out(control: Control, parts: Mapping[int, LoadedPart], from_rank: in
     rank = control.ranks.rank
     if from_rank is None or control.alone:
         return parts[rank]
+    with agreed(control, "load_state_dict()"):
+        if rank == from_rank:
+            write_value([vars(part) for part in parts.values()], [], "what load_state_dict() hands to other ranks")
     if rank != from_rank:
         return LoadedPart(**receive_value(control, from_rank))
     for peer in control.ranks.peers:

@@ -25,7 +25,7 @@ class StateMetadata:
         leaves_objects: whether entries may hold what cannot be sent.
 
     Attributes:
-        is_consolidated: whether the state was consolidated to some rank since the last step; set by who does it.
+        consolidated_to: the rank to which the state was consolidated since the last step, if it was.
         consolidated: the whole state dict, on that rank.
     """
 
@@ -37,8 +37,13 @@ class StateMetadata:
 
     def drop_consolidated(self) -> None:
         """Forget what was consolidated: something is about to change."""
-        self.is_consolidated = False
+        self.consolidated_to: int | None = None
         self.consolidated: dict[str, Any] | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no rank has any state."""
+        return not self._described
 
     def __contains__(self, index: int) -> bool:
         """Whether a parameter, by its tensor index, has state on any rank."""

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from zeroshard_core import Shard
 
-from zeroshard._torch_private import ATEN_TO_COPY, make_wrapper_subclass
+from zeroshard._torch_private import ATEN_PIN_MEMORY, ATEN_TO_COPY, make_wrapper_subclass
 from zeroshard.without_values import TensorWithoutValues
+
+if TYPE_CHECKING:
+    # Importing it takes most of a second.
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
 
 _aten = torch.ops.aten
 
@@ -17,9 +23,10 @@ _aten = torch.ops.aten
 class StatePlaceholder(TensorWithoutValues):
     """Replaces a state entry of a parameter if this rank does not hold all of its values.
 
-    It has the shape, dtype and device of the whole entry, and no memory. It can be copied and moved to another device
-    or dtype, which gives another one; whatever would read or pickle its values raises a RuntimeError that says what to
-    do.
+    It has the shape, dtype and device of the whole entry, and no memory but that of the part. It can be copied and
+    moved to another device or dtype, which gives another one; whatever would read or pickle its values raises a
+    RuntimeError that says what to do. torch.distributed.checkpoint asks it by three methods with two underscores, as it
+    asks DTensor, which box of the entry to write and to read here: the part, or nothing.
 
     Args:
         shape: of the whole entry.
@@ -71,14 +78,47 @@ class StatePlaceholder(TensorWithoutValues):
         part = None if self.part is None else self.part.detach().clone()
         return StatePlaceholder(self.shape, self.dtype, self.device, self._title, part, self.shard)
 
-    data_ptr = TensorWithoutValues._read_memory
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        """Return the box of the part, in rows of the whole entry; none without a part."""
+        if self.part is None or self.shard is None:
+            return []
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        offsets = [self.shard.start if dim == self.shard.dim else 0 for dim in range(self.dim())]
+        return [ChunkStorageMetadata(torch.Size(offsets), self.part.shape)]
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        """Return what to write of the entry of that name."""
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        return [
+            WriteItem(
+                MetadataIndex(fqn, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, TensorProperties.create_from_tensor(self.part), self.shape),
+            )
+            for chunk in self.__create_chunk_list__()
+            if self.part is not None
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        """Return the part, to be read or written."""
+        if self.part is None:
+            raise self.refusal(f"reading {index.fqn}")
+        return self.part
+
+    def data_ptr(self) -> int:
+        """Return 0: torch's stager for asynchronous checkpoints asks whether there is memory."""
+        return 0
 
     def refusal(self, operation: str) -> RuntimeError:
         """Return the error for an operation, by its name."""
         return RuntimeError(
-            f"{self._title} lies on other ranks, at least in part, and {operation} cannot be done with it here. Call "
-            f"consolidate_state_dict(to=RANK) on all ranks beforehand: state_dict() on that rank then has all values, "
-            f"until the next step"
+            f"{self._title} lies on other ranks, at least in part, and {operation} cannot be done with it here. "
+            f"torch.distributed.checkpoint saves it, if in a thread and not in another process. For all values on one "
+            f"rank, call on all ranks consolidate_state_dict(to=RANK), after which state_dict() has them there until "
+            f"the next step; or, by name, zeroshard.full_optimizer_state_dict(model, optimizer)"
         )
 
 
@@ -102,5 +142,37 @@ def _copied(operator: Callable[..., torch.Tensor]) -> Callable[..., StatePlaceho
     return copied
 
 
-_COPIES = (_aten.detach.default, _aten.alias.default, _aten.clone.default, ATEN_TO_COPY)
-StatePlaceholder.allowed = {operator: _copied(operator) for operator in _COPIES}
+def _new_empty(held: StatePlaceholder, size: Sequence[int], **options: Any) -> torch.Tensor:  # noqa: ANN401 - of the operator
+    """Return a placeholder without a part, to which torch's stager then copies the attributes."""
+    if tuple(size) != held.shape:
+        raise held.refusal("new_empty() of another shape")
+    device, dtype = options.get("device") or held.device, options.get("dtype") or held.dtype
+    return StatePlaceholder(held.shape, dtype, device, held._title)
+
+
+def _copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    """Copy the part of one placeholder to that of another, for the same rows."""
+    if not isinstance(source, StatePlaceholder):
+        assert isinstance(target, StatePlaceholder)
+        raise target.refusal("copying a tensor into it")
+    if not isinstance(target, StatePlaceholder) or (target.shape, target.shard) != (source.shape, source.shard):
+        raise source.refusal("copying it into another tensor")
+    if target.part is not None and source.part is not None:
+        target.part.copy_(source.part, non_blocking)
+    return target
+
+
+_COPIES = (
+    _aten.detach.default,
+    _aten.alias.default,
+    _aten.clone.default,
+    _aten.zeros_like.default,
+    _aten.empty_like.default,
+    ATEN_TO_COPY,
+)
+StatePlaceholder.allowed = {operator: _copied(operator) for operator in _COPIES} | {
+    ATEN_PIN_MEMORY: lambda held, device=None: _copied(partial(ATEN_PIN_MEMORY, device=device))(held),
+    _aten.is_pinned.default: lambda held, device=None: held.part is not None and held.part.is_pinned(),  # noqa: ARG005 - torch's
+    _aten.new_empty.default: _new_empty,
+    _aten.copy_.default: _copy_,
+}
