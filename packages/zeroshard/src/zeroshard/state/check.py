@@ -18,14 +18,15 @@ from zeroshard.state.schema import StateSchema
 
 
 class Given(Enum):
-    """Which values the state dict of a rank has."""
+    """Which values the state dict of a rank has, in words for errors.
 
-    NOTHING_OWNED = 0
-    """Those of other ranks are placeholders, and this rank owns none."""
-    WHOLE = 1
-    OWNED = 2
-    LACKING = 3
-    """Even those that this rank owns are placeholders: another rank has the consolidated state."""
+    ``LACKING`` if placeholders stand even for what this rank owns, as while another rank has the consolidated state.
+    """
+
+    WHOLE = "all values"
+    OWNED = "the values that it owns"
+    NOTHING_OWNED = "no values, as it owns none"
+    LACKING = "placeholders alone"
 
 
 @dataclass(frozen=True)

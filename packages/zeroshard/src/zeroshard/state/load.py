@@ -19,6 +19,8 @@ from zeroshard.state.metadata import StateMetadata
 from zeroshard.state.schema import StateSchema
 from zeroshard.state.serialization import copy_value, receive_value, send_value, write_value
 
+_DIFFERENT = "they were handed different checkpoints"
+
 
 def load(
     sharding: Sharding,
@@ -127,20 +129,22 @@ def _source(control: Control, form: Given, given: Mapping[str, Any], holder: int
         DisagreementError: if ranks were handed all values, but different numbers, or only some ranks all values.
     """
     number = zlib.crc32(in_words(given["state"]).encode()) if form is Given.WHOLE else 0
-    told = dict(enumerate(control.all_gather_ints([form.value, number], "load_state_dict()")))
-    lacking = any(value == Given.LACKING.value for value, _ in told.values())
-    if lacking and holder is not None and told.pop(holder)[0] != Given.WHOLE.value:
-        raise DisagreementError(
-            f"load_state_dict(): rank {holder}, which has the consolidated state, did not hand it in"
-        )
-    counted = {rank: each for rank, each in told.items() if each[0] != Given.NOTHING_OWNED.value}
-    first = next(iter(counted), 0)
-    different = [rank for rank, each in counted.items() if each != counted[first]]
-    if different:
-        raise DisagreementError(
-            f"load_state_dict(): rank {different[0]} differs from rank {first}: they were handed different checkpoints"
-        )
-    return holder if lacking else None
+    told = control.all_gather_ints([list(Given).index(form), number], "load_state_dict()")
+    forms = [list(Given)[position] for position, _ in told]
+    is_handed_out = holder is not None and Given.LACKING in forms and forms[holder] is Given.WHOLE
+    counted = [
+        rank
+        for rank, each in enumerate(forms)
+        if each is not Given.NOTHING_OWNED and not (is_handed_out and rank == holder)
+    ]
+    for rank in counted:
+        if told[rank] != told[counted[0]]:
+            here, there = forms[rank].value, forms[counted[0]].value
+            reason = f"it was handed {here}, the other {there}" if here != there else _DIFFERENT
+            raise DisagreementError(f"load_state_dict(): rank {rank} differs from rank {counted[0]}: {reason}")
+    if Given.LACKING in forms and not is_handed_out:
+        raise DisagreementError(f"load_state_dict(): all ranks were handed {Given.LACKING.value}")
+    return holder if is_handed_out else None
 
 
 def _handed_out(control: Control, parts: Mapping[int, LoadedPart], from_rank: int | None) -> LoadedPart:
@@ -159,7 +163,7 @@ def _handed_out(control: Control, parts: Mapping[int, LoadedPart], from_rank: in
 
 
 def _explain(here: str, there: str, rank: int, other: int) -> str:
-    return explain_configs(here, there, rank, other) or "they were handed different checkpoints"
+    return explain_configs(here, there, rank, other) or _DIFFERENT
 
 
 def _install(local: LocalOptimizer, part: LoadedPart) -> None:
