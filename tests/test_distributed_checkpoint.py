@@ -14,8 +14,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn, optim
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from training import assert_bitwise_equal, cutting, set_gradients, small_model
+from training import assert_bitwise_equal, assert_same_state, cutting, set_gradients, small_model
 from zeroshard import ZeroRedundancyOptimizer
+from zeroshard_comm import DisagreementError
 
 SIZES = (1, 2, 3, 4)
 
@@ -114,3 +115,143 @@ def test_saved_at_any_number_of_ranks_and_loaded_at_any_other(
             loaded(model, unsharded, ranks_tmp_path / source, groups[1], flat=flat)
             train(model, unsharded, range(3, 8))
             assert_bitwise_equal(model, reference, f"from {source}, unsharded")
+
+
+@pytest.mark.ranks(3, backend="gloo")
+@pytest.mark.parametrize("partition", ["whole", "split"])
+def test_while_one_rank_has_the_consolidated_state(rank: int, partition: str, ranks_tmp_path: Path) -> None:
+    model, reference = small_model(), small_model()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, partition=cutting(partition))
+    plain = optim.AdamW(reference.parameters())
+    train(model, optimizer, range(2))
+    train(reference, plain, range(5))
+    optimizer.consolidate_state_dict(to=2)
+    saved(model, optimizer, ranks_tmp_path, None, flat=False)
+    # What was listed goes back into the same optimizer, and what was saved into others.
+    optimizer.load_state_dict(optimizer.state_dict())
+    train(model, optimizer, range(2, 4))
+    optimizer.consolidate_state_dict(to=1)
+    loaded(model, optimizer, ranks_tmp_path, None, flat=False)
+    train(model, optimizer, range(2, 5))
+    assert_bitwise_equal(model, reference, "after loading into consolidated state")
+    fresh = small_model()
+    resumed = ZeroRedundancyOptimizer(fresh.parameters(), optim.AdamW)
+    loaded(fresh, resumed, ranks_tmp_path, None, flat=False)
+    train(fresh, resumed, range(2, 5))
+    assert_bitwise_equal(fresh, reference, "after loading into another optimizer")
+
+
+@pytest.mark.ranks(3, backend="gloo")
+def test_only_the_rank_with_the_consolidated_state_hands_it_in(rank: int) -> None:
+    model = small_model()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW)
+    train(model, optimizer, range(2))
+    own = optimizer.state_dict()
+    optimizer.consolidate_state_dict(to=1)
+    listed = optimizer.state_dict()
+    before = copy.deepcopy(optimizer.optim.state_dict())
+    for given in (own if rank == 1 else listed, listed if rank < 2 else own):
+        with pytest.raises(DisagreementError, match=r"it was handed|placeholders alone"):
+            optimizer.load_state_dict(given)
+    assert_same_state(optimizer.optim.state_dict(), before)
+    optimizer.load_state_dict(own)
+    assert_same_state(optimizer.optim.state_dict(), before)
+
+
+class Counting(optim.SGD):
+    """Keeps a number, a list and a dict for each tensor."""
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        result = super().step(closure)
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                state["count"] = state.get("count", 0) + 1
+                state.setdefault("seen", [torch.zeros(2), 0])[0].add_(state["count"])
+                state.setdefault("nested", {})["twice"] = param.detach() * 2
+        return result
+
+
+@pytest.mark.ranks(3, backend="gloo")
+def test_state_that_is_no_tensor(rank: int, ranks_tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
+    groups = {size: dist.new_group(list(range(size))) for size in SIZES[:3]}
+    reference = small_model()
+    plain = Counting(reference.parameters(), **settings)
+    train(reference, plain, range(3))
+    model = small_model()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), Counting, **settings)
+    train(model, optimizer, range(3))
+    saved(model, optimizer, ranks_tmp_path / "ours", None, flat=False)
+    if rank == 0:
+        saved(reference, plain, ranks_tmp_path / "plain", groups[1], flat=False)
+    dist.barrier()
+    for source in ("ours", "plain"):
+        if rank < 2:
+            fresh = small_model()
+            resumed = ZeroRedundancyOptimizer(fresh.parameters(), Counting, process_group=groups[2], **settings)
+            loaded(fresh, resumed, ranks_tmp_path / source, groups[2], flat=False)
+            resumed.consolidate_state_dict()
+            if rank == 0:
+                assert_same_nested(resumed.state_dict()["state"], plain.state_dict()["state"])
+
+
+def assert_same_nested(actual: Any, expected: Any, where: str = "state") -> None:
+    if isinstance(expected, dict):
+        assert actual.keys() == expected.keys()
+        for key, value in expected.items():
+            assert_same_nested(actual[key], value, f"{where}.{key}")
+    elif isinstance(expected, list):
+        for one, other in zip(actual, expected, strict=True):
+            assert_same_nested(one, other, f"{where}[]")
+    else:
+        same = torch.equal(actual, expected) if isinstance(expected, torch.Tensor) else actual == expected
+        assert same, f"{where} is {actual}, not {expected}"
+
+
+@pytest.mark.ranks(3, backend="gloo")
+@pytest.mark.parametrize("partition", ["whole", "split"])
+def test_one_tensor_more_ranks_and_frozen_parameters(rank: int, partition: str, ranks_tmp_path: Path) -> None:
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1)
+        model.bias.requires_grad_(False)
+        return model
+
+    model, reference = made(), made()
+    plain = optim.AdamW(reference.parameters())
+    train(reference, plain, range(4))
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, partition=partition)
+    train(model, optimizer, range(2))
+    saved(model, optimizer, ranks_tmp_path, None, flat=False)
+    fresh = made()
+    resumed = ZeroRedundancyOptimizer(fresh.parameters(), optim.AdamW, partition=partition)
+    loaded(fresh, resumed, ranks_tmp_path, None, flat=False)
+    train(fresh, resumed, range(2, 4))
+    assert_bitwise_equal(fresh, reference, "after loading")
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
+def test_several_groups_and_one_added_after_loading(rank: int, flat: bool, ranks_tmp_path: Path) -> None:
+    def trained(kind: Callable[..., optim.Optimizer], steps: range, source: Path | None) -> tuple[Any, Any]:
+        model = small_model()
+        first, second, third = (list(model[i].parameters()) for i in (0, 2, 3))
+        optimizer = kind([{"params": first, "lr": 0.1}, {"params": second, "weight_decay": 0.1}])
+        if source is not None:
+            loaded(model, optimizer, source, None, flat=flat)
+            optimizer.add_param_group({"params": third, "lr": 0.2})
+        train(model, optimizer, steps)
+        return model, optimizer
+
+    def ours(groups: list[dict[str, Any]]) -> optim.Optimizer:
+        return ZeroRedundancyOptimizer(groups, optim.AdamW)
+
+    for name, kind in (("ours", ours), ("plain", optim.AdamW)):
+        model, optimizer = trained(kind, range(2), None)
+        saved(model, optimizer, ranks_tmp_path / name, None, flat=flat)
+    results = [
+        trained(kind, range(2, 4), ranks_tmp_path / name) for name, kind in (("plain", ours), ("ours", optim.AdamW))
+    ]
+    assert_bitwise_equal(results[0][0], results[1][0], "after loading and adding a group")
+    saved(*results[0], ranks_tmp_path / "grown", None, flat=flat)

@@ -130,7 +130,7 @@ def test_another_model_on_one_rank(rank: int) -> None:
     model, _ = twins()
     sharded = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW)
     model[0].weight.requires_grad_(rank == 0)
-    with pytest.raises(DisagreementError, match="0.weight|tensor 0"):
+    with pytest.raises(DisagreementError, match="tensor 0"):
         sharded.init_state()
     assert not sharded.state
 
