@@ -23,6 +23,7 @@ from training import (
     set_gradients,
     small_model,
     twins,
+    two_groups,
 )
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_testing import assert_replicas_equal
@@ -125,14 +126,6 @@ def test_one_run_that_is_resumed_at_many_world_sizes(
         saved = from_rank(saved, last)
         assert saved is not None
         assert_same_state(saved, plain.state_dict())
-
-
-def two_groups(module: nn.Module) -> list[dict[str, Any]]:
-    named = list(module.named_parameters())
-    return [
-        {"params": [item for item in named if item[1].dim() > 1], "weight_decay": 0.1},
-        {"params": [item for item in named if item[1].dim() <= 1], "lr": 0.02, "betas": (0.8, 0.9)},
-    ]
 
 
 @pytest.mark.ranks(3, backend="gloo")

@@ -67,6 +67,15 @@ def twins(make: Callable[[], nn.Module] = small_model) -> tuple[nn.Module, nn.Mo
     return model, copy.deepcopy(model)
 
 
+def two_groups(module: nn.Module) -> list[dict[str, Any]]:
+    """Named parameters in two groups: matrices, and the rest with hyperparameters of their own."""
+    named = list(module.named_parameters())
+    return [
+        {"params": [item for item in named if item[1].dim() > 1], "weight_decay": 0.1},
+        {"params": [item for item in named if item[1].dim() <= 1], "lr": 0.02, "betas": (0.8, 0.9)},
+    ]
+
+
 def assert_bitwise_equal(actual: nn.Module, expected: nn.Module, when: str) -> None:
     """Compare all parameters bitwise, NaN equal to NaN, naming the first that differs."""
     for (name, ours), (_, theirs) in zip(actual.named_parameters(), expected.named_parameters(), strict=True):
