@@ -128,7 +128,17 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, int
 
 def run_corpus(half: str, processes: int, folder: Path) -> Run:
     report = folder / "report.xml"
-    options = ["-p", "no:cacheprovider", "-p", "no:randomly", f"--junitxml={report}", f"--basetemp={folder / 'tmp'}"]
+    # Loaded once: a fresh worker takes more than a second for it, in its first backward.
+    loaded = ["-p", "torch._dynamo.compiled_autograd"]
+    options = [
+        *loaded,
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:randomly",
+        f"--junitxml={report}",
+        f"--basetemp={folder / 'tmp'}",
+    ]
     if processes:
         options += ["-n", str(processes)]
     files = [path.name for path in sorted(CORPUS.glob(f"{half}_*.py"))]
