@@ -55,26 +55,29 @@ def loaded(
     )
 
 
+ALL_PARTITIONS = ("whole", "split", "hybrid")
+RUNS: dict[str, tuple[type[optim.Optimizer], dict[str, Any], tuple[str, ...]]] = {
+    "AdamW": (optim.AdamW, {}, ALL_PARTITIONS),
+    "SGD": (optim.SGD, {"lr": 0.1, "momentum": 0.9}, ALL_PARTITIONS),
+    "Adafactor": (optim.Adafactor, {}, ("whole",)),
+    "Muon": (optim.Muon, {}, ("whole",)),
+}
+ALWAYS = {("AdamW", False), ("SGD", True), ("Adafactor", True), ("Muon", False)}
+
+
 @pytest.mark.ranks(4, backend="gloo")
 @pytest.mark.parametrize(
-    ("optimizer_class", "settings", "partitions"),
+    ("name", "flat"),
     [
-        (optim.AdamW, {}, ("whole", "split", "hybrid")),
-        (optim.SGD, {"lr": 0.1, "momentum": 0.9}, ("split", "hybrid", "whole")),
-        (optim.Adafactor, {}, ("whole",)),
-        (optim.Muon, {}, ("whole",)),
+        pytest.param(name, flat, marks=() if (name, flat) in ALWAYS else pytest.mark.exhaustive)
+        for name in RUNS
+        for flat in (False, True)
     ],
-    ids=["AdamW", "SGD", "Adafactor", "Muon"],
 )
-@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
 def test_saved_at_any_number_of_ranks_and_loaded_at_any_other(
-    rank: int,
-    optimizer_class: type[optim.Optimizer],
-    settings: dict[str, Any],
-    partitions: tuple[str, ...],
-    flat: bool,
-    ranks_tmp_path: Path,
+    rank: int, name: str, flat: bool, ranks_tmp_path: Path
 ) -> None:
+    optimizer_class, settings, partitions = RUNS[name]
     make: Callable[[], nn.Module] = matrices if optimizer_class is optim.Muon else small_model
     groups = {size: dist.new_group(list(range(size))) for size in SIZES}
     reference = make()
@@ -255,3 +258,26 @@ def test_several_groups_and_one_added_after_loading(rank: int, flat: bool, ranks
     ]
     assert_bitwise_equal(results[0][0], results[1][0], "after loading and adding a group")
     saved(*results[0], ranks_tmp_path / "grown", None, flat=flat)
+
+
+@pytest.mark.ranks(3, backend="gloo")
+def test_memory_formats(ranks_tmp_path: Path) -> None:
+    def made(memory_format: torch.memory_format) -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(8, 8, 3), nn.Conv2d(8, 16, 3))
+        return model.to(memory_format=memory_format)
+
+    formats = {"channels last": torch.channels_last, "contiguous": torch.contiguous_format}
+    reference = made(torch.contiguous_format)
+    train(reference, optim.AdamW(reference.parameters()), range(4))
+    for name, memory_format in formats.items():
+        model = made(memory_format)
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, partition=cutting("split"))
+        train(model, optimizer, range(2))
+        saved(model, optimizer, ranks_tmp_path / name, None, flat=False)
+    for source, (name, memory_format) in itertools.product(formats, formats.items()):
+        model = made(memory_format)
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, partition=cutting("split"))
+        loaded(model, optimizer, ranks_tmp_path / source, None, flat=False)
+        train(model, optimizer, range(2, 4))
+        assert_bitwise_equal(model, reference, f"saved as {source}, loaded as {name}")
