@@ -281,3 +281,38 @@ def test_memory_formats(ranks_tmp_path: Path) -> None:
         loaded(model, optimizer, ranks_tmp_path / source, None, flat=False)
         train(model, optimizer, range(2, 4))
         assert_bitwise_equal(model, reference, f"saved as {source}, loaded as {name}")
+
+
+@pytest.mark.ranks(3, backend="gloo")
+@pytest.mark.parametrize("partition", ["whole", "split"])
+def test_odd_shapes_and_dtypes(partition: str, ranks_tmp_path: Path) -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.scalar = nn.Parameter(torch.randn(()))
+            self.empty = nn.Parameter(torch.empty(0, 4))
+            self.brain = nn.Parameter(torch.randn(300, 3).bfloat16())
+            self.transposed = nn.Parameter(torch.randn(5, 200).t())
+            self.imaginary = nn.Parameter(torch.randn(200, 2, dtype=torch.complex64))
+            self.wide = nn.Parameter(torch.randn(1, 400, 1, dtype=torch.float64))
+
+    reference = Odd()
+    plain = optim.Adam(reference.parameters(), amsgrad=True)
+    train(reference, plain, range(2))
+    saved(reference, plain, ranks_tmp_path / "plain", None, flat=True)
+    train(reference, plain, range(2, 4))
+
+    def sharded(model: nn.Module) -> ZeroRedundancyOptimizer:
+        return ZeroRedundancyOptimizer(model.parameters(), optim.Adam, partition=cutting(partition), amsgrad=True)
+
+    model = Odd()
+    optimizer = sharded(model)
+    train(model, optimizer, range(2))
+    saved(model, optimizer, ranks_tmp_path / "ours", None, flat=True)
+    for source in ("ours", "plain"):
+        model = Odd()
+        optimizer = sharded(model)
+        loaded(model, optimizer, ranks_tmp_path / source, None, flat=True)
+        train(model, optimizer, range(2, 4))
+        assert_bitwise_equal(model, reference, f"after loading {source}")
