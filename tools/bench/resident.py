@@ -51,6 +51,15 @@ def peaks_of(build: Callable[[], T], iterate: Callable[[T, B], object], batches:
     return {"overall": max(early, late) - before, "settled": late - before}
 
 
+def growth_of(operation: Callable[[], object]) -> int:
+    """Run an operation, and return how many bytes beyond those before it are resident at the highest."""
+    gc.collect()
+    before = resident("VmRSS")
+    _reset()
+    operation()
+    return resident("VmHWM") - before
+
+
 def return_freed_memory() -> None:
     """Make processes that are started from now on give back what they free, so that what is resident is in use."""
     os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "1048576")

@@ -44,7 +44,8 @@ class PartialState(dict[Any, Any]):
         """
         raise RuntimeError(
             "this state_dict() has only the values of one rank, and a file of it would lack the others'. Call "
-            "consolidate_state_dict(to=RANK) on all ranks beforehand, and save state_dict() of that rank"
+            "consolidate_state_dict(to=RANK) on all ranks beforehand, and save state_dict() of that rank; or save it "
+            "on all ranks with torch.distributed.checkpoint, in a thread and not in another process"
         )
 
 

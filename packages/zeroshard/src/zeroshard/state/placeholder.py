@@ -73,6 +73,10 @@ class StatePlaceholder(TensorWithoutValues):
         part = "" if self.part is None else f", part={tuple(self.part.shape)}"
         return f"StatePlaceholder({self._title}, shape={tuple(self.shape)}, dtype={self.dtype}{part})"
 
+    def __copy__(self) -> StatePlaceholder:
+        """Return another placeholder for the same part."""
+        return StatePlaceholder(self.shape, self.dtype, self.device, self._title, self.part, self.shard)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> StatePlaceholder:
         """Return another placeholder, with a copy of the part that this one holds."""
         part = None if self.part is None else self.part.detach().clone()
@@ -116,9 +120,10 @@ class StatePlaceholder(TensorWithoutValues):
         """Return the error for an operation, by its name."""
         return RuntimeError(
             f"{self._title} lies on other ranks, at least in part, and {operation} cannot be done with it here. "
-            f"torch.distributed.checkpoint saves it, if in a thread and not in another process. For all values on one "
-            f"rank, call on all ranks consolidate_state_dict(to=RANK), after which state_dict() has them there until "
-            f"the next step; or, by name, zeroshard.full_optimizer_state_dict(model, optimizer)"
+            f"torch.distributed.checkpoint saves it; its async_save() in a thread and not in another process, and with "
+            f"async_stager=DefaultStager(...) if it is given a storage_writer. For all values on one rank, call on all "
+            f"ranks consolidate_state_dict(to=RANK), after which state_dict() has them there until the next step; or, "
+            f"by name, zeroshard.full_optimizer_state_dict(model, optimizer)"
         )
 
 
