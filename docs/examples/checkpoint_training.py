@@ -17,7 +17,7 @@ def make_model() -> nn.Module:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    """Train for these steps; all ranks draw the same rows, and each takes its share."""
+    """Train for these steps. All ranks draw the same rows, and each takes its share; the learning rate falls."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     for step in steps:
         drawing = torch.Generator().manual_seed(step)
@@ -26,6 +26,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
         loss = (model(rows) - rows.sum(1, keepdim=True)).square().mean()
         loss.backward()
         optimizer.step()
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.9
 
 
 def newest(folder: Path, last_file: str = ".metadata") -> Path | None:
