@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ddp_training import HOOKS, Twins
 from torch import nn, optim
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
@@ -398,6 +399,19 @@ def test_distributed_checkpoints_reader_on_more_ranks_than_tensors(rank: int) ->
     assert set(get_optimizer_state_dict(model, sharded)["state"]) == {"weight", "bias"}
     train([(model, sharded)], range(1, 2))
     assert_replicas_equal(model.parameters())
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.parametrize("hook", HOOKS)
+def test_distributed_checkpoints_reader_of_an_optimizer_that_keeps_no_state(hook: str) -> None:
+    # torch steps an optimizer that looks untrained, which a hook refuses, and leaves the learning rate 0.
+    pair = Twins(hook, optimizer=optim.SGD)
+    pair.optimizer.init_state()
+    for seed in range(3):
+        assert get_optimizer_state_dict(pair.ddp, pair.optimizer)["state"] == {}
+        pair.iterate(seed)
+        pair.optimizer.zero_grad()
+    pair.check("after 3 iterations")
 
 
 @pytest.mark.ranks(3, backend="gloo")

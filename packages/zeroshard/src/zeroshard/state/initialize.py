@@ -37,6 +37,7 @@ def init_state(sharding: Sharding, metadata: StateMetadata) -> None:
         local.optim.state = defaultdict(dict, _state_after_a_step(local))
 
     take_over(sharding, layout, metadata, "init_state()", install)
+    metadata.keeps_none = metadata.is_empty
 
 
 def _state_after_a_step(local: LocalOptimizer) -> dict[torch.Tensor, Any]:

@@ -27,12 +27,14 @@ class StateMetadata:
     Attributes:
         consolidated_to: the rank to which the state was consolidated since the last step, if it was.
         consolidated: the whole state dict, on that rank.
+        keeps_none: whether init_state() has found that the optimizer keeps no state.
     """
 
     def __init__(self, sharding: Sharding, *, leaves_objects: bool) -> None:
         self._sharding, self._leaves_objects = sharding, leaves_objects
         self._described: dict[int, Described] = {}
         self._told, self._seen = "{}", [0]
+        self.keeps_none = False
         self.drop_consolidated()
 
     def drop_consolidated(self) -> None:

@@ -60,6 +60,10 @@ class StateView(MutableMapping[Any, Any]):
     def __len__(self) -> int:
         return len(list(iter(self)))
 
+    def __bool__(self) -> bool:
+        # torch.distributed.checkpoint makes a step where this is False.
+        return self._metadata.keeps_none or len(self) > 0
+
     def __contains__(self, key: object) -> bool:
         index = self._other(key)
         return self._local_key(key) in self._state if index is None else index in self._metadata

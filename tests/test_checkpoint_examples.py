@@ -1,0 +1,114 @@
+"""The scripts of the page about checkpoints: what they save is resumed as if training had never stopped."""
+
+from __future__ import annotations
+
+import functools
+import runpy
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import zeroshard
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from training import cutting
+from zeroshard_testing import run_on_ranks
+
+EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
+# Other numbers of ranks add up gradients in another order, which changes their last bits: some 1e-16. AdamW divides by
+# the size of a gradient, and multiplies by the learning rate, so parameters change by little more.
+ROUNDING = 1e-12
+
+
+def run(partition: str, script: str, *arguments: object) -> None:
+    sys.argv = [script, *map(str, arguments)]
+    sharded = functools.partial(zeroshard.ZeroRedundancyOptimizer, partition=cutting(partition))
+    with (
+        mock.patch.object(zeroshard, "ZeroRedundancyOptimizer", sharded),
+        mock.patch.object(sys, "path", [str(EXAMPLES), *sys.path]),
+    ):
+        runpy.run_path(str(EXAMPLES / script))
+
+
+def train(ranks: int, script: str, *arguments: object, partition: str = "whole") -> None:
+    run_on_ranks(run, ranks, partition, script, *arguments, init=False)
+
+
+def read(checkpoint: Path) -> dict[str, Any]:
+    dcp_to_torch_save(checkpoint, checkpoint / "whole.pt")
+    return torch.load(checkpoint / "whole.pt")
+
+
+def assert_same(actual: dict[str, Any], expected: dict[str, Any], rounding: float) -> None:
+    assert actual["steps"] == expected["steps"]
+    assert actual["optimizer"]["param_groups"] == expected["optimizer"]["param_groups"]
+    for found, of in ((actual["model"], expected["model"]), (actual["optimizer"]["state"], expected["optimizer"]["state"])):
+        torch.testing.assert_close(found, of, rtol=0, atol=rounding)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    train(2, "checkpoint_dcp.py", "sharded", folder, 10)
+    return read(folder / "000010")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    train(2, "checkpoint_dcp.py", "sharded", folder, 5)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "rounding"),
+    [
+        ("sharded", 2, 0),
+        ("sharded", 3, ROUNDING),
+        ("plain", 1, ROUNDING),
+        ("plain", 2, 0),
+        ("fsdp", 3, ROUNDING),
+    ],
+)
+def test_any_optimizer_resumes_at_any_number_of_ranks(
+    kind: str, ranks: int, rounding: float, saved: Path, uninterrupted: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(saved, tmp_path / "run")
+    train(ranks, "checkpoint_dcp.py", kind, folder, 10)
+    assert_same(read(folder / "000010"), uninterrupted, rounding)
+
+
+@pytest.mark.parametrize(("kind", "ranks"), [("plain", 1), ("fsdp", 2)])
+def test_what_others_have_saved_is_resumed_sharded(
+    kind: str, ranks: int, uninterrupted: dict[str, Any], tmp_path: Path
+) -> None:
+    train(ranks, "checkpoint_dcp.py", kind, tmp_path, 5)
+    train(3, "checkpoint_dcp.py", "sharded", tmp_path, 10, partition="split")
+    assert_same(read(tmp_path / "000010"), uninterrupted, ROUNDING)
+
+
+def test_saved_while_training_goes_on(saved: Path, uninterrupted: dict[str, Any], tmp_path: Path) -> None:
+    train(2, "checkpoint_async.py", tmp_path, 10)
+    assert_same(read(tmp_path / "000005"), read(saved / "000005"), 0)
+    assert_same(read(tmp_path / "000010"), uninterrupted, 0)
+
+
+@pytest.mark.parametrize("partition", ["whole", "split", "hybrid"])
+def test_safetensors(partition: str, uninterrupted: dict[str, Any], tmp_path: Path) -> None:
+    expected = {f"model.{name}": value for name, value in uninterrupted["model"].items()} | {
+        f"state.{name}.{key}": value
+        for name, entries in uninterrupted["optimizer"]["state"].items()
+        for key, value in entries.items()
+    }
+    train(2, "checkpoint_safetensors.py", tmp_path / "two", 5, partition=partition)
+    shutil.copytree(tmp_path / "two", tmp_path / "three")
+    for folder, ranks, rounding in (("two", 2, 0), ("three", 3, ROUNDING)):
+        train(ranks, "checkpoint_safetensors.py", tmp_path / folder, 10, partition=partition)
+        found = {name: torch.full_like(value, torch.nan) for name, value in expected.items()}
+        dcp.load(found, storage_reader=HuggingFaceStorageReader(tmp_path / folder / "000010"), no_dist=True)
+        torch.testing.assert_close(found, expected, rtol=0, atol=rounding)
