@@ -42,6 +42,11 @@ class StateMetadata:
         self.consolidated_to: int | None = None
         self.consolidated: dict[str, Any] | None = None
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no rank has any state."""
+        return not self._described
+
     def __contains__(self, index: int) -> bool:
         """Whether a parameter, by its tensor index, has state on any rank."""
         return index in self._described
