@@ -35,7 +35,7 @@ PACKAGES: dict[str, list[str]] = {
     "zeroshard-testing": ["zeroshard-testing"],
 }
 BACKENDS = {"gloo-cpu": ["ci", "nightly"], "gloo-cuda": ["gpu"], "nccl": ["gpu"], "fake": ["ci", "nightly"]}
-TEST_NEEDS = ["pytest", "hypothesis"]
+TEST_NEEDS = ["pytest", "hypothesis", "safetensors"]
 # What the harness and its tests use where it is there; only sessions that look at all packages install it.
 PLUGIN_NEEDS = ["pytest-xdist", "pytest-cov", "pytest-timeout", "cloudpickle", "numpy", "expecttest"]
 # Under which users train; only the frameworks session installs them, and tests of those that are missing are skipped.

@@ -1,22 +1,37 @@
-"""What the scripts about checkpoints train, and where they look for the newest checkpoint."""
+"""What the scripts about checkpoints train, in one of three ways."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW, Optimizer
+from zeroshard import ZeroRedundancyOptimizer
+from zeroshard_integrations.ddp import reduce_to_owner_hook
 
 
-def make_model() -> nn.Module:
-    """Return a small model, the same on every rank."""
+def build(kind: str) -> tuple[nn.Module, Optimizer]:
+    """Return a small model, the same on every rank, and its optimizer."""
     torch.manual_seed(0)
-    # float64: another number of ranks then changes results by some 1e-15.
-    return nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)).double()
+    # float64: another number of ranks then changes results by some 1e-16.
+    model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)).double()
+    if kind == "sharded":
+        ddp = DistributedDataParallel(model)
+        optimizer = ZeroRedundancyOptimizer(ddp.parameters(), AdamW, lr=1e-3)
+        ddp.register_comm_hook(optimizer, reduce_to_owner_hook)
+        return ddp, optimizer
+    if kind == "plain":
+        ddp = DistributedDataParallel(model)
+        return ddp, AdamW(ddp.parameters(), lr=1e-3)
+    if kind == "fsdp":
+        fully_shard(model)
+        return model, AdamW(model.parameters(), lr=1e-3)
+    raise ValueError(f"{kind!r} is none of 'sharded', 'plain', 'fsdp'")
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+def train(model: nn.Module, optimizer: Optimizer, steps: range) -> None:
     """Train for these steps. All ranks draw the same rows, and each takes its share; the learning rate falls."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     for step in steps:
@@ -28,8 +43,5 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
         optimizer.step()
         for group in optimizer.param_groups:
             group["lr"] *= 0.9
-
-
-def newest(folder: Path, last_file: str = ".metadata") -> Path | None:
-    """Return the newest checkpoint that is complete: the one that has the file that is written last."""
-    return max((file.parent for file in folder.glob(f"*/{last_file}")), default=None)
+    if rank == 0:
+        print(f"steps {steps.start + 1} to {steps.stop} on {ranks} ranks")
