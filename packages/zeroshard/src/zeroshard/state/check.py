@@ -154,13 +154,15 @@ def check_state_dict(
     _check_other_keys(others, (int, *{type(key) for key in index_of}))
     is_partial = has_placeholder(state)
     stateful_groups = {plan.tensors[index].group for index, entries in by_tensor.items() if entries}
-    for index, (spec, param) in enumerate(zip(plan.tensors, parameters_of(groups), strict=True)):
-        where = f"loaded state dict, parameter {index} {spec.name!r}"
+    for (key, index), spec, param in zip(index_of.items(), plan.tensors, parameters_of(groups), strict=True):
+        by_name = isinstance(key, str)
+        where = f"loaded state dict, parameter {index} {key if by_name else spec.name!r}"
         if index in by_tensor:
             _check_entries(by_tensor[index], param, where)
             if by_tensor[index]:
                 schema.check(by_tensor[index], spec, param.layout, saved_groups[spec.group], where)
-        elif spec.trainable and spec.group in stateful_groups and not (is_partial or metadata.lacks(index)):
+        elif spec.trainable and spec.group in stateful_groups and not (is_partial or by_name or metadata.lacks(index)):
+            # By name they come from torch.distributed.checkpoint, which has refused this unless `strict` is False.
             raise ValueError(
                 f"{where}: missing entry, there is no state for it, though other parameters of its group have state. "
                 f"If it was never stepped before the checkpoint was made, say so: state_dict['state'][{index}] = {{}}"
