@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -36,10 +36,15 @@ def assert_same(actual: Any, expected: Any) -> None:
             assert ours[path] == value, path
 
 
-def assert_listed(actual: Any, expected: Any) -> None:
+def assert_listed(actual: Any, expected: Any, replicated: Collection[str] = ()) -> None:
     """Compare what a rank lists with all values: it is a part of them, and each element lies on one rank. Collective.
 
     Boxes of parts are asked for as torch.distributed.checkpoint asks.
+
+    Args:
+        actual: with placeholders.
+        expected: without.
+        replicated: names of parameters whose state lies on every rank.
     """
     ours, theirs = dict(leaves(actual)), dict(leaves(expected))
     assert ours.keys() == theirs.keys()
@@ -47,7 +52,9 @@ def assert_listed(actual: Any, expected: Any) -> None:
     for number, (path, value) in enumerate(theirs.items()):
         listed = ours[path]
         if not isinstance(value, torch.Tensor):
-            assert listed == value, path
+            # A number of another rank's state is listed as a tensor.
+            assert isinstance(listed, StatePlaceholder) or listed == value, path
+            held[number] += not isinstance(listed, StatePlaceholder)
             continue
         assert (listed.shape, listed.dtype, listed.device) == (value.shape, value.dtype, value.device), path
         boxes = [((0,) * value.dim(), listed)]
@@ -61,6 +68,9 @@ def assert_listed(actual: Any, expected: Any) -> None:
             held[number] += part.numel()
     dist.all_reduce(held)
     for count, (path, value) in zip(held.tolist(), theirs.items(), strict=True):
-        if isinstance(value, torch.Tensor):
+        copies = dist.get_world_size() if any(name in ".".join(map(str, path)) for name in replicated) else 1
+        if isinstance(value, torch.Tensor) and value.dim() > 0:
+            assert count == copies * value.numel(), f"{count} elements of {path} are listed"
+        else:
             # A step count travels with each part.
-            assert count == value.numel() or (value.dim() == 0 and count > 0), f"{count} elements of {path} are listed"
+            assert count > 0, path
