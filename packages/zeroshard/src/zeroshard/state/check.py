@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -66,8 +67,13 @@ class CheckedStateDict:
         owned = [self.by_tensor.get(shard.tensor, {}).values() for shard in plan.of_rank(rank)]
         if not any(owned):
             return Given.NOTHING_OWNED
-        lacks = any(has_placeholder(value) and getattr(value, "shard", None) is None for of in owned for value in of)
-        return Given.LACKING if lacks else Given.OWNED
+        return Given.LACKING if any(_lacks(value) for of in owned for value in of) else Given.OWNED
+
+    def numbers(self, plan: Plan) -> list[int]:
+        """Return a checksum of the numbers of each tensor's state and of all else; 0 if some of it is not here."""
+        counted = [self.by_tensor.get(index, {}) for index in range(len(plan.tensors))]
+        others = {} if has_placeholder(self.by_tensor) else self.others
+        return [0 if _lacks(entries) else zlib.crc32(in_words(entries).encode()) or 1 for entries in (*counted, others)]
 
     def part_of(self, rank: int, plan: Plan) -> LoadedPart:
         """Return what a rank loads.
@@ -83,6 +89,13 @@ class CheckedStateDict:
         }
         groups = [{key: value for key, value in group.items() if key not in NOT_SYNCED} for group in self.groups]
         return LoadedPart({**owned, **self.others}, groups, sorted(self.by_tensor))
+
+
+def _lacks(value: object) -> bool:
+    """Whether a part of an entry, or of a container of entries, is neither here nor cut."""
+    if isinstance(value, Mapping):
+        return any(map(_lacks, value.values()))
+    return has_placeholder(value) and getattr(value, "shard", None) is None
 
 
 def _owned(entries: Mapping[Any, Any], plan: Plan, shard: Shard) -> dict[Any, Any]:

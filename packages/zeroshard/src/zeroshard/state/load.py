@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,7 +11,7 @@ from zeroshard_comm import Control, DisagreementError, agreed, explain_configs
 
 from zeroshard.layout import Layout
 from zeroshard.local_optimizer import LocalOptimizer, sync_groups
-from zeroshard.param_groups import ParamGroup, in_words, parameters_of
+from zeroshard.param_groups import ParamGroup, parameters_of
 from zeroshard.sharding import Sharding
 from zeroshard.state.check import Given, LoadedPart, check_state_dict
 from zeroshard.state.metadata import StateMetadata
@@ -52,7 +51,7 @@ def load(
     control, layout = sharding.control, sharding.layout
     rank, parts, holder = control.ranks.rank, dict[int, LoadedPart](), metadata.consolidated_to
     given: Mapping[str, Any] = {}
-    form = Given.NOTHING_OWNED
+    form, numbers = Given.NOTHING_OWNED, [0] * (len(sharding.layout.plan.tensors) + 1)
     with agreed(control, "load_state_dict()", _explain) as declared:
         given = read()
         layout = sharding.update_layout(groups)
@@ -64,7 +63,7 @@ def load(
         is_empty = isinstance(given, Mapping) and not given and from_rank != rank
         checked = None if is_empty else check_state_dict(given, groups, layout.plan, schema, metadata)
         if checked is not None:
-            form = checked.form(rank, layout.plan)
+            form, numbers = checked.form(rank, layout.plan), checked.numbers(layout.plan)
             hands_out = rank == (holder if from_rank is None else from_rank) and form is Given.WHOLE
             receivers = ranks if hands_out else [] if form is Given.LACKING and holder is not None else [rank]
             parts = {receiver: checked.part_of(receiver, layout.plan) for receiver in receivers}
@@ -79,7 +78,7 @@ def load(
     if not control.flagged:
         return False
     if from_rank is None:
-        from_rank = _source(control, form, given, holder)
+        from_rank = _source(control, form, numbers, holder)
     part = _handed_out(control, parts, from_rank)
     take_over(sharding, layout, metadata, "load_state_dict()", lambda: _install(sharding.local, part))
     sync_groups(sharding.local.optim.param_groups, groups)
@@ -116,7 +115,7 @@ def take_over(
         raise
 
 
-def _source(control: Control, form: Given, given: Mapping[str, Any], holder: int | None) -> int | None:
+def _source(control: Control, form: Given, numbers: Sequence[int], holder: int | None) -> int | None:
     """Compare what ranks were handed. Collective.
 
     Returns:
@@ -124,22 +123,22 @@ def _source(control: Control, form: Given, given: Mapping[str, Any], holder: int
         theirs; None if each rank has its own.
 
     Raises:
-        DisagreementError: if ranks were handed all values, but different numbers, or only some ranks all values.
+        DisagreementError: if ranks were handed different numbers, or one the consolidated state but not back.
     """
-    number = zlib.crc32(in_words(given["state"]).encode()) if form is Given.WHOLE else 0
-    told = dict(enumerate(control.all_gather_ints([form.value, number], "load_state_dict()")))
-    lacking = any(value == Given.LACKING.value for value, _ in told.values())
-    if lacking and holder is not None and told.pop(holder)[0] != Given.WHOLE.value:
+    forms, *rows = zip(*control.all_gather_ints([form.value, *numbers], "load_state_dict()"), strict=True)
+    lacking = Given.LACKING.value in forms
+    if lacking and holder is not None and forms[holder] != Given.WHOLE.value:
         raise DisagreementError(
             f"load_state_dict(): rank {holder}, which has the consolidated state, did not hand it in"
         )
-    counted = {rank: each for rank, each in told.items() if each[0] != Given.NOTHING_OWNED.value}
-    first = next(iter(counted), 0)
-    different = [rank for rank, each in counted.items() if each != counted[first]]
-    if different:
-        raise DisagreementError(
-            f"load_state_dict(): rank {different[0]} differs from rank {first}: they were handed different checkpoints"
-        )
+    for row in rows:
+        having = [rank for rank, number in enumerate(row) if number]
+        different = [rank for rank in having if row[rank] != row[having[0]]]
+        if different:
+            raise DisagreementError(
+                f"load_state_dict(): rank {different[0]} differs from rank {having[0]}: they were handed different "
+                f"checkpoints"
+            )
     return holder if lacking else None
 
 
