@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ddp_training import HOOKS, Twins
 from listed_state import assert_listed, assert_same, leaves
 from torch import nn, optim
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
@@ -471,16 +472,25 @@ def test_after_init_state_nothing_is_stepped(partition: str) -> None:
 
 @pytest.mark.ranks(2, backend="gloo")
 @pytest.mark.parametrize("hook", HOOKS)
-@LAYOUTS
-def test_gradients_that_come_in_buckets(hook: str, flat: bool) -> None:
-    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+def test_optimizers_with_a_communication_hook(hook: str) -> None:
+    twins = Twins(hook, partition="split")
 
-    def lists(twins: Twins) -> tuple[Any, Any]:
-        return (
-            get_optimizer_state_dict(twins.ddp, twins.optimizer, options=options),
-            get_optimizer_state_dict(twins.reference, twins.plain, options=options),
-        )
+    def get(**options: Any) -> list[Any]:
+        return [get_optimizer_state_dict(*side, options=StateDictOptions(**options)) for side in twins.sides]
 
-    twins = Twins(hook)
-    twins.train(2)
-    assert_listed(*lists(twins))
+    # Torch makes state by a step without a backward, also if steps are made in backward.
+    assert_listed(*get())
+    for flat in (False, True):
+        for seed in range(2):
+            twins.iterate(seed)
+        given = copy.deepcopy(get(flatten_optimizer_state_dict=flat))
+        values = copy.deepcopy(twins.plain_ddp.state_dict())
+        twins.iterate(2)
+        for (ddp, optimizer), state_dict in zip(twins.sides, given, strict=True):
+            ddp.load_state_dict(values)
+            optimizer.zero_grad()
+            set_optimizer_state_dict(ddp, optimizer, state_dict)
+        assert_listed(*get())
+        for seed in range(3, 5):
+            twins.iterate(seed)
+        twins.check("after the load")
