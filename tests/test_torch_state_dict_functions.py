@@ -9,17 +9,21 @@ import copy
 import functools
 import io
 from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from ddp_training import HOOKS, Twins
 from listed_state import assert_listed, assert_same, leaves
 from torch import nn, optim
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    _patch_model_state_dict,
+    _patch_optimizer_state_dict,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
@@ -294,20 +298,20 @@ ALL_KINDS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", ALL_KINDS)
 def test_all_kinds_of_models_and_optimizers(kind: str) -> None:
     replicated = ("2.weight", "2.bias") if "plain" in kind else ()
-    for partition in ("whole", "split") if kind != "nested state" else ("whole",):
-        pair = Pair(partition, **ALL_KINDS[kind])
+    # Torch does not flatten an empty group, and what is not elementwise is not cut.
+    for partition, flat in (("whole", False), ("split", kind != "empty group")):
+        pair = Pair("whole" if kind == "nested state" else partition, **ALL_KINDS[kind])
+        options = {"flatten_optimizer_state_dict": flat}
         # Before any step torch makes one with learning rate 0.
         for steps in (range(0), range(2)):
             pair.train(steps)
-            for flat in (False, True) if kind != "empty group" else (False,):
-                options = {"flatten_optimizer_state_dict": flat}
-                given = copy.deepcopy(pair.get(**options))
-                assert_listed(*given, replicated)
-                other = pair.another()
-                other.go_on_from(pair.values())
-                other.set(*given, **options)
-                assert_listed(*other.get(**options), replicated)
-                other.train(range(2, 4))
+            given = copy.deepcopy(pair.get(**options))
+            assert_listed(*given, replicated)
+            other = pair.another()
+            other.go_on_from(pair.values())
+            other.set(*given, **options)
+            assert_listed(*other.get(**options), replicated)
+            other.train(range(2, 4))
 
 
 # ---------------------------------------------------------------- what is missing, extra, or does not fit
@@ -494,3 +498,35 @@ def test_optimizers_with_a_communication_hook(hook: str) -> None:
         for seed in range(3, 5):
             twins.iterate(seed)
         twins.check("after the load")
+
+
+# ---------------------------------------------------------------- handed to torch.distributed.checkpoint as they are
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.parametrize("patched", [False, True], ids=["by index", "by name"])
+def test_models_and_optimizers_are_saved_and_loaded_as_objects(patched: bool, ranks_tmp_path: Path) -> None:
+    def objects(pair: Pair) -> dict[str, Any]:
+        if patched:
+            _patch_model_state_dict(pair.model)
+            _patch_optimizer_state_dict(pair.model, optimizers=tuple(pair.sharded))
+        pair.sharded[0].init_state()
+        return {"model": pair.model, "optimizer": pair.sharded[0]}
+
+    pair = Pair("split")
+    pair.train(range(3))
+    theirs = copy.deepcopy(pair.get()[1])
+    dcp.save(objects(pair), checkpoint_id=ranks_tmp_path)
+    values = pair.values()
+    pair.train(range(3, 6))
+    for partition in ("split", "whole"):
+        other = Pair(partition)
+        other.reference.load_state_dict(values)
+        set_optimizer_state_dict(other.reference, other.plain, copy.deepcopy(theirs))
+        found = objects(other)
+        dcp.load({"model": found["model"]}, checkpoint_id=ranks_tmp_path)
+        assert_bitwise_equal(other.module, other.reference, "after the model alone was loaded")
+        dcp.load(found, checkpoint_id=ranks_tmp_path)
+        assert_listed(*other.get())
+        other.train(range(3, 6))
+        assert_bitwise_equal(other.module, pair.reference, f"by {partition}")
