@@ -198,12 +198,7 @@ class ShardedOptimizer:
                 raise failure
             finally:
                 del failure
-        rates = [group.get("lr", 1) for group in self.sharding.groups]
-        if self._metadata.is_empty and not follower.has_stepped and not any(rates):
-            # torch.distributed.checkpoint makes state so: by a step with learning rate 0, without a backward.
-            self.init_state()
-        else:
-            follower.on_step()
+        follower.on_step()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> torch.Tensor:
         """Scale the gradients of all parameters."""
