@@ -150,14 +150,18 @@ def test_only_the_rank_with_the_consolidated_state_hands_it_in(rank: int) -> Non
     optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW)
     train(model, optimizer, range(2))
     own = optimizer.state_dict()
+    stale = copy.deepcopy(own)
+    train(model, optimizer, range(2, 3))
     optimizer.consolidate_state_dict(to=1)
     listed = optimizer.state_dict()
     before = copy.deepcopy(optimizer.optim.state_dict())
-    for given in (own if rank == 1 else listed, listed if rank < 2 else own):
-        with pytest.raises(DisagreementError, match=r"it was handed|placeholders alone"):
-            optimizer.load_state_dict(given)
+    with pytest.raises(DisagreementError, match="rank 0 was handed placeholders alone, and rank 1, which has"):
+        optimizer.load_state_dict(own if rank == 1 else listed)
+    with pytest.raises(DisagreementError, match="rank 2 differs from rank 1: they were handed different checkpoints"):
+        optimizer.load_state_dict(stale if rank == 2 else listed)
     assert_same_state(optimizer.optim.state_dict(), before)
-    optimizer.load_state_dict(own)
+    # These are the same values.
+    optimizer.load_state_dict(own if rank == 2 else listed)
     assert_same_state(optimizer.optim.state_dict(), before)
 
 

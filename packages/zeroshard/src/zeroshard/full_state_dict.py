@@ -37,4 +37,6 @@ def full_optimizer_state_dict(
     optimizer.init_state()
     optimizer.consolidate_state_dict(to=to)
     found: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
+    # What was never stepped, or is frozen, is not listed without sharding.
+    found["state"] = {name: entries for name, entries in found["state"].items() if entries}
     return found if optimizer.rank == to else {}

@@ -198,7 +198,12 @@ class ShardedOptimizer:
                 raise failure
             finally:
                 del failure
-        follower.on_step()
+        may_be_torch = self._metadata.is_empty and not follower.has_stepped
+        if may_be_torch and not any(group.get("lr", 1) for group in self.sharding.groups):
+            # torch.distributed.checkpoint makes state so: by a step with learning rate 0, without a backward.
+            self.init_state()
+        else:
+            follower.on_step()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> torch.Tensor:
         """Scale the gradients of all parameters."""

@@ -159,9 +159,9 @@ class GradAccumulator:
         """Return the error for a gradient that was never reduced."""
         return RuntimeError(
             f"the gradient of tensor {tensor} {self._plan.tensors[tensor].name!r} has not been reduced: the last "
-            f"backward() before step() was under no_sync(), and must not be; or the parameter was unused, which needs "
-            f"find_unused_parameters=True, or frozen since DistributedDataParallel wrapped the model: wrap it anew; or "
-            f"torch.distributed.checkpoint makes a step to learn which state there is: call init_state() before it"
+            f"backward() before step() was under no_sync(), and must not be; or DistributedDataParallel waits for a "
+            f"parameter that it did not use, which needs find_unused_parameters=True, or that was frozen since the "
+            f"model was wrapped, which must then be wrapped anew"
         )
 
     def is_used(self, tensor: int) -> bool:

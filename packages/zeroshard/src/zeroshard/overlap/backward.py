@@ -64,6 +64,11 @@ class BackwardFollower:
         """Whether a backward is producing buckets."""
         return self.scheduler.gradients.in_backward
 
+    @property
+    def has_stepped(self) -> bool:
+        """Whether a backward has stepped since the last call of ``step()``."""
+        return self._backwards_since_step > 0
+
     def knows(self, params: Sequence[torch.Tensor]) -> bool:
         """Whether the first bucket of the last backward had these parameters."""
         known = self.scheduler.buckets.by_index.get(0)

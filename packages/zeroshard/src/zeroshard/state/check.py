@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -18,15 +19,12 @@ from zeroshard.state.schema import StateSchema
 
 
 class Given(Enum):
-    """Which values the state dict of a rank has, in words for errors.
+    """Which values the state dict of a rank has."""
 
-    ``LACKING`` if placeholders stand even for what this rank owns, as while another rank has the consolidated state.
-    """
-
-    WHOLE = "all values"
-    OWNED = "the values that it owns"
-    NOTHING_OWNED = "no values, as it owns none"
-    LACKING = "placeholders alone"
+    WHOLE = "all"
+    OWNED = "those that the rank owns"
+    NOTHING_OWNED = "none, and the rank owns none"
+    LACKING = "not even those that the rank owns, as while another one has the consolidated state"
 
 
 @dataclass(frozen=True)
@@ -67,8 +65,19 @@ class CheckedStateDict:
         owned = [self.by_tensor.get(shard.tensor, {}).values() for shard in plan.of_rank(rank)]
         if not any(owned):
             return Given.NOTHING_OWNED
-        lacks = any(has_placeholder(value) and getattr(value, "shard", None) is None for of in owned for value in of)
-        return Given.LACKING if lacks else Given.OWNED
+        return Given.LACKING if any(_lacks(value) for of in owned for value in of) else Given.OWNED
+
+    def checksums(self, plan: Plan) -> list[int]:
+        """Return a checksum of each tensor's state, and one of all else; 0 if some of it is not here.
+
+        Of numbers, and of one element of each entry that is here as a whole: two checkpoints differ in these.
+        """
+        counted = [self.by_tensor.get(index, {}) for index in range(len(plan.tensors))]
+        others = {} if has_placeholder(self.by_tensor) else self.others
+        return [
+            0 if _lacks(entries) else zlib.crc32(f"{in_words(entries)} {_samples(entries)}".encode()) or 1
+            for entries in (*counted, others)
+        ]
 
     def part_of(self, rank: int, plan: Plan) -> LoadedPart:
         """Return what a rank loads.
@@ -84,6 +93,22 @@ class CheckedStateDict:
         }
         groups = [{key: value for key, value in group.items() if key not in NOT_SYNCED} for group in self.groups]
         return LoadedPart({**owned, **self.others}, groups, sorted(self.by_tensor))
+
+
+def _lacks(value: object) -> bool:
+    """Whether a part of an entry, or of a container of entries, is neither here nor cut."""
+    if isinstance(value, Mapping):
+        return any(map(_lacks, value.values()))
+    return has_placeholder(value) and getattr(value, "shard", None) is None
+
+
+def _samples(entries: Mapping[Any, Any]) -> list[Any]:
+    """The first element of each strided tensor that has one."""
+    return [
+        value[(0,) * value.dim()].item()
+        for value in entries.values()
+        if type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided and value.numel() > 0
+    ]
 
 
 def _owned(entries: Mapping[Any, Any], plan: Plan, shard: Shard) -> dict[Any, Any]:
@@ -155,13 +180,15 @@ def check_state_dict(
     _check_other_keys(others, (int, *{type(key) for key in index_of}))
     is_partial = has_placeholder(state)
     stateful_groups = {plan.tensors[index].group for index, entries in by_tensor.items() if entries}
-    for index, (spec, param) in enumerate(zip(plan.tensors, parameters_of(groups), strict=True)):
-        where = f"loaded state dict, parameter {index} {spec.name!r}"
+    for (key, index), spec, param in zip(index_of.items(), plan.tensors, parameters_of(groups), strict=True):
+        by_name = isinstance(key, str)
+        where = f"loaded state dict, parameter {index} {key if by_name else spec.name!r}"
         if index in by_tensor:
             _check_entries(by_tensor[index], param, where)
             if by_tensor[index]:
                 schema.check(by_tensor[index], spec, param.layout, saved_groups[spec.group], where)
-        elif spec.trainable and spec.group in stateful_groups and not (is_partial or metadata.lacks(index)):
+        elif spec.trainable and spec.group in stateful_groups and not (is_partial or by_name or metadata.lacks(index)):
+            # By name they come from torch.distributed.checkpoint, which has refused this unless `strict` is False.
             raise ValueError(
                 f"{where}: missing entry, there is no state for it, though other parameters of its group have state. "
                 f"If it was never stepped before the checkpoint was made, say so: state_dict['state'][{index}] = {{}}"

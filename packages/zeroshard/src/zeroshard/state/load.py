@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,7 +11,7 @@ from zeroshard_comm import Control, DisagreementError, agreed, explain_configs
 
 from zeroshard.layout import Layout
 from zeroshard.local_optimizer import LocalOptimizer, sync_groups
-from zeroshard.param_groups import ParamGroup, in_words, parameters_of
+from zeroshard.param_groups import ParamGroup, parameters_of
 from zeroshard.sharding import Sharding
 from zeroshard.state.check import Given, LoadedPart, check_state_dict
 from zeroshard.state.metadata import StateMetadata
@@ -54,7 +53,7 @@ def load(
     control, layout = sharding.control, sharding.layout
     rank, parts, holder = control.ranks.rank, dict[int, LoadedPart](), metadata.consolidated_to
     given: Mapping[str, Any] = {}
-    form = Given.NOTHING_OWNED
+    form, checksums = Given.NOTHING_OWNED, [0] * (1 + len(sharding.params))
     with agreed(control, "load_state_dict()", _explain) as declared:
         given = read()
         layout = sharding.update_layout(groups)
@@ -66,7 +65,7 @@ def load(
         is_empty = isinstance(given, Mapping) and not given and from_rank != rank
         checked = None if is_empty else check_state_dict(given, groups, layout.plan, schema, metadata)
         if checked is not None:
-            form = checked.form(rank, layout.plan)
+            form, checksums = checked.form(rank, layout.plan), checked.checksums(layout.plan)
             hands_out = rank == (holder if from_rank is None else from_rank) and form is Given.WHOLE
             receivers = ranks if hands_out else [] if form is Given.LACKING and holder is not None else [rank]
             parts = {receiver: checked.part_of(receiver, layout.plan) for receiver in receivers}
@@ -81,7 +80,7 @@ def load(
     if not control.flagged:
         return False
     if from_rank is None:
-        from_rank = _source(control, form, given, holder)
+        from_rank = _source(control, form, checksums, holder)
     part = _handed_out(control, parts, from_rank)
     take_over(sharding, layout, metadata, "load_state_dict()", lambda: _install(sharding.local, part))
     sync_groups(sharding.local.optim.param_groups, groups)
@@ -118,7 +117,7 @@ def take_over(
         raise
 
 
-def _source(control: Control, form: Given, given: Mapping[str, Any], holder: int | None) -> int | None:
+def _source(control: Control, form: Given, checksums: Sequence[int], holder: int | None) -> int | None:
     """Compare what ranks were handed. Collective.
 
     Returns:
@@ -126,25 +125,25 @@ def _source(control: Control, form: Given, given: Mapping[str, Any], holder: int
         theirs; None if each rank has its own.
 
     Raises:
-        DisagreementError: if ranks were handed all values, but different numbers, or only some ranks all values.
+        DisagreementError: if ranks were handed different values, or only placeholders.
     """
-    number = zlib.crc32(in_words(given["state"]).encode()) if form is Given.WHOLE else 0
-    told = control.all_gather_ints([list(Given).index(form), number], "load_state_dict()")
-    forms = [list(Given)[position] for position, _ in told]
-    is_handed_out = holder is not None and Given.LACKING in forms and forms[holder] is Given.WHOLE
-    counted = [
-        rank
-        for rank, each in enumerate(forms)
-        if each is not Given.NOTHING_OWNED and not (is_handed_out and rank == holder)
-    ]
-    for rank in counted:
-        if told[rank] != told[counted[0]]:
-            here, there = forms[rank].value, forms[counted[0]].value
-            reason = f"it was handed {here}, the other {there}" if here != there else _DIFFERENT
-            raise DisagreementError(f"load_state_dict(): rank {rank} differs from rank {counted[0]}: {reason}")
-    if Given.LACKING in forms and not is_handed_out:
-        raise DisagreementError(f"load_state_dict(): all ranks were handed {Given.LACKING.value}")
-    return holder if is_handed_out else None
+    told = control.all_gather_ints([list(Given).index(form), *checksums], "load_state_dict()")
+    forms = [list(Given)[position] for position, *_ in told]
+    for of_tensor in zip(*[of_rank[1:] for of_rank in told], strict=True):
+        having = [rank for rank, checksum in enumerate(of_tensor) if checksum]
+        different = [rank for rank in having if of_tensor[rank] != of_tensor[having[0]]]
+        if different:
+            raise DisagreementError(
+                f"load_state_dict(): rank {different[0]} differs from rank {having[0]}: {_DIFFERENT}"
+            )
+    if Given.LACKING not in forms:
+        return None
+    if holder is None or forms[holder] is not Given.WHOLE:
+        raise DisagreementError(
+            f"load_state_dict(): rank {forms.index(Given.LACKING)} was handed placeholders alone, and rank {holder}, "
+            f"which has the consolidated state, was not handed that"
+        )
+    return holder
 
 
 def _handed_out(control: Control, parts: Mapping[int, LoadedPart], from_rank: int | None) -> LoadedPart:

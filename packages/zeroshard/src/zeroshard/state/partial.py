@@ -67,11 +67,13 @@ def list_state(
     """
     plan, inner = sharding.layout.plan, sharding.local.optim.state
     state: dict[Any, Any] = {}
+    # A rank with the consolidated state lists what was never stepped as empty: the others list the same keys.
+    stateful = {spec.group for index, spec in enumerate(plan.tensors) if not lists_own and metadata.placeholders(index)}
     for index, spec in enumerate(plan.tensors):
         shard = sharding.local.shards.get(index) if lists_own else None
         if shard is not None and shard.tensor in inner:
             state[index] = own_entries(shard, spec, inner[shard.tensor])
-        elif shard is None and index in metadata:
+        elif (shard is None and index in metadata) or spec.group in stateful:
             state[index] = metadata.placeholders(index)
     state |= {key: value for key, value in inner.items() if not isinstance(key, torch.Tensor)}
     indices = {id(param): index for index, param in enumerate(parameters_of(groups))}
