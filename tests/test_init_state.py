@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import _init_optim_state, get_optim
 from training import DENSE_OPTIMIZERS, ELEMENTWISE_OPTIMIZERS, assert_bitwise_equal, assert_same_state, cutting, twins
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_comm import DisagreementError
+from zeroshard_integrations.ddp import register_reduce_to_owner
 
 ALL = {**DENSE_OPTIMIZERS, "Muon": (optim.Muon, {}), "AdamW-tensor-lr": (optim.AdamW, {"lr": torch.tensor(0.01)})}
 
@@ -151,11 +152,18 @@ def test_with_a_hook(rank: int, hook: str) -> None:
 
 
 @pytest.mark.ranks(2, backend="gloo")
-@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("hook", [*HOOKS, "registered"])
 def test_torch_makes_a_step_if_init_state_was_not_called(rank: int, hook: str) -> None:
-    pair = Twins(hook)
+    pair = RegisteredTwins("owner") if hook == "registered" else Twins(hook)
     listed = get_optimizer_state_dict(pair.ddp, pair.optimizer)
     assert listed["state"].keys() == get_optimizer_state_dict(pair.plain_ddp, pair.plain)["state"].keys()
     for seed in range(3):
         pair.iterate(seed)
     pair.check("after 3 iterations")
+
+
+class RegisteredTwins(Twins):
+    """With the optimizer told of the hook before the first backward."""
+
+    def register(self, *_: object) -> None:
+        register_reduce_to_owner(self.ddp, self.optimizer)

@@ -153,6 +153,8 @@ class ShardedOptimizer:
         failure, self.hook_failure = self.hook_failure, None
         try:
             follower, loss = self.follower, None
+            if follower is not None and not (closure or failure) and self._is_torchs_own_step(follower):
+                return self.init_state()
             if follower is not None and follower.mode is not StepMode.IN_STEP:
                 # Nothing is sent here: Join contexts need not know, and errors are raised only on this rank.
                 return self._step_after_backward(follower, closure, arguments, failure)
@@ -170,6 +172,11 @@ class ShardedOptimizer:
         finally:
             del failure
         return result if loss is None else loss
+
+    def _is_torchs_own_step(self, follower: BackwardFollower) -> bool:
+        """Whether torch.distributed.checkpoint makes state: by a step with learning rate 0, without a backward."""
+        has_any = not self._metadata.is_empty or follower.has_gradients
+        return not has_any and not any(group.get("lr", 1) for group in self.sharding.groups)
 
     def apply_step(
         self, arguments: Mapping[str, Any], closure: Closure | None = None, problem: BaseException | None = None
@@ -198,12 +205,7 @@ class ShardedOptimizer:
                 raise failure
             finally:
                 del failure
-        may_be_torch = self._metadata.is_empty and not follower.has_stepped
-        if may_be_torch and not any(group.get("lr", 1) for group in self.sharding.groups):
-            # torch.distributed.checkpoint makes state so: by a step with learning rate 0, without a backward.
-            self.init_state()
-        else:
-            follower.on_step()
+        follower.on_step()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> torch.Tensor:
         """Scale the gradients of all parameters."""
