@@ -109,7 +109,12 @@ def tests(session: nox.Session) -> None:
     _pytest(session, *two_files_at_a_time, *tests, *session.posargs)
     session.log("2 of 2: rank tests")
     # Workers are forked from a process that has loaded these; each would load them otherwise, in its first test.
-    loaded = ["torch._dynamo.compiled_autograd", "zeroshard_integrations.ddp", "zeroshard_integrations.join"]
+    loaded = [
+        "torch._dynamo.compiled_autograd",
+        "torch.distributed.checkpoint.state_dict",
+        "zeroshard_integrations.ddp",
+        "zeroshard_integrations.join",
+    ]
     load = [argument for module in loaded for argument in ("-p", module)]
     _pytest(session, *two_files_at_a_time, *load, "tests", *session.posargs)
 
