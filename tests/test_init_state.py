@@ -167,3 +167,72 @@ class RegisteredTwins(Twins):
 
     def register(self, *_: object) -> None:
         register_reduce_to_owner(self.ddp, self.optimizer)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.parametrize("hook", HOOKS)
+def test_an_optimizer_without_state_is_listed_in_the_middle_of_a_run(rank: int, hook: str) -> None:
+    pair = Twins(hook, optimizer=optim.SGD, settings={"lr": 0.1})
+    for seed in range(2):
+        pair.iterate(seed)
+    for ddp, optimizer in pair.sides:
+        optimizer.zero_grad()
+        assert get_optimizer_state_dict(ddp, optimizer)["param_groups"][0]["lr"] == 0.1
+    for seed in range(2, 4):
+        pair.iterate(seed)
+    pair.check("after 4 iterations")
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_users_step_with_learning_rate_0_is_not_torchs(rank: int, hook: str) -> None:
+    pair = Twins(hook)
+    for _, optimizer in pair.sides:
+        optimizer.param_groups[0]["lr"] = 0.0
+    pair.iterate(0)
+    for _, optimizer in pair.sides:
+        optimizer.param_groups[0]["lr"] = 0.1
+    for seed in range(1, 3):
+        pair.iterate(seed)
+    pair.check("after warming up")
+    fresh = Twins(hook)
+    fresh.optimizer.param_groups[0]["lr"] = 0.0
+    with fresh.ddp.no_sync():
+        fresh.backward(fresh.ddp, 0, None)
+    if hook == "owner":
+        # The hook is not known yet: these gradients are stepped as they are.
+        return
+    with pytest.raises(RuntimeError, match="has not been reduced"):
+        fresh.optimizer.step()
+    assert not fresh.optimizer.state
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_what_was_consolidated_before_there_was_state(rank: int) -> None:
+    model, _ = twins()
+    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW)
+    sharded.consolidate_state_dict()
+    sharded.init_state()
+    assert len(sharded.state_dict()["state"]) == len(list(model.parameters()))
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_state_of_frozen_parameters_is_made_once_they_are_unfrozen(rank: int) -> None:
+    model, _ = twins()
+    model.requires_grad_(False)
+    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW)
+    sharded.init_state()
+    model.requires_grad_(True)
+    assert len(get_optimizer_state_dict(model, sharded)["state"]) == len(list(model.parameters()))
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_hyperparameters_are_listed_as_they_are_now(rank: int) -> None:
+    model, _ = twins()
+    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, lr=0.1)
+    train(model, sharded, range(1))
+    sharded.consolidate_state_dict()
+    sharded.param_groups[0]["lr"] = 0.05
+    assert sharded.state_dict()["param_groups"][0]["lr"] == 0.05
+    sharded.load_state_dict(sharded.state_dict())
+    assert sharded.optim.param_groups[0]["lr"] == 0.05

@@ -228,10 +228,10 @@ class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):  # type:
 
         Returns:
             ``{"state": {index: entries}, "param_groups": [...]}``, in the form of the unsharded optimizer. If the state
-            was consolidated to this rank since the last step, all of it, on the CPU, with the hyperparameters of that
-            moment. Otherwise this rank's own values (not copies), and placeholders for other ranks' values; or only
-            placeholders if the state was consolidated to another rank. A placeholder is a tensor with a shape, a dtype
-            and a device; reading or pickling it raises an error.
+            was consolidated to this rank since the last step, all of it, on the CPU. Otherwise this rank's own values
+            (not copies), and placeholders for other ranks' values; or only placeholders if the state was consolidated
+            to another rank. A placeholder is a tensor with a shape, a dtype and a device; reading or pickling it raises
+            an error.
 
         Raises:
             ValueError: if ``keys`` is ``"names"``, and the optimizer was built from parameters without names.

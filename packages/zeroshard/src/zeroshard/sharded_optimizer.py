@@ -16,10 +16,11 @@ from zeroshard.joining import Call, Participant
 from zeroshard.layout import Policy
 from zeroshard.local_optimizer import Closure
 from zeroshard.overlap.backward import BackwardFollower
+from zeroshard.overlap.placeholder import GradPlaceholder
 from zeroshard.overlap.scheduler import StepMode
 from zeroshard.param_groups import ParamGroup
 from zeroshard.sharding import Sharding
-from zeroshard.state.consolidate import consolidate
+from zeroshard.state.consolidate import consolidate, pack_groups
 from zeroshard.state.initialize import init_state
 from zeroshard.state.load import load
 from zeroshard.state.metadata import StateMetadata
@@ -121,7 +122,8 @@ class ShardedOptimizer:
             return list_state(self.sharding, self._metadata, self.sharding.groups, lists_own=lists_own)
         return {
             "state": {key: dict(value) if isinstance(value, dict) else value for key, value in whole["state"].items()},
-            "param_groups": [{**group, "params": list(group["params"])} for group in whole["param_groups"]],
+            # As they are now, as without sharding, and as the other ranks list them.
+            "param_groups": pack_groups(self.sharding.groups),
         }
 
     def init_state(self) -> None:
@@ -174,9 +176,11 @@ class ShardedOptimizer:
         return result if loss is None else loss
 
     def _is_torchs_own_step(self, follower: BackwardFollower) -> bool:
-        """Whether torch.distributed.checkpoint makes state: by a step with learning rate 0, without a backward."""
-        has_any = not self._metadata.is_empty or follower.has_gradients
-        return not has_any and not any(group.get("lr", 1) for group in self.sharding.groups)
+        """Whether torch.distributed.checkpoint steps to make state: with learning rate 0 and zeros as gradients."""
+        if not self._metadata.is_empty or follower.has_stepped or any(g.get("lr", 1) for g in self.sharding.groups):
+            return False
+        grads = [param.grad for param in self.sharding.params if param.requires_grad]
+        return all(grad is not None and type(grad) is not GradPlaceholder and not grad.any() for grad in grads)
 
     def apply_step(
         self, arguments: Mapping[str, Any], closure: Closure | None = None, problem: BaseException | None = None

@@ -65,9 +65,9 @@ class BackwardFollower:
         return self.scheduler.gradients.in_backward
 
     @property
-    def has_gradients(self) -> bool:
-        """Whether a backward has reduced gradients: since the last ``step()``, if it steps, else ever."""
-        return self.scheduler.has_buckets if self.mode is StepMode.IN_STEP else self._backwards_since_step > 0
+    def has_stepped(self) -> bool:
+        """Whether a backward has stepped since the last call of ``step()``."""
+        return self._backwards_since_step > 0
 
     def knows(self, params: Sequence[torch.Tensor]) -> bool:
         """Whether the first bucket of the last backward had these parameters."""

@@ -121,7 +121,8 @@ def _owned(entries: Mapping[Any, Any], plan: Plan, shard: Shard) -> dict[Any, An
             raise ValueError(
                 f"loaded state dict: the values of entry {key!r} of {spec.name!r}, which rank {shard.rank} owns, are "
                 f"not there. What state_dict() lists on a rank only fits the same rank of an optimizer with the same "
-                f"plan. Hand in a consolidated state dict: on every rank, or on one, with from_rank"
+                f"plan, and what it lists while another rank has the consolidated state, only until the next step. "
+                f"Hand in a consolidated state dict: on every rank, or on one, with from_rank"
             )
         found[key] = value.part if isinstance(value, StatePlaceholder) else value
     return found

@@ -53,7 +53,7 @@ def consolidate(sharding: Sharding, target: int, to: object, release: Callable[[
             )
         sync_groups(groups, sharding.local.optim.param_groups)
         manifest = _describe(sharding.local, plan, control.ranks.rank, leaves_objects=leaves_objects)
-        packed = _pack_groups(groups)
+        packed = pack_groups(groups)
     release()
     assembler = _Assembler(plan)
     gather(control, manifest, target, assembler.receive_buffers, operation=operation)
@@ -74,7 +74,7 @@ def _describe(local: LocalOptimizer, plan: Plan, rank: int, *, leaves_objects: b
     return Manifest([owned, others], tensors)
 
 
-def _pack_groups(groups: Sequence[Mapping[str, Any]]) -> list[ParamGroup]:
+def pack_groups(groups: Sequence[Mapping[str, Any]]) -> list[ParamGroup]:
     """Copy param groups with integer indices in place of parameters, tensors in them brought to the CPU."""
     numbers = count()
     return [

@@ -37,7 +37,8 @@ def init_state(sharding: Sharding, metadata: StateMetadata) -> None:
         local.optim.state = defaultdict(dict, _state_after_a_step(local))
 
     take_over(sharding, layout, metadata, "init_state()", install)
-    metadata.keeps_none = metadata.is_empty
+    metadata.drop_consolidated()
+    metadata.keeps_none = metadata.is_empty and any(param.requires_grad for param in sharding.params)
 
 
 def _state_after_a_step(local: LocalOptimizer) -> dict[torch.Tensor, Any]:

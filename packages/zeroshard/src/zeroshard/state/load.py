@@ -140,8 +140,9 @@ def _source(control: Control, form: Given, checksums: Sequence[int], holder: int
         return None
     if holder is None or forms[holder] is not Given.WHOLE:
         raise DisagreementError(
-            f"load_state_dict(): rank {forms.index(Given.LACKING)} was handed placeholders alone, and rank {holder}, "
-            f"which has the consolidated state, was not handed that"
+            f"load_state_dict(): rank {forms.index(Given.LACKING)} was handed placeholders for what it owns, as "
+            f"state_dict() lists while another rank has the consolidated state, and no rank was handed that state. "
+            f"Hand in what state_dict() lists now on every rank, or all values on one rank, with from_rank"
         )
     return holder
 

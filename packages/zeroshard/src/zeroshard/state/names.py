@@ -54,10 +54,17 @@ def key_by_index(state_dict: Mapping[str, Any], groups: Sequence[ParamGroup]) ->
         groups: the param groups of the optimizer.
 
     Raises:
-        StateMapError: if it has a name that no parameter has, or one twice.
-        ValueError: if it has no group of the same parameters as one of ``groups``.
+        ValueError: if it has other names, or one twice, or no group of the same parameters as one of ``groups``.
     """
-    indexed = to_indices(state_dict, names_of(groups))
+    names = names_of(groups)
+    given = [name for group in state_dict["param_groups"] for name in group["params"]]
+    if set(given) != set(names):
+        extra, missing = sorted({*given} - {*names}, key=str), sorted({*names} - {*given})
+        raise ValueError(
+            f"loaded state dict: its names are not those that the optimizer was built with: only the state dict has "
+            f"{extra[:8]}, only the optimizer {missing[:8]}"
+        )
+    indexed = to_indices(state_dict, names)
     saved = {frozenset(group["params"]): group for group in indexed["param_groups"]}
     ordered, first = [], 0
     for number, group in enumerate(groups):
@@ -65,11 +72,9 @@ def key_by_index(state_dict: Mapping[str, Any], groups: Sequence[ParamGroup]) ->
         first += len(params)
         found = saved.get(frozenset(params))
         if found is None:
-            has = {index for members in saved for index in members}
-            missing = [name for index, name in zip(params, group["param_names"], strict=True) if index not in has]
             raise ValueError(
-                f"loaded state dict: no group has exactly the parameters of group {number}, "
-                + (f"and it lacks {missing}" if missing else f"which are {list(group['param_names'])}")
+                f"loaded state dict: no group has exactly the parameters of group {number}, which are "
+                f"{list(group['param_names'])}"
             )
         ordered.append({**found, "params": params})
     return {**indexed, "param_groups": ordered}
