@@ -33,4 +33,6 @@ train(model, optimizer, range(first, last))
 model_state, optimizer_state = get_state_dict(model, optimizer)
 saved = {"model": model_state, "optimizer": optimizer_state, "steps": last}
 dcp.save(saved, checkpoint_id=folder / f"{last:06}")
+# Before its process group: a DistributedDataParallel that outlives its group may hang when it is freed (torch 2.13).
+del model
 dist.destroy_process_group()

@@ -48,4 +48,6 @@ if rank == 0:
     new_file = folder / f"{last:06}.new"
     torch.save({"model": model_state, "optimizer": optimizer_state}, new_file)
     new_file.replace(new_file.with_suffix(".pt"))
+# Before its process group: a DistributedDataParallel that outlives its group may hang when it is freed (torch 2.13).
+del model
 dist.destroy_process_group()
