@@ -177,10 +177,14 @@ class ShardedOptimizer:
 
     def _is_torchs_own_step(self, follower: BackwardFollower) -> bool:
         """Whether torch.distributed.checkpoint steps to make state: with learning rate 0 and zeros as gradients."""
-        if not self._metadata.is_empty or follower.has_stepped or any(g.get("lr", 1) for g in self.sharding.groups):
+        if not self._metadata.is_empty or follower.has_stepped:
             return False
         grads = [param.grad for param in self.sharding.params if param.requires_grad]
-        return all(grad is not None and type(grad) is not GradPlaceholder and not grad.any() for grad in grads)
+        if any(grad is None or type(grad) is GradPlaceholder for grad in grads):
+            return False
+        # Only now, as these may wait for the device.
+        rates = (group.get("lr", 1) for group in self.sharding.groups)
+        return not any(rates) and not any(grad is not None and grad.any() for grad in grads)
 
     def apply_step(
         self, arguments: Mapping[str, Any], closure: Closure | None = None, problem: BaseException | None = None
