@@ -6,6 +6,7 @@ from itertools import combinations, groupby
 
 import pytest
 from zeroshard_comm import transport
+from zeroshard_testing.marker import spec_of
 
 
 @pytest.fixture(autouse=True)
@@ -17,6 +18,10 @@ def _is_worth_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave as many combinations as show every two values together, world sizes among them; others are exhaustive."""
+    for item in items:
+        spec, sizes = spec_of(item), item.get_closest_marker("exhaustive_at")
+        if spec is not None and sizes is not None and spec.world_size in sizes.args:
+            item.add_marker(pytest.mark.exhaustive)
     marked = [item for item in items if hasattr(item, "callspec") and item.get_closest_marker("pairwise")]
     for _, same in groupby(marked, key=lambda item: (item.parent, item.originalname)):
         unseen = {

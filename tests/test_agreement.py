@@ -145,7 +145,8 @@ CALLS: dict[str, Callable[[Control, int], object]] = {
 }
 
 
-@pytest.mark.ranks(2, 3, 5, backend="gloo")
+@pytest.mark.exhaustive_at(4)
+@pytest.mark.ranks(2, 3, 4, 5, backend="gloo")
 @pytest.mark.parametrize("call", CALLS)
 def test_all_ranks_learn_of_a_killed_one_in_the_same_agreement(rank: int, faults: Faults, call: str, way: str) -> None:
     # They live on: nobody's end tells the others.
@@ -161,7 +162,8 @@ def test_all_ranks_learn_of_a_killed_one_in_the_same_agreement(rank: int, faults
         CALLS[call](control, rank)
 
 
-@pytest.mark.ranks(5, backend="gloo")
+@pytest.mark.exhaustive_at(4)
+@pytest.mark.ranks(4, 5, backend="gloo")
 @pytest.mark.parametrize("call", CALLS)
 def test_nobody_waits_for_a_rank_that_is_killed_between_two_rounds(
     rank: int, faults: Faults, call: str, monkeypatch: pytest.MonkeyPatch
@@ -175,7 +177,8 @@ def test_nobody_waits_for_a_rank_that_is_killed_between_two_rounds(
         CALLS[call](control, rank)
 
 
-@pytest.mark.ranks(5, backend="gloo")
+@pytest.mark.exhaustive_at(4)
+@pytest.mark.ranks(4, 5, backend="gloo")
 def test_a_ring_misses_a_rank_that_is_killed_while_numbers_travel_in_rounds(rank: int, faults: Faults) -> None:
     control = Control(RankGroup.of())
     control.check_consistent("warming up")

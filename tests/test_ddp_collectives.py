@@ -33,13 +33,15 @@ PARTITIONS = pytest.mark.parametrize("partition", ["whole", "split"])
 VIEWS = pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
 
 
-@pytest.mark.ranks(2, 3, backend="gloo")
+@pytest.mark.exhaustive_at(4)
+@pytest.mark.ranks(2, 3, 4, backend="gloo")
 @EVERY_HOOK
 @PARTITIONS
 @VIEWS
-def test_parity(hook: str, partition: str, views: bool) -> None:
+@pytest.mark.parametrize("last", [20, pytest.param(50, marks=pytest.mark.exhaustive)])
+def test_parity(hook: str, partition: str, views: bool, last: int) -> None:
     # Around DDP's rebuild of its buckets, and after some more iterations.
-    train(CollectiveTwins(hook, partition=partition, ddp={"gradient_as_bucket_view": views}), last=20)
+    train(CollectiveTwins(hook, partition=partition, ddp={"gradient_as_bucket_view": views}), last=last)
 
 
 @pytest.mark.ranks(1, 3, backend="gloo")
@@ -102,7 +104,8 @@ def test_several_backwards_before_a_step_add_up(partition: str, views: bool) -> 
         twins.check(f"after iteration {number}")
 
 
-@pytest.mark.ranks(2, 3, backend="gloo")
+@pytest.mark.exhaustive_at(4)
+@pytest.mark.ranks(2, 3, 4, backend="gloo")
 @EVERY_HOOK
 @PARTITIONS
 def test_parameters_that_some_or_all_ranks_do_not_use(rank: int, hook: str, partition: str) -> None:

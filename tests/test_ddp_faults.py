@@ -26,13 +26,14 @@ def short_group() -> dist.ProcessGroup:
     return dist.new_group(timeout=SHORT)
 
 
-@pytest.mark.ranks(3, backend="gloo", timeout=120)
+@pytest.mark.exhaustive_at(4)
+@pytest.mark.ranks(3, 4, backend="gloo", timeout=120)
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(1, 4))])
 def test_random_delays_of_one_rank_change_nothing(seed: int, faults: Faults) -> None:
     # 50 iterations under each of 4 seeds: 200 runs of a whole iteration, each message of one rank late by chance.
     twins = Twins("interleaved")
     for number in range(50):
-        slow = (seed + number) % 3
+        slow = (seed + number) % dist.get_world_size()
         for operation in ("send", "recv"):
             faults.delay(slow, f"{operation}#{1 + (7 * number + seed) % 9}", (0.0, 0.01), seed=number)
         twins.iterate(number)

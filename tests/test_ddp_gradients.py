@@ -160,7 +160,8 @@ def test_gradients_that_were_never_reduced_are_not_stepped(hook: str) -> None:
 # ---------------------------------------------------------------------- clipping
 
 
-@pytest.mark.ranks(2, 3, backend="gloo")
+@pytest.mark.exhaustive_at(4)
+@pytest.mark.ranks(2, 3, 4, backend="gloo")
 @PARTITIONS
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
 def test_clipping_by_the_norm_over_all_ranks(partition: str, norm_type: float) -> None:

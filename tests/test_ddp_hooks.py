@@ -34,7 +34,8 @@ def train(twins: Twins, loss: Any = None, last: int = 50) -> None:
             twins.check(f"after iteration {number}")
 
 
-@pytest.mark.ranks(2, 3, backend="gloo")
+@pytest.mark.exhaustive_at(4)
+@pytest.mark.ranks(2, 3, 4, backend="gloo")
 @EVERY_HOOK
 @pytest.mark.parametrize("partition", ["whole", "split"])
 @pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
@@ -198,7 +199,8 @@ def test_a_hook_that_returns_another_tensor(hook: str) -> None:
     train(Twins(hook, inner=doubled), last=4)
 
 
-@pytest.mark.ranks(2, 3, backend="gloo")
+@pytest.mark.exhaustive_at(4)
+@pytest.mark.ranks(2, 3, 4, backend="gloo")
 @EVERY_HOOK
 @pytest.mark.parametrize("partition", ["whole", "split"])
 def test_groups_and_schedulers(hook: str, partition: str) -> None:
@@ -253,7 +255,8 @@ class Branches(nn.Module):
         return self.branches[chosen](self.stem(inputs))
 
 
-@pytest.mark.ranks(2, 3, backend="gloo")
+@pytest.mark.exhaustive_at(4)
+@pytest.mark.ranks(2, 3, 4, backend="gloo")
 @EVERY_HOOK
 @pytest.mark.parametrize("partition", ["whole", "split"])
 @pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])

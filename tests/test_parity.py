@@ -42,7 +42,8 @@ def check_parity(optimizer_class: type[optim.Optimizer], settings: dict[str, Any
         assert_same_state(sharded.state_dict(), plain.state_dict())
 
 
-@pytest.mark.ranks(2, 3, backend="gloo")
+@pytest.mark.exhaustive_at(4)
+@pytest.mark.ranks(2, 3, 4, backend="gloo")
 @pytest.mark.parametrize("as_bucket_view", [False, True], ids=["params", "views"])
 @pytest.mark.parametrize("name", DENSE_OPTIMIZERS)
 def test_whole_tensors(rank: int, name: str, as_bucket_view: bool) -> None:
@@ -50,7 +51,8 @@ def test_whole_tensors(rank: int, name: str, as_bucket_view: bool) -> None:
     check_parity(optimizer_class, settings, rank, parameters_as_bucket_view=as_bucket_view)
 
 
-@pytest.mark.ranks(2, 3, backend="gloo")
+@pytest.mark.exhaustive_at(4)
+@pytest.mark.ranks(2, 3, 4, backend="gloo")
 @pytest.mark.parametrize("partition", ["split", "hybrid"])
 @pytest.mark.parametrize("as_bucket_view", [False, True], ids=["params", "views"])
 @pytest.mark.parametrize("name", ELEMENTWISE_OPTIMIZERS)
@@ -59,7 +61,8 @@ def test_cut_tensors(rank: int, name: str, partition: str, as_bucket_view: bool)
     check_parity(optimizer_class, settings, rank, partition=partition, parameters_as_bucket_view=as_bucket_view)
 
 
-@pytest.mark.ranks(2, 3, backend="gloo")
+@pytest.mark.exhaustive_at(4)
+@pytest.mark.ranks(2, 3, 4, backend="gloo")
 @pytest.mark.parametrize("as_bucket_view", [False, True], ids=["params", "views"])
 def test_muon_on_matrices(as_bucket_view: bool) -> None:
     def matrices() -> torch.nn.Module:
@@ -77,7 +80,8 @@ def test_muon_on_matrices(as_bucket_view: bool) -> None:
         assert_bitwise_equal(model, reference, f"after step {step}")
 
 
-@pytest.mark.ranks(2, 3, backend="gloo")
+@pytest.mark.exhaustive_at(4)
+@pytest.mark.ranks(2, 3, 4, backend="gloo")
 @pytest.mark.parametrize("optimizer_class", [optim.SparseAdam, optim.SGD, optim.Adagrad])
 def test_sparse_gradients(optimizer_class: type[optim.Optimizer]) -> None:
     def embeddings() -> torch.nn.Module:

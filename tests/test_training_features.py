@@ -46,7 +46,8 @@ def groups_of(module: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.ranks(2, 3, backend="gloo")
+@pytest.mark.exhaustive_at(4)
+@pytest.mark.ranks(2, 3, 4, backend="gloo")
 @PARTITIONS
 @VIEWS
 def test_param_groups_given_as_generators(partition: str, as_bucket_view: bool) -> None:
@@ -70,7 +71,8 @@ def test_named_parameters(partition: str) -> None:
     run_steps(pair, (sharded, plain), range(3))
 
 
-@pytest.mark.ranks(2, 3, backend="gloo")
+@pytest.mark.exhaustive_at(4)
+@pytest.mark.ranks(2, 3, 4, backend="gloo")
 @PARTITIONS
 @VIEWS
 def test_groups_added_midway(partition: str, as_bucket_view: bool) -> None:
@@ -95,7 +97,8 @@ def test_groups_added_midway(partition: str, as_bucket_view: bool) -> None:
     run_steps(pair, (sharded, plain), range(2, 5))
 
 
-@pytest.mark.ranks(2, 3, backend="gloo")
+@pytest.mark.exhaustive_at(4)
+@pytest.mark.ranks(2, 3, 4, backend="gloo")
 @PARTITIONS
 @VIEWS
 @pytest.mark.parametrize("optimizer_class", [optim.Adam, optim.Adagrad, optim.SGD])
@@ -219,7 +222,8 @@ def test_parameters_with_gaps_in_memory(as_bucket_view: bool) -> None:
     run_steps(pair, (sharded, plain), range(3))
 
 
-@pytest.mark.ranks(2, 3, backend="gloo")
+@pytest.mark.exhaustive_at(4)
+@pytest.mark.ranks(2, 3, 4, backend="gloo")
 @PARTITIONS
 def test_clipping(partition: str) -> None:
     pair = twins()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -18,13 +18,15 @@ from zeroshard.state.placeholder import StatePlaceholder, has_placeholder
 from zeroshard.state.schema import StateSchema
 
 
-class Given(Enum):
+class Given(IntEnum):
     """Which values the state dict of a rank has."""
 
-    WHOLE = "all"
-    OWNED = "those that the rank owns"
-    NOTHING_OWNED = "none, and the rank owns none"
-    LACKING = "not even those that the rank owns, as while another one has the consolidated state"
+    WHOLE = 0
+    OWNED = 1
+    NOTHING_OWNED = 2
+    """The others' are placeholders, and the rank owns none."""
+    LACKING = 3
+    """Not even those that the rank owns, as while another one has the consolidated state."""
 
 
 @dataclass(frozen=True)

@@ -127,8 +127,8 @@ def _source(control: Control, form: Given, checksums: Sequence[int], holder: int
     Raises:
         DisagreementError: if ranks were handed different values, or only placeholders.
     """
-    told = control.all_gather_ints([list(Given).index(form), *checksums], "load_state_dict()")
-    forms = [list(Given)[position] for position, *_ in told]
+    told = control.all_gather_ints([form, *checksums], "load_state_dict()")
+    forms = [Given(each) for each, *_ in told]
     for of_tensor in zip(*[of_rank[1:] for of_rank in told], strict=True):
         having = [rank for rank, checksum in enumerate(of_tensor) if checksum]
         different = [rank for rank in having if of_tensor[rank] != of_tensor[having[0]]]

@@ -143,7 +143,7 @@ def title_of(key: object, spec: TensorSpec) -> str:
     return f"state entry {key!r} of {spec.name!r}"
 
 
-def _identity(value: object) -> Any:  # noqa: ANN401 - only compared with others
+def _identity(value: object) -> object:
     if isinstance(value, Mapping):
         return [(key, _identity(item)) for key, item in value.items()]
     if isinstance(value, (list, tuple)):
