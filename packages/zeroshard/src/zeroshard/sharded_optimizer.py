@@ -121,7 +121,7 @@ class ShardedOptimizer:
             lists_own = self._metadata.consolidated_to is None
             return list_state(self.sharding, self._metadata, self.sharding.groups, lists_own=lists_own)
         return {
-            "state": {key: dict(value) if isinstance(value, dict) else value for key, value in whole["state"].items()},
+            "state": {key: dict(value) if isinstance(value, dict) else value for key, value in whole.items()},
             # As they are now, as without sharding, and as the other ranks list them.
             "param_groups": pack_groups(self.sharding.groups),
         }

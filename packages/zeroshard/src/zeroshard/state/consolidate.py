@@ -19,21 +19,21 @@ from zeroshard.state.description import Described, Key, describe_entries, part_d
 from zeroshard.state.serialization import read_value, write_value
 
 
-def consolidate(sharding: Sharding, target: int, to: object, release: Callable[[], None]) -> dict[str, Any] | None:
+def consolidate(sharding: Sharding, target: int, to: object, release: Callable[[], None]) -> dict[Any, Any] | None:
     """Bring the state of all ranks to the CPU of ``target``. Collective.
 
     Each rank sends its tensors one by one; a rank that is not the target allocates at most one chunk.
 
     Args:
-        sharding: has the state, and the channel of the ranks. The hyperparameters of its public param groups are saved,
-            and copied to the local optimizer.
+        sharding: has the state, and the channel of the ranks. The hyperparameters of its public param groups are
+            copied to the local optimizer.
         target: group rank, -1 if ``to`` is none.
         to: what the user asked for.
         release: called when all ranks are consistent: drops what was consolidated before.
 
     Returns:
-        On ``target`` a state_dict as the unsharded optimizer would give it; None elsewhere. Tensors that were never
-        stepped have an empty state if others of their group have one.
+        On ``target`` the ``"state"`` of a state_dict as the unsharded optimizer would give it; None elsewhere. Tensors
+        that were never stepped have an empty state if others of their group have one.
 
     Raises:
         ValueError: if there is no such rank, or the groups are not those of the local optimizer.
@@ -44,7 +44,7 @@ def consolidate(sharding: Sharding, target: int, to: object, release: Callable[[
     """
     operation, plan, control = f"consolidate_state_dict(to={target})", sharding.layout.plan, sharding.control
     groups, leaves_objects = sharding.groups, sharding.policy.leaves_objects
-    manifest, packed = Manifest([], []), list[ParamGroup]()
+    manifest = Manifest([], [])
     with agreed(control, operation) as declared:
         declared.set(sharding.layout.declaration)
         if not 0 <= target < plan.world_size:
@@ -53,11 +53,12 @@ def consolidate(sharding: Sharding, target: int, to: object, release: Callable[[
             )
         sync_groups(groups, sharding.local.optim.param_groups)
         manifest = _describe(sharding.local, plan, control.ranks.rank, leaves_objects=leaves_objects)
-        packed = pack_groups(groups)
+        # state_dict() does so on the target alone.
+        pack_groups(groups)
     release()
     assembler = _Assembler(plan)
     gather(control, manifest, target, assembler.receive_buffers, operation=operation)
-    return {"state": assembler.state(), "param_groups": packed} if control.ranks.rank == target else None
+    return assembler.state() if control.ranks.rank == target else None
 
 
 def _describe(local: LocalOptimizer, plan: Plan, rank: int, *, leaves_objects: bool) -> Manifest:

@@ -26,7 +26,7 @@ class StateMetadata:
 
     Attributes:
         consolidated_to: the rank to which the state was consolidated since the last step, if it was.
-        consolidated: the whole state dict, on that rank.
+        consolidated: the whole state, on that rank.
         keeps_none: whether init_state() has found that the optimizer keeps no state.
     """
 
@@ -40,7 +40,7 @@ class StateMetadata:
     def drop_consolidated(self) -> None:
         """Forget what was consolidated: something is about to change."""
         self.consolidated_to: int | None = None
-        self.consolidated: dict[str, Any] | None = None
+        self.consolidated: dict[Any, Any] | None = None
 
     @property
     def is_empty(self) -> bool:

@@ -83,7 +83,7 @@ def list_state(
     return PartialState({"state": PartialState(state), "param_groups": packed})
 
 
-def own_entries(shard: LocalShard, spec: TensorSpec, entries: Any) -> Any:  # noqa: ANN401 - a dict, or what the class made it
+def own_entries(shard: LocalShard, spec: TensorSpec, entries: object) -> object:
     """Return the entries of a shard of this rank; of a cut tensor as placeholders that hold this rank's part."""
     if not isinstance(entries, Mapping):
         return entries
