@@ -182,6 +182,8 @@ def test_a_placeholder_refuses_to_be_read(rank: int, read: Callable[[torch.Tenso
         with pytest.raises(RuntimeError, match=rf"state entry 'exp_avg' of 'param.{other}' lies on other ranks"):
             read(value)
         assert "StatePlaceholder" in repr(value)
+        # No memory: torch's stager asks.
+        assert value.data_ptr() == 0
 
 
 @pytest.mark.ranks(2, backend="gloo")
