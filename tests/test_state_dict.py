@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn, optim
 from torch.utils._pytree import tree_map
 from training import ELEMENTWISE_OPTIMIZERS, assert_same_state, cutting, set_gradients, small_model
-from zeroshard import ZeroRedundancyOptimizer
+from zeroshard import ZeroRedundancyOptimizer, check_whole
 from zeroshard_comm import DisagreementError
 
 PARTITIONS = pytest.mark.parametrize("partition", ["whole", "split"])
@@ -129,6 +129,9 @@ def test_every_optimizer_lists_what_it_has(name: str) -> None:
         lambda sd: torch.save(tree_map(lambda leaf: leaf, sd), io.BytesIO()),
         lambda sd: torch.save(tree_map(as_contiguous, dict(sd["state"])), io.BytesIO()),
         lambda sd: torch.save(moved(sd, "cpu", torch.float64), io.BytesIO()),
+        lambda sd: check_whole(sd),
+        lambda sd: check_whole({"optimizers": [(1, {**sd})]}),
+        lambda sd: check_whole({**sd["state"]}),
     ],
 )
 def test_no_file_lacks_what_other_ranks_own(partition: str, save: Callable[[Any], object]) -> None:
@@ -224,6 +227,8 @@ def test_after_consolidation_one_rank_lists_all_values_and_the_others_none(rank:
     count = sum(map(len, pair.plain.state_dict()["state"].values()))
     assert values_missing(pair.sharded.state_dict()) == (0 if rank == 1 else count)
     assert described(pair.sharded.state_dict()["state"]) == described(pair.plain.state_dict()["state"])
+    if rank == 1:
+        check_whole({"optimizer": pair.sharded.state_dict()})
     pair.step()
     assert 0 < values_missing(pair.sharded.state_dict()) <= count
     pair.check_equal()

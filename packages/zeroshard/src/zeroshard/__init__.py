@@ -8,6 +8,7 @@ from zeroshard.overlap.backward import BackwardFollower
 from zeroshard.overlap.bucket import Bucket
 from zeroshard.overlap.placeholder import GradPlaceholder
 from zeroshard.overlap.scheduler import StepMode
+from zeroshard.state.partial import check_whole
 
 __all__ = [
     "ELEMENTWISE",
@@ -18,6 +19,7 @@ __all__ = [
     "StepMode",
     "ZeroRedundancyOptimizer",
     "check_optimizer",
+    "check_whole",
     "full_optimizer_state_dict",
 ]
 

@@ -14,6 +14,7 @@ from zeroshard.param_groups import ParamGroup, parameters_of
 from zeroshard.sharding import Sharding
 from zeroshard.state.metadata import StateMetadata, title_of
 from zeroshard.state.placeholder import StatePlaceholder
+from zeroshard.without_values import TensorWithoutValues
 
 StateDict = dict[Any, Any]
 
@@ -47,6 +48,28 @@ class PartialState(dict[Any, Any]):
             "consolidate_state_dict(to=RANK) on all ranks beforehand, and save state_dict() of that rank; or save it "
             "on all ranks with torch.distributed.checkpoint, in a thread and not in another process"
         )
+
+
+def check_whole(checkpoint: object) -> None:
+    """Raise the error of saving what lacks values of other ranks, before a file is opened. Not collective.
+
+    ``torch.save`` empties its file before it finds out, so that a checkpoint under the same name is lost.
+
+    Args:
+        checkpoint: what is going to be pickled: dicts, lists and tuples are searched, however deep.
+
+    Raises:
+        RuntimeError: if it has a :meth:`~zeroshard.ZeroRedundancyOptimizer.state_dict` with placeholders, or a gradient
+            that lies at its owner.
+    """
+    if isinstance(checkpoint, PartialState | TensorWithoutValues):
+        checkpoint.__reduce_ex__(2)
+    if isinstance(checkpoint, Mapping):
+        checkpoint = checkpoint.values()
+    elif not isinstance(checkpoint, list | tuple):
+        return
+    for item in checkpoint:
+        check_whole(item)
 
 
 def list_state(
