@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import compress
 from operator import attrgetter, is_
 
 import torch
@@ -39,6 +40,7 @@ class Bucket:
         present: per parameter, whether this rank has computed a gradient for it.
         announced: the number that the framework gave it.
         is_own: whether this rank has computed it, and not only taken part in the others' reduction.
+        is_part: whether the buffer has gradients of other optimizers too.
     """
 
     index: int
@@ -49,6 +51,23 @@ class Bucket:
     present: tuple[bool, ...]
     announced: int = 0
     is_own: bool = True
+    is_part: bool = False
+
+    @property
+    def offsets(self) -> list[int]:
+        """Per tensor, its first element in the buffer."""
+        start = int(self.buffer.storage_offset())
+        return [int(gradient.storage_offset()) - start for gradient in self.gradients]
+
+    def only(self, chosen: Sequence[bool]) -> Bucket:
+        """Return the bucket as one of several optimizers sees it, which has some of its parameters, or none."""
+        return replace(
+            self,
+            gradients=[*compress(self.gradients, chosen)],
+            params=[*compress(self.params, chosen)],
+            present=tuple(compress(self.present, chosen)),
+            is_part=True,
+        )
 
 
 class BucketState:
@@ -79,8 +98,7 @@ class BucketState:
     def __init__(self, bucket: Bucket, tensors: Sequence[int], *, is_first: bool) -> None:
         self.is_first = is_first
         self.index, self.tensors, self.params = bucket.index, tuple(tensors), list(bucket.params)
-        start = int(bucket.buffer.storage_offset())
-        self.offsets = [int(gradient.storage_offset()) - start for gradient in bucket.gradients]
+        self.offsets, self._length = bucket.offsets, bucket.buffer.numel()
         self._strides = [param.stride() for param in bucket.params]
         self._like = bucket.buffer.new_empty(0)
         self.present: tuple[bool, ...] = (False,) * len(self.tensors)
@@ -89,9 +107,14 @@ class BucketState:
         self._bound: tuple[tuple[int, tuple[bool, ...]], list[torch.Tensor | None]] | None = None
         self.take(bucket)
 
-    def fits(self, params: Sequence[torch.Tensor]) -> bool:
-        """Whether a bucket has the same parameters."""
+    def has(self, params: Sequence[torch.Tensor]) -> bool:
+        """Whether it has these parameters, and no others."""
         return len(self.params) == len(params) and all(map(is_, self.params, params))
+
+    def fits(self, bucket: Bucket) -> bool:
+        """Whether a bucket has the same parameters, at the same places: other optimizers' may have moved them."""
+        is_alike = not bucket.is_part or (bucket.buffer.numel() == self._length and bucket.offsets == self.offsets)
+        return is_alike and self.has(bucket.params)
 
     def take(self, bucket: Bucket) -> None:
         """Take over the buffer of a further backward; the parameters are the same."""
