@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import compress
@@ -105,6 +105,7 @@ class BucketState:
         self.zeroed: set[int] = set()
         self.failure: Exception | None = None
         self._bound: tuple[tuple[int, tuple[bool, ...]], list[torch.Tensor | None]] | None = None
+        self._views: tuple[int, dict[int, torch.Tensor]] = (0, {})
         self.take(bucket)
 
     def has(self, params: Sequence[torch.Tensor]) -> bool:
@@ -127,7 +128,7 @@ class BucketState:
     def release(self) -> None:
         """Drop the bucket's memory if its gradients were used: the framework needs it for another one."""
         if self.phase is BucketPhase.STEPPED:
-            self.buffer = self._bound = None
+            self.buffer, self._bound, self._views = None, None, (0, {})
             for tensor in self.owned_tensors:
                 tensor.grad = None
 
@@ -153,25 +154,27 @@ class BucketState:
         self._owned = {place: local.shards[i] for place, i in enumerate(self.tensors) if i in local.shards}
         self.owned_tensors = [shard.tensor for shard in self._owned.values()]
         self._partial = PartialStepper(local, list(self._owned.values()))
-        self._bound = None
+        self._bound, self._views = None, (0, {})
         segments = sync.segments(plan, sorted(self.tensors)) if transport.shares_buckets else []
         self.sharing = Sharing(self.params, transport.broadcaster(segments) if segments else None)
         self.reducer = transport.reducer(self._runs(plan), self._like, len(self.tensors))
 
     def owned_gradient(self, place: int) -> torch.Tensor | None:
         """Return the view of the bucket that this rank owns of the tensor at ``place``; None if it owns none of it."""
-        shard = self._owned.get(place)
-        if shard is None or self.buffer is None:
-            return None
-        start = self.offsets[place] + shard.shard.flat.start
-        return gradient_view(self.buffer, start, shard.tensor.shape, self._strides[place])
+        return self.owned_gradients().get(self.tensors[place])
 
-    def owned_gradients(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield the index of each tensor of which this rank owns something, and its part of the gradient."""
-        for place in self._owned:
-            gradient = self.owned_gradient(place)
-            if gradient is not None:
-                yield self.tensors[place], gradient
+    def owned_gradients(self) -> Mapping[int, torch.Tensor]:
+        """Return the views of the bucket that this rank owns, by tensor. They are made once for a buffer."""
+        if self.buffer is None:
+            return {}
+        if self._views[0] != self.buffer.data_ptr():
+            views = {}
+            for place, shard in self._owned.items():
+                start = self.offsets[place] + shard.shard.flat.start
+                view = gradient_view(self.buffer, start, shard.tensor.shape, self._strides[place])
+                views[self.tensors[place]] = view
+            self._views = self.buffer.data_ptr(), views
+        return self._views[1]
 
     def replace(self, reduced: torch.Tensor, keep: Callable[[torch.Tensor], None]) -> None:
         """Take over values that a communication hook has reduced.
