@@ -82,7 +82,16 @@ def main(
     met = timings["norms=True"].ratio <= AT_MOST
     if json_file is not None:
         ratios = {key: asdict(timing) for key, timing in timings.items()}
-        result = {"machine": machine(), "ranks": ranks, "pairs": pairs, "met": met, "ratios": ratios, "seconds": times}
+        result = {
+            "program": "norms",
+            "in_a_row": in_a_row,
+            "machine": machine(),
+            "ranks": ranks,
+            "pairs": pairs,
+            "met": met,
+            "ratios": ratios,
+            "seconds": times,
+        }
         json_file.write_text(json.dumps(result), encoding="utf-8")
     raise typer.Exit(0 if met else 1)
 
