@@ -1,9 +1,6 @@
-"""Lightning's Trainer with strategy ``ddp``, and Fabric: training and checkpoints as unsharded ones, bitwise."""
+"""Lightning's Trainer and Fabric, with their strategy ``ddp`` and with ours: as the unsharded optimizer, bitwise."""
 
 from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,12 +25,14 @@ pytestmark = [needs("lightning"), pytest.mark.ranks(2, backend="gloo")]
 def fit(
     is_sharded: bool,
     *,
+    strategy: str = "ddp",
     steps: int = STEPS,
     manual: bool = False,
     resume_from: Path | None = None,
     save_to: Path | None = None,
 ) -> Run:
     import lightning.pytorch as pl
+    import zeroshard_integrations.lightning  # noqa: F401 - it registers the strategy
 
     class Module(pl.LightningModule):
         def __init__(self) -> None:
@@ -64,7 +63,7 @@ def fit(
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=2,
-        strategy="ddp",
+        strategy=strategy if is_sharded else "ddp",
         max_steps=steps,
         gradient_clip_val=None if manual else 0.5,
         logger=False,
@@ -78,9 +77,10 @@ def fit(
     return Run(module.model, module.losses)
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_zeroshard"])
 @pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
-def test_ten_steps_equal_the_unsharded_ones(manual):
-    assert_equal_to_unsharded(lambda is_sharded: fit(is_sharded, manual=manual))
+def test_ten_steps_equal_the_unsharded_ones(manual, strategy):
+    assert_equal_to_unsharded(lambda is_sharded: fit(is_sharded, manual=manual, strategy=strategy))
 
 
 def test_a_checkpoint_is_the_unsharded_one_and_resumes(tmp_path):
