@@ -7,6 +7,7 @@ import functools
 import importlib
 import logging
 import os
+import re
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
@@ -71,7 +72,7 @@ def train(
 
 @contextlib.contextmanager
 def recorded() -> Iterator[set[str]]:
-    """Collect what Lightning logs and what anything warns of, without the names in which strategies differ."""
+    """Collect what Lightning logs and what anything warns of, without names in which two equal runs differ."""
     found: set[str] = set()
     handler = logging.Handler()
     handler.emit = lambda record: found.add(record.getMessage())  # type: ignore[method-assign]
@@ -86,6 +87,6 @@ def recorded() -> Iterator[set[str]]:
     finally:
         for logger in loggers:
             logger.removeHandler(handler)
-    renamed = {line.replace("ZeroShardStrategy", "DDPStrategy") for line in found}
+    renamed = {re.sub("(?<=lr_find_)[0-9a-f-]+", "", line.replace("ZeroShardS", "DDPS")) for line in found}
     found.clear()
     found.update(renamed)
