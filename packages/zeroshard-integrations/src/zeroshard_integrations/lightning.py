@@ -118,16 +118,16 @@ def describe_state(optimizer: ZeroRedundancyOptimizer) -> str:
     """Say how large the optimizer state will be, on the rank that has most of it, and unsharded. Not collective.
 
     Args:
-        optimizer: need not have been stepped: its class is measured on small tensors, one for each dtype and number of
-            dimensions. What varies along no dimension, such as a count of steps, is counted in proportion.
+        optimizer: need not have been stepped: its class is measured on small tensors on the CPU, one for each dtype and
+            number of dimensions. A cut tensor counts in proportion to its parts.
     """
     plan, kind = optimizer.plan, type(optimizer.optim)
     # A group has all hyperparameters, as the class has filled them in.
     costs = [state_bytes(_builder(kind, group)) for group in optimizer.param_groups]
     try:
         sizes = [costs[spec.group](spec) if spec.trainable else 0.0 for spec in plan.tensors]
-    except ValueError as error:
-        return f"Optimizer state, sharded by zeroshard: unknown before the first step ({error})"
+    except ValueError:
+        return f"Optimizer state, sharded by zeroshard: unknown before the first step of {kind.__name__}"
     loads = [0.0] * plan.world_size
     for shard in plan.shards:
         loads[shard.rank] += sizes[shard.tensor] * shard.numel / max(1, plan.tensors[shard.tensor].numel)
