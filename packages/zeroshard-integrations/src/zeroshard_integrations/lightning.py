@@ -149,8 +149,7 @@ def _register_hook(ddp: DistributedDataParallel, optimizers: Sequence[Any], sour
                 f"rank {rank}: strategy={NAME!r} trains with zeroshard.ZeroRedundancyOptimizer, but {source} "
                 f"{name}: build ZeroRedundancyOptimizer(params, {name}, ...) instead, or use strategy='ddp'"
             )
-    given: Any = optimizers if len(optimizers) > 1 else optimizers[0]
-    register_reduce_to_owner(ddp, given)
+    register_reduce_to_owner(ddp, optimizers)
 
 
 def _check_saved(checkpoint: object, *, is_saved_here: bool, broadcast: Callable[[str], str]) -> None:
