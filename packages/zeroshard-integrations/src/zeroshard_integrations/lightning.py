@@ -51,7 +51,7 @@ class ZeroShardStrategy(DDPStrategy):  # type: ignore[misc] # Lightning may be a
         _register_hook(self.model, self.optimizers, "configure_optimizers() returned", self.global_rank)
         if any(isinstance(callback, ModelSummary) for callback in trainer.callbacks):
             for optimizer in self.optimizers:
-                rank_zero_info(describe_state(optimizer))
+                rank_zero_info(_describe_state(optimizer))
 
     def save_checkpoint(
         self,
@@ -114,7 +114,7 @@ class FabricZeroShardStrategy(FabricDDPStrategy):  # type: ignore[misc] # as abo
         super().save_checkpoint(path, state, *args, **kwargs)
 
 
-def describe_state(optimizer: ZeroRedundancyOptimizer) -> str:
+def _describe_state(optimizer: ZeroRedundancyOptimizer) -> str:
     """Say how large the optimizer state will be, on the rank that has most of it, and unsharded. Not collective.
 
     Args:
