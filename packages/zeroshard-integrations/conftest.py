@@ -1,0 +1,9 @@
+"""Leaves out of the doctests the modules whose framework is not installed."""
+
+from __future__ import annotations
+
+import importlib.util
+
+FRAMEWORKS = ["lightning"]
+
+collect_ignore = [f"src/zeroshard_integrations/{name}.py" for name in FRAMEWORKS if not importlib.util.find_spec(name)]
