@@ -93,7 +93,9 @@ collective up to 16 ranks, and above by one message in each of log2 N rounds. `t
 | 17 to 32 | 2 | 3 | 5 messages |
 
 With a hook that reduces gradients to their owners what ranks tell each other of a bucket travels with its gradients, at
-no further message; where memory is read, there is one further word for each bucket, and one for all of them.
+no further message; where memory is read, there is one further word for each bucket, and one for all of them. With norms
+there is a word at the end of backward, and one exchange of two numbers for each tensor: one collective of two ranks, or
+messages in log2 N rounds.
 """
 
 
