@@ -33,7 +33,11 @@ RULES: Mapping[str, Rule] = {
     "zeroshard_core": Rule(frozenset(), frozenset({"torch"})),
     "zeroshard_comm": Rule(frozenset({"zeroshard_core"}), frozenset({"torch"})),
     "zeroshard": Rule(frozenset({"zeroshard_core", "zeroshard_comm"}), frozenset({"torch"})),
-    "zeroshard_integrations": Rule(frozenset({"zeroshard_core", "zeroshard_comm", "zeroshard"}), frozenset({"torch"})),
+    "zeroshard_integrations": Rule(
+        frozenset({"zeroshard_core", "zeroshard_comm", "zeroshard"}),
+        frozenset({"torch"}),
+        frozenset({"accelerate", "transformers"}),
+    ),
     # _pytest: how a test is run, its failure shown and its assertion explained on ranks has no public way in.
     "zeroshard_testing": Rule(
         frozenset(), frozenset({"torch", "pytest", "_pytest"}), frozenset({"cloudpickle", "coverage", "numpy"})
