@@ -50,8 +50,8 @@ def train(name: str, *arguments: Any, replaced: dict[str, Any] | None = None, **
 
 def assert_equal(ours: Trained, theirs: Trained, steps: int, rounding: float = 0.0) -> None:
     assert len(ours.losses) == steps
-    for name in ("losses", "norms"):
-        found, expected = torch.tensor(getattr(ours, name)), torch.tensor(getattr(theirs, name))
+    for numbers in ((ours.losses, theirs.losses), (ours.norms, theirs.norms)):
+        found, expected = (torch.tensor(each, dtype=torch.float64) for each in numbers)
         torch.testing.assert_close(
             found, expected, rtol=0, atol=rounding, msg=lambda text, name=name: f"{name}: {text}"
         )

@@ -186,7 +186,7 @@ def resume(folder: Path) -> None:
 
 @two_ranks
 def test_where_state_is_missing_saving_raises_and_leaves_the_earlier_files(tmp_path):
-    accelerator, model, optimizer, plugin = prepare_small_model()
+    accelerator, model, optimizer, _ = prepare_small_model()
     step(accelerator, model, optimizer)
     accelerator.save_state(tmp_path)
     accelerator.wait_for_everyone()
@@ -204,6 +204,7 @@ def prepare_small_model(**options: Any):
     from accelerate import Accelerator
     from zeroshard_integrations.accelerate import ZeroShardPlugin
 
+    forget_accelerator()
     accelerator = Accelerator(cpu=True, **options)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))

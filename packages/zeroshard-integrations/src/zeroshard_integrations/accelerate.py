@@ -23,9 +23,9 @@ class ZeroShardPlugin:
     """Prepares models and their sharded optimizers with an ``Accelerator``, in the place of its ``prepare()``.
 
     Each model that Accelerate wraps in DistributedDataParallel gets the communication hook
-    :func:`~zeroshard_integrations.ddp.reduce_to_owner_hook`. ``accelerator.save_state()``, called on every rank as ever,
-    consolidates the state first: its files are those of the plain optimizer, and ``accelerator.load_state()`` takes them
-    at any number of ranks. All other methods of the accelerator are used as with a plain optimizer.
+    :func:`~zeroshard_integrations.ddp.reduce_to_owner_hook`. ``accelerator.save_state()``, called on every rank,
+    consolidates the state first: its files are those of the plain optimizer, and ``accelerator.load_state()`` loads
+    them at any number of ranks. All other methods of the accelerator are used as with a plain optimizer.
 
     Args:
         accelerator: has no other parallelism than DistributedDataParallel. It may have a single process.
@@ -110,7 +110,7 @@ def check_parallelism(accelerator: Accelerator) -> None:
     found += [f"{name}={size}" for name, size in sizes.items() if size > 1]
     if found:
         raise ValueError(
-            f"the accelerator uses {', '.join(found)}: ZeroRedundancyOptimizer shards the optimizer's state of models under "
+            f"the accelerator uses {', '.join(found)}: ZeroRedundancyOptimizer shards optimizers of models under "
             f"DistributedDataParallel, and works with no other parallelism"
         )
 
