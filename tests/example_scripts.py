@@ -52,9 +52,7 @@ def assert_equal(ours: Trained, theirs: Trained, steps: int, rounding: float = 0
     assert len(ours.losses) == steps
     for numbers in ((ours.losses, theirs.losses), (ours.norms, theirs.norms)):
         found, expected = (torch.tensor(each, dtype=torch.float64) for each in numbers)
-        torch.testing.assert_close(
-            found, expected, rtol=0, atol=rounding, msg=lambda text, name=name: f"{name}: {text}"
-        )
+        torch.testing.assert_close(found, expected, rtol=0, atol=rounding)
     torch.testing.assert_close(ours.params, theirs.params, rtol=0, atol=rounding)
     assert ours.complaints == theirs.complaints
 
