@@ -14,7 +14,16 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from zeroshard_comm import Control, DisagreementError, PeerLostError, Position, RankGroup, agreement, word_ring
+from zeroshard_comm import (
+    Control,
+    DisagreementError,
+    PeerLostError,
+    Position,
+    RankGroup,
+    agreement,
+    all_gather_float,
+    word_ring,
+)
 from zeroshard_testing import Faults
 
 
@@ -134,7 +143,7 @@ def test_numbers_of_all_ranks_come_to_all_in_rank_order(rank: int, world_size: i
     control.check_consistent("a test")
     mine = [rank, -rank, 2**62 + rank]
     assert control.all_gather_ints(mine, "a test") == [[r, -r, 2**62 + r] for r in range(world_size)]
-    floats = control.all_gather_float(0.1 * rank if rank else float("nan"), "a test")
+    floats = all_gather_float(control, 0.1 * rank if rank else float("nan"), "a test")
     assert floats[1:] == [0.1 * r for r in range(1, world_size)]
     assert math.isnan(floats[0])
 

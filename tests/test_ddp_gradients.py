@@ -219,17 +219,11 @@ def test_nothing_reads_a_part_of_the_gradients_in_silence() -> None:
     params = list(twins.ddp.parameters())
     assert all(type(param.grad) is GradPlaceholder for param in params)
     assert "shape=(64, 40)" in repr(params[0].grad)
-    with pytest.raises(RuntimeError, match=r"call optimizer.clip_grad_norm_\(max_norm\)"):
-        nn.utils.clip_grad_norm_(params, 1.0)
-    with pytest.raises(RuntimeError, match=r"call optimizer.clip_grad_norm_\(max_norm\)"):
-        nn.utils.clip_grad_value_(params, 1.0)
-    for read in (torch.Tensor.norm, torch.Tensor.clone, torch.Tensor.isnan, copy.deepcopy):
+    for read in (torch.Tensor.sum, torch.Tensor.clone, torch.Tensor.isnan, copy.deepcopy):
         with pytest.raises(RuntimeError, match="lies at its owner"):
             read(params[0].grad)
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(torch.ones(1))
-    with pytest.raises(RuntimeError, match="a GradScaler cannot be combined"):
-        scaler.step(twins.optimizer)
+    with pytest.raises(RuntimeError, match="it has norms of order 2 and inf"):
+        params[0].grad.add_(1.0)
     twins.optimizer.step()
 
 
@@ -246,7 +240,7 @@ def test_what_cannot_be_done_once_backward_has_stepped(hook: str) -> None:
         nn.utils.clip_grad_norm_(twins.ddp.parameters(), 1.0)
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(torch.ones(1))
-    with pytest.raises(RuntimeError, match="a GradScaler cannot be combined"):
+    with pytest.raises(RuntimeError, match="this hook has stepped during backward, with the scaled gradients"):
         scaler.unscale_(twins.optimizer)
 
 

@@ -1,9 +1,10 @@
 """Moving shards between ranks: reduction, broadcast, agreement, state transfer, rank arithmetic, traffic counters."""
 
-from zeroshard_comm.agreement import Control, Position, all_gather_text
+from zeroshard_comm.agreement import Control, Position, all_gather_float, all_gather_text
 from zeroshard_comm.broadcasters import CollectiveBroadcaster, MessageBroadcaster
 from zeroshard_comm.choice import choose_broadcaster, choose_private_group
 from zeroshard_comm.collective_reducer import CollectiveReducer
+from zeroshard_comm.disjoint import combine_disjoint
 from zeroshard_comm.errors import DifferentCallsError, DisagreementError, PeerLostError
 from zeroshard_comm.interfaces import (
     Broadcast,
@@ -60,12 +61,14 @@ __all__ = [
     "Words",
     "agree",
     "agreed",
+    "all_gather_float",
     "all_gather_text",
     "all_read",
     "check_config",
     "choose_broadcaster",
     "choose_private_group",
     "choose_transport",
+    "combine_disjoint",
     "connect",
     "explain_configs",
     "gather",

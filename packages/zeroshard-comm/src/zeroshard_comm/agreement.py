@@ -38,6 +38,9 @@ from zeroshard_comm.word_ring import WordRing
 TAG_WORD = 0x5A530001
 TAG_INTS = 0x5A530004
 
+_RING_OF_MANY = 2
+"""Up to so many ranks a ring is faster than rounds, also for more numbers than one."""
+
 _DIGEST_BITS = 31
 _DIGEST = (1 << _DIGEST_BITS) - 1
 _FAILED = 1 << 62
@@ -232,19 +235,23 @@ class Control:
             return [list(numbers)]
         rows = torch.zeros((self.ranks.world_size, len(numbers)), dtype=torch.int64, device="cpu")
         rows[self.ranks.rank] = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-        with self.ranks.context.one_at_a_time(operation):
-            combined: list[list[int]] = self._or(rows.view(-1), TAG_INTS, operation).view_as(rows).tolist()
+        combined: list[list[int]] = self.combine_words(rows.view(-1), operation).view_as(rows).tolist()
         return combined
 
-    def all_gather_float(self, number: float, operation: str) -> list[float]:
-        """Bring a number of every rank to every rank, as :meth:`all_gather_ints`.
+    def combine_words(self, words: torch.Tensor, operation: str) -> torch.Tensor:
+        """Return the bitwise OR of the words of all ranks. Collective.
+
+        Args:
+            words: 64-bit integers on the CPU, 1-D, as many on every rank; may be overwritten.
+            operation: as for :meth:`all_gather_ints`.
 
         Raises:
             PeerLostError: if a rank is gone.
         """
-        (bits,) = struct.unpack("<q", struct.pack("<d", number))
-        gathered = self.all_gather_ints([bits], operation)
-        return [struct.unpack("<d", struct.pack("<q", row[0]))[0] for row in gathered]
+        if self.alone:
+            return words
+        with self.ranks.context.one_at_a_time(operation):
+            return self._or(words, TAG_INTS, operation)
 
     def _combine(self, operation: str, digest: int | None, *, failed: bool, flag: bool = False) -> int:
         """The OR of the words of all ranks."""
@@ -256,8 +263,8 @@ class Control:
         ring = self.ranks.context.ring
         started = time.perf_counter()
         try:
-            # A ring needs few messages for one number, and cuts more numbers into a part for each rank.
-            if ring is None or len(numbers) > 1:
+            # A ring needs few messages for one number, or two ranks, and else cuts more into a part for each rank.
+            if ring is None or (len(numbers) > 1 and self.ranks.world_size > _RING_OF_MANY):
                 return self._rounds.combine(numbers, tag, operation)
             ring.combine(numbers, operation)
         except PeerLostError:
@@ -331,6 +338,17 @@ class Control:
             except PeerLostError as error:
                 gone = gone or str(error)
         return ("PeerLostError", gone) if gone else verdict(reasons, explain)
+
+
+def all_gather_float(control: Control, number: float, operation: str) -> list[float]:
+    """Bring a number of every rank to every rank, as :meth:`Control.all_gather_ints`. Collective.
+
+    Raises:
+        PeerLostError: if a rank is gone.
+    """
+    (bits,) = struct.unpack("<q", struct.pack("<d", number))
+    gathered = control.all_gather_ints([bits], operation)
+    return [struct.unpack("<d", struct.pack("<q", row[0]))[0] for row in gathered]
 
 
 def all_gather_text(control: Control, text: str, operation: str) -> list[str]:

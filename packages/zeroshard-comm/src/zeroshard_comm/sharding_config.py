@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch.distributed as dist
@@ -69,7 +70,14 @@ def agree(plan: Plan, group: dist.ProcessGroup | None = None, *, settings: Mappi
     check_config(Control(RankGroup.of(group)), "agree()", ShardingConfig(plan, settings or {}))
 
 
-def check_config(control: Control, operation: str, config: ShardingConfig, *, error: Exception | None = None) -> None:
+def check_config(
+    control: Control,
+    operation: str,
+    config: ShardingConfig,
+    *,
+    error: Exception | None = None,
+    once: Mapping[str, Setting] | None = None,
+) -> None:
     """As :func:`agree`, over an existing control channel.
 
     Args:
@@ -77,14 +85,22 @@ def check_config(control: Control, operation: str, config: ShardingConfig, *, er
         operation: what this rank is about to do.
         config: what it holds.
         error: its own failure, if it had one.
+        once: settings of this call alone, which must be equal on all ranks too.
 
     Raises:
         DisagreementError: as :func:`agree`.
         PeerLostError: as :func:`agree`.
         Exception: if a rank reported an error: that error, on every rank.
     """
+    settings = once or {}
+
+    def detail() -> str:
+        return replace(config, settings={**config.settings, **settings}).to_json()
+
     try:
-        control.check_consistent(operation, config.digest, error=error, detail=config.to_json, explain=explain_configs)
+        # Not by replacing: the digest of a plan takes a while, and is kept.
+        digest = config.digest ^ zlib.crc32(json.dumps(dict(settings), sort_keys=True).encode())
+        control.check_consistent(operation, digest, error=error, detail=detail, explain=explain_configs)
     finally:
         del error
 

@@ -32,8 +32,9 @@ def reduce_to_owner_hook(state: ZeroRedundancyOptimizer, bucket: GradBucket) -> 
 
     Register it with the optimizer as its state: ``ddp.register_comm_hook(optimizer, reduce_to_owner_hook)``. Then train
     as usual; ``optimizer.step()`` updates this rank's shards and brings the new values to all ranks. Before that,
-    ``.grad`` of every parameter is a :class:`zeroshard.GradPlaceholder`, which cannot be read: to clip, call
-    :meth:`zeroshard.ZeroRedundancyOptimizer.clip_grad_norm_`.
+    ``.grad`` of every parameter is a :class:`zeroshard.GradPlaceholder`: it cannot be read, but its norms of order 2
+    and inf can, and its owner multiplies or clamps it. So torch's ``clip_grad_norm_``, ``clip_grad_value_`` and
+    ``GradScaler`` work as usual; what they do must be done on every rank.
 
     Gradients are averaged over the ranks, as DDP does. ``no_sync()`` accumulates on each rank and sends nothing;
     several backwards before a step add up.
@@ -88,12 +89,16 @@ def _models_of(optimizer: ZeroRedundancyOptimizer, param: torch.Tensor) -> list[
     return registered if is_plain else holders
 
 
-def register_reduce_to_owner(ddp: DistributedDataParallel, optimizer: ZeroRedundancyOptimizer) -> None:
+def register_reduce_to_owner(
+    ddp: DistributedDataParallel, optimizer: ZeroRedundancyOptimizer, *, norms: bool = True
+) -> None:
     """Register :func:`reduce_to_owner_hook`, with its conditions checked at once.
 
     Args:
         ddp: the model.
         optimizer: has all parameters that DDP reduces, and the same ranks.
+        norms: whether every rank learns the norms of all gradients at the end of each backward. Without them torch's
+            ``clip_grad_norm_`` and ``GradScaler`` are refused; the optimizer's own ``clip_grad_norm_`` is not.
 
     Raises:
         ValueError: if the optimizer lacks a parameter, has other ranks, or was built with ``overlap_with_ddp=True``.
@@ -105,7 +110,7 @@ def register_reduce_to_owner(ddp: DistributedDataParallel, optimizer: ZeroRedund
         )
     _check_ranks(ddp, optimizer)
     _check_parameters(ddp, optimizer)
-    optimizer.follow_backward(StepMode.IN_STEP, _names_of(ddp))
+    optimizer.follow_backward(StepMode.IN_STEP, _names_of(ddp), norms=norms)
     ddp.register_comm_hook(optimizer, reduce_to_owner_hook)
 
 

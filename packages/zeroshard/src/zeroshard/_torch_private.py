@@ -24,6 +24,12 @@ USED: Mapping[str, str] = {
     "torch.Tensor._version": "whether a tensor was written to; the public function only counts up",
     "torch.Tensor._make_wrapper_subclass": "a tensor with a shape and no memory",
     "torch.ops.aten._foreach_zero_": "how an optimizer's zero_grad() reaches gradients without memory",
+    "torch.ops.aten._foreach_norm": "how torch.nn.utils reaches gradients without memory",
+    "torch.ops.aten._foreach_mul_": "the same",
+    "torch.ops.aten._foreach_clamp_min_": "the same",
+    "torch.ops.aten._foreach_clamp_max_": "the same",
+    "torch.ops.aten._amp_foreach_non_finite_check_and_unscale_": "how GradScaler reaches gradients without memory",
+    "torch._amp_foreach_non_finite_check_and_unscale_": "what GradScaler does to gradients, for those with memory",
     "torch.ops.aten._to_copy": "how a model's conversion reaches gradients without memory",
     "torch.ops.aten._pin_memory": "how a checkpoint that is staged reaches state without memory",
     "torch.optim.Optimizer._optimizer_step_pre_hooks": "the user's hooks, called once where a step is made in parts",
@@ -41,6 +47,13 @@ foreach_norm = torch._foreach_norm
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
 ATEN_FOREACH_ZERO_ = torch.ops.aten._foreach_zero_.default
+ATEN_FOREACH_NORM = torch.ops.aten._foreach_norm.Scalar
+ATEN_FOREACH_MUL_SCALAR_ = torch.ops.aten._foreach_mul_.Scalar
+ATEN_FOREACH_MUL_TENSOR_ = torch.ops.aten._foreach_mul_.Tensor
+ATEN_FOREACH_CLAMP_MIN_ = torch.ops.aten._foreach_clamp_min_.Scalar
+ATEN_FOREACH_CLAMP_MAX_ = torch.ops.aten._foreach_clamp_max_.Scalar
+ATEN_AMP_UNSCALE_ = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+amp_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 ATEN_TO_COPY = torch.ops.aten._to_copy.default
 ATEN_PIN_MEMORY = torch.ops.aten._pin_memory.default
 JoinConfig = _JoinConfig

@@ -4,17 +4,32 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
-from zeroshard_comm import Control, agreed
+from zeroshard_comm import Control, agreed, all_gather_float
 
 from zeroshard._torch_private import foreach_mul_, foreach_norm
 
 
+class _Operations(Protocol):
+    """What is done to gradients; it is a :class:`zeroshard.overlap.operations.GradOperations`."""
+
+    def clipped(self, factor: float) -> None: ...
+
+
+class _Source(Protocol):
+    """Where gradients are; it is a :class:`zeroshard.overlap.scheduler.BucketScheduler`."""
+
+    @property
+    def operations(self) -> _Operations: ...
+    def owned_gradients(self) -> Sequence[torch.Tensor]: ...
+
+
 def clip_over_ranks(
     control: Control,
-    gradients: Callable[[], Sequence[torch.Tensor]],
+    source: _Source,
     max_norm: float,
     norm_type: float,
     dtype: torch.dtype,
@@ -25,7 +40,7 @@ def clip_over_ranks(
 
     Args:
         control: the channel of the ranks.
-        gradients: returns this rank's; every element is held by only one rank.
+        source: has this rank's gradients; every element is held by only one rank.
         max_norm: the largest norm that is not scaled down.
         norm_type: the p of the p-norm; ``inf`` for the largest magnitude.
         dtype: of the result.
@@ -45,11 +60,11 @@ def clip_over_ranks(
         max_norm, norm_type = float(max_norm), float(norm_type)
         wanted = f"max_norm={max_norm}, norm_type={norm_type}, error_if_nonfinite={error_if_nonfinite}"
         declared.digest, declared.detail = zlib.crc32(wanted.encode()), lambda: wanted
-        held = gradients()
+        held = source.owned_gradients()
         if held:
             norms = torch.stack([norm.double() for norm in foreach_norm(list(held), norm_type)])
             mine = float(torch.linalg.vector_norm(norms, norm_type))
-    parts = torch.tensor(control.all_gather_float(mine, "clip_grad_norm_()"), dtype=torch.float64, device="cpu")
+    parts = torch.tensor(all_gather_float(control, mine, "clip_grad_norm_()"), dtype=torch.float64, device="cpu")
     total = float(torch.linalg.vector_norm(parts, norm_type))
     if error_if_nonfinite and not math.isfinite(total):
         raise RuntimeError(
@@ -58,8 +73,10 @@ def clip_over_ranks(
         )
     scale = max_norm / (total + 1e-6)
     # As torch: NaN is not less than 1, and spreads.
-    if held and not scale >= 1.0:
-        foreach_mul_(list(held), scale)
+    if not scale >= 1.0:
+        if held:
+            foreach_mul_(list(held), scale)
+        source.operations.clipped(scale)
     return torch.tensor(total, dtype=dtype, device="cpu")
 
 

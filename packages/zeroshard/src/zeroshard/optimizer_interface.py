@@ -139,18 +139,20 @@ class OptimizerInterface:
 
     @disable_dynamo
     def follow_backward(
-        self, mode: StepMode, names: Mapping[torch.Tensor, str] = MappingProxyType({})
+        self, mode: StepMode, names: Mapping[torch.Tensor, str] = MappingProxyType({}), *, norms: bool = True
     ) -> BackwardFollower:
         """Take gradients bucket by bucket from now on: for communication hooks. Collective, the first time.
 
         Args:
             mode: when shards are stepped.
             names: the model's names, for errors about parameters without names; the same on all ranks.
+            norms: whether every rank learns the norms of all gradients at the end of each backward, so that torch's
+                functions for clipping work. The first call decides; there are none if shards are stepped during it.
 
         Raises:
             ValueError: if gradients are taken in another way already, or parameters cannot be exchanged in buckets.
         """
-        return self._sharded.follow_backward(mode, names)
+        return self._sharded.follow_backward(mode, names, norms=norms)
 
     @property
     def _param_to_rank(self) -> dict[torch.Tensor, int]:

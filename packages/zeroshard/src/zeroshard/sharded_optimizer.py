@@ -234,7 +234,7 @@ class ShardedOptimizer:
         assert self.follower is not None
         return clip_over_ranks(
             self.sharding.control,
-            self.follower.scheduler.owned_gradients,
+            self.follower.scheduler,
             max_norm,
             norm_type,
             self.sharding.params[0].dtype,
@@ -257,11 +257,11 @@ class ShardedOptimizer:
         self._coordinator.guard.check()
         self.joining.announce(call, **arguments)
 
-    def follow_backward(self, mode: StepMode, names: Mapping[torch.Tensor, str]) -> BackwardFollower:
+    def follow_backward(self, mode: StepMode, names: Mapping[torch.Tensor, str], *, norms: bool) -> BackwardFollower:
         """Take gradients bucket by bucket from now on."""
         if self.follower is None:
             self.sharding.name(names)
-            self.follower = BackwardFollower(self._coordinator, self.joining, mode)
+            self.follower = BackwardFollower(self._coordinator, self.joining, mode, takes_norms=norms)
         elif self.follower.mode is not mode:
             raise ValueError(
                 f"a communication hook steps this optimizer {self.follower.mode.value!r} already, and cannot step it "

@@ -42,6 +42,14 @@ class _Part(Protocol):
     def step(self, arguments: Mapping[str, Any]) -> None: ...
 
 
+class _Operations(Protocol):
+    """What a loop has done to gradients; it is a :class:`zeroshard.overlap.operations.GradOperations`."""
+
+    @property
+    def in_words(self) -> Mapping[str, str]: ...
+    def agreed(self) -> None: ...
+
+
 class _GradientSource(Protocol):
     """Where gradients come from, bucket by bucket; it is a :class:`zeroshard.overlap.scheduler.BucketScheduler`."""
 
@@ -49,6 +57,8 @@ class _GradientSource(Protocol):
     def steps_early(self) -> bool: ...
     @property
     def has_buckets(self) -> bool: ...
+    @property
+    def operations(self) -> _Operations: ...
     @property
     def has_parts(self) -> bool: ...
     @property
@@ -138,7 +148,7 @@ class StepCoordinator:
         self._begun = None
         problem = observed if problem is None else problem
         declared = sharding.hyperparameters.follow(groups)
-        agreement = _Agreement(sharding, layout)
+        agreement = _Agreement(sharding, layout, source.operations if source is not None else None)
         # A closure communicates too, so ranks agree after it has returned.
         if closure is None or problem is not None or layout is not sharding.layout:
             try:
@@ -294,8 +304,8 @@ class _Agreement:
         has_failed: whether it has raised an error, which every rank has raised.
     """
 
-    def __init__(self, sharding: Sharding, layout: Layout) -> None:
-        self._control, self._config = sharding.control, layout.declaration
+    def __init__(self, sharding: Sharding, layout: Layout, operations: _Operations | None) -> None:
+        self._control, self._config, self._operations = sharding.control, layout.declaration, operations
         self._is_over = self.has_failed = False
 
     def reach(self, problem: Exception | None = None) -> None:
@@ -314,7 +324,8 @@ class _Agreement:
         self._is_over = self.has_failed = True
         try:
             with record_function("zeroshard::agree"):
-                check_config(self._control, "step()", self._config, error=problem)
+                done = self._operations.in_words if self._operations is not None else None
+                check_config(self._control, "step()", self._config, error=problem, once=done)
         except PeerLostError as lost:
             # The others may be lost because of this rank's problem, e.g. in collectives of a closure that raised here.
             if problem is not None:
@@ -326,4 +337,6 @@ class _Agreement:
         position = self._control.position
         if position is not None:
             self._control.position = replace(position, steps=position.steps + 1)
+        if self._operations is not None:
+            self._operations.agreed()
         self.has_failed = False

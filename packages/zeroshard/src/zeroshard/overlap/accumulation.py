@@ -17,6 +17,7 @@ from zeroshard_core import Plan
 from zeroshard._torch_private import in_autograd
 from zeroshard.local_optimizer import LocalOptimizer
 from zeroshard.overlap.bucket import Bucket, BucketPhase, BucketState, gradient_view
+from zeroshard.overlap.operations import GradOperations
 from zeroshard.overlap.placeholder import GradPlaceholder
 
 _grad_of = attrgetter("grad")
@@ -29,7 +30,7 @@ class GradAccumulator:
 
     Args:
         world_size: number of ranks.
-        steps_early: whether shards are stepped during backward.
+        operations: what the loop may do to gradients before a step; also an attribute.
 
     Attributes:
         index_of: the tensor index of each parameter.
@@ -39,8 +40,8 @@ class GradAccumulator:
         divides_by_running: whether gradients are averaged over the ranks that still have data.
     """
 
-    def __init__(self, world_size: int, *, steps_early: bool) -> None:
-        self._world_size, self._steps_early = world_size, steps_early
+    def __init__(self, world_size: int, operations: GradOperations) -> None:
+        self._world_size, self.operations = world_size, operations
         self.index_of: dict[torch.Tensor, int] = {}
         self.placeholders: list[GradPlaceholder] = []
         self.in_backward = self.divides_by_running = False
@@ -86,6 +87,7 @@ class GradAccumulator:
             keep: keeps the memory of a tensor until the stream has added it.
         """
         state.phase = BucketPhase.REDUCED
+        self.operations.replaced(tensor for tensor in state.tensors if tensor not in self._touched)
         if self._carried:
             for place, tensor in enumerate(state.tensors):
                 carried = self._carried.pop(tensor, None)
@@ -96,7 +98,7 @@ class GradAccumulator:
             self._delivered.difference_update(state.tensors)
 
     def end(self, states: Sequence[BucketState]) -> None:
-        """End a backward: put placeholders where the gradients were."""
+        """End a backward: put placeholders where the gradients were, and exchange their norms. Collective."""
         self.in_backward = False
         for state in states:
             placeholders = [self.placeholders[tensor] for tensor in state.tensors]
@@ -108,6 +110,12 @@ class GradAccumulator:
         for tensor in self._touched:
             self.placeholders[tensor]._local = None
         self._touched.clear()
+        self.operations.renew(states)
+
+    def owned(self, tensor: int) -> torch.Tensor | None:
+        """Return this rank's part of a reduced gradient; None if it owns none of it."""
+        state, place = self._place[tensor]
+        return state.owned_gradient(place)
 
     def _passing(self, state: BucketState) -> list[GradPlaceholder]:
         """Make placeholders for the first backward: when all are set to None, the bucket's memory is given back.
@@ -184,13 +192,8 @@ class GradAccumulator:
         if state.phase is BucketPhase.STEPPED:
             self.refusal = (
                 f"tensor {tensor} {self._plan.tensors[tensor].name!r} still has the gradient of the last step: "
-                f"call optimizer.zero_grad() before backward()"
+                f"call optimizer.zero_grad() before backward(){self.operations.stepping}"
             )
-            if self._steps_early:
-                self.refusal += (
-                    ". To accumulate gradients of several backwards, make all but the last one under no_sync(), or use "
-                    "reduce_to_owner_hook: this hook steps in every backward"
-                )
             raise RuntimeError(self.refusal)
         gradient = state.owned_gradient(place)
         if gradient is not None:
@@ -202,13 +205,13 @@ class GradAccumulator:
 
     def zero(self, tensor: int) -> None:
         """Set a reduced gradient to zero."""
-        state, place = self._place[tensor]
-        state.zeroed.add(tensor)
+        self._place[tensor][0].zeroed.add(tensor)
         self._carried.pop(tensor, None)
         self._delivered.discard(tensor)
-        gradient = state.owned_gradient(place)
+        gradient = self.owned(tensor)
         if gradient is not None:
             gradient.zero_()
+        self.operations.zeroed(tensor)
 
     def is_zeroed(self, tensor: int) -> bool:
         """Whether a reduced gradient was set to zero."""
@@ -264,28 +267,7 @@ class GradAccumulator:
         """Whether DDP has put a kept gradient into a new bucket since the last backward; see :meth:`replace`."""
         return self.index_of.get(param) in self._replaced
 
-    def advice(self, operation: str) -> str:
-        """Say why an operation on a placeholder cannot be done, and what to call instead."""
-        return _advice(operation, steps_early=self._steps_early)
-
     def _owned(self, tensor: int, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of a gradient."""
         shard = self._local.shards[tensor]
         return shard.shard.box(whole) if shard.is_cut else whole
-
-
-def _advice(operation: str, *, steps_early: bool) -> str:
-    if "_amp_" in operation:
-        return (
-            "a GradScaler cannot be combined with gradients that are sent to their owners. Use bfloat16, which needs "
-            "none, or train without a communication hook"
-        ) + (". This one has stepped during backward, with the scaled gradients: load a checkpoint" * steps_early)
-    if steps_early:
-        return (
-            "this hook steps during backward, so gradients can be neither clipped nor changed. Use "
-            "reduce_to_owner_hook for that, and optimizer.clip_grad_norm_()"
-        )
-    return (
-        "to clip, call optimizer.clip_grad_norm_(max_norm), which also returns the norm over all ranks; to change "
-        "gradients, do it in a hook of the tensor, or train without a communication hook"
-    )

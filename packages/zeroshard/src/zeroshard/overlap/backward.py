@@ -13,6 +13,8 @@ from zeroshard_comm import agreed
 from zeroshard._torch_private import disable_dynamo
 from zeroshard.overlap.bucket import Bucket
 from zeroshard.overlap.buckets import common_device
+from zeroshard.overlap.norms import GradNorms
+from zeroshard.overlap.operations import GradOperations
 from zeroshard.overlap.scheduler import BucketScheduler, StepMode
 from zeroshard.step import StepCoordinator
 
@@ -22,6 +24,8 @@ class _Participant(Protocol):
 
     divides_by_running: bool
 
+    @property
+    def exchange(self) -> object: ...
     def announce_backward(self, *, is_own: bool = True, ends: bool = False) -> None: ...
 
 
@@ -35,6 +39,7 @@ class BackwardFollower:
         coordinator: makes the steps of the optimizer.
         joining: announces calls in Join contexts.
         mode: when shards are stepped; also an attribute.
+        takes_norms: whether every rank learns the norms of gradients at the end of each backward.
 
     Raises:
         RuntimeError: if the group has no backend for the device that parameters are on.
@@ -46,13 +51,19 @@ class BackwardFollower:
         coordinator: StepCoordinator,
         joining: _Participant,
         mode: StepMode,
+        *,
+        takes_norms: bool,
     ) -> None:
         self._coordinator, self._joining, self.mode = coordinator, joining, mode
         sharding, guard = coordinator.sharding, coordinator.guard
+        norms = None
         with agreed(sharding.control, "a communication hook's first call"):
-            common_device(sharding.params, sharding.layout)
+            device = common_device(sharding.params, sharding.layout)
+            if takes_norms and mode is StepMode.IN_STEP:
+                norms = GradNorms(sharding.control, device)
+        operations = GradOperations(norms, steps_early=mode is not StepMode.IN_STEP)
         self.scheduler = BucketScheduler(
-            sharding.control, guard, sharding.local, sharding.sync, sharding.params, sharding.layout, mode
+            sharding.control, guard, sharding.local, sharding.sync, sharding.params, sharding.layout, mode, operations
         )
         coordinator.source, sharding.buckets = self.scheduler, self.scheduler.buckets
         self._backwards_since_step = self._stepped_with = 0
@@ -102,6 +113,8 @@ class BackwardFollower:
         if bucket.index == 0:
             self._is_own = bucket.is_own
             self.scheduler.gradients.divides_by_running = self._joining.divides_by_running
+            # A rank that has run out of data takes part in a backward only at the others' next call.
+            self.scheduler.operations.takes_norms = self._joining.exchange is None
             if self.mode is not StepMode.IN_STEP:
                 self._joining.announce_backward(is_own=bucket.is_own)
                 may_step = self._coordinator.observe_early(self._coordinator.sharding.groups)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from operator import attrgetter, is_
@@ -142,6 +142,13 @@ class BucketState:
             return None
         start = self.offsets[place] + shard.shard.flat.start
         return gradient_view(self.buffer, start, shard.tensor.shape, self._strides[place])
+
+    def owned_gradients(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield the index of each tensor of which this rank owns something, and its part of the gradient."""
+        for place in self._owned:
+            gradient = self.owned_gradient(place)
+            if gradient is not None:
+                yield self.tensors[place], gradient
 
     def replace(self, reduced: torch.Tensor, keep: Callable[[torch.Tensor], None]) -> None:
         """Take over values that a communication hook has reduced.

@@ -82,6 +82,7 @@ class Buckets:
         self.check(params, layout)
         self._move_gradients(self._layout.plan, layout.plan)
         self._params, self._layout = list(params), layout
+        self._gradients.operations.follow(layout.plan)
         self._gradients.follow(self._params, layout.plan, self._local)
         for state in self.by_index.values():
             state.follow(layout.plan, self._local, self._sync, self.transport)
@@ -211,6 +212,7 @@ class Buckets:
                 **layout.declaration.settings,
                 "tags of hooks, in the order of their first backward": f"{self.transport.tags:#x}",
                 f"bucket {bucket.index}": lies,
+                "norms": self._gradients.operations.norms is not None,
             }
             declared.set(replace(layout.declaration, settings=settings))
         _logger.debug("bucket %d of %d bytes has the tensors %s", bucket.index, bucket.buffer.nbytes, tensors)

@@ -3,7 +3,8 @@
 No rank holds the whole gradients of all parameters any more, so code that reads one (a norm, a scaler, a logger) would
 silently get a part of it, or local values. The gradient is replaced by a tensor of its shape; reading that raises an
 error on every rank, which names the call to use instead. It supports the usual operations of training loops: it can be
-set to None or to zero, stepped, and added to by a further backward.
+set to None or to zero, stepped, and added to by a further backward. It also supports what torch's functions for
+clipping and its GradScaler do: each rank knows its norms, and its owners scale or clamp the values.
 """
 
 from __future__ import annotations
@@ -16,7 +17,21 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 
-from zeroshard._torch_private import ATEN_FOREACH_ZERO_, ATEN_TO_COPY, in_autograd, make_wrapper_subclass
+from zeroshard._torch_private import (
+    ATEN_AMP_UNSCALE_,
+    ATEN_FOREACH_CLAMP_MAX_,
+    ATEN_FOREACH_CLAMP_MIN_,
+    ATEN_FOREACH_MUL_SCALAR_,
+    ATEN_FOREACH_MUL_TENSOR_,
+    ATEN_FOREACH_NORM,
+    ATEN_FOREACH_ZERO_,
+    ATEN_TO_COPY,
+    amp_unscale_,
+    in_autograd,
+    make_wrapper_subclass,
+)
+from zeroshard.overlap.norms import INF
+from zeroshard.overlap.operations import GradOperations
 from zeroshard.without_values import TensorWithoutValues
 
 _aten = torch.ops.aten
@@ -27,12 +42,14 @@ class _Accumulator(Protocol):
 
     @property
     def in_backward(self) -> bool: ...
+    @property
+    def operations(self) -> GradOperations: ...
+    def owned(self, tensor: int) -> torch.Tensor | None: ...
     def carry(self, tensor: int) -> None: ...
     def deliver(self, tensor: int) -> None: ...
     def zero(self, tensor: int) -> None: ...
     def replace(self, tensor: int, place: torch.Tensor) -> None: ...
     def is_zeroed(self, tensor: int) -> bool: ...
-    def advice(self, operation: str) -> str: ...
 
 
 class GradPlaceholder(TensorWithoutValues):
@@ -88,12 +105,37 @@ class GradPlaceholder(TensorWithoutValues):
             raise RuntimeError(f"the optimizer that had the gradient of {self._title!r} is gone: call zero_grad()")
         return accumulator
 
-    def refusal(self, operation: str) -> RuntimeError:
-        """Return the error for an operation, by its name."""
-        if operation in ("a deep copy", "pickling", "share_memory_()"):
+    @property
+    def owned(self) -> torch.Tensor | None:
+        """This rank's part of the reduced gradient; None if it owns none of it."""
+        return self._accumulator.owned(self._tensor)
+
+    def operations(self, operation: str, *, norm: bool = False) -> GradOperations:
+        """Return what does an operation, or raise the error for it.
+
+        Args:
+            operation: its name.
+            norm: whether it needs the norm.
+        """
+        operations = self._accumulator.operations
+        if operations.steps_early:
+            raise self.refusal(operation)
+        if self._local is not None:
+            advice = "this rank has added to it under no_sync(), which no backward has reduced yet"
+        else:
+            advice = operations.why_unknown(self._tensor) if norm else ""
+        if advice:
+            raise self.refusal(operation, advice)
+        return operations
+
+    def refusal(self, operation: str, advice: str = "") -> RuntimeError:
+        """Return the error for an operation, by its name; ``advice`` says what to do if it depends on more."""
+        if advice:
+            pass
+        elif operation in ("a deep copy", "pickling", "share_memory_()"):
             advice = "call zero_grad() before copying, pickling or sharing the model"
         else:
-            advice = self._accumulator.advice(operation)
+            advice = self._accumulator.operations.advice(operation)
         return RuntimeError(
             f"the gradient of {self._title!r} lies at its owner, and {operation} cannot be done with it: {advice}"
         )
@@ -155,6 +197,73 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
     return target
 
 
+def _norm(
+    gradient: GradPlaceholder,
+    order: float = 2.0,
+    dim: Sequence[int] | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Return a norm that was exchanged at the end of backward, the same on every rank."""
+    if (dim is not None and len(dim) < gradient.dim()) or keepdim or dtype not in (None, gradient.dtype):
+        raise gradient.refusal("a norm over some dimensions, or in another dtype,")
+    if order not in (2, INF):
+        advice = f"call optimizer.clip_grad_norm_(max_norm, norm_type={order})"
+        raise gradient.refusal(f"a norm of order {order}", advice)
+    found = gradient.operations("a norm", norm=True).norm(gradient._tensor, order)
+    return found.to(device=gradient.device, dtype=gradient.dtype)
+
+
+def _foreach_norm(
+    gradients: Sequence[torch.Tensor], order: float = 2.0, dtype: torch.dtype | None = None
+) -> list[torch.Tensor]:
+    return [torch.linalg.vector_norm(gradient, order, dtype=dtype) for gradient in gradients]
+
+
+def _multiply(gradient: torch.Tensor, factor: float | torch.Tensor) -> torch.Tensor:
+    held = gradient if isinstance(gradient, GradPlaceholder) else factor
+    assert isinstance(held, GradPlaceholder)
+    if held is factor or (isinstance(factor, torch.Tensor) and factor.numel() != 1):
+        raise held.refusal("multiplying with a tensor of several elements")
+    held.operations("multiplying").multiply(held._tensor, held.owned, factor)
+    return held
+
+
+def _foreach_multiply(gradients: Sequence[torch.Tensor], factor: float | torch.Tensor) -> None:
+    for gradient in gradients:
+        gradient.mul_(factor)
+
+
+def _clamp(gradient: GradPlaceholder, min: float | None = None, max: float | None = None) -> GradPlaceholder:
+    gradient.operations("clamping").clamp(gradient._tensor, gradient.owned, min, max)
+    return gradient
+
+
+def _foreach_clamp_min(gradients: Sequence[torch.Tensor], low: float) -> None:
+    for gradient in gradients:
+        gradient.clamp_(min=low)
+
+
+def _foreach_clamp_max(gradients: Sequence[torch.Tensor], high: float) -> None:
+    for gradient in gradients:
+        gradient.clamp_(max=high)
+
+
+def _unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse: torch.Tensor) -> None:
+    """Do what GradScaler does to the gradients of an optimizer, some of which may be values."""
+    by_optimizer: dict[GradOperations, dict[int, torch.Tensor | None]] = {}
+    for gradient in gradients:
+        if isinstance(gradient, GradPlaceholder):
+            operations = gradient.operations("unscaling", norm=True)
+            by_optimizer.setdefault(operations, {})[gradient._tensor] = gradient.owned
+    values = [gradient for gradient in gradients if not isinstance(gradient, GradPlaceholder)]
+    if values:
+        amp_unscale_(values, found_inf, inverse)
+    for operations, held in by_optimizer.items():
+        operations.unscale(held, found_inf, inverse)
+
+
 _REBUILDERS = frozenset({"torch.nn.parallel.distributed", "zeroshard_integrations._torch_private"})
 
 
@@ -176,4 +285,13 @@ GradPlaceholder.allowed = {
     _aten.add.Tensor: _add,
     ATEN_TO_COPY: _convert,
     _aten.copy_.default: _copy,
+    _aten.linalg_vector_norm.default: _norm,
+    ATEN_FOREACH_NORM: _foreach_norm,
+    _aten.mul_.Tensor: _multiply,
+    ATEN_FOREACH_MUL_SCALAR_: _foreach_multiply,
+    ATEN_FOREACH_MUL_TENSOR_: _foreach_multiply,
+    _aten.clamp_.default: _clamp,
+    ATEN_FOREACH_CLAMP_MIN_: _foreach_clamp_min,
+    ATEN_FOREACH_CLAMP_MAX_: _foreach_clamp_max,
+    ATEN_AMP_UNSCALE_: _unscale,
 }

@@ -25,6 +25,7 @@ from zeroshard.local_optimizer import LocalOptimizer
 from zeroshard.overlap.accumulation import GradAccumulator
 from zeroshard.overlap.bucket import Bucket, BucketState, Unbucketed
 from zeroshard.overlap.buckets import Buckets
+from zeroshard.overlap.operations import GradOperations
 from zeroshard.overlap.worker import ReductionQueue
 from zeroshard.parameter_sync import ParameterSync
 from zeroshard.stepped_in_parts import may_step_in_parts
@@ -49,9 +50,11 @@ class BucketScheduler:
         params: all parameters, by tensor index.
         layout: who owns what.
         mode: when shards are stepped.
+        operations: what the loop does to gradients before a step; also an attribute.
 
     Attributes:
         mode: as given.
+        steps_early: whether shards are stepped during backward.
         gradients: where gradients are, and which are carried over from earlier backwards.
         buckets: those of the last backward.
         left_with: how many buckets had come at the end of autograd's work, or of a backward inside it.
@@ -69,15 +72,16 @@ class BucketScheduler:
         params: Sequence[torch.Tensor],
         layout: Layout,
         mode: StepMode,
+        operations: GradOperations,
     ) -> None:
-        self.mode, self._control, self._guard = mode, control, guard
-        self.gradients = GradAccumulator(control.ranks.world_size, steps_early=self.steps_early)
+        self.mode, self._control, self._guard, self.operations = mode, control, guard, operations
+        self.steps_early = operations.steps_early
+        self.gradients = GradAccumulator(control.ranks.world_size, operations)
         self.buckets = buckets = Buckets(control, self.gradients, local, sync, params, layout)
         self._queue = ReductionQueue(control.ranks.rank, buckets.device, uses_thread=buckets.transport.uses_thread)
         # On a device with streams, waiting for a future also waits for the stream on which it was set.
         self._devices: list[int | str | torch.device] = [] if buckets.device.type == "cpu" else [buckets.device]
-        self._local, self._backwards, self.left_with = local, 0, 0
-        self._may_step = self._all_may_step = False
+        self._local, self._backwards, self.left_with, self._may_step, self._all_may_step = local, 0, 0, False, False
 
     # ------------------------------------------------------------------ a backward
 
@@ -143,13 +147,14 @@ class BucketScheduler:
         try:
             with record_function("zeroshard::wait for gradients"):
                 self._queue.drain()
+            self.buckets.end()
+            with record_function("zeroshard::norms"):
+                self.gradients.end(self.buckets.arrived)
         except BaseException as error:
             self._guard.break_off(error)
             raise
         finally:
             self.gradients.in_backward = False
-        self.buckets.end()
-        self.gradients.end(self.buckets.arrived)
 
     # ------------------------------------------------------------------ the rest of a reduction
 
@@ -214,11 +219,6 @@ class BucketScheduler:
     # ------------------------------------------------------------------ between backward and step
 
     @property
-    def steps_early(self) -> bool:
-        """Whether shards are stepped during backward."""
-        return self.mode is not StepMode.IN_STEP
-
-    @property
     def has_buckets(self) -> bool:
         """Whether buckets are known: from the first backward on, the same on all ranks."""
         return bool(self.buckets.by_index)
@@ -252,7 +252,7 @@ class BucketScheduler:
     def owned_gradients(self) -> list[torch.Tensor]:
         """Return this rank's parts of all gradients that the next step will use."""
         self.check_gradients()
-        found: list[torch.Tensor] = []
+        found = list[torch.Tensor]()
         for part in self.parts:
             part.bind(to_step=False)
             found += [tensor.grad for tensor in part.owned_tensors if tensor.grad is not None]

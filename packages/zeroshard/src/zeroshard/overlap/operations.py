@@ -1,0 +1,188 @@
+"""What a loop does to reduced gradients before a step: owners do it, and every rank knows the norms that follow."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from zeroshard_core import Plan
+
+from zeroshard._torch_private import amp_unscale_
+from zeroshard.overlap.norms import INF, GradNorms
+
+
+class _Bucket(Protocol):
+    """A reduced bucket; it is a :class:`zeroshard.overlap.bucket.BucketState`."""
+
+    def owned_gradients(self) -> Iterable[tuple[int, torch.Tensor]]: ...
+
+
+class GradOperations:
+    """Does to the owned part of a gradient what is done to its placeholder, and follows its norms.
+
+    Nothing is communicated. The next step compares what was done on all ranks: an operation on one rank alone is an
+    error of that step on every rank.
+
+    Args:
+        norms: of the gradients; None if they are not exchanged.
+        steps_early: whether shards are stepped during backward, so that nothing can be done.
+
+    Attributes:
+        norms, steps_early: as given.
+        takes_norms: whether norms are exchanged at the end of the backward at work; whoever begins it decides.
+    """
+
+    def __init__(self, norms: GradNorms | None, *, steps_early: bool) -> None:
+        self.norms, self.steps_early, self.takes_norms = norms, steps_early, False
+        self._done: dict[int, str] = {}
+        self._clamped: set[int] = set()
+        self._zeroed: set[int] = set()
+
+    def advice(self, operation: str) -> str:
+        """Say why an operation on a placeholder cannot be done, and what to do instead."""
+        if self.steps_early and operation == "unscaling":
+            return (
+                "this hook has stepped during backward, with the scaled gradients: load a checkpoint, and use "
+                "reduce_to_owner_hook, or bfloat16, which needs no GradScaler"
+            )
+        if self.steps_early:
+            return (
+                "this hook steps during backward, so gradients can be neither clipped nor changed. Use "
+                "reduce_to_owner_hook for that"
+            )
+        return (
+            "it has norms of order 2 and inf, and can be multiplied by a number or clamped in place, as torch's "
+            "functions for clipping do; to change gradients in another way, do it in a hook of the tensor, or train "
+            "without a communication hook"
+        )
+
+    @property
+    def stepping(self) -> str:
+        """Say how to accumulate gradients if shards are stepped during backward; else empty."""
+        advice = (
+            ". To accumulate gradients of several backwards, make all but the last one under no_sync(), or use "
+            "reduce_to_owner_hook: this hook steps in every backward"
+        )
+        return advice if self.steps_early else ""
+
+    def why_unknown(self, tensor: int) -> str:
+        """Say why the norm of a gradient is not known, and what to do; empty if it is."""
+        if tensor in self._zeroed:
+            return ""
+        if self.norms is None or not self.norms.are_known:
+            return "norms are exchanged neither inside Join nor with norms=False: call optimizer.clip_grad_norm_()"
+        if tensor in self._clamped:
+            return "it was clamped, after which its norm is not known: take norms before"
+        return ""
+
+    def norm(self, tensor: int, order: float) -> torch.Tensor:
+        """Return the norm of a gradient; see :meth:`GradNorms.norm`."""
+        if tensor in self._zeroed:
+            return torch.zeros((), dtype=torch.float64)
+        assert self.norms is not None
+        return self.norms.norm(tensor, order)
+
+    def multiply(self, tensor: int, owned: torch.Tensor | None, factor: float | torch.Tensor) -> None:
+        """Multiply a gradient.
+
+        Args:
+            tensor: its index.
+            owned: this rank's part of it, if it owns some.
+            factor: a number, or a tensor of one element.
+        """
+        if owned is not None:
+            owned.mul_(factor)
+        self._scaled(tensor, "mul_", factor)
+
+    def clamp(self, tensor: int, owned: torch.Tensor | None, low: float | None, high: float | None) -> None:
+        """Clamp a gradient; arguments as for :meth:`multiply`."""
+        if owned is not None:
+            owned.clamp_(low, high)
+        self._clamped.add(tensor)
+        self._note(tensor, f"clamp_({low}, {high})")
+
+    def unscale(
+        self, gradients: Mapping[int, torch.Tensor | None], found_inf: torch.Tensor, inverse: torch.Tensor
+    ) -> None:
+        """Multiply gradients of one dtype by the inverse of a loss scale, as torch's GradScaler does.
+
+        Args:
+            gradients: this rank's parts, by tensor; None where it owns nothing.
+            found_inf: set to 1 if an element of any gradient is not finite.
+            inverse: of one element.
+        """
+        # A 2-norm in half precision may overflow.
+        largest = torch.stack([self.norm(tensor, INF).to(found_inf.device) for tensor in gradients])
+        found_inf.copy_(torch.maximum(found_inf, (~largest.isfinite().all()).to(found_inf.dtype)))
+        owned = [gradient for gradient in gradients.values() if gradient is not None]
+        if owned:
+            amp_unscale_(owned, torch.zeros_like(found_inf), inverse)
+        for tensor in gradients:
+            self._scaled(tensor, "unscale", inverse)
+
+    def clipped(self, factor: float) -> None:
+        """Take note that all owners have multiplied all gradients by the same factor."""
+        if self.norms is not None:
+            for tensor in range(self.norms.tensors):
+                self.norms.scale(tensor, factor)
+
+    def _scaled(self, tensor: int, kind: str, factor: float | torch.Tensor) -> None:
+        if isinstance(factor, torch.Tensor):
+            # The host does not wait for an accelerator.
+            factor = float(factor) if factor.device.type == "cpu" else factor.detach().double().view(())
+        self._note(tensor, f"{kind}({factor})" if isinstance(factor, (int, float)) else kind)
+        if self.norms is not None:
+            self.norms.scale(tensor, factor)
+
+    def _note(self, tensor: int, what: str) -> None:
+        self._done[tensor] = f"{self._done[tensor]}, {what}" if tensor in self._done else what
+
+    # ------------------------------------------------------------------ what the next step compares
+
+    @property
+    def in_words(self) -> Mapping[str, str]:
+        """What was done to gradients since they were reduced, for the agreement of a step."""
+        found = "nothing"
+        if self._done:
+            done = sorted(self._done.items())
+            tensor, what = done[0]
+            checksum = zlib.crc32(repr(done).encode())
+            found = f"{what} of tensor {tensor}, and so on: {len(done)} gradients, checksum {checksum:08x}"
+        return {"what was done to gradients since they were reduced": found}
+
+    def agreed(self) -> None:
+        """Forget what was done: all ranks have compared it, and step."""
+        self._done.clear()
+
+    def replaced(self, tensors: Iterable[int]) -> None:
+        """Forget what was done to gradients that have been replaced by new ones."""
+        for tensor in tensors if self._done else ():
+            self._done.pop(tensor, None)
+
+    def zeroed(self, tensor: int) -> None:
+        """Take note that a gradient was set to zero."""
+        self._zeroed.add(tensor)
+        self._done.pop(tensor, None)
+
+    def follow(self, plan: Plan) -> None:
+        """Take over a plan."""
+        if self.norms is not None:
+            self.norms.follow(plan)
+
+    def renew(self, buckets: Sequence[_Bucket]) -> None:
+        """Exchange norms after a backward; or leave them unknown until the next one. Collective.
+
+        Args:
+            buckets: of that backward.
+
+        Raises:
+            PeerLostError: if a rank is gone.
+        """
+        self._clamped.clear()
+        self._zeroed.clear()
+        if self.norms is not None:
+            self.norms.are_known = self.takes_norms
+            if self.takes_norms:
+                self.norms.exchange({tensor: part for bucket in buckets for tensor, part in bucket.owned_gradients()})

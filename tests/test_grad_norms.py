@@ -1,0 +1,399 @@
+"""torch's functions for clipping, and its GradScaler, on gradients that lie at their owners: as on values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp_training import Twins
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from training import cutting
+from zeroshard import GradPlaceholder, ZeroRedundancyOptimizer
+from zeroshard_comm import DisagreementError
+from zeroshard_integrations.ddp import register_reduce_to_owner
+from zeroshard_integrations.join import Join
+
+INF = math.inf
+pytestmark = pytest.mark.pairwise
+PARTITIONS = pytest.mark.parametrize("partition", ["whole", "split"])
+FOREACH = pytest.mark.parametrize("foreach", [None, True, False])
+
+
+def clip_by_norm(params: list[nn.Parameter], order: float = 2.0, foreach: bool | None = None) -> torch.Tensor:
+    return nn.utils.clip_grad_norm_(params, 0.01, order, foreach=foreach)
+
+
+def reduced(partition: str = "whole", seed: int = 0) -> tuple[Twins, list[nn.Parameter], list[nn.Parameter]]:
+    """Twins after a backward of each, and the parameters of both."""
+    twins = Twins("owner", partition=partition)
+    for ddp, _ in twins.sides:
+        twins.backward(ddp, seed)
+    ours, theirs = (list(ddp.parameters()) for ddp, _ in twins.sides)
+    assert all(type(param.grad) is GradPlaceholder for param in ours)
+    return twins, ours, theirs
+
+
+def assert_same(actual: torch.Tensor, expected: torch.Tensor, partition: str = "whole") -> None:
+    """Bitwise for tensors with one owner; the squares of parts are added in another order, in float64."""
+    assert (actual.dtype, actual.device, actual.shape) == (expected.dtype, expected.device, expected.shape)
+    rounding = 1e-12 if partition == "split" else 0.0
+    torch.testing.assert_close(actual, expected, rtol=rounding, atol=0, equal_nan=True)
+
+
+@pytest.mark.ranks(1, 2, backend="gloo")
+@PARTITIONS
+@pytest.mark.parametrize("order", [2.0, INF])
+@FOREACH
+def test_clipping_by_the_norm(partition: str, order: float, foreach: bool | None) -> None:
+    twins = Twins("owner", partition=partition, exact=partition == "whole")
+    for number in range(3):
+        norms = []
+        for ddp, optimizer in twins.sides:
+            optimizer.zero_grad(set_to_none=number != 1)
+            twins.backward(ddp, number)
+            norms.append(clip_by_norm(list(ddp.parameters()), order, foreach))
+            optimizer.step()
+        assert_same(*norms, partition)
+        twins.check(f"after iteration {number}")
+
+
+@pytest.mark.ranks(3, backend="gloo")
+@PARTITIONS
+def test_every_rank_has_the_same_bits(partition: str, world_size: int) -> None:
+    _, ours, theirs = reduced(partition)
+    found = torch.stack([param.grad.norm(order) for param in ours for order in (2, INF)])
+    everybodys = [torch.empty_like(found) for _ in range(world_size)]
+    dist.all_gather(everybodys, found)
+    assert all(torch.equal(found, other) for other in everybodys)
+    # DDP's all-reduce adds three ranks in another order.
+    expected = torch.stack([param.grad.norm(order) for param in theirs for order in (2, INF)])
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@PARTITIONS
+@FOREACH
+def test_clipping_by_value(partition: str, foreach: bool | None) -> None:
+    twins = Twins("owner", partition=partition)
+    for number in range(3):
+        for ddp, optimizer in twins.sides:
+            optimizer.zero_grad()
+            twins.backward(ddp, number)
+            nn.utils.clip_grad_value_(ddp.parameters(), 1e-3, foreach=foreach)
+            optimizer.step()
+        twins.check(f"after iteration {number}")
+
+
+READS: list[Callable[[torch.Tensor], torch.Tensor]] = [
+    torch.Tensor.norm,
+    lambda grad: grad.norm(INF),
+    lambda grad: grad.data.norm(2),
+    lambda grad: grad.detach().norm("fro"),
+    torch.norm,
+    torch.linalg.norm,
+    lambda grad: torch.linalg.vector_norm(grad, INF),
+    lambda grad: torch.linalg.vector_norm(grad, dim=tuple(range(grad.dim()))),
+    lambda grad: torch._foreach_norm([grad, torch.ones(3)], INF)[0],
+    lambda grad: nn.utils.get_total_norm([grad, torch.ones(3)]),
+]
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_ways_to_ask_for_a_norm() -> None:
+    _, ours, theirs = reduced()
+    for read in READS:
+        for param, other in zip(ours, theirs, strict=True):
+            assert_same(read(param.grad), read(other.grad))
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.parametrize(
+    ("operation", "message"),
+    [
+        (lambda params: clip_by_norm(params, 1.0), r"norm of order 1.0.*clip_grad_norm_\(max_norm, norm_type=1.0\)"),
+        (lambda params: clip_by_norm(params, 3.0, foreach=True), r"norm of order 3.0.*clip_grad_norm_"),
+        (lambda params: params[0].grad.norm(dim=0), "a norm over some dimensions"),
+        (lambda params: params[0].grad.norm(dtype=torch.float32), "another dtype"),
+        (lambda params: params[0].grad.mul_(torch.ones(40)), "multiplying with a tensor of several elements"),
+        (lambda params: torch.ones_like(params[0]).mul_(params[0].grad), "multiplying with a tensor of several"),
+        (lambda params: params[0].grad.add_(1.0), "it has norms of order 2 and inf"),
+    ],
+)
+def test_one_rank_alone_is_refused_by_name_and_none_hangs(
+    rank: int, operation: Callable[[list[nn.Parameter]], object], message: str
+) -> None:
+    twins, ours, _ = reduced()
+    if rank == 1:
+        with pytest.raises(RuntimeError, match=message):
+            operation(ours)
+    for _, optimizer in twins.sides:
+        optimizer.step()
+    twins.check("after the refusal")
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_one_rank_alone_may_ask(rank: int) -> None:
+    twins, ours, theirs = reduced()
+    if rank == 0:
+        assert_same(nn.utils.get_total_norm([p.grad for p in ours]), nn.utils.get_total_norm([p.grad for p in theirs]))
+    for _, optimizer in twins.sides:
+        optimizer.step()
+    twins.check("after asking")
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@PARTITIONS
+@pytest.mark.parametrize("value", [math.nan, INF, -INF])
+@pytest.mark.parametrize("order", [2.0, INF])
+def test_what_is_not_finite_on_one_rank(rank: int, partition: str, value: float, order: float) -> None:
+    twins = Twins("owner", partition=partition)
+    for ddp, optimizer in twins.sides:
+        optimizer.zero_grad()
+        inputs = torch.full((8, 40), value if rank == 1 else 0.5, dtype=torch.float64)
+        ddp(inputs).square().mean().backward()
+        params = list(ddp.parameters())
+        with pytest.raises(RuntimeError, match="non-finite"):
+            nn.utils.clip_grad_norm_(params, 1.0, order, error_if_nonfinite=True)
+    ours, theirs = (list(ddp.parameters()) for ddp, _ in twins.sides)
+    for param, other in zip(ours, theirs, strict=True):
+        assert_same(param.grad.norm(order), other.grad.norm(order), partition)
+    assert_same(clip_by_norm(ours, order), clip_by_norm(theirs, order), partition)
+    for _, optimizer in twins.sides:
+        optimizer.step()
+
+
+class Mixed(nn.Module):
+    """Parameters of two dtypes, a frozen one, one that is not used, an empty one and a scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(40, 30).to(torch.bfloat16)
+        self.frozen = nn.Linear(30, 30, bias=False).requires_grad_(False)
+        self.unused = nn.Linear(3, 3)
+        self.last = nn.Linear(30, 2)
+        self.gain, self.empty = nn.Parameter(torch.tensor(0.5)), nn.Parameter(torch.empty(0, 3))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.last(self.frozen(self.first(inputs).float())).square().mean() * self.gain + self.empty.sum()
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@PARTITIONS
+@pytest.mark.parametrize("clip", [clip_by_norm, lambda params: nn.utils.clip_grad_value_(params, 1e-3)])
+def test_mixed_dtypes_and_missing_gradients(rank: int, partition: str, clip: Callable[..., object]) -> None:
+    sides = []
+    for is_sharded in (True, False):
+        model = Mixed()
+        ddp = DistributedDataParallel(model, find_unused_parameters=True)
+        if is_sharded:
+            optimizer = ZeroRedundancyOptimizer(
+                model.parameters(), torch.optim.SGD, lr=0.1, partition=cutting(partition)
+            )
+            register_reduce_to_owner(ddp, optimizer)
+        else:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sides.append((ddp, optimizer))
+    for number in range(3):
+        results = []
+        for ddp, optimizer in sides:
+            optimizer.zero_grad()
+            torch.manual_seed(10 * number + rank)
+            ddp(torch.randn(8, 40, dtype=torch.bfloat16)).backward()
+            results.append(clip(list(ddp.parameters())))
+            optimizer.step()
+        ours, theirs = (list(ddp.parameters()) for ddp, _ in sides)
+        # Parts of cut tensors add their squares in float64, and the unsharded ones in float32.
+        rounding = 0.0 if partition == "whole" else 1e-5
+        torch.testing.assert_close(results[0], results[1], rtol=rounding, atol=0)
+        torch.testing.assert_close(ours, theirs, rtol=rounding, atol=rounding)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_norms_follow_what_is_done_to_gradients() -> None:
+    twins, ours, theirs = reduced()
+    for change in (
+        lambda grad: grad.mul_(-0.25),
+        lambda grad: torch._foreach_mul_([grad], torch.tensor(0.5)),
+        lambda grad: torch._foreach_mul_([grad], 4.0),
+        lambda grad: grad.zero_(),
+    ):
+        for param, other in zip(ours, theirs, strict=True):
+            change(param.grad)
+            change(other.grad)
+            assert_same(param.grad.norm(), other.grad.norm())
+            assert_same(param.grad.norm(INF), other.grad.norm(INF))
+    for _, optimizer in twins.sides:
+        optimizer.step()
+    twins.check("after zero gradients")
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_norms_are_unknown_after_clamping_and_after_local_gradients() -> None:
+    twins = Twins("owner")
+    # DDP makes its buckets anew in the second forward.
+    twins.iterate(0)
+    twins.optimizer.zero_grad()
+    twins.backward(twins.ddp, 0)
+    ours = list(twins.ddp.parameters())
+    nn.utils.clip_grad_value_(ours, 1.0)
+    with pytest.raises(RuntimeError, match="it was clamped"):
+        clip_by_norm(ours)
+    with twins.ddp.no_sync():
+        twins.backward(twins.ddp, 1)
+    for operation in (torch.Tensor.norm, lambda grad: grad.mul_(2.0), lambda grad: grad.clamp_(0.0, 1.0)):
+        with pytest.raises(RuntimeError, match=r"has added to it under no_sync\(\)"):
+            operation(ours[0].grad)
+    twins.backward(twins.ddp, 2)
+    assert clip_by_norm(ours) > 0
+    twins.optimizer.step()
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@PARTITIONS
+def test_accumulated_gradients_have_their_own_norms(partition: str) -> None:
+    # What was reduced before is rounded on its own here, and together with the rest by DDP.
+    twins = Twins("owner", partition=partition, exact=False)
+    for number in range(3):
+        norms = []
+        for ddp, optimizer in twins.sides:
+            optimizer.zero_grad()
+            twins.backward(ddp, 10 * number)
+            clip_by_norm(list(ddp.parameters()))
+            with ddp.no_sync():
+                twins.backward(ddp, 10 * number + 1)
+            twins.backward(ddp, 10 * number + 2)
+            norms.append(clip_by_norm(list(ddp.parameters())))
+            optimizer.step()
+        torch.testing.assert_close(norms[0], norms[1], rtol=1e-12, atol=0)
+        twins.check(f"after iteration {number}")
+
+
+CHANGES: list[Callable[[list[nn.Parameter]], object]] = [
+    clip_by_norm,
+    lambda params: nn.utils.clip_grad_value_(params, 1e-3),
+    lambda params: params[1].grad.mul_(0.5),
+    lambda params: params[0].grad.mul_(2.0),
+]
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.parametrize("change", CHANGES)
+def test_clipping_on_one_rank_alone_is_an_error_on_every_rank(rank: int, change: Callable[..., object]) -> None:
+    twins, ours, theirs = reduced()
+    for params in (ours, theirs):
+        params[0].grad.mul_(0.5)
+    if rank == 1:
+        change(ours)
+    with pytest.raises(DisagreementError, match="what was done to gradients since they were reduced is"):
+        twins.optimizer.step()
+    twins.check("after the error")
+    # Nothing is lost: new gradients are new, and those that were changed are still told apart.
+    with pytest.raises(DisagreementError, match="what was done to gradients"):
+        twins.optimizer.step()
+    for number in range(2):
+        twins.iterate(number)
+        twins.check(f"after iteration {number}")
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_other_factors_on_ranks_are_an_error(rank: int) -> None:
+    twins, ours, _ = reduced()
+    ours[0].grad.mul_(1.0 + rank)
+    with pytest.raises(DisagreementError, match=r"mul_\(1.0\) of tensor 0.* on rank 0 and 'mul_\(2.0\) of tensor 0"):
+        twins.optimizer.step()
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@PARTITIONS
+@pytest.mark.parametrize("clips", [True, False], ids=["unscaled", "stepped"])
+def test_torchs_grad_scaler(rank: int, partition: str, clips: bool) -> None:
+    twins = Twins("owner", partition=partition, exact=partition == "whole")
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2) for _ in twins.sides]
+    for number in range(5):
+        norms = []
+        for (ddp, optimizer), scaler in zip(twins.sides, scalers, strict=True):
+            optimizer.zero_grad()
+            inputs = torch.randn(8, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(2 * number + rank))
+            if number == 2 and rank == 1:
+                inputs[0, 0] = INF
+            scaler.scale(ddp(inputs).square().mean()).backward()
+            if clips:
+                scaler.unscale_(optimizer)
+                norms.append(clip_by_norm(list(ddp.parameters())))
+            scaler.step(optimizer)
+            scaler.update()
+        assert scalers[0].get_scale() == scalers[1].get_scale()
+        if clips:
+            assert_same(*norms, partition)
+        twins.check(f"after iteration {number}")
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_a_norm_that_overflows_is_of_finite_values() -> None:
+    model = nn.Linear(4, 1, bias=False).half()
+    ddp = DistributedDataParallel(model)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=1.0)
+    register_reduce_to_owner(ddp, optimizer)
+    ddp(torch.full((1, 4), 6e4, dtype=torch.float16)).sum().backward()
+    grad, found = model.weight.grad, torch.zeros(1)
+    assert grad.norm() == INF
+    assert grad.norm(INF) == torch.tensor(6e4, dtype=torch.float16)
+    torch._amp_foreach_non_finite_check_and_unscale_([grad], found, torch.tensor([0.25]))
+    assert found == 0
+    assert grad.norm() == 3e4
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_without_norms_torchs_clipping_is_refused_and_ours_is_not() -> None:
+    model = nn.Linear(40, 3).double()
+    ddp = DistributedDataParallel(model)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=1.0)
+    register_reduce_to_owner(ddp, optimizer, norms=False)
+    ddp(torch.ones(2, 40, dtype=torch.float64)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"norms=False: call optimizer.clip_grad_norm_\(\)"):
+        clip_by_norm(list(model.parameters()))
+    assert optimizer.clip_grad_norm_(1.0) > 1.0
+    model.weight.grad.mul_(2.0)
+    optimizer.step()
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_ranks_that_differ_in_norms_are_told_so(rank: int) -> None:
+    model = nn.Linear(4, 3)
+    ddp = DistributedDataParallel(model)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=1.0)
+    register_reduce_to_owner(ddp, optimizer, norms=rank == 0)
+    with pytest.raises(DisagreementError, match="norms is True on rank 0 and False on rank 1"):
+        ddp(torch.ones(2, 4)).sum().backward()
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_inside_join_the_optimizers_own_clipping_is_the_way(rank: int) -> None:
+    twins = Twins("owner")
+    with Join([twins.ddp, twins.optimizer]):
+        for number in range(2 + rank):
+            twins.optimizer.zero_grad()
+            twins.backward(twins.ddp, number)
+            with pytest.raises(RuntimeError, match=r"inside Join.*call optimizer.clip_grad_norm_\(\)"):
+                clip_by_norm(list(twins.ddp.parameters()))
+            twins.optimizer.clip_grad_norm_(0.01)
+            twins.optimizer.step()
+    twins.optimizer.zero_grad()
+    twins.backward(twins.ddp, 7)
+    assert clip_by_norm(list(twins.ddp.parameters())) > 0
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@PARTITIONS
+def test_our_clipping_and_torchs_follow_each_other(partition: str) -> None:
+    twins, ours, _ = reduced(partition)
+    before = nn.utils.get_total_norm([param.grad for param in ours])
+    torch.testing.assert_close(twins.optimizer.clip_grad_norm_(float(before) / 2), before, rtol=1e-12, atol=0)
+    after = nn.utils.get_total_norm([param.grad for param in ours])
+    torch.testing.assert_close(after, before / 2, rtol=1e-4, atol=0)
+    twins.optimizer.step()
