@@ -56,8 +56,9 @@ def train(
     batches = last * arguments.gradient_accumulation_steps * arguments.world_size
     trainer = ZeroShardTrainer(Model().to(dtype), arguments, train_dataset=Windows(4 * batches))
     trainer.train(resume_from_checkpoint=str(folder / f"checkpoint-{first}") if first else None)
-    steps = [entry for entry in trainer.state.log_history if "grad_norm" in entry and entry["step"] > first]
-    return trainer.model, [entry["loss"] for entry in steps], [entry["grad_norm"] for entry in steps]
+    steps = [entry for entry in trainer.state.log_history if "loss" in entry and entry["step"] > first]
+    norms = [entry["grad_norm"] for entry in steps if "grad_norm" in entry]
+    return trainer.model, [entry["loss"] for entry in steps], norms
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from framework_training import (
     new_model,
     warmup,
 )
+from packaging.version import Version
 from torch import nn, optim
 from training import assert_same_state, cutting
 from zeroshard import ZeroRedundancyOptimizer
@@ -32,6 +33,14 @@ two_ranks = pytest.mark.ranks(2, backend="gloo")
 # In float64, another order of additions changes results by some 1e-16.
 ROUNDING = 1e-12
 KINDS = ["sharded", "plain"]
+
+
+def skip_where_the_trainer_cannot_resume_on_cpus() -> None:
+    import transformers
+
+    if Version(transformers.__version__) < Version("5.18"):
+        pytest.skip("before 5.18, transformers loads no optimizer's state on several ranks of CPUs, plain ones neither")
+
 
 OPTIMIZER_FILE = "optimizer.pt"
 
@@ -92,6 +101,7 @@ def test_ten_steps_equal_the_unsharded_ones(tmp_path, is_built_by_trainer):
 
 @two_ranks
 def test_a_checkpoint_of_a_consolidated_state_is_the_unsharded_one_and_resumes(tmp_path):
+    skip_where_the_trainer_cannot_resume_on_cpus()
     half = STEPS // 2
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     train(ours, True, max_steps=half, save_strategy="steps", save_steps=half)
@@ -157,7 +167,7 @@ def test_twenty_steps_of_the_script_equal_the_unsharded_ones(tmp_path, bf16, acc
     options = {"bf16": bf16, "gradient_accumulation_steps": accumulated, "max_grad_norm": max_grad_norm}
     ours, theirs = (run_script(kind, tmp_path, hook=hook, save_strategy="no", **options) for kind in KINDS)
     assert_equal(ours, theirs, steps=20)
-    assert len(ours.norms) == 20
+    assert len(ours.norms) in ((20,) if max_grad_norm else (0, 20))  # transformers 5.0 logs none without clipping
     assert_replicas_equal(ours.params)
 
 
@@ -189,6 +199,8 @@ def test_arguments_mean_what_they_mean_to_the_trainer(tmp_path, options):
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_what_two_ranks_save_is_resumed_by_other_numbers_of_ranks(tmp_path, ranks):
+    if ranks > 1:
+        skip_where_the_trainer_cannot_resume_on_cpus()
     for kind in KINDS:
         run_on_ranks(save, 2, kind, tmp_path / kind, init=False)
     saved = [torch.load(tmp_path / kind / "checkpoint-10" / OPTIMIZER_FILE) for kind in KINDS]
