@@ -245,6 +245,66 @@ def test_two_models_have_an_optimizer_each():
 
 
 @two_ranks
+def test_two_optimizers_of_one_model_step_at_different_times():
+    from accelerate import Accelerator
+    from zeroshard_integrations.accelerate import ZeroShardPlugin
+
+    def run(is_sharded: bool) -> list[torch.Tensor]:
+        forget_accelerator()
+        accelerator = Accelerator(cpu=True)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+        params = list(model.parameters())
+        preparing = ZeroShardPlugin(accelerator) if is_sharded else accelerator
+        prepared, *optimizers = preparing.prepare(
+            model,
+            *(
+                ZeroRedundancyOptimizer(part, optim.AdamW, lr=1e-2) if is_sharded else optim.AdamW(part, lr=1e-2)
+                for part in (params[::2], params[1::2])
+            ),
+        )
+        norms = []
+        for number in range(6):
+            accelerator.backward(prepared(torch.ones(4, 8) * (1 + accelerator.process_index)).square().mean())
+            norms.append(accelerator.clip_grad_norm_(prepared.parameters(), 0.1))
+            for optimizer in optimizers[: 1 + number % 2]:
+                optimizer.step()
+                optimizer.zero_grad()
+        return [*norms, *params]
+
+    torch.testing.assert_close(run(True), run(False), rtol=0, atol=0)
+
+
+@two_ranks
+def test_the_largest_gradient_a_plateau_and_an_average_of_the_model():
+    from accelerate import Accelerator
+    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+    from zeroshard_integrations.accelerate import ZeroShardPlugin
+
+    def run(is_sharded: bool) -> list[torch.Tensor]:
+        forget_accelerator()
+        accelerator = Accelerator(cpu=True)
+        torch.manual_seed(0)
+        model = nn.Linear(8, 8)
+        ours, plain = ZeroRedundancyOptimizer(model.parameters(), optim.Adam), optim.Adam(model.parameters())
+        preparing = ZeroShardPlugin(accelerator) if is_sharded else accelerator
+        prepared, optimizer = preparing.prepare(model, ours if is_sharded else plain)
+        scheduler = accelerator.prepare(optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0))
+        averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        norms = []
+        for _ in range(6):
+            accelerator.backward(prepared(torch.ones(4, 8) * (1 + accelerator.process_index)).square().mean())
+            norms.append(accelerator.clip_grad_norm_(prepared.parameters(), 0.1, norm_type=float("inf")))
+            optimizer.step()
+            scheduler.step(1.0)
+            averaged.update_parameters(model)
+            optimizer.zero_grad()
+        return [*norms, *averaged.parameters()]
+
+    torch.testing.assert_close(run(True), run(False), rtol=0, atol=0)
+
+
+@two_ranks
 def test_a_compiled_model_has_the_hook_too():
     _, model, optimizer, _ = prepare_small_model(dynamo_backend="eager")
     model(torch.ones(4, 8)).square().mean().backward()

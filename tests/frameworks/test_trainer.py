@@ -252,14 +252,16 @@ class Line(nn.Module):
 ROWS = [{"x": torch.arange(8.0).sin() * number / 16, "labels": torch.ones(1) * number} for number in range(32)]
 
 
-def small_trainer(folder: Path, is_sharded: bool, *, base: Any = None, given: dict[str, Any] | None = None, **options):
+def small_trainer(
+    folder: Path, is_sharded: bool, *, base: Any = None, given: dict[str, Any] | None = None, model=None, **options
+):
     from transformers import Trainer, TrainingArguments
     from zeroshard_integrations.transformers import ZeroShardTrainer
 
     defaults = {"use_cpu": True, "max_steps": 4, "report_to": [], "disable_tqdm": True, "learning_rate": 1e-2}
     arguments = TrainingArguments(str(folder), **{**defaults, "save_strategy": "no", **options})
     base = base or (ZeroShardTrainer if is_sharded else Trainer)
-    return base(Line(), arguments, train_dataset=ROWS, eval_dataset=ROWS, **(given or {}))
+    return base(model or Line(), arguments, train_dataset=ROWS, eval_dataset=ROWS, **(given or {}))
 
 
 @two_ranks
@@ -289,6 +291,42 @@ def test_training_again_goes_on_with_the_same_optimizer(tmp_path):
         trainer.train()
         trainer.train()
         return list(trainer.model.parameters())
+
+    torch.testing.assert_close(run(True), run(False), rtol=0, atol=0)
+
+
+class TooLarge(Line):
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        if self.training and len(x) > 4:
+            raise RuntimeError("CUDA out of memory.")
+        return super().forward(x, labels)
+
+
+@two_ranks
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        (TooLarge, {"auto_find_batch_size": True}),
+        (Line, {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps", "eval_steps": 1}),
+        (Line, {"gradient_accumulation_steps": 3, "dataloader_drop_last": True, "logging_steps": 3}),
+    ],
+)
+def test_features_of_the_trainer_that_change_the_loop(tmp_path, model, options):
+    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+    from transformers import TrainerCallback
+
+    class Average(TrainerCallback):
+        def on_train_begin(self, args, state, control, model=None, **kwargs):
+            self.averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            self.averaged.update_parameters(model)
+
+    def run(is_sharded: bool) -> list[nn.Parameter]:
+        average, trainer = Average(), small_trainer(tmp_path, is_sharded, model=model(), **options)
+        trainer.add_callback(average)
+        trainer.train()
+        return [*trainer.model.parameters(), *average.averaged.parameters()]
 
     torch.testing.assert_close(run(True), run(False), rtol=0, atol=0)
 

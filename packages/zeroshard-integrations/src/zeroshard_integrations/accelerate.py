@@ -96,7 +96,7 @@ def reduce_to_owners(model: nn.Module, optimizers: Iterable[ZeroRedundancyOptimi
     owners = [optimizer for optimizer in optimizers if _shares_parameters(model, optimizer)]
     # Under torch.compile, DistributedDataParallel is a child of the model.
     for ddp in [module for module in model.modules() if isinstance(module, DistributedDataParallel)] if owners else []:
-        register_reduce_to_owner(ddp, *owners)
+        register_reduce_to_owner(ddp, owners)
 
 
 def check_parallelism(accelerator: Accelerator) -> None:
