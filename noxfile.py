@@ -130,7 +130,10 @@ def exhaustive(session: nox.Session) -> None:
 def frameworks(session: nox.Session) -> None:
     """Train under Accelerate, Hugging Face's Trainer and Lightning, in the newest versions of them."""
     _install_sources(session, list(PACKAGES), *FRAMEWORKS)
-    _pytest(session, "-p", "torch._dynamo.compiled_autograd", "tests/frameworks", *session.posargs)
+    load = ["-p", "torch._dynamo.compiled_autograd"]
+    _pytest(session, *load, "tests/frameworks", *session.posargs)
+    # Frameworks are tried with every two values together, and a plain loop with all.
+    _pytest(session, *load, "tests/frameworks/test_plain_loop.py", "-m", "exhaustive", *session.posargs)
 
 
 @nox.session(tags=["unit"])

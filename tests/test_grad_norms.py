@@ -39,6 +39,7 @@ def reduced(partition: str = "whole", seed: int = 0) -> tuple[Twins, list[nn.Par
 
 def assert_same(actual: torch.Tensor, expected: torch.Tensor, partition: str = "whole") -> None:
     """Bitwise for tensors with one owner; the squares of parts are added in another order, in float64."""
+    assert type(actual) is torch.Tensor
     assert (actual.dtype, actual.device, actual.shape) == (expected.dtype, expected.device, expected.shape)
     rounding = 1e-12 if partition == "split" else 0.0
     torch.testing.assert_close(actual, expected, rtol=rounding, atol=0, equal_nan=True)

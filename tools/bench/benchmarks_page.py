@@ -1,8 +1,9 @@
-"""Write docs/benchmarks.md and its pictures from docs/measured: what training.py and many_ranks.py have found."""
+"""Write docs/benchmarks.md and its pictures from docs/measured: what programs beside it have found."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -96,36 +97,69 @@ no further message; where memory is read, there is one further word for each buc
 """
 
 
+_NORMS = """
+## Norms
+
+With `reduce_to_owner_hook` every rank learns the norms of all gradients at the end of backward, for torch's
+`clip_grad_norm_`; `norms=False` leaves that out. A chain of 200 matrices of 10,000 elements, an iteration of some
+milliseconds, which is the worst case: with larger matrices the share falls.
+
+| ranks | norms | iteration | without | / without |
+| ---: | --- | ---: | ---: | ---: |
+{rows}
+
+Command: `python tools/bench/norms.py --ranks N --json docs/measured/norms-N.json`
+"""
+
+
+def norms_of(found: Sequence[Mapping[str, Any]]) -> str:
+    """Return the section about norms, from what norms.py has written."""
+    rows = [
+        f"| {run['ranks']} | {name} | {1e3 * timing['median_a'] / run['in_a_row']:.1f} ms | "
+        f"{1e3 * timing['median_b'] / run['in_a_row']:.1f} ms | "
+        f"{timing['ratio']:.3f} ({timing['low']:.3f} - {timing['high']:.3f}) |"
+        for run in found
+        for name, timing in run["ratios"].items()
+    ]
+    return _NORMS.format(rows="\n".join(rows))
+
+
 def main(
     files: Annotated[
         list[Path] | None,
-        typer.Argument(help="written by training.py or many_ranks.py with --json; by default all in docs/measured"),
+        typer.Argument(
+            help="written by training.py, many_ranks.py or norms.py with --json; by default all in docs/measured"
+        ),
     ] = None,
     page: Annotated[Path, typer.Option(help="file to write; pictures go to a folder beside it")] = PAGE,
 ) -> None:
     """Write the page of benchmarks, and draw its pictures."""
     runs: list[Result] = []
     many: dict[str, Any] | None = None
+    norms: list[dict[str, Any]] = []
     for file in files or sorted(MEASURED.glob("*.json")):
         try:
             found = json.loads(file.read_text(encoding="utf-8"))
             if found.get("program") == "many_ranks":
                 many = found
+            elif found.get("program") == "norms":
+                norms.append(found)
             else:
                 runs.append(Result.of_json(found))
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            typer.echo(f"{file} is no result of training.py or many_ranks.py: {error}", err=True)
+            typer.echo(f"{file} is no result of training.py, many_ranks.py or norms.py: {error}", err=True)
             raise typer.Exit(2) from None
-    page.write_text(page_of(runs, many, page.parent / _PICTURES), encoding="utf-8")
-    typer.echo(f"{len(runs) + (many is not None)} runs written to {page}")
+    page.write_text(page_of(runs, many, norms, page.parent / _PICTURES), encoding="utf-8")
+    typer.echo(f"{len(runs) + len(norms) + (many is not None)} runs written to {page}")
 
 
-def page_of(runs: list[Result], many: dict[str, Any] | None, pictures: Path) -> str:
+def page_of(runs: list[Result], many: dict[str, Any] | None, norms: Sequence[Mapping[str, Any]], pictures: Path) -> str:
     """Draw the pictures, and return the page.
 
     Args:
         runs: of training.py; those with memory are of one model on different numbers of ranks.
         many: of many_ranks.py.
+        norms: of norms.py.
         pictures: folder to draw to.
     """
     remembered = [run for run in runs if any(entry.peaks for entry in run.entries)]
@@ -143,6 +177,7 @@ def page_of(runs: list[Result], many: dict[str, Any] | None, pictures: Path) -> 
     if many is not None:
         draw_ranks(growth(many), pictures / "ranks.svg")
         parts.append(_RANKS.format(file=f"{_PICTURES}/ranks.svg"))
+    parts += [norms_of(norms)] if norms else []
     whats = {entry.name: entry.what for run in runs for entry in run.entries if entry.failure is None}
     parts += [_METHOD, *(f"- `{name}`: {what}\n" for name, what in whats.items()), "\n## Figures\n\n"]
     parts += [

@@ -9,14 +9,14 @@ compute.
 # No `from __future__ import annotations`: DDP compares the hooks' annotations with the types themselves.
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch exports it unseen
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.futures import Future
+from torch.futures import Future, collect_all
 from torch.nn.parallel import DistributedDataParallel
 from zeroshard import BackwardFollower, Bucket, StepMode, ZeroRedundancyOptimizer
 from zeroshard._torch_private import in_autograd
@@ -67,13 +67,22 @@ def reduce_to_owner_hook(state: ZeroRedundancyOptimizer, bucket: GradBucket) -> 
         >>> optimizer.step()
         >>> dist.destroy_process_group()
     """
+    if isinstance(state, _Several):
+        return _receive([optimizer.follow_backward(StepMode.IN_STEP) for optimizer in state], bucket)
     follower = state.follow_backward(StepMode.IN_STEP)
     # A hook does not know DDP's ranks. Looking it up is slow, so only do it if there are several process groups.
     if dist.get_pg_count() > 1 and isinstance(bucket, GradBucket) and bucket.index() == 0:
         params = bucket.parameters()
         for ddp in () if follower.knows(params) else _models_of(state, params[0]):
             _check_ranks(ddp, state)
-    return _receive(follower, bucket)
+    return _receive([follower], bucket)
+
+
+class _Several(tuple[ZeroRedundancyOptimizer, ...]):
+    """The state of a hook that serves several optimizers; made by :func:`register_reduce_to_owner`, which checks them.
+
+    Each optimizer takes in every bucket, with its own parameters alone.
+    """
 
 
 def _models_of(optimizer: ZeroRedundancyOptimizer, param: torch.Tensor) -> list[DistributedDataParallel]:
@@ -90,28 +99,36 @@ def _models_of(optimizer: ZeroRedundancyOptimizer, param: torch.Tensor) -> list[
 
 
 def register_reduce_to_owner(
-    ddp: DistributedDataParallel, optimizer: ZeroRedundancyOptimizer, *, norms: bool = True
+    ddp: DistributedDataParallel,
+    optimizer: ZeroRedundancyOptimizer | Sequence[ZeroRedundancyOptimizer],
+    *,
+    norms: bool = True,
 ) -> None:
     """Register :func:`reduce_to_owner_hook`, with its conditions checked at once.
 
     Args:
         ddp: the model.
-        optimizer: has all parameters that DDP reduces, and the same ranks.
+        optimizer: has all parameters that DDP reduces, and the same ranks. Several optimizers have them together, each
+            its own: in the same order on every rank. They may step at different times, but not inside Join.
         norms: whether every rank learns the norms of all gradients at the end of each backward. Without them torch's
             ``clip_grad_norm_`` and ``GradScaler`` are refused; the optimizer's own ``clip_grad_norm_`` is not.
 
     Raises:
-        ValueError: if the optimizer lacks a parameter, has other ranks, or was built with ``overlap_with_ddp=True``.
+        ValueError: if no optimizer has a parameter, or two have, if one has other ranks, or was built with
+            ``overlap_with_ddp=True``.
     """
-    if optimizer._overlap_with_ddp:
-        raise ValueError(
-            "the optimizer was built with overlap_with_ddp=True, to be stepped by a communication hook: build it "
-            "without, or register hook_with_zero_step or hook_with_zero_step_interleaved"
-        )
-    _check_ranks(ddp, optimizer)
-    _check_parameters(ddp, optimizer)
-    optimizer.follow_backward(StepMode.IN_STEP, _names_of(ddp), norms=norms)
-    ddp.register_comm_hook(optimizer, reduce_to_owner_hook)
+    optimizers = [optimizer] if isinstance(optimizer, ZeroRedundancyOptimizer) else list(optimizer)
+    for each in optimizers:
+        if each._overlap_with_ddp:
+            raise ValueError(
+                "the optimizer was built with overlap_with_ddp=True, to be stepped by a communication hook: build it "
+                "without, or register hook_with_zero_step or hook_with_zero_step_interleaved"
+            )
+        _check_ranks(ddp, each)
+    _check_parameters(ddp, optimizers)
+    for each in optimizers:
+        each.follow_backward(StepMode.IN_STEP, _names_of(ddp), norms=norms)
+    ddp.register_comm_hook(optimizers[0] if len(optimizers) == 1 else _Several(optimizers), reduce_to_owner_hook)
 
 
 def hook_with_zero_step(
@@ -180,7 +197,8 @@ def optimizers_of_hooks(ddp: DistributedDataParallel) -> list[ShardedOptimizer]:
     Args:
         ddp: the model.
     """
-    states = [getattr(state, "_sharded", None) for _, state in comm_hooks(ddp)]
+    hooked = [state if isinstance(state, _Several) else [state] for _, state in comm_hooks(ddp)]
+    states = [getattr(state, "_sharded", None) for several in hooked for state in several]
     # By identity: users' hooks need not be hashable.
     steppers = [sharded() for hook, _ in comm_hooks(ddp) for known, sharded in _stepped_by.items() if known is hook]
     return [sharded for sharded in (*states, *steppers) if isinstance(sharded, ShardedOptimizer)]
@@ -198,7 +216,7 @@ def _stepping(
             "reduce_to_owner_hook, which leaves stepping to step()"
         )
     _check_ranks(ddp, zero)
-    _check_parameters(ddp, zero)
+    _check_parameters(ddp, [zero])
     follower = zero.follow_backward(mode, _names_of(ddp))
     # DDP keeps the hook: a reference to the optimizer from there would be a cycle through C++.
     reduces_elsewhere = hook is not allreduce_hook
@@ -209,14 +227,14 @@ def _stepping(
             raise RuntimeError("the optimizer that this communication hook steps is gone: keep a reference to it")
         if not reduces_elsewhere and state is not None:
             _check_group(state, group)
-        return _receive(follower, bucket, (lambda: hook(state, bucket)) if reduces_elsewhere else None)
+        return _receive([follower], bucket, (lambda: hook(state, bucket)) if reduces_elsewhere else None)
 
     _stepped_by[step_in_backward] = sharded_of
     return step_in_backward
 
 
 def _receive(
-    follower: BackwardFollower, bucket: GradBucket, reduce: Callable[[], Future[torch.Tensor]] | None = None
+    followers: Sequence[BackwardFollower], bucket: GradBucket, reduce: Callable[[], Future[torch.Tensor]] | None = None
 ) -> Future[torch.Tensor]:
     if not isinstance(bucket, GradBucket):
         raise TypeError(
@@ -234,14 +252,26 @@ def _receive(
         present=tuple([param.grad is not None for param in params]),
         announced=bucket.index(),
     )
+    if len(followers) == 1:
+        return _hand_over(followers[0], found, reduce)
+    # A parameter that no optimizer has goes to the first one, which raises an error for it on every rank.
+    owner_of = [next((each for each in followers if each.has(param)), followers[0]) for param in params]
+    done = [_hand_over(each, found.only([owner is each for owner in owner_of]), reduce) for each in followers]
+    return collect_all(done).then(lambda _: found.buffer)
+
+
+def _hand_over(
+    follower: BackwardFollower, bucket: Bucket, reduce: Callable[[], Future[torch.Tensor]] | None
+) -> Future[torch.Tensor]:
+    """Hand an optimizer a bucket, and tell it of the end of the backward."""
     if not in_autograd():
         # Without a backward: Join calls the hook of a rank that has run out of data.
-        found = follower.scheduler.gradients.contribute(found)
+        bucket = follower.scheduler.gradients.contribute(bucket)
     begins = not follower.in_backward
-    done = follower.on_bucket(found, reduce)
-    if found.is_own and found.is_last:
+    done = follower.on_bucket(bucket, reduce)
+    if bucket.is_own and bucket.is_last:
         _after_ddp(follower.on_backward_end)
-    elif found.is_own and begins:
+    elif bucket.is_own and begins:
         _after_ddp(follower.on_autograd_end)
     return done
 
@@ -277,13 +307,19 @@ def _check_ranks(ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer) ->
         )
 
 
-def _check_parameters(ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer) -> None:
-    known = {param for group in zero.param_groups for param in group["params"]}
+def _check_parameters(ddp: DistributedDataParallel, optimizers: Sequence[ZeroRedundancyOptimizer]) -> None:
+    known: set[torch.Tensor] = set()
+    names = _names_of(ddp)
+    for optimizer in optimizers:
+        own = {param for group in optimizer.param_groups for param in group["params"]}
+        for param in known & own:
+            raise ValueError(f"two optimizers of one hook have the parameter {names.get(param, '')!r}: one may step it")
+        known |= own
     ignored: set[str] = getattr(ddp, "parameters_to_ignore", set())
     for name, param in ddp.module.named_parameters():
         if param.requires_grad and param not in known and name not in ignored:
             raise ValueError(
                 f"DistributedDataParallel reduces {name!r}, which the optimizer does not have: with a communication "
-                f"hook of zeroshard, one optimizer must have all parameters. Give it all of them, or freeze those that "
-                f"are not to be trained before DistributedDataParallel is built"
+                f"hook of zeroshard, the optimizers given to register_reduce_to_owner must have all parameters. Give "
+                f"them all, or freeze those that are not to be trained before DistributedDataParallel is built"
             )

@@ -23,6 +23,7 @@ USED: Mapping[str, str] = {
     "torch._disable_dynamo": "torch.compile is not to look into our code; torch.compiler.disable imports the compiler",
     "torch.Tensor._version": "whether a tensor was written to; the public function only counts up",
     "torch.Tensor._make_wrapper_subclass": "a tensor with a shape and no memory",
+    "torch._C._disabled_torch_function_impl": "a tensor subclass whose results are tensors, and no instances of it",
     "torch.ops.aten._foreach_zero_": "how an optimizer's zero_grad() reaches gradients without memory",
     "torch.ops.aten._foreach_norm": "how torch.nn.utils reaches gradients without memory",
     "torch.ops.aten._foreach_mul_": "the same",
@@ -46,6 +47,7 @@ foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
+without_torch_function = torch._C._disabled_torch_function_impl
 ATEN_FOREACH_ZERO_ = torch.ops.aten._foreach_zero_.default
 ATEN_FOREACH_NORM = torch.ops.aten._foreach_norm.Scalar
 ATEN_FOREACH_MUL_SCALAR_ = torch.ops.aten._foreach_mul_.Scalar

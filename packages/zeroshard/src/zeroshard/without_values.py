@@ -7,6 +7,8 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 
+from zeroshard._torch_private import without_torch_function
+
 
 class TensorWithoutValues(torch.Tensor):
     """Base class of placeholders for values on other ranks; made by ``make_wrapper_subclass``.
@@ -15,6 +17,7 @@ class TensorWithoutValues(torch.Tensor):
     """
 
     allowed: ClassVar[Mapping[Any, Callable[..., Any]]] = {}
+    __torch_function__ = without_torch_function  # type: ignore[assignment] # torch's own subclasses say the same
 
     def refusal(self, operation: str) -> RuntimeError:
         """Return the error for an operation, by its name."""

@@ -74,7 +74,13 @@ class JoinContext:
             self._hooks[place] = joinable.join_hook(**self._arguments)
         if isinstance(joinable, DistributedDataParallel):
             begins = partial(self._backward_begins, place)
-            owner = next(iter(optimizers_of_hooks(joinable)), None)
+            hooked = optimizers_of_hooks(joinable)
+            if len(hooked) > 1:
+                raise ValueError(
+                    "Join does not follow one hook for several optimizers, which may step at different times: give the "
+                    "parameters to one optimizer, or train without a communication hook"
+                )
+            owner = hooked[0] if hooked else None
             model = DDPModel(joinable, owner, divides_by_running=divides_by_running and owner is None, begins=begins)
             self._models[place], notify = model, partial(self._forward_begins, place, model)
             # Only to send module buffers around must DDP itself know who still has data.

@@ -80,10 +80,14 @@ class BackwardFollower:
         """Whether a backward has stepped since the last call of ``step()``."""
         return self._backwards_since_step > 0
 
+    def has(self, param: torch.Tensor) -> bool:
+        """Whether the optimizer has a parameter."""
+        return param in self.scheduler.gradients.index_of
+
     def knows(self, params: Sequence[torch.Tensor]) -> bool:
         """Whether the first bucket of the last backward had these parameters."""
         known = self.scheduler.buckets.by_index.get(0)
-        return known is not None and known.fits(params)
+        return known is not None and known.has(params)
 
     @disable_dynamo
     def on_bucket(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import compress
 from operator import attrgetter, is_
 
 import torch
@@ -39,6 +40,7 @@ class Bucket:
         present: per parameter, whether this rank has computed a gradient for it.
         announced: the number that the framework gave it.
         is_own: whether this rank has computed it, and not only taken part in the others' reduction.
+        is_part: whether the buffer has gradients of other optimizers too.
     """
 
     index: int
@@ -49,6 +51,23 @@ class Bucket:
     present: tuple[bool, ...]
     announced: int = 0
     is_own: bool = True
+    is_part: bool = False
+
+    @property
+    def offsets(self) -> list[int]:
+        """Per tensor, its first element in the buffer."""
+        start = int(self.buffer.storage_offset())
+        return [int(gradient.storage_offset()) - start for gradient in self.gradients]
+
+    def only(self, chosen: Sequence[bool]) -> Bucket:
+        """Return the bucket as one of several optimizers sees it, which has some of its parameters, or none."""
+        return replace(
+            self,
+            gradients=[*compress(self.gradients, chosen)],
+            params=[*compress(self.params, chosen)],
+            present=tuple(compress(self.present, chosen)),
+            is_part=True,
+        )
 
 
 class BucketState:
@@ -79,19 +98,24 @@ class BucketState:
     def __init__(self, bucket: Bucket, tensors: Sequence[int], *, is_first: bool) -> None:
         self.is_first = is_first
         self.index, self.tensors, self.params = bucket.index, tuple(tensors), list(bucket.params)
-        start = int(bucket.buffer.storage_offset())
-        self.offsets = [int(gradient.storage_offset()) - start for gradient in bucket.gradients]
+        self.offsets, self._length = bucket.offsets, bucket.buffer.numel()
         self._strides = [param.stride() for param in bucket.params]
         self._like = bucket.buffer.new_empty(0)
         self.present: tuple[bool, ...] = (False,) * len(self.tensors)
         self.zeroed: set[int] = set()
         self.failure: Exception | None = None
         self._bound: tuple[tuple[int, tuple[bool, ...]], list[torch.Tensor | None]] | None = None
+        self._views: tuple[int, dict[int, torch.Tensor]] = (0, {})
         self.take(bucket)
 
-    def fits(self, params: Sequence[torch.Tensor]) -> bool:
-        """Whether a bucket has the same parameters."""
+    def has(self, params: Sequence[torch.Tensor]) -> bool:
+        """Whether it has these parameters, and no others."""
         return len(self.params) == len(params) and all(map(is_, self.params, params))
+
+    def fits(self, bucket: Bucket) -> bool:
+        """Whether a bucket has the same parameters, at the same places: other optimizers' may have moved them."""
+        is_alike = not bucket.is_part or (bucket.buffer.numel() == self._length and bucket.offsets == self.offsets)
+        return is_alike and self.has(bucket.params)
 
     def take(self, bucket: Bucket) -> None:
         """Take over the buffer of a further backward; the parameters are the same."""
@@ -104,7 +128,7 @@ class BucketState:
     def release(self) -> None:
         """Drop the bucket's memory if its gradients were used: the framework needs it for another one."""
         if self.phase is BucketPhase.STEPPED:
-            self.buffer = self._bound = None
+            self.buffer, self._bound, self._views = None, None, (0, {})
             for tensor in self.owned_tensors:
                 tensor.grad = None
 
@@ -130,25 +154,27 @@ class BucketState:
         self._owned = {place: local.shards[i] for place, i in enumerate(self.tensors) if i in local.shards}
         self.owned_tensors = [shard.tensor for shard in self._owned.values()]
         self._partial = PartialStepper(local, list(self._owned.values()))
-        self._bound = None
+        self._bound, self._views = None, (0, {})
         segments = sync.segments(plan, sorted(self.tensors)) if transport.shares_buckets else []
         self.sharing = Sharing(self.params, transport.broadcaster(segments) if segments else None)
         self.reducer = transport.reducer(self._runs(plan), self._like, len(self.tensors))
 
     def owned_gradient(self, place: int) -> torch.Tensor | None:
         """Return the view of the bucket that this rank owns of the tensor at ``place``; None if it owns none of it."""
-        shard = self._owned.get(place)
-        if shard is None or self.buffer is None:
-            return None
-        start = self.offsets[place] + shard.shard.flat.start
-        return gradient_view(self.buffer, start, shard.tensor.shape, self._strides[place])
+        return self.owned_gradients().get(self.tensors[place])
 
-    def owned_gradients(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield the index of each tensor of which this rank owns something, and its part of the gradient."""
-        for place in self._owned:
-            gradient = self.owned_gradient(place)
-            if gradient is not None:
-                yield self.tensors[place], gradient
+    def owned_gradients(self) -> Mapping[int, torch.Tensor]:
+        """Return the views of the bucket that this rank owns, by tensor. They are made once for a buffer."""
+        if self.buffer is None:
+            return {}
+        if self._views[0] != self.buffer.data_ptr():
+            views = {}
+            for place, shard in self._owned.items():
+                start = self.offsets[place] + shard.shard.flat.start
+                view = gradient_view(self.buffer, start, shard.tensor.shape, self._strides[place])
+                views[self.tensors[place]] = view
+            self._views = self.buffer.data_ptr(), views
+        return self._views[1]
 
     def replace(self, reduced: torch.Tensor, keep: Callable[[torch.Tensor], None]) -> None:
         """Take over values that a communication hook has reduced.

@@ -162,7 +162,7 @@ class Buckets:
             gradients: whether gradients are sent to their owners, and not reduced by somebody else.
         """
         known = self.by_index.get(0)
-        self._is_expected = self._alike >= _SETTLED and known is not None and known.fits(first.params)
+        self._is_expected = self._alike >= _SETTLED and known is not None and known.fits(first)
         for index in self.order if self._is_expected else ():
             self.by_index[index].reducer.expect(gradients=gradients)
         if known is not None and known.buffer is not None and known.buffer.data_ptr() != first.buffer.data_ptr():
@@ -199,7 +199,7 @@ class Buckets:
         with agreed(self._control, "backward()") as declared:
             index_of, places = self._gradients.index_of, range(len(bucket.params))
             tensors = [_check_parameter(bucket, place, index_of, layout) for place in places]
-            if self._known and self._known.isdisjoint(tensors):
+            if self._known and tensors and self._known.isdisjoint(tensors):
                 raise ValueError(
                     f"bucket {bucket.index} has none of the parameters that were reduced before: two models in "
                     f"DistributedDataParallel cannot have one optimizer with a communication hook of zeroshard; give "
@@ -258,9 +258,9 @@ def _check_parameter(bucket: Bucket, place: int, index_of: Mapping[torch.Tensor,
     if index is None:
         raise ValueError(
             f"DistributedDataParallel reduces a parameter of shape {tuple(param.shape)} that the optimizer "
-            f"does not have: with a communication hook of zeroshard, one optimizer must have all of them. "
-            f"Give it all parameters, or freeze those that are not to be trained before "
-            f"DistributedDataParallel is built"
+            f"does not have: with a communication hook of zeroshard, the optimizers given to "
+            f"register_reduce_to_owner must have all parameters. Give them all, or freeze those that are not to be "
+            f"trained before DistributedDataParallel is built"
         )
     title = f"tensor {index} {layout.plan.tensors[index].name!r}"
     if bucket.buffer.layout is not torch.strided:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import groupby
+from dataclasses import dataclass
 
 import torch
 from zeroshard_comm import Control, combine_disjoint
@@ -13,6 +13,15 @@ from zeroshard._torch_private import foreach_norm
 
 INF = float("inf")
 _HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Gradients whose norms are taken by the same calls, their slots, and the dtype in which squares are added."""
+
+    tensors: Sequence[int]
+    slots: torch.Tensor
+    precision: torch.dtype | None
 
 
 class GradNorms:
@@ -33,6 +42,7 @@ class GradNorms:
     def __init__(self, control: Control, device: torch.device) -> None:
         self._control, self._device, self.are_known = control, device, False
         self._factors: list[float | torch.Tensor] = []
+        self._by_order: dict[float, Sequence[torch.Tensor]] = {}
 
     def follow(self, plan: Plan) -> None:
         """Lay out slots for a plan: one per part of a tensor."""
@@ -52,6 +62,7 @@ class GradNorms:
         rows = [[*parts, *[total] * (longest - len(parts))] for parts in cut.values()]
         self._cut, self._parts = list(cut), torch.tensor(rows, dtype=torch.int64, device=self._device)
         self._slots, self._total = torch.tensor(slots, dtype=torch.int64, device=self._device), total + 1
+        self._grouped: tuple[tuple[int, ...], Sequence[_Group]] | None = None
         # Tensors keep their numbers, and new ones come last.
         self._factors += [1.0] * (len(slots) - len(self._factors))
 
@@ -65,29 +76,42 @@ class GradNorms:
             PeerLostError: if a rank is gone.
         """
         numbers = torch.zeros(2, self._total, dtype=torch.float64, device=self._device)
-        # Those without elements have no largest one.
-        held = sorted([tensor for tensor, grad in gradients.items() if grad.numel()], key=self._kind)
-        for (_, is_cut), group in groupby(held, self._kind):
-            tensors = list(group)
-            grads = [gradients[tensor] for tensor in tensors]
-            places = torch.tensor([self._slot_of[tensor] for tensor in tensors], device=self._device)
-            precision = torch.float64 if is_cut else torch.float32 if grads[0].dtype in _HALF else None
-            numbers[0, places] = torch.stack(foreach_norm(grads, 2.0, precision)).double()
-            numbers[1, places] = _largest(grads).double()
+        for group in self._groups_of(gradients):
+            grads = [gradients[tensor] for tensor in group.tensors]
+            numbers[0, group.slots] = torch.stack(foreach_norm(grads, 2.0, group.precision)).double()
+            numbers[1, group.slots] = _largest(grads).double()
         combined = combine_disjoint(self._control, numbers.view(-1), "the end of backward()").view(2, -1)
-        self._values = combined[:, self._slots]
+        values = combined[:, self._slots]
         if self._cut:
             parts = combined[:, self._parts]
-            self._values[0, self._cut] = parts[0].square().sum(1).sqrt()
-            self._values[1, self._cut] = parts[1].amax(1)
-        self._factors = [1.0] * len(self._slots)
+            values[0, self._cut] = parts[0].square().sum(1).sqrt()
+            values[1, self._cut] = parts[1].amax(1)
+        self._values, self._factors = values, [1.0] * self.tensors
+        self._by_order.clear()
 
-    def _kind(self, tensor: int) -> tuple[str, bool]:
-        return str(self._plan.tensors[tensor].dtype), self._plan.is_cut(tensor)
+    def _groups_of(self, gradients: Mapping[int, torch.Tensor]) -> Sequence[_Group]:
+        """Group gradients by what their norms are taken in."""
+        key = tuple(gradients)
+        if self._grouped is None or self._grouped[0] != key:
+            groups: dict[tuple[torch.dtype, bool], list[int]] = {}
+            for tensor, grad in gradients.items():
+                # Those without elements have no largest one.
+                if grad.numel():
+                    groups.setdefault((grad.dtype, self._plan.is_cut(tensor)), []).append(tensor)
+            self._grouped = key, [self._group(dtype, is_cut, held) for (dtype, is_cut), held in groups.items()]
+        return self._grouped[1]
+
+    def _group(self, dtype: torch.dtype, is_cut: bool, tensors: list[int]) -> _Group:
+        slots = torch.tensor([self._slot_of[tensor] for tensor in tensors], device=self._device)
+        # A 2-norm in half precision may overflow where that of unscaled gradients does not.
+        return _Group(tensors, slots, torch.float64 if is_cut else torch.float32 if dtype in _HALF else None)
 
     def norm(self, tensor: int, order: float) -> torch.Tensor:
         """Return the 2-norm, or for the order ``inf`` the largest magnitude: 0-dim, float64."""
-        return self._values[int(order == INF), tensor] * self._factors[tensor]
+        by_tensor = self._by_order.get(order)
+        if by_tensor is None:
+            by_tensor = self._by_order[order] = self._values[int(order == INF)].unbind()
+        return by_tensor[tensor] * self._factors[tensor]
 
     def scale(self, tensor: int, factor: float | torch.Tensor) -> None:
         """Follow a multiplication of a gradient.

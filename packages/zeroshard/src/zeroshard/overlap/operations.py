@@ -16,7 +16,7 @@ from zeroshard.overlap.norms import INF, GradNorms
 class _Bucket(Protocol):
     """A reduced bucket; it is a :class:`zeroshard.overlap.bucket.BucketState`."""
 
-    def owned_gradients(self) -> Iterable[tuple[int, torch.Tensor]]: ...
+    def owned_gradients(self) -> Mapping[int, torch.Tensor]: ...
 
 
 class GradOperations:
@@ -185,4 +185,6 @@ class GradOperations:
         if self.norms is not None:
             self.norms.are_known = self.takes_norms
             if self.takes_norms:
-                self.norms.exchange({tensor: part for bucket in buckets for tensor, part in bucket.owned_gradients()})
+                self.norms.exchange(
+                    {tensor: part for bucket in buckets for tensor, part in bucket.owned_gradients().items()}
+                )

@@ -103,7 +103,7 @@ class BucketScheduler:
                 self.buckets.begin(bucket, gradients=reduce is None)
                 self.gradients.begin()
             state = self.buckets.by_index.get(bucket.index)
-            if state is not None and state.fits(bucket.params):
+            if state is not None and state.fits(bucket):
                 state.take(bucket)
             else:
                 state = self.buckets.add(bucket)
