@@ -276,6 +276,44 @@ def test_two_optimizers_of_one_model_step_at_different_times():
 
 
 @two_ranks
+@pytest.mark.parametrize("clip", [True, False])
+def test_a_gradient_scaler_skips_the_steps_that_it_skips_unsharded(clip):
+    from accelerate import Accelerator
+    from zeroshard_integrations.accelerate import ZeroShardPlugin
+
+    def run(is_sharded: bool) -> list[Any]:
+        forget_accelerator()
+        accelerator = Accelerator(cpu=True)
+        # Accelerate makes one for mixed_precision="fp16" on GPUs alone.
+        accelerator.scaler = torch.amp.GradScaler("cpu", growth_interval=3)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+        ours, plain = (build(model.parameters(), lr=1e-2) for build in (sharded_adam, optim.Adam))
+        preparing = ZeroShardPlugin(accelerator) if is_sharded else accelerator
+        prepared, optimizer = preparing.prepare(model, ours if is_sharded else plain)
+        skipped = []
+        for number in range(12):
+            with torch.autocast("cpu", dtype=torch.float16):
+                loss = prepared(torch.ones(4, 8) * (1 + accelerator.process_index)).square().mean()
+            overflows = number in (4, 5) and accelerator.process_index == 1
+            accelerator.backward(loss * (1e38 if overflows else 1.0))
+            if clip:
+                accelerator.clip_grad_norm_(prepared.parameters(), 0.1)
+            optimizer.step()
+            skipped.append(accelerator.optimizer_step_was_skipped)
+            optimizer.zero_grad()
+        assert skipped[4:6] == [True, True]
+        assert not all(skipped[6:])
+        return [skipped, accelerator.scaler.get_scale(), [param.detach() for param in model.parameters()]]
+
+    torch.testing.assert_close(run(True), run(False), rtol=0, atol=0)
+
+
+def sharded_adam(params: Any, **options: Any) -> ZeroRedundancyOptimizer:
+    return ZeroRedundancyOptimizer(params, optim.Adam, **options)
+
+
+@two_ranks
 def test_the_largest_gradient_a_plateau_and_an_average_of_the_model():
     from accelerate import Accelerator
     from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
