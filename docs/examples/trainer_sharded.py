@@ -5,6 +5,7 @@ Start it with: torchrun --nproc-per-node 2 NAME_OF_THIS_FILE FOLDER
 
 from __future__ import annotations
 
+import gc
 import sys
 from pathlib import Path
 from typing import Any
@@ -65,4 +66,6 @@ if __name__ == "__main__":
     found = get_last_checkpoint(sys.argv[1]) if Path(sys.argv[1]).exists() else None
     first = int(found.rpartition("-")[2]) if found else 0
     train(Path(sys.argv[1]), first, first + 20)
+    # The Trainer and its DDP: one that outlives its process group can hang.
+    gc.collect()
     dist.destroy_process_group()
