@@ -3,6 +3,8 @@
 # No `from __future__ import annotations`: DDP compares the annotations of hooks with the types themselves.
 import copy
 import threading
+import time
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 from training import assert_bitwise_equal, small_model
 from zeroshard import ZeroRedundancyOptimizer
+from zeroshard.overlap.norms import GradNorms
 from zeroshard_comm import DisagreementError, PeerLostError
 from zeroshard_integrations.ddp import register_reduce_to_owner
 from zeroshard_testing import Faults
@@ -109,6 +112,32 @@ def test_a_rank_that_skips_step(rank: int) -> None:
         twins.optimizer.zero_grad()
         with pytest.raises(PeerLostError, match=r"rank 1 lost rank 0 during backward\(\)"):
             twins.backward(twins.ddp, 2)
+
+
+@pytest.mark.ranks(3, backend="gloo")
+@pytest.mark.parametrize("lost", ["killed", "late"])
+def test_a_rank_that_is_lost_before_norms_are_exchanged(
+    rank: int, lost: str, faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    twins = Twins("owner", process_group=short_group())
+    twins.iterate(0)
+    twins.iterate(1)
+    exchange = GradNorms.exchange
+
+    def exchange_late(norms: GradNorms, gradients: Mapping[int, torch.Tensor]) -> None:
+        if lost == "killed":
+            faults.kill(1, "send#1")
+        else:
+            time.sleep(2 * SHORT.total_seconds())
+        exchange(norms, gradients)
+
+    if rank == 1:
+        monkeypatch.setattr(GradNorms, "exchange", exchange_late)
+    twins.optimizer.zero_grad()
+    with pytest.raises(PeerLostError, match=r"the end of backward\(\)"):
+        twins.backward(twins.ddp, 2)
+    with pytest.raises(PeerLostError, match="start again from a checkpoint"):
+        twins.optimizer.step()
 
 
 @pytest.mark.ranks(3, backend="gloo")
@@ -296,6 +325,22 @@ def test_an_exception_behind_the_last_bucket_is_told_to_all(
         loss.backward()
     with pytest.raises(RuntimeError, match="the last backward did not come to its end on rank 0"):
         twins.optimizer.clip_grad_norm_(1.0) if clips else twins.optimizer.step()
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_another_call_in_place_of_the_end_of_a_backward(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    twins = Twins("owner")
+    twins.iterate(0)
+    twins.optimizer.zero_grad()
+    monkeypatch.setattr(FailingBehind, "raises", rank == 0)
+    inputs = torch.ones(8, 40, dtype=torch.float64, requires_grad=True)
+    loss = twins.ddp(FailingBehind.apply(inputs)).sum()
+    if rank == 0:
+        with pytest.raises(ZeroDivisionError):
+            loss.backward()
+    # gloo would abort both processes if it were given the words of the one for those of the other.
+    with pytest.raises(DisagreementError, match=r"the end of backward\(\)"):
+        twins.optimizer.consolidate_state_dict() if rank == 0 else loss.backward()
 
 
 @pytest.mark.ranks(2, backend="gloo")

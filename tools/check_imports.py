@@ -36,7 +36,7 @@ RULES: Mapping[str, Rule] = {
     "zeroshard_integrations": Rule(
         frozenset({"zeroshard_core", "zeroshard_comm", "zeroshard"}),
         frozenset({"torch"}),
-        frozenset({"accelerate", "transformers"}),
+        frozenset({"accelerate", "lightning", "transformers"}),
     ),
     # _pytest: how a test is run, its failure shown and its assertion explained on ranks has no public way in.
     "zeroshard_testing": Rule(

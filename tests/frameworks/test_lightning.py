@@ -1,4 +1,4 @@
-"""Lightning's Trainer with strategy ``ddp``, and Fabric: training and checkpoints as unsharded ones, bitwise."""
+"""Lightning's Trainer and Fabric, with their strategy ``ddp`` and with ours: as the unsharded optimizer, bitwise."""
 
 from __future__ import annotations
 
@@ -28,12 +28,14 @@ pytestmark = [needs("lightning"), pytest.mark.ranks(2, backend="gloo")]
 def fit(
     is_sharded: bool,
     *,
+    strategy: str = "ddp",
     steps: int = STEPS,
     manual: bool = False,
     resume_from: Path | None = None,
     save_to: Path | None = None,
 ) -> Run:
     import lightning.pytorch as pl
+    import zeroshard_integrations.lightning  # noqa: F401 - it registers the strategy
 
     class Module(pl.LightningModule):
         def __init__(self) -> None:
@@ -64,7 +66,7 @@ def fit(
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=2,
-        strategy="ddp",
+        strategy=strategy if is_sharded else "ddp",
         max_steps=steps,
         gradient_clip_val=None if manual else 0.5,
         logger=False,
@@ -78,37 +80,53 @@ def fit(
     return Run(module.model, module.losses)
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_zeroshard"])
 @pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
-def test_ten_steps_equal_the_unsharded_ones(manual):
-    assert_equal_to_unsharded(lambda is_sharded: fit(is_sharded, manual=manual))
+def test_ten_steps_equal_the_unsharded_ones(manual, strategy):
+    assert_equal_to_unsharded(lambda is_sharded: fit(is_sharded, manual=manual, strategy=strategy))
 
 
-def test_a_checkpoint_is_the_unsharded_one_and_resumes(tmp_path):
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_zeroshard"])
+def test_a_checkpoint_is_the_unsharded_one_and_resumes(strategy, tmp_path):
     ours, theirs = tmp_path / "ours.ckpt", tmp_path / "theirs.ckpt"
-    fit(True, steps=STEPS // 2, save_to=ours)
+    fit(True, strategy=strategy, steps=STEPS // 2, save_to=ours)
     fit(False, steps=STEPS // 2, save_to=theirs)
     saved = [torch.load(path)["optimizer_states"][0] for path in (ours, theirs)]
     assert len(saved[1]["state"]) == len(list(new_model().parameters()))
     assert_same_state(*saved)
-    assert_equal_to_unsharded(lambda is_sharded: fit(is_sharded, resume_from=ours), steps=STEPS // 2)
+
+    def resume(is_sharded: bool) -> Run:
+        return fit(is_sharded, strategy=strategy, resume_from=ours)
+
+    assert_equal_to_unsharded(resume, steps=STEPS // 2)
 
 
-def test_fabric_trains_clips_saves_and_loads_as_unsharded(tmp_path):
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_zeroshard"])
+@pytest.mark.parametrize("feature", ["alone", "fp16 with a scaler", "compiled"])
+def test_fabric_trains_clips_saves_and_loads_as_unsharded(feature, strategy, tmp_path):
+    import zeroshard_integrations.lightning  # noqa: F401 - it registers the strategy
     from lightning.fabric import Fabric
+    from lightning.fabric.plugins import MixedPrecision
 
     def train(is_sharded: bool) -> Run:
-        fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
+        plugins = []
+        if feature == "fp16 with a scaler":
+            # Too large at first: some steps are skipped.
+            plugins = [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**20))]
+        chosen = strategy if is_sharded else "ddp"
+        fabric = Fabric(accelerator="cpu", devices=2, strategy=chosen, plugins=plugins)
         fabric.launch()
         model, losses = new_model(), []
         built = adamw(model, is_sharded)
-        ddp, optimizer = fabric.setup(model, built)
+        compiled = torch.compile(model, backend="aot_eager") if feature == "compiled" else model
+        ddp, optimizer = fabric.setup(compiled, built)
         schedule = warmup(optimizer)
         batches = fabric.setup_dataloaders(DataLoader(Windows(), batch_size=SEQUENCES))
         for step, batch in enumerate(batches):
             loss = ddp(**batch)
             losses.append(loss.item())
             fabric.backward(loss)
-            fabric.clip_gradients(ddp, optimizer, max_norm=0.5)
+            fabric.clip_gradients(ddp, optimizer, max_norm=0.5, error_if_nonfinite=False)
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
@@ -118,6 +136,8 @@ def test_fabric_trains_clips_saves_and_loads_as_unsharded(tmp_path):
                 fabric.save(tmp_path / f"{is_sharded}.ckpt", {"optimizer": optimizer})
                 # Both take what the sharded one has saved.
                 fabric.load(tmp_path / "True.ckpt", {"optimizer": optimizer})
+        if plugins:
+            assert plugins[0].scaler.get_scale() < 2.0**20
         return Run(model, losses)
 
     assert_equal_to_unsharded(train)

@@ -12,7 +12,7 @@ from zeroshard_comm.broadcasters import wait_for_collective
 
 
 def combine_disjoint(control: Control, numbers: torch.Tensor, operation: str) -> torch.Tensor:
-    """Return the numbers of all ranks. Collective.
+    """Return the numbers of all ranks. Collective. Agree on the same operation first.
 
     On the CPU they travel as agreements do. On an accelerator it is one all-reduce of the process group, for which the
     host does not wait.

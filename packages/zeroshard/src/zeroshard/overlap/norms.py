@@ -73,8 +73,12 @@ class GradNorms:
             gradients: by tensor.
 
         Raises:
+            DisagreementError: if a rank is in another call.
             PeerLostError: if a rank is gone.
+            Exception: an error that another rank reports in another call.
         """
+        # gloo aborts the process if ranks combine different numbers of words.
+        self._control.check_consistent("the end of backward()")
         numbers = torch.zeros(2, self._total, dtype=torch.float64, device=self._device)
         for group in self._groups_of(gradients):
             grads = [gradients[tensor] for tensor in group.tensors]

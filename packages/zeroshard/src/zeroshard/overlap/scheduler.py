@@ -235,8 +235,9 @@ class BucketScheduler:
 
     def check_gradients(self) -> None:
         """Find out which gradients the next step will use; raise if some were never reduced."""
-        if self.gradients.in_backward:
-            raise self._unended()
+        error = self.end_abandoned()
+        if error is not None:
+            raise error
         for state in self.buckets.arrived:
             state.present = self.gradients.present(state)
         if not self.has_buckets:

@@ -1,0 +1,171 @@
+"""``strategy="ddp_zeroshard"`` for Lightning's Trainer and for Fabric; importing this module registers it with both.
+
+Lightning's own strategies train with a sharded optimizer as it is: ``"ddp"`` all-reduces every gradient. This one
+registers :func:`~zeroshard_integrations.ddp.register_reduce_to_owner`, so that each gradient is sent only to its owner,
+and refuses to save what lacks values of other ranks before a file is opened. Clipping, precision and checkpoints
+take Lightning's own paths: it consolidates an optimizer's state to rank 0 before it saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.strategies import STRATEGY_REGISTRY
+from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
+from lightning.pytorch.callbacks import ModelSummary
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.utilities import rank_zero_info
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from zeroshard import ZeroRedundancyOptimizer, check_whole
+from zeroshard_core import state_bytes
+
+from zeroshard_integrations.ddp import register_reduce_to_owner
+
+__all__ = ["NAME", "FabricZeroShardStrategy", "ZeroRedundancyOptimizer", "ZeroShardStrategy"]
+
+NAME = "ddp_zeroshard"
+"""What to pass as ``strategy`` to ``Trainer`` and ``Fabric``."""
+
+
+class ZeroShardStrategy(DDPStrategy):  # type: ignore[misc] # Lightning may be absent when types are checked
+    """DistributedDataParallel for Lightning's Trainer, with gradients sent only to their owners.
+
+    ``configure_optimizers()`` returns a :class:`zeroshard.ZeroRedundancyOptimizer` of all parameters that are trained,
+    or several, each of its own. The size of their state is logged where the model summary is.
+
+    Args:
+        **options: of Lightning's ``DDPStrategy``, which passes what it does not know to DistributedDataParallel.
+
+    Raises:
+        TypeError: when ``fit()`` begins, on every rank, if ``configure_optimizers()`` returns another optimizer.
+        ValueError: likewise, if the optimizer lacks a parameter, or has other ranks than the model.
+    """
+
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        """Register the hook; Lightning calls this when the model is wrapped, and has itself no later place for it."""
+        super().setup_optimizers(trainer)
+        _register_hook(self.model, self.optimizers, "configure_optimizers() returned", self.global_rank)
+        if any(isinstance(callback, ModelSummary) for callback in trainer.callbacks):
+            for optimizer in self.optimizers:
+                rank_zero_info(_describe_state(optimizer))
+
+    def save_checkpoint(
+        self,
+        checkpoint: dict[str, Any],
+        filepath: Any,  # noqa: ANN401 - Lightning's type is private
+        storage_options: Any = None,  # noqa: ANN401 - passed on
+    ) -> None:
+        """Save on rank 0, as Lightning does, what lacks no values of other ranks. Collective.
+
+        Raises:
+            RuntimeError: on every rank, before a file is opened, if it does lack some.
+        """
+        _check_saved(checkpoint, is_saved_here=self.is_global_zero, broadcast=self.broadcast)
+        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+
+class FabricZeroShardStrategy(FabricDDPStrategy):  # type: ignore[misc] # as above
+    """DistributedDataParallel for Fabric, with gradients sent only to their owners.
+
+    ``fabric.setup(model, optimizer)`` receives the model and its optimizers together.
+
+    Args:
+        **options: of Fabric's ``DDPStrategy``, which passes what it does not know to DistributedDataParallel.
+    """
+
+    def setup_module_and_optimizers(
+        self,
+        module: torch.nn.Module,
+        optimizers: list[Optimizer],
+        *scheduler: Any,  # noqa: ANN401 - newer versions of Fabric pass one, and want it back
+    ) -> tuple[Any, ...]:
+        """Wrap the model and register the hook.
+
+        Raises:
+            TypeError: on every rank, if an optimizer is not a sharded one.
+            ValueError: if the optimizers lack a parameter, or have other ranks than the model.
+        """
+        ddp = self.setup_module(module)
+        _register_hook(ddp, optimizers, "setup() received", self.global_rank)
+        return (ddp, optimizers, *scheduler)
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:  # noqa: ARG002 - Fabric's signature
+        """Refuse an optimizer without its model.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            f"strategy={NAME!r} sets up a model and its optimizers together: call fabric.setup(model, optimizer), and "
+            f"not setup_module() and setup_optimizers()"
+        )
+
+    def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - passed on
+        """Save on rank 0, as Fabric does, what lacks no values of other ranks. Collective.
+
+        Raises:
+            RuntimeError: on every rank, before a file is opened, if it does lack some.
+        """
+        _check_saved(state, is_saved_here=self.is_global_zero, broadcast=self.broadcast)
+        super().save_checkpoint(path, state, *args, **kwargs)
+
+
+def _describe_state(optimizer: ZeroRedundancyOptimizer) -> str:
+    """Say how large the optimizer state will be, on the rank that has most of it, and unsharded. Not collective.
+
+    Args:
+        optimizer: need not have been stepped: its class is measured on small tensors on the CPU, one for each dtype and
+            number of dimensions. A cut tensor counts in proportion to its parts.
+    """
+    plan, kind = optimizer.plan, type(optimizer.optim)
+    # A group has all hyperparameters, as the class has filled them in.
+    costs = [state_bytes(_builder(kind, group)) for group in optimizer.param_groups]
+    try:
+        sizes = [costs[spec.group](spec) if spec.trainable else 0.0 for spec in plan.tensors]
+    except ValueError:
+        return f"Optimizer state, sharded by zeroshard: unknown before the first step of {kind.__name__}"
+    loads = [0.0] * plan.world_size
+    for shard in plan.shards:
+        loads[shard.rank] += sizes[shard.tensor] * shard.numel / max(1, plan.tensors[shard.tensor].numel)
+    return (
+        f"Optimizer state, sharded by zeroshard: {max(loads) / 1e6:,.3f} MB per rank at most, on {plan.world_size} "
+        f"ranks; {sum(sizes) / 1e6:,.3f} MB unsharded ({kind.__name__})"
+    )
+
+
+def _builder(kind: Callable[..., Optimizer], group: dict[str, Any]) -> Callable[..., Optimizer]:
+    return lambda params: kind([{**group, "params": params}])
+
+
+def _register_hook(ddp: DistributedDataParallel, optimizers: Sequence[Any], source: str, rank: int) -> None:
+    for optimizer in optimizers:
+        if not isinstance(optimizer, ZeroRedundancyOptimizer):
+            name = type(optimizer).__name__
+            raise TypeError(
+                f"rank {rank}: strategy={NAME!r} trains with zeroshard.ZeroRedundancyOptimizer, but {source} "
+                f"{name}: build ZeroRedundancyOptimizer(params, {name}, ...) instead, or use strategy='ddp'"
+            )
+    register_reduce_to_owner(ddp, optimizers)
+
+
+def _check_saved(checkpoint: object, *, is_saved_here: bool, broadcast: Callable[[str], str]) -> None:
+    """Raise on every rank the error of pickling what one rank saves."""
+    error = ""
+    if is_saved_here:
+        try:
+            check_whole(checkpoint)
+        except RuntimeError as found:
+            error = str(found)
+    if error := broadcast(error):
+        raise RuntimeError(error)
+
+
+# Each rank of DDP would otherwise keep its gradients twice: in .grad, and in the buckets that are sent.
+for registry, strategy in ((StrategyRegistry, ZeroShardStrategy), (STRATEGY_REGISTRY, FabricZeroShardStrategy)):
+    registry.register(
+        NAME, strategy, description="DDP, gradients sent only to their owners", gradient_as_bucket_view=True
+    )

@@ -1,0 +1,179 @@
+"""The scripts of the page about Lightning and Fabric: sharding changes a few lines, and none of their numbers."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from framework_training import Run, assert_equal_to_unsharded, needs
+from lightning_training import EXAMPLES, TWENTY, recorded, script, train
+from zeroshard_testing import raises_on, run_on_ranks
+
+pytestmark = needs("lightning")
+
+FRAMEWORKS = ["lightning", "fabric"]
+SUMMARY = "Optimizer state, sharded by zeroshard: "
+# Parts add up the squares of a norm in another order.
+ROUNDING = 1e-12
+
+
+def assert_trained_alike(framework: str, folder: Path, steps: int = TWENTY, **options: Any) -> None:
+    """Train plainly, then sharded: the same numbers, and no line logged and no warning that is not there plainly."""
+    said = {}
+
+    def run(is_sharded: bool) -> Run:
+        with recorded() as said[is_sharded]:
+            return train(framework, is_sharded, folder / f"{is_sharded}.ckpt", **options)
+
+    # Lightning shows some warnings once in a process: those of plain training come first.
+    plain = run(False)
+    assert_equal_to_unsharded(lambda is_sharded: run(True) if is_sharded else plain, steps)
+    assert not {line for line in said[True] - said[False] if not line.startswith(SUMMARY)}
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_three_lines_differ(framework: str) -> None:
+    plain, sharded = ((EXAMPLES / f"{framework}_{kind}.py").read_text().splitlines() for kind in ("plain", "sharded"))
+    differences = [line for line in difflib.ndiff(plain, sharded) if line.startswith("+ ")]
+    assert len(differences) == 3
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.pairwise
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("accumulated", [1, 4])
+@pytest.mark.parametrize("clipping", ["off", "norm", "value"])
+@pytest.mark.parametrize("hook", [True, False], ids=["hook", "no hook"])
+def test_sharded_training_equals_plain_training(framework, precision, accumulated, clipping, hook, tmp_path):
+    options = {"precision": precision, "accumulated": accumulated, "clipping": clipping, "hook": hook}
+    assert_trained_alike(framework, tmp_path, TWENTY * accumulated, **options)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("clipping", ["norm", "value"])
+def test_cut_tensors_clipped_in_float64(framework, clipping, tmp_path):
+    options = {"precision": "64-true", "partition": "split", "clipping": clipping}
+    ours, theirs = (train(framework, is_sharded, tmp_path / "run.ckpt", **options) for is_sharded in (True, False))
+    for (name, value), expected in zip(ours.model.named_parameters(), theirs.model.parameters(), strict=True):
+        assert value.dtype == torch.float64
+        torch.testing.assert_close(value, expected, rtol=0, atol=ROUNDING, msg=name)
+
+
+def resumed(framework: str, is_sharded: bool, checkpoint: Path, **options: Any) -> list[torch.Tensor]:
+    run = train(framework, is_sharded, checkpoint, precision="64-true", **options)
+    return [param.detach() for param in run.model.parameters()]
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("partition", ["whole", "split"])
+def test_saved_at_two_ranks_and_resumed_at_one_and_three(framework: str, partition: str, tmp_path: Path) -> None:
+    run = functools.partial(run_on_ranks, resumed, init=False)
+    for is_sharded in (True, False):
+        saved = tmp_path / f"{is_sharded}.ckpt"
+        run(ranks=2, framework=framework, is_sharded=is_sharded, checkpoint=saved, partition=partition, steps=10)
+    for ranks in (1, 3):
+        ours, theirs = (
+            run(
+                ranks=ranks,
+                framework=framework,
+                is_sharded=is_sharded,
+                checkpoint=tmp_path / "resumed.ckpt",
+                resume_from=tmp_path / f"{is_sharded}.ckpt",
+                partition=partition,
+            )[0]
+            for is_sharded in (True, False)
+        )
+        # Three gradients may be added up in another order than by an all-reduce.
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=ROUNDING)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_plain_optimizer_is_refused_on_every_rank(framework, tmp_path):
+    with raises_on(TypeError, ranks=[0, 1], match="trains with zeroshard.ZeroRedundancyOptimizer.* AdamW: build"):
+        train(framework, False, tmp_path / "run.ckpt", strategy="ddp_zeroshard")
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_lightning_saves_nothing_that_lacks_values_and_keeps_the_earlier_file(tmp_path):
+    import lightning.pytorch as pl
+
+    path = tmp_path / "mine.ckpt"
+
+    class SaveWhatIsHere(pl.Callback):
+        def on_train_end(self, trainer, module):
+            if trainer.is_global_zero:
+                path.write_text("earlier")
+            with raises_on(RuntimeError, ranks=[0, 1], match="consolidate_state_dict"):
+                trainer.strategy.save_checkpoint({"mine": trainer.optimizers[0].state_dict()}, path)
+
+    train("lightning", True, tmp_path / "run.ckpt", steps=2, callbacks=[SaveWhatIsHere()])
+    assert path.read_text() == "earlier"
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_fabric_saves_nothing_that_lacks_values_and_keeps_the_earlier_file(tmp_path):
+    from lightning.fabric import Fabric
+
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=script("fabric_sharded") and "ddp_zeroshard")
+    fabric.launch()
+    model = torch.nn.Linear(64, 64)
+    built = script("fabric_sharded").ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
+    model, optimizer = fabric.setup(model, built)
+    fabric.backward(model(torch.ones(1, 64)).sum())
+    optimizer.step()
+    path = tmp_path / "mine.ckpt"
+    if fabric.is_global_zero:
+        path.write_text("earlier")
+    with raises_on(RuntimeError, ranks=[0, 1], match="consolidate_state_dict"):
+        fabric.save(path, {"optimizer": built.state_dict()})
+    assert path.read_text() == "earlier"
+    fabric.save(path, {"optimizer": optimizer})
+    assert len(torch.load(path)["optimizer"]["state"]) == 2
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_fabric_sets_up_model_and_optimizer_together(tmp_path):
+    from lightning.fabric import Fabric
+
+    module = script("fabric_sharded")
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp_zeroshard")
+    fabric.launch()
+    model = torch.nn.Linear(4, 4)
+    fabric.setup_module(model)
+    optimizer = module.ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
+    with raises_on(RuntimeError, ranks=[0, 1], match=r"call fabric\.setup\(model, optimizer\)"):
+        fabric.setup_optimizers(optimizer)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_the_size_of_the_state_is_logged_where_the_model_summary_is(tmp_path):
+    import lightning.pytorch as pl
+    import torch.distributed as dist
+
+    sizes = torch.zeros(2, dtype=torch.int64)
+
+    class Measure(pl.Callback):
+        def on_train_end(self, trainer, module):
+            state = trainer.optimizers[0].optim.state
+            mine = sum(value.nbytes for entries in state.values() for value in entries.values())
+            sizes[dist.get_rank()] = mine
+            dist.all_reduce(sizes)
+
+    with recorded() as said:
+        train("lightning", True, tmp_path / "run.ckpt", steps=2, callbacks=[Measure()])
+    shown = [line for line in said if line.startswith(SUMMARY)]
+    expected = (
+        f"{SUMMARY}{sizes.max() / 1e6:,.3f} MB per rank at most, on 2 ranks; {sizes.sum() / 1e6:,.3f} MB unsharded "
+        f"(AdamW)"
+    )
+    assert shown == ([expected] if dist.get_rank() == 0 else [])
+    with recorded() as said:
+        train("lightning", True, tmp_path / "run.ckpt", steps=2, enable_model_summary=False)
+    assert not [line for line in said if line.startswith(SUMMARY)]
