@@ -39,7 +39,7 @@ TEST_NEEDS = ["pytest", "hypothesis", "safetensors"]
 # What the harness and its tests use where it is there; only sessions that look at all packages install it.
 PLUGIN_NEEDS = ["pytest-xdist", "pytest-cov", "pytest-timeout", "cloudpickle", "numpy", "expecttest"]
 # Under which users train; only the frameworks session installs them, and tests of those that are missing are skipped.
-FRAMEWORKS = ["accelerate>=1", "transformers>=5", "lightning>=2.4"]
+FRAMEWORKS = ["accelerate>=1.3", "transformers>=5.0", "lightning>=2.4"]
 TOOL_NEEDS = ["rich", "typer", "matplotlib"]
 OTHER_OPTIMIZERS = ["pytorch_optimizer", "heavyball", "schedulefree", "prodigyopt", "dadaptation"]
 

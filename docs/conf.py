@@ -25,6 +25,6 @@ napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 autodoc_member_order = "bysource"
 # Documented without being installed.
-autodoc_mock_imports = ["lightning"]
+autodoc_mock_imports = ["accelerate", "lightning", "transformers"]
 autodoc_typehints = "signature"
 autodoc_default_options = {"members": True, "show-inheritance": True}

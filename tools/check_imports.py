@@ -34,7 +34,9 @@ RULES: Mapping[str, Rule] = {
     "zeroshard_comm": Rule(frozenset({"zeroshard_core"}), frozenset({"torch"})),
     "zeroshard": Rule(frozenset({"zeroshard_core", "zeroshard_comm"}), frozenset({"torch"})),
     "zeroshard_integrations": Rule(
-        frozenset({"zeroshard_core", "zeroshard_comm", "zeroshard"}), frozenset({"torch"}), frozenset({"lightning"})
+        frozenset({"zeroshard_core", "zeroshard_comm", "zeroshard"}),
+        frozenset({"torch"}),
+        frozenset({"accelerate", "lightning", "transformers"}),
     ),
     # _pytest: how a test is run, its failure shown and its assertion explained on ranks has no public way in.
     "zeroshard_testing": Rule(

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 
-FRAMEWORKS = ["lightning"]
+FRAMEWORKS = ["accelerate", "lightning", "transformers"]
 
 collect_ignore = [f"src/zeroshard_integrations/{name}.py" for name in FRAMEWORKS if not importlib.util.find_spec(name)]

@@ -1,11 +1,15 @@
-"""Accelerate's ``prepare()``, a plain loop around it and ``save_state()``: as with the unsharded optimizer, bitwise."""
+"""Accelerate, with ZeroShardPlugin and without: training and checkpoints are those of the unsharded optimizer."""
 
 from __future__ import annotations
 
+import functools
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from example_scripts import Trained, assert_equal, lines_that_differ, sharded, train
 from framework_training import (
     SEQUENCES,
     STEPS,
@@ -18,23 +22,46 @@ from framework_training import (
     new_model,
     warmup,
 )
+from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from training import assert_same_state
-from zeroshard_testing import raises_on
+from zeroshard import ZeroRedundancyOptimizer
+from zeroshard_testing import assert_replicas_equal, raises_on, run_on_ranks
 
-pytestmark = [needs("accelerate"), pytest.mark.ranks(2, backend="gloo")]
+pytestmark = needs("accelerate")
+two_ranks = pytest.mark.ranks(2, backend="gloo")
 
 OPTIMIZER_FILE = "optimizer.bin"
 
 
-@pytest.fixture(autouse=True)
-def _state_of_this_test_alone():
+# In float64, another order of additions changes results by some 1e-16.
+ROUNDING = 1e-12
+
+
+def forget_accelerator() -> None:
     from accelerate.state import AcceleratorState, GradientState
 
-    yield
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
+
+
+@pytest.fixture(autouse=True)
+def _state_of_this_test_alone():
+    yield
+    forget_accelerator()
+
+
+def train_script(kind: str, *arguments: Any, hook: bool = True, partition: str = "whole", **options: Any) -> Trained:
+    """Run a script of the page; sharded without the hook, that is the plain one with our optimizer class."""
+    forget_accelerator()
+    ours = sharded(partition)
+    if kind == "plain":
+        return train("accelerate_plain", *arguments, **options)
+    if hook:
+        return train("accelerate_sharded", *arguments, replaced={"ZeroRedundancyOptimizer": ours}, **options)
+    without_hook = functools.partial(ours, optimizer_class=optim.AdamW)
+    return train("accelerate_plain", *arguments, replaced={"AdamW": without_hook}, **options)
 
 
 class Training:
@@ -66,11 +93,13 @@ class Training:
         return Run(self.model, self.losses)
 
 
+@two_ranks
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_ten_steps_equal_the_unsharded_ones(accumulated):
     assert_equal_to_unsharded(lambda is_sharded: Training(is_sharded, gradient_accumulation_steps=accumulated).run())
 
 
+@two_ranks
 def test_an_optimizer_that_has_state_is_prepared():
     def train(is_sharded: bool) -> Run:
         training = Training(is_sharded)
@@ -81,6 +110,7 @@ def test_an_optimizer_that_has_state_is_prepared():
     assert_equal_to_unsharded(train)
 
 
+@two_ranks
 def test_a_state_consolidated_before_it_is_saved_is_the_unsharded_one_and_resumes(tmp_path):
     half = STEPS // 2
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
@@ -104,6 +134,7 @@ def test_a_state_consolidated_before_it_is_saved_is_the_unsharded_one_and_resume
     assert_equal_to_unsharded(resume, steps=half)
 
 
+@two_ranks
 def test_saving_without_consolidating_is_an_error_that_says_what_to_call(tmp_path):
     training = Training(is_sharded=True)
     training.run(range(1))
@@ -111,3 +142,257 @@ def test_saving_without_consolidating_is_an_error_that_says_what_to_call(tmp_pat
         training.accelerator.save_state(tmp_path)
     if training.accelerator.is_main_process:
         assert_unreadable(tmp_path / OPTIMIZER_FILE)
+
+
+@two_ranks
+@pytest.mark.pairwise
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("accumulated", [1, 4])
+@pytest.mark.parametrize("clip", ["norm", "value", "off"])
+@pytest.mark.parametrize("hook", [True, False])
+def test_twenty_steps_of_the_script_equal_the_unsharded_ones(precision, accumulated, clip, hook):
+    options = {"precision": precision, "accumulated": accumulated, "clip": clip}
+    ours, theirs = (train_script(kind, None, hook=hook, **options) for kind in ("sharded", "plain"))
+    assert_equal(ours, theirs, steps=20 * accumulated)
+    assert len(ours.norms) == (20 if clip == "norm" else 0)
+    assert_replicas_equal(ours.params)
+
+
+@two_ranks
+@pytest.mark.parametrize("clip", ["norm", "value"])
+def test_cut_tensors_are_clipped_as_the_unsharded_ones(clip):
+    options = {"clip": clip, "dtype": torch.float64, "partition": "split"}
+    ours = train_script("sharded", None, **options)
+    del options["partition"]
+    assert_equal(ours, train_script("plain", None, **options), steps=20, rounding=ROUNDING)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_what_two_ranks_save_is_resumed_by_other_numbers_of_ranks(tmp_path, ranks):
+    for kind in ("sharded", "plain"):
+        run_on_ranks(save, 2, kind, tmp_path / kind, init=False)
+    assert_same_state(*(torch.load(tmp_path / kind / "000010" / OPTIMIZER_FILE) for kind in ("sharded", "plain")))
+    run_on_ranks(resume, ranks, tmp_path, init=False)
+
+
+def save(kind: str, folder: Path) -> None:
+    train_script(kind, folder, 0, 10, dtype=torch.float64)
+
+
+def resume(folder: Path) -> None:
+    ours, theirs = (train_script(kind, folder / kind, 10, 20, dtype=torch.float64) for kind in ("sharded", "plain"))
+    assert_equal(ours, theirs, steps=10, rounding=ROUNDING)
+
+
+@two_ranks
+def test_where_state_is_missing_saving_raises_and_leaves_the_earlier_files(tmp_path):
+    accelerator, model, optimizer, _ = prepare_small_model()
+    step(accelerator, model, optimizer)
+    accelerator.save_state(tmp_path)
+    accelerator.wait_for_everyone()
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    step(accelerator, model, optimizer)
+    optimizer.optimizer.consolidate_state_dict = lambda: None
+    with raises_on(RuntimeError, ranks=0, match="consolidate_state_dict"):
+        accelerator.save_state(tmp_path)
+    if accelerator.is_main_process:
+        mine = OPTIMIZER_FILE, "model.safetensors"
+        assert {name: (tmp_path / name).read_bytes() for name in mine} == {name: before[name] for name in mine}
+
+
+def prepare_small_model(**options: Any):
+    from accelerate import Accelerator
+    from zeroshard_integrations.accelerate import ZeroShardPlugin
+
+    forget_accelerator()
+    accelerator = Accelerator(cpu=True, **options)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    plugin = ZeroShardPlugin(accelerator)
+    built = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, lr=1e-2)
+    prepared, optimizer = plugin.prepare(model, built)
+    return accelerator, prepared, optimizer, plugin
+
+
+def step(accelerator: Any, model: nn.Module, optimizer: optim.Optimizer) -> None:
+    accelerator.backward(model(torch.ones(4, 8) * (1 + accelerator.process_index)).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@two_ranks
+def test_two_models_have_an_optimizer_each():
+    from accelerate import Accelerator
+    from zeroshard_integrations.accelerate import ZeroShardPlugin
+
+    def run(is_sharded: bool) -> list[nn.Parameter]:
+        forget_accelerator()
+        accelerator = Accelerator(cpu=True)
+        torch.manual_seed(0)
+        built = [nn.Linear(8, 8), nn.Linear(8, 1)]
+        plain = [optim.AdamW(model.parameters(), lr=1e-2) for model in built]
+        ours = [ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, lr=1e-2) for model in built]
+        preparing = ZeroShardPlugin(accelerator) if is_sharded else accelerator
+        first, second, *optimizers = preparing.prepare(*built, *(ours if is_sharded else plain))
+        for number in range(6):
+            accelerator.backward(second(first(torch.ones(4, 8) * (1 + accelerator.process_index))).square().mean())
+            for optimizer in optimizers[: 1 + number % 2]:
+                optimizer.step()
+                optimizer.zero_grad()
+        return [param for model in built for param in model.parameters()]
+
+    torch.testing.assert_close(run(True), run(False), rtol=0, atol=0)
+
+
+@two_ranks
+def test_two_optimizers_of_one_model_step_at_different_times():
+    from accelerate import Accelerator
+    from zeroshard_integrations.accelerate import ZeroShardPlugin
+
+    def run(is_sharded: bool) -> list[torch.Tensor]:
+        forget_accelerator()
+        accelerator = Accelerator(cpu=True)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+        params = list(model.parameters())
+        preparing = ZeroShardPlugin(accelerator) if is_sharded else accelerator
+        prepared, *optimizers = preparing.prepare(
+            model,
+            *(
+                ZeroRedundancyOptimizer(part, optim.AdamW, lr=1e-2) if is_sharded else optim.AdamW(part, lr=1e-2)
+                for part in (params[::2], params[1::2])
+            ),
+        )
+        norms = []
+        for number in range(6):
+            accelerator.backward(prepared(torch.ones(4, 8) * (1 + accelerator.process_index)).square().mean())
+            norms.append(accelerator.clip_grad_norm_(prepared.parameters(), 0.1))
+            for optimizer in optimizers[: 1 + number % 2]:
+                optimizer.step()
+                optimizer.zero_grad()
+        return [*norms, *params]
+
+    torch.testing.assert_close(run(True), run(False), rtol=0, atol=0)
+
+
+@two_ranks
+@pytest.mark.parametrize("clip", [True, False])
+def test_a_gradient_scaler_skips_the_steps_that_it_skips_unsharded(clip):
+    from accelerate import Accelerator
+    from zeroshard_integrations.accelerate import ZeroShardPlugin
+
+    def run(is_sharded: bool) -> list[Any]:
+        forget_accelerator()
+        accelerator = Accelerator(cpu=True)
+        # Accelerate makes one for mixed_precision="fp16" on GPUs alone.
+        accelerator.scaler = torch.amp.GradScaler("cpu", growth_interval=3)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+        ours, plain = (build(model.parameters(), lr=1e-2) for build in (sharded_adam, optim.Adam))
+        preparing = ZeroShardPlugin(accelerator) if is_sharded else accelerator
+        prepared, optimizer = preparing.prepare(model, ours if is_sharded else plain)
+        skipped = []
+        for number in range(12):
+            with torch.autocast("cpu", dtype=torch.float16):
+                loss = prepared(torch.ones(4, 8) * (1 + accelerator.process_index)).square().mean()
+            overflows = number in (4, 5) and accelerator.process_index == 1
+            accelerator.backward(loss * (1e38 if overflows else 1.0))
+            if clip:
+                accelerator.clip_grad_norm_(prepared.parameters(), 0.1)
+            optimizer.step()
+            skipped.append(accelerator.optimizer_step_was_skipped)
+            optimizer.zero_grad()
+        assert skipped[4:6] == [True, True]
+        assert not all(skipped[6:])
+        return [skipped, accelerator.scaler.get_scale(), [param.detach() for param in model.parameters()]]
+
+    torch.testing.assert_close(run(True), run(False), rtol=0, atol=0)
+
+
+def sharded_adam(params: Any, **options: Any) -> ZeroRedundancyOptimizer:
+    return ZeroRedundancyOptimizer(params, optim.Adam, **options)
+
+
+@two_ranks
+def test_the_largest_gradient_a_plateau_and_an_average_of_the_model():
+    from accelerate import Accelerator
+    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+    from zeroshard_integrations.accelerate import ZeroShardPlugin
+
+    def run(is_sharded: bool) -> list[torch.Tensor]:
+        forget_accelerator()
+        accelerator = Accelerator(cpu=True)
+        torch.manual_seed(0)
+        model = nn.Linear(8, 8)
+        ours, plain = ZeroRedundancyOptimizer(model.parameters(), optim.Adam), optim.Adam(model.parameters())
+        preparing = ZeroShardPlugin(accelerator) if is_sharded else accelerator
+        prepared, optimizer = preparing.prepare(model, ours if is_sharded else plain)
+        scheduler = accelerator.prepare(optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0))
+        averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        norms = []
+        for _ in range(6):
+            accelerator.backward(prepared(torch.ones(4, 8) * (1 + accelerator.process_index)).square().mean())
+            norms.append(accelerator.clip_grad_norm_(prepared.parameters(), 0.1, norm_type=float("inf")))
+            optimizer.step()
+            scheduler.step(1.0)
+            averaged.update_parameters(model)
+            optimizer.zero_grad()
+        return [*norms, *averaged.parameters()]
+
+    torch.testing.assert_close(run(True), run(False), rtol=0, atol=0)
+
+
+@two_ranks
+def test_a_compiled_model_has_the_hook_too():
+    _, model, optimizer, _ = prepare_small_model(dynamo_backend="eager")
+    model(torch.ones(4, 8)).square().mean().backward()
+    assert {type(param.grad).__name__ for param in model.parameters()} == {"GradPlaceholder"}
+    optimizer.step()
+    assert_replicas_equal(model.parameters())
+
+
+@pytest.mark.ranks(1, backend="gloo")
+def test_a_single_process_without_ddp_trains_and_saves(tmp_path, monkeypatch):
+    monkeypatch.delenv("LOCAL_RANK")
+    accelerator, model, optimizer, _ = prepare_small_model()
+    assert not isinstance(model, DistributedDataParallel)
+    step(accelerator, model, optimizer)
+    accelerator.save_state(tmp_path)
+    assert len(torch.load(tmp_path / OPTIMIZER_FILE)["state"]) == 4
+
+
+@two_ranks
+def test_an_optimizer_without_its_model_is_refused():
+    _, _, _, plugin = prepare_small_model()
+    optimizer = ZeroRedundancyOptimizer(nn.Linear(2, 2).parameters(), optim.AdamW)
+    with pytest.raises(ValueError, match="without a model whose parameters it has"):
+        plugin.prepare(nn.Linear(2, 2), optimizer)
+
+
+@two_ranks
+def test_saving_on_every_node_is_refused(tmp_path):
+    from accelerate.utils import ProjectConfiguration
+
+    accelerator, *_ = prepare_small_model(project_config=ProjectConfiguration(save_on_each_node=True))
+    with pytest.raises(ValueError, match="save_on_each_node"):
+        accelerator.save_state(tmp_path)
+    assert not (tmp_path / OPTIMIZER_FILE).exists()
+
+
+@pytest.mark.parametrize("parallelism", ["DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA", "tp_size"])
+def test_other_parallelism_is_refused_by_its_name(parallelism):
+    from accelerate.utils import DistributedType
+    from zeroshard_integrations.accelerate import ZeroShardPlugin
+
+    accelerator = SimpleNamespace(distributed_type=DistributedType.MULTI_CPU)
+    if parallelism == "tp_size":
+        config = pytest.importorskip("accelerate.parallelism_config").ParallelismConfig
+        accelerator.parallelism_config = config(tp_size=2)
+    else:
+        accelerator.distributed_type = DistributedType[parallelism]
+    with pytest.raises(ValueError, match=f"{parallelism}.*no other parallelism"):
+        ZeroShardPlugin(accelerator)
+
+
+def test_the_scripts_differ_in_three_lines():
+    assert len(lines_that_differ("accelerate_plain", "accelerate_sharded")) == 3

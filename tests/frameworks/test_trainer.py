@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer with ``optimizers=(ours, scheduler)``: training and checkpoints as unsharded ones, bitwise."""
+"""Hugging Face's Trainer, ours and with ours in it: training and checkpoints are those of the unsharded optimizer."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from example_scripts import Trained, assert_equal, lines_that_differ, script
+from example_scripts import train as train_script
 from framework_training import (
     SEQUENCES,
     STEPS,
@@ -20,12 +22,25 @@ from framework_training import (
     new_model,
     warmup,
 )
+from packaging.version import Version
 from torch import nn, optim
-from training import assert_same_state
+from training import assert_same_state, cutting
 from zeroshard import ZeroRedundancyOptimizer
-from zeroshard_testing import raises_on
+from zeroshard_testing import assert_replicas_equal, raises_on, run_on_ranks
 
-pytestmark = [needs("accelerate"), needs("transformers"), pytest.mark.ranks(2, backend="gloo")]
+pytestmark = [needs("accelerate"), needs("transformers")]
+two_ranks = pytest.mark.ranks(2, backend="gloo")
+# In float64, another order of additions changes results by some 1e-16.
+ROUNDING = 1e-12
+KINDS = ["sharded", "plain"]
+
+
+def skip_where_the_trainer_cannot_resume_on_cpus() -> None:
+    import transformers
+
+    if Version(transformers.__version__) < Version("5.18"):
+        pytest.skip("before 5.18, transformers loads no optimizer's state on several ranks of CPUs, plain ones neither")
+
 
 OPTIMIZER_FILE = "optimizer.pt"
 
@@ -78,12 +93,15 @@ def train(folder: Path, is_sharded: bool, resume_from: Path | None = None, **opt
     return Run(trainer.model.model, trainer.model.losses)
 
 
+@two_ranks
 @pytest.mark.parametrize("is_built_by_trainer", [False, True], ids=["given", "built"])
 def test_ten_steps_equal_the_unsharded_ones(tmp_path, is_built_by_trainer):
     assert_equal_to_unsharded(lambda is_sharded: train(tmp_path, is_sharded, is_built_by_trainer=is_built_by_trainer))
 
 
+@two_ranks
 def test_a_checkpoint_of_a_consolidated_state_is_the_unsharded_one_and_resumes(tmp_path):
+    skip_where_the_trainer_cannot_resume_on_cpus()
     half = STEPS // 2
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     train(ours, True, max_steps=half, save_strategy="steps", save_steps=half)
@@ -95,6 +113,7 @@ def test_a_checkpoint_of_a_consolidated_state_is_the_unsharded_one_and_resumes(t
     assert_equal_to_unsharded(lambda is_sharded: train(tmp_path, is_sharded, checkpoint), steps=half)
 
 
+@two_ranks
 def test_saving_without_consolidating_is_an_error_that_says_what_to_call(tmp_path):
     trainer = new_trainer(tmp_path, is_sharded=True, max_steps=1)
     trainer.train()
@@ -104,3 +123,299 @@ def test_saving_without_consolidating_is_an_error_that_says_what_to_call(tmp_pat
     assert trainer.args.should_save == (dist.get_rank() == 0)
     if trainer.args.should_save:
         assert_unreadable(tmp_path / OPTIMIZER_FILE)
+
+
+def forget_accelerator() -> None:
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+@pytest.fixture(autouse=True)
+def _state_of_this_test_alone():
+    yield
+    forget_accelerator()
+
+
+def run_script(kind: str, folder: Path, *arguments: Any, hook: bool = True, **options: Any) -> Trained:
+    """Run a script of the page; sharded without the hook, that is the plain one whose Trainer is given our class."""
+    forget_accelerator()
+    options = {"disable_tqdm": True, **options}
+    if kind == "plain":
+        return train_script("trainer_plain", folder, *arguments, **options)
+    if not hook:
+        return train_script("trainer_plain", folder, *arguments, replaced={"Trainer": trainer_without_hook}, **options)
+    return train_script("trainer_sharded", folder, *arguments, **options)
+
+
+def trainer_without_hook(model: nn.Module, arguments: Any, **options: Any):
+    from transformers import Trainer
+
+    optimizer_class, kwargs = Trainer.get_optimizer_cls_and_kwargs(arguments, model)
+    ours = ZeroRedundancyOptimizer, {"optimizer_class": optimizer_class, **kwargs}
+    return Trainer(model, arguments, optimizer_cls_and_kwargs=ours, **options)
+
+
+@two_ranks
+@pytest.mark.pairwise
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("accumulated", [1, 4])
+@pytest.mark.parametrize("max_grad_norm", [0.5, 0.0])
+@pytest.mark.parametrize("hook", [True, False])
+def test_twenty_steps_of_the_script_equal_the_unsharded_ones(tmp_path, bf16, accumulated, max_grad_norm, hook):
+    options = {"bf16": bf16, "gradient_accumulation_steps": accumulated, "max_grad_norm": max_grad_norm}
+    ours, theirs = (run_script(kind, tmp_path, hook=hook, save_strategy="no", **options) for kind in KINDS)
+    assert_equal(ours, theirs, steps=20)
+    assert len(ours.norms) in ((20,) if max_grad_norm else (0, 20))  # transformers 5.0 logs none without clipping
+    assert_replicas_equal(ours.params)
+
+
+@two_ranks
+@pytest.mark.parametrize("max_grad_norm", [0.5, 0.0])
+def test_cut_tensors_are_clipped_as_the_unsharded_ones(tmp_path, max_grad_norm, monkeypatch):
+    monkeypatch.setattr(script("trainer_sharded").ZeroShardTrainer, "sharding_options", {"partition": cutting("split")})
+    options = {"max_grad_norm": max_grad_norm, "dtype": torch.float64, "save_strategy": "no"}
+    ours, theirs = (run_script(kind, tmp_path, **options) for kind in KINDS)
+    assert_equal(ours, theirs, steps=20, rounding=ROUNDING)
+
+
+@two_ranks
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"optim": "adamw_torch", "adam_beta2": 0.95, "lr_scheduler_type": "cosine"},
+        {"optim": "adafactor"},
+        {"optim": "sgd", "optim_args": "momentum=0.9"},
+        {"optim": "rmsprop", "warmup_steps": 5},
+        {"torch_compile_backend": "eager"},
+    ],
+    ids=lambda options: next(iter(options.values())),
+)
+def test_arguments_mean_what_they_mean_to_the_trainer(tmp_path, options):
+    ours, theirs = (run_script(kind, tmp_path, save_strategy="no", **options) for kind in KINDS)
+    assert_equal(ours, theirs, steps=20)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_what_two_ranks_save_is_resumed_by_other_numbers_of_ranks(tmp_path, ranks):
+    if ranks > 1:
+        skip_where_the_trainer_cannot_resume_on_cpus()
+    for kind in KINDS:
+        run_on_ranks(save, 2, kind, tmp_path / kind, init=False)
+    saved = [torch.load(tmp_path / kind / "checkpoint-10" / OPTIMIZER_FILE) for kind in KINDS]
+    assert_same_state(*saved)
+    run_on_ranks(resume, ranks, tmp_path, init=False)
+
+
+def save(kind: str, folder: Path) -> None:
+    run_script(kind, folder, 0, 10, dtype=torch.float64)
+
+
+def resume(folder: Path) -> None:
+    ours, theirs = (run_script(kind, folder / kind, 10, 20, dtype=torch.float64) for kind in KINDS)
+    assert_equal(ours, theirs, steps=10, rounding=ROUNDING)
+
+
+@two_ranks
+@pytest.mark.parametrize("strategy", ["epoch", "best"])
+def test_whenever_the_trainer_saves_all_state_is_there(tmp_path, strategy):
+    from transformers import EarlyStoppingCallback
+
+    saved = []
+    for kind in KINDS:
+        options = {"save_strategy": strategy, "eval_strategy": "epoch", "num_train_epochs": 3, "max_steps": -1}
+        best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
+        trainer = small_trainer(tmp_path / kind, kind == "sharded", **options, **best)
+        trainer.add_callback(EarlyStoppingCallback(early_stopping_patience=1))
+        trainer.train()
+        folders = sorted((tmp_path / kind).glob("checkpoint-*"))
+        saved.append(([each.name for each in folders], [torch.load(each / OPTIMIZER_FILE) for each in folders]))
+        saved[-1] += (list(trainer.model.parameters()), trainer.state.best_metric)
+    (ours, states, *others), (theirs, expected, *rest) = saved
+    assert ours == theirs != []
+    for state, plain in zip(states, expected, strict=True):
+        assert_same_state(state, plain)
+    torch.testing.assert_close(others, rest, rtol=0, atol=0)
+
+
+class Line(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 1))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": (self.layers(x) - labels).square().mean()}
+
+
+ROWS = [{"x": torch.arange(8.0).sin() * number / 16, "labels": torch.ones(1) * number} for number in range(32)]
+
+
+def small_trainer(
+    folder: Path, is_sharded: bool, *, base: Any = None, given: dict[str, Any] | None = None, model=None, **options
+):
+    from transformers import Trainer, TrainingArguments
+    from zeroshard_integrations.transformers import ZeroShardTrainer
+
+    defaults = {"use_cpu": True, "max_steps": 4, "report_to": [], "disable_tqdm": True, "learning_rate": 1e-2}
+    arguments = TrainingArguments(str(folder), **{**defaults, "save_strategy": "no", **options})
+    base = base or (ZeroShardTrainer if is_sharded else Trainer)
+    return base(model or Line(), arguments, train_dataset=ROWS, eval_dataset=ROWS, **(given or {}))
+
+
+@two_ranks
+def test_gradients_go_to_their_owners_and_each_rank_has_its_share_of_the_state(tmp_path):
+    from transformers import TrainerCallback
+
+    class Look(TrainerCallback):
+        kinds: set[str]
+
+        def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+            self.kinds = {type(param.grad).__name__ for param in model.parameters()}
+
+    look, trainer = Look(), small_trainer(tmp_path, is_sharded=True)
+    trainer.add_callback(look)
+    trainer.train()
+    assert look.kinds == {"GradPlaceholder"}
+    held = [None] * 2
+    dist.all_gather_object(held, len(trainer.optimizer.optimizer.optim.state))
+    assert sum(held) == len(list(trainer.model.parameters()))
+    assert min(held) > 0
+
+
+@two_ranks
+def test_training_again_goes_on_with_the_same_optimizer(tmp_path):
+    def run(is_sharded: bool) -> list[nn.Parameter]:
+        trainer = small_trainer(tmp_path, is_sharded)
+        trainer.train()
+        trainer.train()
+        return list(trainer.model.parameters())
+
+    torch.testing.assert_close(run(True), run(False), rtol=0, atol=0)
+
+
+class TooLarge(Line):
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        if self.training and len(x) > 4:
+            raise RuntimeError("CUDA out of memory.")
+        return super().forward(x, labels)
+
+
+@two_ranks
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        (TooLarge, {"auto_find_batch_size": True}),
+        (Line, {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps", "eval_steps": 1}),
+        (Line, {"gradient_accumulation_steps": 3, "dataloader_drop_last": True, "logging_steps": 3}),
+    ],
+)
+def test_features_of_the_trainer_that_change_the_loop(tmp_path, model, options):
+    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+    from transformers import TrainerCallback
+
+    class Average(TrainerCallback):
+        def on_train_begin(self, args, state, control, model=None, **kwargs):
+            self.averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            self.averaged.update_parameters(model)
+
+    def run(is_sharded: bool) -> list[nn.Parameter]:
+        average, trainer = Average(), small_trainer(tmp_path, is_sharded, model=model(), **options)
+        trainer.add_callback(average)
+        trainer.train()
+        return [*trainer.model.parameters(), *average.averaged.parameters()]
+
+    torch.testing.assert_close(run(True), run(False), rtol=0, atol=0)
+
+
+@two_ranks
+@pytest.mark.parametrize("how", ["optimizers", "optimizer_cls_and_kwargs", "mixin"])
+def test_an_optimizer_may_be_given_too(tmp_path, how):
+    from transformers import Trainer
+    from zeroshard_integrations.transformers import ZeroShardTrainerMixin
+
+    class Mine(Trainer):
+        def compute_loss(self, *arguments: Any, **options: Any):
+            return super().compute_loss(*arguments, **options) / 2
+
+    class MineSharded(ZeroShardTrainerMixin, Mine):
+        """A Trainer class of a user's, sharded."""
+
+    def run(is_sharded: bool) -> list[nn.Parameter]:
+        options: dict[str, Any] = {}
+        if how == "optimizer_cls_and_kwargs":
+            options["given"] = {how: (optim.Adam, {"lr": 1e-2})}
+        if how == "mixin":
+            options["base"] = MineSharded if is_sharded else Mine
+        trainer = small_trainer(tmp_path, is_sharded, **options)
+        if how == "optimizers":
+            ours = ZeroRedundancyOptimizer(trainer.model.parameters(), optim.Adam, lr=1e-2)
+            trainer.optimizer = ours if is_sharded else optim.Adam(trainer.model.parameters(), lr=1e-2)
+        trainer.train()
+        assert isinstance(trainer.optimizer.optimizer, ZeroRedundancyOptimizer) == is_sharded
+        return list(trainer.model.parameters())
+
+    torch.testing.assert_close(run(True), run(False), rtol=0, atol=0)
+
+
+@two_ranks
+def test_where_state_is_missing_saving_raises_and_leaves_the_earlier_file(tmp_path):
+    trainer = small_trainer(tmp_path, is_sharded=True, save_strategy="steps", save_steps=4)
+    trainer.train()
+    file = tmp_path / "checkpoint-4" / OPTIMIZER_FILE
+    before = file.read_bytes()
+    trainer.optimizer.optimizer.consolidate_state_dict = lambda: None
+    trainer.optimizer.optimizer.load_state_dict(torch.load(file))
+    with raises_on(RuntimeError, ranks=0, match="consolidate_state_dict"):
+        trainer._save_optimizer_and_scheduler(str(file.parent))
+    assert file.read_bytes() == before
+
+
+@pytest.mark.ranks(1, backend="gloo")
+def test_a_single_process_has_the_plain_optimizer(tmp_path, monkeypatch):
+    forget_accelerator()
+    monkeypatch.delenv("LOCAL_RANK")
+    trainer = small_trainer(tmp_path, is_sharded=True, save_strategy="steps", save_steps=4)
+    trainer.train()
+    assert type(trainer.optimizer.optimizer) is optim.AdamW
+    assert (tmp_path / "checkpoint-4" / OPTIMIZER_FILE).exists()
+
+
+@two_ranks
+def test_what_cannot_be_sharded_is_refused_by_name(tmp_path):
+    def factory():
+        """Builds several optimizers from a model."""
+
+    def refused(message: str, **given: Any):
+        with pytest.raises(ValueError, match=message):
+            small_trainer(tmp_path, is_sharded=True, given=given).train()
+
+    refused("LBFGS", optimizer_cls_and_kwargs=(optim.LBFGS, {}))
+    refused("cannot shard factory: it is not a subclass", optimizer_cls_and_kwargs=(factory, {}))
+    refused("SGD: it updates parameters during", optimizer_cls_and_kwargs=(optim.SGD, {"model": nn.Linear(2, 2)}))
+    refused("AdamW: it keeps 8-bit state", optimizer_cls_and_kwargs=(optim.AdamW, {"optim_bits": 8}))
+    refused("not sharded, SGD", optimizers=(optim.SGD([nn.Parameter(torch.ones(1))]), None))
+    with pytest.raises(ValueError, match="save_on_each_node"):
+        small_trainer(tmp_path, is_sharded=True, save_on_each_node=True)
+
+
+@two_ranks
+def test_other_parallelism_is_refused_by_its_name(tmp_path):
+    from accelerate.utils import DistributedType
+    from zeroshard_integrations.transformers import ZeroShardTrainer
+
+    class Fsdp(ZeroShardTrainer):
+        def create_accelerator_and_postprocess(self):
+            super().create_accelerator_and_postprocess()
+            # Which needs GPUs.
+            self.accelerator.state.distributed_type = DistributedType.FSDP
+
+    with pytest.raises(ValueError, match="uses FSDP"):
+        small_trainer(tmp_path, is_sharded=True, base=Fsdp)
+
+
+def test_the_scripts_differ_in_three_lines():
+    assert len(lines_that_differ("trainer_plain", "trainer_sharded")) == 3

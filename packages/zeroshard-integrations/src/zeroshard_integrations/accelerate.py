@@ -1,0 +1,120 @@
+"""Sharded optimizers under Hugging Face's Accelerate: gradients go to their owners, ``save_state`` saves all state.
+
+:class:`~zeroshard.ZeroRedundancyOptimizer` is importable from here too, so that a script has one import of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from zeroshard import ZeroRedundancyOptimizer, check_whole
+
+from zeroshard_integrations.ddp import register_reduce_to_owner
+
+__all__ = ["ZeroRedundancyOptimizer", "ZeroShardPlugin"]
+
+
+class ZeroShardPlugin:
+    """Prepares models and their sharded optimizers with an ``Accelerator``, in the place of its ``prepare()``.
+
+    Each model that Accelerate wraps in DistributedDataParallel gets the communication hook
+    :func:`~zeroshard_integrations.ddp.reduce_to_owner_hook`. ``accelerator.save_state()``, called on every rank,
+    consolidates the state first: its files are those of the plain optimizer, and ``accelerator.load_state()`` loads
+    them at any number of ranks. All other methods of the accelerator are used as with a plain optimizer.
+
+    Args:
+        accelerator: has no other parallelism than DistributedDataParallel. It may have a single process.
+
+    Raises:
+        ValueError: if the accelerator uses another parallelism.
+
+    Example::
+
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=1e-3)
+        model, optimizer, batches = ZeroShardPlugin(accelerator).prepare(model, optimizer, batches)
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        check_parallelism(accelerator)
+        self._accelerator = accelerator
+        self._optimizers: list[ZeroRedundancyOptimizer] = []
+        accelerator.register_save_state_pre_hook(self._before_saving)
+
+    def prepare(self, *objects: Any, **options: Any) -> Any:  # noqa: ANN401 - as Accelerate's
+        """Call ``accelerator.prepare()``, and register the communication hooks.
+
+        Args:
+            *objects: as for Accelerate. A sharded optimizer comes with the models whose parameters it has.
+            **options: as for Accelerate.
+
+        Returns:
+            What ``accelerator.prepare()`` returned.
+
+        Raises:
+            ValueError: if a sharded optimizer comes without its model, or lacks a parameter of it.
+        """
+        optimizers = [each for each in objects if isinstance(each, ZeroRedundancyOptimizer)]
+        models = [each for each in objects if isinstance(each, nn.Module)]
+        for optimizer in optimizers:
+            if not any(_shares_parameters(model, optimizer) for model in models):
+                raise ValueError(
+                    "a ZeroRedundancyOptimizer was passed to prepare() without a model whose parameters it has: pass "
+                    "both in one call, so that the communication hook can be registered"
+                )
+        prepared = self._accelerator.prepare(*objects, **options)
+        for each in prepared if len(objects) > 1 else [prepared]:
+            if isinstance(each, nn.Module):
+                reduce_to_owners(each, optimizers)
+        self._optimizers += optimizers
+        return prepared
+
+    def _before_saving(self, *_: object) -> None:
+        if self._accelerator.project_configuration.save_on_each_node:
+            raise ValueError(
+                "ProjectConfiguration(save_on_each_node=True) writes the optimizer's state on every node, and "
+                "ZeroShardPlugin gathers it on rank 0 alone: leave the option out, or copy the checkpoint to each node"
+            )
+        for optimizer in self._optimizers:
+            optimizer.consolidate_state_dict()
+        if self._accelerator.is_main_process:
+            check_whole([optimizer.state_dict() for optimizer in self._optimizers])
+
+
+def reduce_to_owners(model: nn.Module, optimizers: Iterable[ZeroRedundancyOptimizer]) -> None:
+    """Register the communication hook on what Accelerate has wrapped, for those optimizers that have its parameters.
+
+    Args:
+        model: of ``accelerator.prepare()``: DistributedDataParallel, compiled or not, or a model that was not wrapped,
+            which is left alone.
+        optimizers: may have nothing to do with the model.
+    """
+    owners = [optimizer for optimizer in optimizers if _shares_parameters(model, optimizer)]
+    # Under torch.compile, DistributedDataParallel is a child of the model.
+    for ddp in [module for module in model.modules() if isinstance(module, DistributedDataParallel)] if owners else []:
+        register_reduce_to_owner(ddp, owners)
+
+
+def check_parallelism(accelerator: Accelerator) -> None:
+    """Raise a ValueError that names what an accelerator uses instead of DistributedDataParallel, if anything."""
+    kind = accelerator.distributed_type
+    others = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM, DistributedType.XLA)
+    found = [kind.value] if kind in others else []
+    # Since Accelerate 1.10; cp and sp: context and sequence parallelism.
+    config = getattr(accelerator, "parallelism_config", None)
+    sizes = {name: getattr(config, name, 1) for name in ("dp_shard_size", "tp_size", "cp_size", "sp_size")}
+    found += [f"{name}={size}" for name, size in sizes.items() if size > 1]
+    if found:
+        raise ValueError(
+            f"the accelerator uses {', '.join(found)}: ZeroRedundancyOptimizer shards optimizers of models under "
+            f"DistributedDataParallel, and works with no other parallelism"
+        )
+
+
+def _shares_parameters(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> bool:
+    params = {param for group in optimizer.param_groups for param in group["params"]}
+    return any(param in params for param in model.parameters())

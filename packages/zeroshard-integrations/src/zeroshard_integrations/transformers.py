@@ -1,0 +1,145 @@
+"""Hugging Face's Trainer with a sharded optimizer: the one that ``TrainingArguments`` name, its checkpoints whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from torch import nn
+from torch.optim import Optimizer
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.training_args import ParallelMode
+from zeroshard import ZeroRedundancyOptimizer, check_whole
+
+from zeroshard_integrations.accelerate import check_parallelism, reduce_to_owners
+
+
+class ZeroShardTrainerMixin:
+    """Shards the optimizer of a ``Trainer`` class, which comes after it in the list of bases.
+
+    The Trainer builds the optimizer that ``TrainingArguments`` or ``optimizer_cls_and_kwargs`` name, with its groups
+    of parameters, as :class:`~zeroshard.ZeroRedundancyOptimizer`; DistributedDataParallel gets the communication hook
+    :func:`~zeroshard_integrations.ddp.reduce_to_owner_hook`. Checkpoints have the plain optimizer's file, and resume at
+    any number of ranks, also in the plain Trainer. In a single process without a process group the optimizer is plain.
+
+    Args:
+        *arguments: of the Trainer. An optimizer passed as ``optimizers`` is a ``ZeroRedundancyOptimizer``.
+        **options: of the Trainer.
+
+    Attributes:
+        sharding_options: keyword arguments for :class:`~zeroshard.ZeroRedundancyOptimizer`, such as ``partition``; set
+            them in a subclass.
+
+    Raises:
+        ValueError: if a plain optimizer was passed, or for another parallelism, ``save_on_each_node``, or when training
+            begins, an optimizer that cannot be sharded.
+
+    Example::
+
+        class ShardedSeq2SeqTrainer(ZeroShardTrainerMixin, Seq2SeqTrainer):
+            sharding_options = {"partition": "split"}
+    """
+
+    sharding_options: ClassVar[Mapping[str, Any]] = {}
+
+    # Of the Trainer.
+    args: TrainingArguments
+    model: nn.Module
+    model_wrapped: nn.Module
+    optimizer: Optimizer | None
+    optimizer_cls_and_kwargs: tuple[type[Optimizer], dict[str, Any]] | None
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:  # noqa: ANN401 - the Trainer's
+        super().__init__(*arguments, **options)
+        check_parallelism(self.accelerator)  # type: ignore[attr-defined]  # of the Trainer, whose type is unknown here
+        if self.args.save_on_each_node:
+            raise ValueError(
+                "save_on_each_node=True writes the optimizer's state on every node, and ZeroShardTrainer gathers it on "
+                "rank 0 alone: leave the option out, or copy the checkpoint to each node"
+            )
+        if self._is_distributed and self.optimizer is not None and sharded_optimizer(self.optimizer) is None:
+            raise ValueError(
+                f"ZeroShardTrainer was given an optimizer that is not sharded, {type(self.optimizer).__name__}: pass a "
+                f"ZeroRedundancyOptimizer, or let the Trainer build the optimizer"
+            )
+        self.add_callback(_RegisterHook(self))  # type: ignore[attr-defined]  # as above
+
+    def create_optimizer(self, *arguments: Any) -> Optimizer:  # noqa: ANN401 - one since transformers 5.2, none before
+        """Build the optimizer as the Trainer does, and shard it.
+
+        Args:
+            *arguments: of the Trainer.
+
+        Returns:
+            The optimizer.
+
+        Raises:
+            ValueError: if its class cannot be sharded.
+        """
+        given = self.optimizer_cls_and_kwargs
+        if self._is_distributed and self.optimizer is None:
+            found = given or self.get_optimizer_cls_and_kwargs(self.args, self.model)  # type: ignore[attr-defined]
+            self.optimizer_cls_and_kwargs = self._sharded(*found)
+        try:
+            built: Optimizer = super().create_optimizer(*arguments)  # type: ignore[misc]
+        finally:
+            # Another call of train() may build the optimizer again.
+            self.optimizer_cls_and_kwargs = given
+        return built
+
+    # Private to the Trainer: nothing public runs on every rank after it has decided to save, and before it does.
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        optimizer = sharded_optimizer(self.optimizer)
+        if optimizer is not None:
+            optimizer.consolidate_state_dict()
+            if self.args.should_save:
+                check_whole(optimizer.state_dict())
+        super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+
+    @property
+    def _is_distributed(self) -> bool:
+        return bool(self.args.parallel_mode == ParallelMode.DISTRIBUTED)
+
+    def _sharded(self, optimizer_class: Any, options: dict[str, Any]) -> tuple[type[Optimizer], dict[str, Any]]:  # noqa: ANN401 - checked
+        _check_shardable(optimizer_class, options)
+        if issubclass(optimizer_class, ZeroRedundancyOptimizer):
+            return optimizer_class, {**self.sharding_options, **options}
+        return ZeroRedundancyOptimizer, {"optimizer_class": optimizer_class, **self.sharding_options, **options}
+
+
+class ZeroShardTrainer(ZeroShardTrainerMixin, Trainer):
+    """The ``Trainer`` with a sharded optimizer. See :class:`ZeroShardTrainerMixin`."""
+
+
+class _RegisterHook(TrainerCallback):
+    """Registers the communication hook once the Trainer has wrapped its model, which it does when training begins."""
+
+    def __init__(self, trainer: ZeroShardTrainerMixin) -> None:
+        self._trainer = trainer
+        self._registered: nn.Module | None = None
+
+    def on_train_begin(self, *_: object, **__: object) -> None:
+        model, optimizer = self._trainer.model_wrapped, sharded_optimizer(self._trainer.optimizer)
+        # A second call of train() goes on with the same wrapped model.
+        if optimizer is not None and model is not self._registered:
+            reduce_to_owners(model, [optimizer])
+            self._registered = model
+
+
+def sharded_optimizer(optimizer: Optimizer | None) -> ZeroRedundancyOptimizer | None:
+    """Return our optimizer, of which Accelerate's may be a wrapper; None for another one."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    return inner if isinstance(inner, ZeroRedundancyOptimizer) else None
+
+
+def _check_shardable(optimizer_class: Any, options: Mapping[str, Any]) -> None:  # noqa: ANN401 - any callable
+    reason = None
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
+        reason = "is not a subclass of torch.optim.Optimizer"
+    elif "model" in options or "optimizer_dict" in options:
+        reason = "updates parameters during backward, before their gradients are averaged"
+    elif options.get("optim_bits") == 8:
+        reason = "keeps 8-bit state by rules for each module, which it cannot look up"
+    if reason is not None:
+        name = getattr(optimizer_class, "__name__", optimizer_class)
+        raise ValueError(f"ZeroShardTrainer cannot shard {name}: it {reason}. Choose another optim, or use Trainer")
