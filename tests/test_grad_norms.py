@@ -347,6 +347,10 @@ def test_a_norm_that_overflows_is_of_finite_values() -> None:
     torch._amp_foreach_non_finite_check_and_unscale_([grad], found, torch.tensor([0.25]))
     assert found == 0
     assert grad.norm() == 3e4
+    # Finite values that a factor makes infinite.
+    grad.mul_(1e6)
+    torch._amp_foreach_non_finite_check_and_unscale_([grad], found, torch.tensor([0.25]))
+    assert found == 1
 
 
 @pytest.mark.ranks(2, backend="gloo")

@@ -9,8 +9,7 @@ from typing import Protocol
 import torch
 from zeroshard_core import Plan
 
-from zeroshard._torch_private import amp_unscale_
-from zeroshard.overlap.norms import INF, GradNorms
+from zeroshard.overlap.norms import GradNorms
 
 
 class _Bucket(Protocol):
@@ -103,24 +102,9 @@ class GradOperations:
         self._clamped.add(tensor)
         self._note(tensor, f"clamp_({low}, {high})")
 
-    def unscale(
-        self, gradients: Mapping[int, torch.Tensor | None], found_inf: torch.Tensor, inverse: torch.Tensor
-    ) -> None:
-        """Multiply gradients of one dtype by the inverse of a loss scale, as torch's GradScaler does.
-
-        Args:
-            gradients: this rank's parts, by tensor; None where it owns nothing.
-            found_inf: set to 1 if an element of any gradient is not finite.
-            inverse: of one element.
-        """
-        # A 2-norm in half precision may overflow.
-        largest = torch.stack([self.norm(tensor, INF).to(found_inf.device) for tensor in gradients])
-        found_inf.copy_(torch.maximum(found_inf, (~largest.isfinite().all()).to(found_inf.dtype)))
-        owned = [gradient for gradient in gradients.values() if gradient is not None]
-        if owned:
-            amp_unscale_(owned, torch.zeros_like(found_inf), inverse)
-        for tensor in gradients:
-            self._scaled(tensor, "unscale", inverse)
+    def unscaled(self, tensor: int, inverse: torch.Tensor) -> None:
+        """Take note that a gradient was multiplied by the inverse of a loss scale."""
+        self._scaled(tensor, "unscale", inverse)
 
     def clipped(self, factor: float) -> None:
         """Take note that all owners have multiplied all gradients by the same factor."""

@@ -110,12 +110,12 @@ class GradPlaceholder(TensorWithoutValues):
         """This rank's part of the reduced gradient; None if it owns none of it."""
         return self._accumulator.owned(self._tensor)
 
-    def operations(self, operation: str, *, norm: bool = False) -> GradOperations:
+    def operations(self, operation: str, *, needs_norm: bool = False) -> GradOperations:
         """Return what does an operation, or raise the error for it.
 
         Args:
             operation: its name.
-            norm: whether it needs the norm.
+            needs_norm: whether the norm must be known for it.
         """
         operations = self._accumulator.operations
         if operations.steps_early:
@@ -123,7 +123,7 @@ class GradPlaceholder(TensorWithoutValues):
         if self._local is not None:
             advice = "this rank has added to it under no_sync(), which no backward has reduced yet"
         else:
-            advice = operations.why_unknown(self._tensor) if norm else ""
+            advice = operations.why_unknown(self._tensor) if needs_norm else ""
         if advice:
             raise self.refusal(operation, advice)
         return operations
@@ -211,7 +211,7 @@ def _norm(
     if order not in (2, INF):
         advice = f"call optimizer.clip_grad_norm_(max_norm, norm_type={order})"
         raise gradient.refusal(f"a norm of order {order}", advice)
-    found = gradient.operations("a norm", norm=True).norm(gradient._tensor, order)
+    found = gradient.operations("a norm", needs_norm=True).norm(gradient._tensor, order)
     return found.to(device=gradient.device, dtype=gradient.dtype)
 
 
@@ -251,17 +251,19 @@ def _foreach_clamp_max(gradients: Sequence[torch.Tensor], high: float) -> None:
 
 
 def _unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse: torch.Tensor) -> None:
-    """Do what GradScaler does to the gradients of an optimizer, some of which may be values."""
-    by_optimizer: dict[GradOperations, dict[int, torch.Tensor | None]] = {}
-    for gradient in gradients:
-        if isinstance(gradient, GradPlaceholder):
-            operations = gradient.operations("unscaling", norm=True)
-            by_optimizer.setdefault(operations, {})[gradient._tensor] = gradient.owned
+    """Do what GradScaler does to gradients of one dtype, some of which may be values."""
+    held = [gradient for gradient in gradients if isinstance(gradient, GradPlaceholder)]
+    # All of them, or none.
+    followers = [gradient.operations("unscaling", needs_norm=True) for gradient in held]
+    # A 2-norm in half precision may overflow.
+    largest = torch.stack([_norm(gradient, INF).to(found_inf.device) for gradient in held])
+    found_inf.copy_(torch.maximum(found_inf, (~largest.isfinite().all()).to(found_inf.dtype)))
     values = [gradient for gradient in gradients if not isinstance(gradient, GradPlaceholder)]
-    if values:
-        amp_unscale_(values, found_inf, inverse)
-    for operations, held in by_optimizer.items():
-        operations.unscale(held, found_inf, inverse)
+    owned = [gradient.owned for gradient in held if gradient.owned is not None]
+    if values or owned:
+        amp_unscale_(values + owned, found_inf, inverse)
+    for gradient, operations in zip(held, followers, strict=True):
+        operations.unscaled(gradient._tensor, inverse)
 
 
 _REBUILDERS = frozenset({"torch.nn.parallel.distributed", "zeroshard_integrations._torch_private"})
