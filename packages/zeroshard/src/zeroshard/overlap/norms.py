@@ -17,11 +17,11 @@ _HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class _Group:
-    """Gradients whose norms are taken by the same calls, their slots, and the dtype in which squares are added."""
+    """Gradients whose norms are taken by the same calls, their slots, and whether they are parts of cut tensors."""
 
     tensors: Sequence[int]
     slots: torch.Tensor
-    precision: torch.dtype | None
+    is_cut: bool
 
 
 class GradNorms:
@@ -82,7 +82,7 @@ class GradNorms:
         numbers = torch.zeros(2, self._total, dtype=torch.float64, device=self._device)
         for group in self._groups_of(gradients):
             grads = [gradients[tensor] for tensor in group.tensors]
-            numbers[0, group.slots] = torch.stack(foreach_norm(grads, 2.0, group.precision)).double()
+            numbers[0, group.slots] = _norms(grads, group.is_cut)
             numbers[1, group.slots] = _largest(grads).double()
         combined = combine_disjoint(self._control, numbers.view(-1), "the end of backward()").view(2, -1)
         values = combined[:, self._slots]
@@ -102,13 +102,14 @@ class GradNorms:
                 # Those without elements have no largest one.
                 if grad.numel():
                     groups.setdefault((grad.dtype, self._plan.is_cut(tensor)), []).append(tensor)
-            self._grouped = key, [self._group(dtype, is_cut, held) for (dtype, is_cut), held in groups.items()]
+            self._grouped = (
+                key,
+                [
+                    _Group(held, torch.tensor([self._slot_of[each] for each in held], device=self._device), is_cut)
+                    for (_, is_cut), held in groups.items()
+                ],
+            )
         return self._grouped[1]
-
-    def _group(self, dtype: torch.dtype, is_cut: bool, tensors: list[int]) -> _Group:
-        slots = torch.tensor([self._slot_of[tensor] for tensor in tensors], device=self._device)
-        # A 2-norm in half precision may overflow where that of unscaled gradients does not.
-        return _Group(tensors, slots, torch.float64 if is_cut else torch.float32 if dtype in _HALF else None)
 
     def norm(self, tensor: int, order: float) -> torch.Tensor:
         """Return the 2-norm, or for the order ``inf`` the largest magnitude: 0-dim, float64."""
@@ -126,6 +127,15 @@ class GradNorms:
         """
         magnitude: float | torch.Tensor = factor.abs() if isinstance(factor, torch.Tensor) else abs(factor)
         self._factors[tensor] = self._factors[tensor] * magnitude
+
+
+def _norms(grads: Sequence[torch.Tensor], is_cut: bool) -> torch.Tensor:
+    """Return the 2-norm of each tensor of one dtype: torch's own, or for parts of cut tensors in float64."""
+    own = torch.stack(foreach_norm(list(grads), 2.0, torch.float64 if is_cut else None)).double()
+    if is_cut or grads[0].dtype not in _HALF:
+        return own
+    # In half precision it may overflow, where the norm of gradients that a GradScaler unscales does not.
+    return torch.where(own.isfinite(), own, torch.stack(foreach_norm(list(grads), 2.0, torch.float32)).double())
 
 
 def _largest(grads: Sequence[torch.Tensor]) -> torch.Tensor:
