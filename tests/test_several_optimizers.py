@@ -13,7 +13,7 @@ from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 from training import assert_bitwise_equal, cutting, small_model
 from zeroshard import GradPlaceholder, ZeroRedundancyOptimizer
-from zeroshard_integrations.ddp import register_reduce_to_owner
+from zeroshard_integrations.ddp import reduce_to_owner_hook, register_reduce_to_owner
 from zeroshard_integrations.join import Join
 from zeroshard_testing import assert_replicas_equal
 
@@ -151,6 +151,16 @@ def test_parameters_of_none_and_of_two_are_refused(rank: int) -> None:
     third = ZeroRedundancyOptimizer(params[3:], optim.SGD, lr=0.1)
     with pytest.raises(ValueError, match="the optimizers given to register_reduce_to_owner must have all parameters"):
         register_reduce_to_owner(ddp, [first, third])
+
+
+def test_what_is_no_sharded_optimizer_is_refused() -> None:
+    model = small_model()
+    ddp = DistributedDataParallel(model)
+    with pytest.raises(TypeError, match=r"takes zeroshard.ZeroRedundancyOptimizer, .* and not a SGD"):
+        register_reduce_to_owner(ddp, [optim.SGD(model.parameters(), lr=0.1)])
+    ddp.register_comm_hook([], reduce_to_owner_hook)
+    with pytest.raises(TypeError, match=r"not a list; for several optimizers call register_reduce_to_owner"):
+        ddp(batch(0).float()).sum().backward()
 
 
 def test_join_refuses_them() -> None:

@@ -69,6 +69,11 @@ def reduce_to_owner_hook(state: ZeroRedundancyOptimizer, bucket: GradBucket) -> 
     """
     if isinstance(state, _Several):
         return _receive([optimizer.follow_backward(StepMode.IN_STEP) for optimizer in state], bucket)
+    if not isinstance(state, ZeroRedundancyOptimizer):
+        raise TypeError(
+            f"the state of reduce_to_owner_hook is a zeroshard.ZeroRedundancyOptimizer, and not a "
+            f"{type(state).__name__}; for several optimizers call register_reduce_to_owner(ddp, optimizers)"
+        )
     follower = state.follow_backward(StepMode.IN_STEP)
     # A hook does not know DDP's ranks. Looking it up is slow, so only do it if there are several process groups.
     if dist.get_pg_count() > 1 and isinstance(bucket, GradBucket) and bucket.index() == 0:
@@ -114,11 +119,17 @@ def register_reduce_to_owner(
             ``clip_grad_norm_`` and ``GradScaler`` are refused; the optimizer's own ``clip_grad_norm_`` is not.
 
     Raises:
+        TypeError: if it is no sharded optimizer.
         ValueError: if no optimizer has a parameter, or two have, if one has other ranks, or was built with
             ``overlap_with_ddp=True``.
     """
     optimizers = [optimizer] if isinstance(optimizer, ZeroRedundancyOptimizer) else list(optimizer)
     for each in optimizers:
+        if not isinstance(each, ZeroRedundancyOptimizer):
+            raise TypeError(
+                f"register_reduce_to_owner takes zeroshard.ZeroRedundancyOptimizer, or a sequence of them, and not a "
+                f"{type(each).__name__}"
+            )
         if each._overlap_with_ddp:
             raise ValueError(
                 "the optimizer was built with overlap_with_ddp=True, to be stepped by a communication hook: build it "

@@ -27,6 +27,7 @@ USED: Mapping[str, str] = {
     "torch.ops.aten._foreach_zero_": "how an optimizer's zero_grad() reaches gradients without memory",
     "torch.ops.aten._foreach_norm": "how torch.nn.utils reaches gradients without memory",
     "torch.ops.aten._foreach_mul_": "the same",
+    "torch.ops.aten._foreach_div_": "the same",
     "torch.ops.aten._foreach_clamp_min_": "the same",
     "torch.ops.aten._foreach_clamp_max_": "the same",
     "torch.ops.aten._amp_foreach_non_finite_check_and_unscale_": "how GradScaler reaches gradients without memory",
@@ -52,6 +53,8 @@ ATEN_FOREACH_ZERO_ = torch.ops.aten._foreach_zero_.default
 ATEN_FOREACH_NORM = torch.ops.aten._foreach_norm.Scalar
 ATEN_FOREACH_MUL_SCALAR_ = torch.ops.aten._foreach_mul_.Scalar
 ATEN_FOREACH_MUL_TENSOR_ = torch.ops.aten._foreach_mul_.Tensor
+ATEN_FOREACH_DIV_SCALAR_ = torch.ops.aten._foreach_div_.Scalar
+ATEN_FOREACH_DIV_TENSOR_ = torch.ops.aten._foreach_div_.Tensor
 ATEN_FOREACH_CLAMP_MIN_ = torch.ops.aten._foreach_clamp_min_.Scalar
 ATEN_FOREACH_CLAMP_MAX_ = torch.ops.aten._foreach_clamp_max_.Scalar
 ATEN_AMP_UNSCALE_ = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default

@@ -44,14 +44,14 @@ class GradAccumulator:
         self._world_size, self.operations = world_size, operations
         self.index_of: dict[torch.Tensor, int] = {}
         self.placeholders: list[GradPlaceholder] = []
-        self.in_backward = self.divides_by_running = False
-        self.refusal = ""
+        self.in_backward, self.divides_by_running, self.refusal = False, False, ""
         self._params: Sequence[torch.Tensor] = ()
         self._place: dict[int, tuple[BucketState, int]] = {}
         self._carried: dict[int, torch.Tensor] = {}
         self._delivered: set[int] = set()
         """Carried tensors whose next values are in a bucket, so the accumulation continues."""
-        self._touched: set[int] = set()
+        self._touched, self._kept = set[int](), set[int]()
+        """Tensors to which this rank has added; and those that keep what was reduced, the same on every rank."""
         self._replaced: dict[int, int] = {}
         """By tensor, the address of the gradient by which DDP replaced its placeholder in a forward."""
 
@@ -87,7 +87,7 @@ class GradAccumulator:
             keep: keeps the memory of a tensor until the stream has added it.
         """
         state.phase = BucketPhase.REDUCED
-        self.operations.replaced(tensor for tensor in state.tensors if tensor not in self._touched)
+        self.operations.replaced(tensor for tensor in state.tensors if tensor not in self._kept)
         if self._carried:
             for place, tensor in enumerate(state.tensors):
                 carried = self._carried.pop(tensor, None)
@@ -110,6 +110,7 @@ class GradAccumulator:
         for tensor in self._touched:
             self.placeholders[tensor]._local = None
         self._touched.clear()
+        self._kept.clear()
         self.operations.renew(states)
 
     def owned(self, tensor: int) -> torch.Tensor | None:
@@ -154,11 +155,7 @@ class GradAccumulator:
         return tuple([is_present and grad is not None for is_present, grad in zip(state.present, grads, strict=True)])
 
     def check_reduced(self) -> None:
-        """Raise if gradients were accumulated on this rank before the first reduction.
-
-        Raises:
-            RuntimeError: naming a tensor.
-        """
+        """Raise a RuntimeError if gradients were accumulated on this rank before the first reduction."""
         for tensor, param in enumerate(self._params):
             if param.grad is not None and tensor not in self._place:
                 raise self.unreduced(tensor)
@@ -176,6 +173,10 @@ class GradAccumulator:
         """Whether the reduced gradient of a tensor was stepped or set to zero, so that nothing is added to it."""
         place = self._place.get(tensor)
         return place is None or place[0].phase is BucketPhase.STEPPED or tensor in place[0].zeroed
+
+    def is_grad(self, placeholder: GradPlaceholder) -> bool:
+        """Whether a placeholder is the gradient of its parameter now."""
+        return self._params[placeholder._tensor].grad is placeholder
 
     # ------------------------------------------------------------------ what placeholders do
 
@@ -195,6 +196,7 @@ class GradAccumulator:
                 f"call optimizer.zero_grad() before backward(){self.operations.stepping}"
             )
             raise RuntimeError(self.refusal)
+        self._kept.add(tensor)
         gradient = state.owned_gradient(place)
         if gradient is not None:
             self._carried[tensor] = gradient.clone()
@@ -237,9 +239,11 @@ class GradAccumulator:
             self._carried[tensor] = gradient
             self.deliver(tensor)
         elif gradient is not None:
-            self._owned(tensor, place).copy_(gradient).mul_(self._world_size)
+            shard = self._local.shards[tensor]
+            (shard.shard.box(place) if shard.is_cut else place).copy_(gradient).mul_(self._world_size)
         if not is_used:
             self._replaced[tensor] = place.data_ptr()
+            self._kept.add(tensor)
 
     def contribute(self, bucket: Bucket) -> Bucket:
         """Fill a bucket for a rank without a backward of its own: with gradients it has accumulated, and not reduced.
@@ -266,8 +270,3 @@ class GradAccumulator:
     def is_replaced(self, param: torch.Tensor) -> bool:
         """Whether DDP has put a kept gradient into a new bucket since the last backward; see :meth:`replace`."""
         return self.index_of.get(param) in self._replaced
-
-    def _owned(self, tensor: int, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a gradient."""
-        shard = self._local.shards[tensor]
-        return shard.shard.box(whole) if shard.is_cut else whole

@@ -126,7 +126,12 @@ class GradNorms:
             factor: a number, or a tensor of one element on an accelerator, for which the host does not wait.
         """
         magnitude: float | torch.Tensor = factor.abs() if isinstance(factor, torch.Tensor) else abs(factor)
-        self._factors[tensor] = self._factors[tensor] * magnitude
+        scaled = self._factors[tensor] * magnitude
+        if not isinstance(scaled, torch.Tensor) and scaled > 1.0:
+            # Elements that have become infinite stay so.
+            most = torch.finfo(self._plan.tensors[tensor].dtype).max
+            scaled = INF if float(self._values[1, tensor]) * scaled > most else scaled
+        self._factors[tensor] = scaled
 
 
 def _norms(grads: Sequence[torch.Tensor], is_cut: bool) -> torch.Tensor:

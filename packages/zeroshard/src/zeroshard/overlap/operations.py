@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
@@ -66,12 +67,21 @@ class GradOperations:
         )
         return advice if self.steps_early else ""
 
+    def why_unchangeable(self) -> str:
+        """Say why gradients cannot be changed by the loop, and what to do; empty if they can."""
+        if self.takes_norms or self.norms is None:
+            return ""
+        return "inside Join a rank without data does not follow that: call optimizer.clip_grad_norm_()"
+
     def why_unknown(self, tensor: int) -> str:
         """Say why the norm of a gradient is not known, and what to do; empty if it is."""
         if tensor in self._zeroed:
             return ""
         if self.norms is None or not self.norms.are_known:
-            return "norms are exchanged neither inside Join nor with norms=False: call optimizer.clip_grad_norm_()"
+            return (
+                "norms are exchanged at the end of a backward, if it succeeds, but neither inside Join nor with "
+                "norms=False: call optimizer.clip_grad_norm_()"
+            )
         if tensor in self._clamped:
             return "it was clamped, after which its norm is not known: take norms before"
         return ""
@@ -83,28 +93,28 @@ class GradOperations:
         assert self.norms is not None
         return self.norms.norm(tensor, order)
 
-    def multiply(self, tensor: int, owned: torch.Tensor | None, factor: float | torch.Tensor) -> None:
+    def scale(
+        self, tensor: int, owned: torch.Tensor | None, factor: float | torch.Tensor, *, divides: bool = False
+    ) -> None:
         """Multiply a gradient.
 
         Args:
             tensor: its index.
             owned: this rank's part of it, if it owns some.
             factor: a number, or a tensor of one element.
+            divides: whether to divide instead.
         """
+        # First, as a factor that is none raises on every rank.
+        self.scaled(tensor, "div_" if divides else "mul_", factor, divides=divides)
         if owned is not None:
-            owned.mul_(factor)
-        self._scaled(tensor, "mul_", factor)
+            _ = owned.div_(factor) if divides else owned.mul_(factor)
 
     def clamp(self, tensor: int, owned: torch.Tensor | None, low: float | None, high: float | None) -> None:
-        """Clamp a gradient; arguments as for :meth:`multiply`."""
+        """Clamp a gradient; arguments as for :meth:`scale`."""
         if owned is not None:
             owned.clamp_(low, high)
         self._clamped.add(tensor)
         self._note(tensor, f"clamp_({low}, {high})")
-
-    def unscaled(self, tensor: int, inverse: torch.Tensor) -> None:
-        """Take note that a gradient was multiplied by the inverse of a loss scale."""
-        self._scaled(tensor, "unscale", inverse)
 
     def clipped(self, factor: float) -> None:
         """Take note that all owners have multiplied all gradients by the same factor."""
@@ -112,29 +122,31 @@ class GradOperations:
             for tensor in range(self.norms.tensors):
                 self.norms.scale(tensor, factor)
 
-    def _scaled(self, tensor: int, kind: str, factor: float | torch.Tensor) -> None:
-        if isinstance(factor, torch.Tensor):
+    def scaled(self, tensor: int, kind: str, factor: float | torch.Tensor, *, divides: bool = False) -> None:
+        """Take note that owners multiply a gradient; ``kind`` names the operation in errors."""
+        if isinstance(factor, torch.Tensor) and factor.device.type != "cpu":
             # The host does not wait for an accelerator.
-            factor = float(factor) if factor.device.type == "cpu" else factor.detach().double().view(())
-        self._note(tensor, f"{kind}({factor})" if isinstance(factor, (int, float)) else kind)
+            factor = factor.detach().double().view(())
+            self._note(tensor, kind)
+        else:
+            factor = float(factor)
+            self._note(tensor, f"{kind}({factor})")
         if self.norms is not None:
+            if divides:
+                factor = 1.0 / factor if not isinstance(factor, float) or factor else math.inf
             self.norms.scale(tensor, factor)
 
     def _note(self, tensor: int, what: str) -> None:
-        self._done[tensor] = f"{self._done[tensor]}, {what}" if tensor in self._done else what
+        done = f"{self._done[tensor]}, {what}" if tensor in self._done else what
+        # A checksum in place of a long list.
+        self._done[tensor] = done if len(done) < 200 else f"... ({zlib.crc32(done.encode()):08x}), {what}"
 
     # ------------------------------------------------------------------ what the next step compares
 
     @property
     def in_words(self) -> Mapping[str, str]:
-        """What was done to gradients since they were reduced, for the agreement of a step."""
-        found = "nothing"
-        if self._done:
-            done = sorted(self._done.items())
-            tensor, what = done[0]
-            checksum = zlib.crc32(repr(done).encode())
-            found = f"{what} of tensor {tensor}, and so on: {len(done)} gradients, checksum {checksum:08x}"
-        return {"what was done to gradients since they were reduced": found}
+        """What was done to each gradient since it was reduced, for the agreement of a step."""
+        return {f"what was done to the gradient of tensor {tensor}": done for tensor, done in self._done.items()}
 
     def agreed(self) -> None:
         """Forget what was done: all ranks have compared it, and step."""
@@ -162,13 +174,14 @@ class GradOperations:
             buckets: of that backward.
 
         Raises:
-            PeerLostError: if a rank is gone.
+            DisagreementError, PeerLostError: as :meth:`GradNorms.exchange`.
         """
         self._clamped.clear()
         self._zeroed.clear()
         if self.norms is not None:
-            self.norms.are_known = self.takes_norms
+            self.norms.are_known = False
             if self.takes_norms:
                 self.norms.exchange(
                     {tensor: part for bucket in buckets for tensor, part in bucket.owned_gradients().items()}
                 )
+                self.norms.are_known = True

@@ -9,6 +9,7 @@ clipping and its GradScaler do: each rank knows its norms, and its owners scale 
 
 from __future__ import annotations
 
+import math
 import sys
 import weakref
 from collections.abc import Sequence
@@ -21,6 +22,8 @@ from zeroshard._torch_private import (
     ATEN_AMP_UNSCALE_,
     ATEN_FOREACH_CLAMP_MAX_,
     ATEN_FOREACH_CLAMP_MIN_,
+    ATEN_FOREACH_DIV_SCALAR_,
+    ATEN_FOREACH_DIV_TENSOR_,
     ATEN_FOREACH_MUL_SCALAR_,
     ATEN_FOREACH_MUL_TENSOR_,
     ATEN_FOREACH_NORM,
@@ -45,6 +48,8 @@ class _Accumulator(Protocol):
     @property
     def operations(self) -> GradOperations: ...
     def owned(self, tensor: int) -> torch.Tensor | None: ...
+    def is_used(self, tensor: int) -> bool: ...
+    def is_grad(self, placeholder: GradPlaceholder) -> bool: ...
     def carry(self, tensor: int) -> None: ...
     def deliver(self, tensor: int) -> None: ...
     def zero(self, tensor: int) -> None: ...
@@ -69,6 +74,7 @@ class GradPlaceholder(TensorWithoutValues):
     _title: str
     _accumulator_of: weakref.ref[_Accumulator]
     _local: torch.Tensor | None
+    _is_copy: bool
 
     @staticmethod
     def __new__(
@@ -78,7 +84,7 @@ class GradPlaceholder(TensorWithoutValues):
         return make_wrapper_subclass(cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device)
 
     def __init__(self, param: torch.Tensor, tensor: int, name: str, accumulator: _Accumulator) -> None:  # noqa: ARG002 - as __new__
-        self._tensor, self._title, self._local = tensor, name, None
+        self._tensor, self._title, self._local, self._is_copy = tensor, name, None, False
         # Weakly: the accumulator knows the parameter, whose gradient this is, and such a cycle is never collected.
         self._accumulator_of = weakref.ref(accumulator)
 
@@ -110,20 +116,23 @@ class GradPlaceholder(TensorWithoutValues):
         """This rank's part of the reduced gradient; None if it owns none of it."""
         return self._accumulator.owned(self._tensor)
 
-    def operations(self, operation: str, *, needs_norm: bool = False) -> GradOperations:
+    def operations(self, operation: str, *, changes: bool) -> GradOperations:
         """Return what does an operation, or raise the error for it.
 
         Args:
             operation: its name.
-            needs_norm: whether the norm must be known for it.
+            changes: whether it changes the gradient, and does not ask for its norm.
         """
         operations = self._accumulator.operations
         if operations.steps_early:
             raise self.refusal(operation)
+        advice = operations.why_unchangeable() if changes else operations.why_unknown(self._tensor)
         if self._local is not None:
-            advice = "this rank has added to it under no_sync(), which no backward has reduced yet"
-        else:
-            advice = operations.why_unknown(self._tensor) if needs_norm else ""
+            advice = "this rank has added to it what no backward has reduced yet, as under no_sync()"
+        elif changes and self._is_copy and not self._accumulator.is_grad(self):
+            advice = "it is a copy in another dtype, without values: change the gradient itself"
+        elif not changes and self._accumulator.is_used(self._tensor) and not self.is_zero():
+            advice = "a step has used it, and may have changed it: take norms before step()"
         if advice:
             raise self.refusal(operation, advice)
         return operations
@@ -146,6 +155,8 @@ def _detach(gradient: GradPlaceholder) -> GradPlaceholder:
 
 
 def _zero(gradient: GradPlaceholder) -> GradPlaceholder:
+    if gradient._is_copy:
+        gradient.operations("zero_()", changes=True)
     gradient._local = None
     gradient._accumulator.zero(gradient._tensor)
     return gradient
@@ -161,7 +172,9 @@ def _convert(gradient: GradPlaceholder, *, dtype: Any = None, device: Any = None
     like = torch.empty_strided(
         gradient.shape, gradient.stride(), dtype=dtype or gradient.dtype, device=device or gradient.device
     )
-    return GradPlaceholder(like, gradient._tensor, gradient._title, gradient._accumulator)
+    converted = GradPlaceholder(like, gradient._tensor, gradient._title, gradient._accumulator)
+    converted._is_copy = True
+    return converted
 
 
 def _add(gradient: torch.Tensor, other: torch.Tensor, **options: object) -> torch.Tensor:
@@ -206,13 +219,13 @@ def _norm(
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Return a norm that was exchanged at the end of backward, the same on every rank."""
+    operations = gradient.operations("a norm", changes=False)
     if (dim is not None and len(dim) < gradient.dim()) or keepdim or dtype not in (None, gradient.dtype):
         raise gradient.refusal("a norm over some dimensions, or in another dtype,")
     if order not in (2, INF):
         advice = f"call optimizer.clip_grad_norm_(max_norm, norm_type={order})"
         raise gradient.refusal(f"a norm of order {order}", advice)
-    found = gradient.operations("a norm", needs_norm=True).norm(gradient._tensor, order)
-    return found.to(device=gradient.device, dtype=gradient.dtype)
+    return operations.norm(gradient._tensor, order).to(device=gradient.device, dtype=gradient.dtype)
 
 
 def _foreach_norm(
@@ -221,13 +234,21 @@ def _foreach_norm(
     return [torch.linalg.vector_norm(gradient, order, dtype=dtype) for gradient in gradients]
 
 
-def _multiply(gradient: torch.Tensor, factor: float | torch.Tensor) -> torch.Tensor:
+def _scale(gradient: torch.Tensor, factor: float | torch.Tensor, *, divides: bool = False) -> torch.Tensor:
     held = gradient if isinstance(gradient, GradPlaceholder) else factor
     assert isinstance(held, GradPlaceholder)
     if held is factor or (isinstance(factor, torch.Tensor) and factor.numel() != 1):
-        raise held.refusal("multiplying with a tensor of several elements")
-    held.operations("multiplying").multiply(held._tensor, held.owned, factor)
+        raise held.refusal("an operation with another tensor than a number")
+    operations = held.operations("scaling", changes=True)
+    if not held.is_zero():
+        operations.scale(held._tensor, held.owned, factor, divides=divides)
+    elif not (divides or math.isfinite(factor)):
+        raise held.refusal(f"multiplying with {float(factor)}", "it was set to zero")
     return held
+
+
+def _divide(gradient: torch.Tensor, divisor: float | torch.Tensor) -> torch.Tensor:
+    return _scale(gradient, divisor, divides=True)
 
 
 def _foreach_multiply(gradients: Sequence[torch.Tensor], factor: float | torch.Tensor) -> None:
@@ -235,8 +256,17 @@ def _foreach_multiply(gradients: Sequence[torch.Tensor], factor: float | torch.T
         gradient.mul_(factor)
 
 
+def _foreach_divide(gradients: Sequence[torch.Tensor], divisor: float | torch.Tensor) -> None:
+    for gradient in gradients:
+        gradient.div_(divisor)
+
+
 def _clamp(gradient: GradPlaceholder, min: float | None = None, max: float | None = None) -> GradPlaceholder:
-    gradient.operations("clamping").clamp(gradient._tensor, gradient.owned, min, max)
+    operations = gradient.operations("clamping", changes=True)
+    if not gradient.is_zero():
+        operations.clamp(gradient._tensor, gradient.owned, min, max)
+    elif (min is not None and min > 0) or (max is not None and max < 0):
+        raise gradient.refusal(f"clamping to {min} and {max}", "it was set to zero")
     return gradient
 
 
@@ -254,16 +284,19 @@ def _unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse
     """Do what GradScaler does to gradients of one dtype, some of which may be values."""
     held = [gradient for gradient in gradients if isinstance(gradient, GradPlaceholder)]
     # All of them, or none.
-    followers = [gradient.operations("unscaling", needs_norm=True) for gradient in held]
+    followers = [gradient.operations("unscaling", changes=changes) for gradient in held for changes in (True, False)]
     # A 2-norm in half precision may overflow.
     largest = torch.stack([_norm(gradient, INF).to(found_inf.device) for gradient in held])
     found_inf.copy_(torch.maximum(found_inf, (~largest.isfinite().all()).to(found_inf.dtype)))
     values = [gradient for gradient in gradients if not isinstance(gradient, GradPlaceholder)]
+    if values:
+        amp_unscale_(values, found_inf, inverse)
     owned = [gradient.owned for gradient in held if gradient.owned is not None]
-    if values or owned:
-        amp_unscale_(values + owned, found_inf, inverse)
-    for gradient, operations in zip(held, followers, strict=True):
-        operations.unscaled(gradient._tensor, inverse)
+    if owned:
+        # What the owner finds, the others may not know.
+        amp_unscale_(owned, torch.zeros_like(found_inf), inverse)
+    for gradient, operations in zip(held, followers[::2], strict=True):
+        operations.scaled(gradient._tensor, "unscale", inverse)
 
 
 _REBUILDERS = frozenset({"torch.nn.parallel.distributed", "zeroshard_integrations._torch_private"})
@@ -289,9 +322,12 @@ GradPlaceholder.allowed = {
     _aten.copy_.default: _copy,
     _aten.linalg_vector_norm.default: _norm,
     ATEN_FOREACH_NORM: _foreach_norm,
-    _aten.mul_.Tensor: _multiply,
+    _aten.mul_.Tensor: _scale,
+    _aten.div_.Tensor: _divide,
     ATEN_FOREACH_MUL_SCALAR_: _foreach_multiply,
     ATEN_FOREACH_MUL_TENSOR_: _foreach_multiply,
+    ATEN_FOREACH_DIV_SCALAR_: _foreach_divide,
+    ATEN_FOREACH_DIV_TENSOR_: _foreach_divide,
     _aten.clamp_.default: _clamp,
     ATEN_FOREACH_CLAMP_MIN_: _foreach_clamp_min,
     ATEN_FOREACH_CLAMP_MAX_: _foreach_clamp_max,
