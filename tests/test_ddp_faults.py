@@ -124,12 +124,12 @@ def test_a_rank_that_is_lost_before_norms_are_exchanged(
     twins.iterate(1)
     exchange = GradNorms.exchange
 
-    def exchange_late(norms: GradNorms, gradients: Mapping[int, torch.Tensor]) -> None:
+    def exchange_late(norms: GradNorms, gradients: Mapping[int, torch.Tensor], **options: Any) -> None:
         if lost == "killed":
             faults.kill(1, "send#1")
         else:
             time.sleep(2 * SHORT.total_seconds())
-        exchange(norms, gradients)
+        exchange(norms, gradients, **options)
 
     if rank == 1:
         monkeypatch.setattr(GradNorms, "exchange", exchange_late)

@@ -531,7 +531,7 @@ def test_buckets_that_are_made_anew_remember_what_was_done(rank: int, views: boo
 def test_norms_are_unknown_after_a_failed_exchange(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     twins, ours, _ = reduced()
 
-    def failing(*_: object) -> None:
+    def failing(*_: object, **__: object) -> None:
         raise ZeroDivisionError
 
     monkeypatch.setattr(GradNorms, "exchange", failing)

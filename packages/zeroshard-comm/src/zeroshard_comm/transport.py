@@ -30,11 +30,13 @@ class Transport(ABC):
         tags: offset to the tags of its messages, which must be the same on all ranks; 0 if it sends none.
         uses_thread: whether another thread finishes reductions; else all is done in one order on all ranks.
         shares_buckets: whether each bucket's parameters are sent separately, or all together, as without buckets.
+        settles: whether all ranks have agreed on something when the last reduction of a backward is closed.
     """
 
     tags: int = 0
     uses_thread: bool = False
     shares_buckets: bool = True
+    settles: bool = False
 
     @abstractmethod
     def reducer(self, runs: Sequence[Run], bucket: torch.Tensor, tensors: int) -> GradientReducer:
@@ -107,7 +109,7 @@ class SameHostTransport(Transport):
         control: has the group, all of whose ranks read each other's memory, and its channel.
     """
 
-    shares_buckets = False
+    shares_buckets, settles = False, True
 
     def __init__(self, control: Control) -> None:
         self._control, self._scratch = control, scratch_memory()

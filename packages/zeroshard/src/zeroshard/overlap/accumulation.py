@@ -98,7 +98,7 @@ class GradAccumulator:
             self._delivered.difference_update(state.tensors)
 
     def end(self, states: Sequence[BucketState]) -> None:
-        """End a backward: put placeholders where the gradients were, and exchange their norms. Collective."""
+        """End a backward: put placeholders where the gradients were."""
         self.in_backward = False
         for state in states:
             placeholders = [self.placeholders[tensor] for tensor in state.tensors]
@@ -111,7 +111,6 @@ class GradAccumulator:
             self.placeholders[tensor]._local = None
         self._touched.clear()
         self._kept.clear()
-        self.operations.renew(states)
 
     def owned(self, tensor: int) -> torch.Tensor | None:
         """Return this rank's part of a reduced gradient; None if it owns none of it."""

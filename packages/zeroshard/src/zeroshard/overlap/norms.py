@@ -66,11 +66,12 @@ class GradNorms:
         # Tensors keep their numbers, and new ones come last.
         self._factors += [1.0] * (len(slots) - len(self._factors))
 
-    def exchange(self, gradients: Mapping[int, torch.Tensor]) -> None:
+    def exchange(self, gradients: Mapping[int, torch.Tensor], *, agreed: bool) -> None:
         """Take the norms of this rank's parts of gradients, and learn those of all others. Collective.
 
         Args:
             gradients: by tensor.
+            agreed: whether ranks have just agreed on something else, with nothing in between.
 
         Raises:
             DisagreementError: if a rank is in another call.
@@ -78,7 +79,8 @@ class GradNorms:
             Exception: an error that another rank reports in another call.
         """
         # gloo aborts the process if ranks combine different numbers of words.
-        self._control.check_consistent("the end of backward()")
+        if not agreed:
+            self._control.check_consistent("the end of backward()")
         numbers = torch.zeros(2, self._total, dtype=torch.float64, device=self._device)
         for group in self._groups_of(gradients):
             grads = [gradients[tensor] for tensor in group.tensors]

@@ -167,11 +167,12 @@ class GradOperations:
         if self.norms is not None:
             self.norms.follow(plan)
 
-    def renew(self, buckets: Sequence[_Bucket]) -> None:
+    def renew(self, buckets: Sequence[_Bucket], *, agreed: bool) -> None:
         """Exchange norms after a backward; or leave them unknown until the next one. Collective.
 
         Args:
             buckets: of that backward.
+            agreed: as for :meth:`GradNorms.exchange`.
 
         Raises:
             DisagreementError, PeerLostError: as :meth:`GradNorms.exchange`.
@@ -181,7 +182,6 @@ class GradOperations:
         if self.norms is not None:
             self.norms.are_known = False
             if self.takes_norms:
-                self.norms.exchange(
-                    {tensor: part for bucket in buckets for tensor, part in bucket.owned_gradients().items()}
-                )
+                owned = {tensor: part for bucket in buckets for tensor, part in bucket.owned_gradients().items()}
+                self.norms.exchange(owned, agreed=agreed)
                 self.norms.are_known = True

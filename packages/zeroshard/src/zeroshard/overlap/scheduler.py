@@ -148,8 +148,9 @@ class BucketScheduler:
             with record_function("zeroshard::wait for gradients"):
                 self._queue.drain()
             self.buckets.end()
+            self.gradients.end(self.buckets.arrived)
             with record_function("zeroshard::norms"):
-                self.gradients.end(self.buckets.arrived)
+                self.operations.renew(self.buckets.arrived, agreed=self.buckets.transport.settles)
         except BaseException as error:
             self._guard.break_off(error)
             raise
@@ -273,9 +274,8 @@ class BucketScheduler:
     def _unended(self) -> RuntimeError:
         """Return an error for a backward that has not ended; let no rank wait for buckets that will not be sent."""
         arrived, rank = self.buckets.arrived, self._control.ranks.rank
-        if self.left_with != len(arrived):
-            why = "an exception has left it"
-        else:
+        why = "an exception has left it"
+        if self.left_with == len(arrived):
             why = (
                 f"DistributedDataParallel still waits for the gradients of {self.buckets.unarrived()}. Parameters that "
                 f"a forward does not use need find_unused_parameters=True; a model of which parameters were frozen "
