@@ -69,7 +69,7 @@ def reduce_to_owner_hook(state: ZeroRedundancyOptimizer, bucket: GradBucket) -> 
     """
     if isinstance(state, _Several):
         return _receive([optimizer.follow_backward(StepMode.IN_STEP) for optimizer in state], bucket)
-    if not isinstance(state, ZeroRedundancyOptimizer):
+    if not _is_sharded(state):
         raise TypeError(
             f"the state of reduce_to_owner_hook is a zeroshard.ZeroRedundancyOptimizer, and not a "
             f"{type(state).__name__}; for several optimizers call register_reduce_to_owner(ddp, optimizers)"
@@ -81,6 +81,11 @@ def reduce_to_owner_hook(state: ZeroRedundancyOptimizer, bucket: GradBucket) -> 
         for ddp in () if follower.knows(params) else _models_of(state, params[0]):
             _check_ranks(ddp, state)
     return _receive([follower], bucket)
+
+
+def _is_sharded(optimizer: object) -> bool:
+    """Whether it is a sharded optimizer, or a wrapper that forwards to one."""
+    return hasattr(optimizer, "follow_backward")
 
 
 class _Several(tuple[ZeroRedundancyOptimizer, ...]):
@@ -123,9 +128,9 @@ def register_reduce_to_owner(
         ValueError: if no optimizer has a parameter, or two have, if one has other ranks, or was built with
             ``overlap_with_ddp=True``.
     """
-    optimizers = [optimizer] if isinstance(optimizer, ZeroRedundancyOptimizer) else list(optimizer)
+    optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
     for each in optimizers:
-        if not isinstance(each, ZeroRedundancyOptimizer):
+        if not _is_sharded(each):
             raise TypeError(
                 f"register_reduce_to_owner takes zeroshard.ZeroRedundancyOptimizer, or a sequence of them, and not a "
                 f"{type(each).__name__}"
