@@ -31,7 +31,7 @@ NAME = "ddp_zeroshard"
 """What to pass as ``strategy`` to ``Trainer`` and ``Fabric``."""
 
 
-class ZeroShardStrategy(DDPStrategy):  # type: ignore[misc] # Lightning may be absent when types are checked
+class ZeroShardStrategy(DDPStrategy):
     """DistributedDataParallel for Lightning's Trainer, with gradients sent only to their owners.
 
     ``configure_optimizers()`` returns a :class:`zeroshard.ZeroRedundancyOptimizer` of all parameters that are trained,
@@ -68,7 +68,7 @@ class ZeroShardStrategy(DDPStrategy):  # type: ignore[misc] # Lightning may be a
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
 
-class FabricZeroShardStrategy(FabricDDPStrategy):  # type: ignore[misc] # as above
+class FabricZeroShardStrategy(FabricDDPStrategy):
     """DistributedDataParallel for Fabric, with gradients sent only to their owners.
 
     ``fabric.setup(model, optimizer)`` receives the model and its optimizers together.

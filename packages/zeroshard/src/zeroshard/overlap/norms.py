@@ -35,7 +35,7 @@ class GradNorms:
         device: of the gradients.
 
     Attributes:
-        are_known: whether norms were exchanged in the last backward; whoever decided that sets it.
+        are_known: whether norms were exchanged in the last backward; GradOperations sets it.
         tensors: how many gradients there are.
     """
 

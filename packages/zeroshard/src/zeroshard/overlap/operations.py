@@ -31,7 +31,7 @@ class GradOperations:
 
     Attributes:
         norms, steps_early: as given.
-        takes_norms: whether norms are exchanged at the end of the backward at work; whoever begins it decides.
+        takes_norms: whether norms are exchanged at the end of this backward; BackwardFollower sets it.
     """
 
     def __init__(self, norms: GradNorms | None, *, steps_early: bool) -> None:
