@@ -8,7 +8,6 @@ import importlib
 import logging
 import os
 import re
-import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,11 +15,11 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
+import example_scripts
 from framework_training import Run
 from training import cutting
 from zeroshard import ZeroRedundancyOptimizer
 
-EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
 TWENTY = 20
 
 CLIPPING: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
@@ -37,8 +36,7 @@ def script(name: str) -> ModuleType:
     """Import a script of the page."""
     # Lightning's module, which registers the strategy, even for scripts that leave it out.
     importlib.import_module("zeroshard_integrations.lightning")
-    with mock.patch.object(sys, "path", [str(EXAMPLES), *sys.path]):
-        return importlib.import_module(name)
+    return example_scripts.script(name)
 
 
 def train(

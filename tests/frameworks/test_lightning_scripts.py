@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from example_scripts import lines_that_differ
 from framework_training import Run, assert_equal_to_unsharded, needs
-from lightning_training import EXAMPLES, TWENTY, recorded, script, train
+from lightning_training import TWENTY, recorded, script, train
 from zeroshard_testing import raises_on, run_on_ranks
 
 pytestmark = needs("lightning")
@@ -37,8 +37,7 @@ def assert_trained_alike(framework: str, folder: Path, steps: int = TWENTY, **op
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_three_lines_differ(framework: str) -> None:
-    plain, sharded = ((EXAMPLES / f"{framework}_{kind}.py").read_text().splitlines() for kind in ("plain", "sharded"))
-    differences = [line for line in difflib.ndiff(plain, sharded) if line.startswith("+ ")]
+    differences = lines_that_differ(f"{framework}_plain", f"{framework}_sharded")
     assert len(differences) == 3
 
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import sys
-from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from example_scripts import script
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from training import assert_bitwise_equal, cutting
@@ -18,7 +16,6 @@ from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_integrations.ddp import register_reduce_to_owner
 from zeroshard_testing import assert_replicas_equal
 
-EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 STEPS, SEQUENCES = 20, 2
 CLIPS = {
     "norm": lambda params: nn.utils.clip_grad_norm_(params, 0.5),
@@ -33,9 +30,8 @@ def train(
     precision: torch.dtype, accumulation: int, clip: str, hook: bool, is_sharded: bool, partition: str = "whole"
 ) -> tuple[nn.Module, list[torch.Tensor]]:
     """Return the model after some steps, and the losses of this rank; float64 is the model's, others are autocast."""
-    with mock.patch.object(sys, "path", [str(EXAMPLES), *sys.path]):
-        from small_gpt import SmallGPT, Windows
-    model, data = SmallGPT(), Windows(STEPS * accumulation * SEQUENCES * 2)
+    examples = script("small_gpt")
+    model, data = examples.SmallGPT(), examples.Windows(STEPS * accumulation * SEQUENCES * 2)
     model = model.double() if precision is torch.float64 else model
     ddp, losses = DistributedDataParallel(model), []
     if is_sharded:
