@@ -79,8 +79,8 @@ def _rounds(framework: str, rounds: int, steps: int) -> list[list[float]]:
     contenders: list[Callable[[], Moments]] = [
         lambda: _of_script(framework, "plain", steps),
         lambda: _of_script(framework, "sharded", steps),
-        lambda: _of_loop(steps, is_sharded=False, fused=framework == "trainer"),
-        lambda: _of_loop(steps, is_sharded=True, fused=framework == "trainer"),
+        lambda: _of_loop(steps, is_sharded=False, as_trainer=framework == "trainer"),
+        lambda: _of_loop(steps, is_sharded=True, as_trainer=framework == "trainer"),
     ]
     found = []
     # The first round warms up.
@@ -135,15 +135,24 @@ def _of_script(framework: str, kind: str, steps: int) -> Moments:
         return moments
 
 
-def _of_loop(steps: int, *, is_sharded: bool, fused: bool) -> Moments:
-    """Train by a plain loop over the same model and data, with the AdamW that the framework uses."""
+def _of_loop(steps: int, *, is_sharded: bool, as_trainer: bool) -> Moments:
+    """Train by a plain loop over the same model and data, with DDP and AdamW as the framework sets them up.
+
+    The Trainer looks for unused parameters, has a group of parameters without decay, and takes the fused AdamW.
+    """
     with _watched() as (module, moments):
         rank, ranks = dist.get_rank(), dist.get_world_size()
         model = module.SmallGPT()
-        ddp = DistributedDataParallel(model)
-        optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
+        ddp = DistributedDataParallel(model, find_unused_parameters=as_trainer)
+        groups: list[dict[str, Any]] = [{"params": list(model.parameters())}]
+        if as_trainer:
+            groups = [
+                {"params": [param for param in model.parameters() if param.dim() > 1], "weight_decay": 0.01},
+                {"params": [param for param in model.parameters() if param.dim() == 1], "weight_decay": 0.0},
+            ]
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=1e-3, fused=as_trainer)
         if is_sharded:
-            optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3, fused=fused)
+            optimizer = ZeroRedundancyOptimizer(groups, torch.optim.AdamW, lr=1e-3, fused=as_trainer)
             register_reduce_to_owner(ddp, optimizer)
         rows = torch.utils.data.Subset(module.Windows(4 * steps * ranks), range(rank, 4 * steps * ranks, ranks))
         for batch in DataLoader(rows, batch_size=4):
