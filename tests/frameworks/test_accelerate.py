@@ -265,7 +265,9 @@ def test_two_optimizers_of_one_model_step_at_different_times():
         )
         norms = []
         for number in range(6):
-            accelerator.backward(prepared(torch.ones(4, 8, dtype=torch.float64) * (1 + accelerator.process_index)).square().mean())
+            accelerator.backward(
+                prepared(torch.ones(4, 8, dtype=torch.float64) * (1 + accelerator.process_index)).square().mean()
+            )
             norms.append(accelerator.clip_grad_norm_(prepared.parameters(), 0.1))
             for optimizer in optimizers[: 1 + number % 2]:
                 optimizer.step()

@@ -18,6 +18,7 @@ TESTED_WITH = "2.15"
 
 USED: Mapping[str, str] = {
     "torch._foreach_mul_": "one call for many gradients, where a loop costs a call for each",
+    "torch._foreach_copy_": "the same",
     "torch._foreach_norm": "the same; torch.nn.utils.get_total_norm adds up in the gradients' own precision",
     "torch._C._current_graph_task_id": "whether this thread is in a backward",
     "torch._disable_dynamo": "torch.compile is not to look into our code; torch.compiler.disable imports the compiler",
@@ -44,6 +45,7 @@ USED: Mapping[str, str] = {
 
 check_names("zeroshard", USED, TESTED_WITH)
 
+foreach_copy_ = torch._foreach_copy_
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")

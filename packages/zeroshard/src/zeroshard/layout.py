@@ -36,6 +36,7 @@ class Policy:
         world_size: number of ranks.
         objects: whether state may hold objects that cannot be sent; checkpoints omit them.
         coupled: whether the class may couple tensors.
+        master_weights: whether the owners of parameters in half precision step float32 copies of them.
         names: of parameters that were passed without names.
     """
 
@@ -47,6 +48,7 @@ class Policy:
     world_size: int
     objects: Objects = "refuse"
     coupled: Coupled = "refuse"
+    master_weights: bool = False
     names: Mapping[torch.Tensor, str] = field(default_factory=dict)
 
     @property
@@ -156,6 +158,11 @@ def _layout(
                     f"tensor {index} {now.name!r} has changed its shape from {before.shape} to {now.shape}; its "
                     f"optimizer state no longer fits, so build a new optimizer"
                 )
+            if policy.master_weights and before.dtype != now.dtype:
+                raise ValueError(
+                    f"tensor {index} {now.name!r} has changed its dtype from {before.dtype} to {now.dtype}; with "
+                    f"master_weights=True, convert the model before the optimizer is built"
+                )
         place = [
             index
             for index, spec in enumerate(specs)
@@ -186,6 +193,7 @@ def _layout(
             "parameters_as_bucket_view": policy.as_bucket_view,
             "objects": policy.objects,
             "coupled": policy.coupled,
+            "master_weights": policy.master_weights,
             "sparse parameters": ", ".join(specs[index].name for index in sparse),
         },
         active,

@@ -14,6 +14,7 @@ from zeroshard_core import Plan, Shard
 from zeroshard._torch_private import step_post_hooks, step_pre_hooks
 from zeroshard.coupling import Coupled, check_uncoupled
 from zeroshard.elementwise import OptimizerFactory
+from zeroshard.master_weights import MasterWeights, needs_master
 from zeroshard.param_groups import ParamGroup
 
 Closure = Callable[[], Any]
@@ -31,16 +32,21 @@ class LocalShard:
         param: the whole parameter.
         tensor: ``param`` itself where the shard is all of it, else a leaf of its own that views the parameter's rows.
             Once gradients come bucket by bucket, a leaf of its own in both cases, so that shards can be stepped while
-            autograd and DDP still work with ``param.grad``.
+            autograd and DDP still work with ``param.grad``. Or the master weight: a float32 copy of the rows.
+        rounded: the parameter's rows, if ``tensor`` is their master weight.
     """
 
     shard: Shard
     param: torch.Tensor
     tensor: torch.Tensor
+    rounded: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, shard: Shard, param: torch.Tensor, *, detached: bool) -> LocalShard:
-        """Make the tensor of a shard."""
+    def of(cls, shard: Shard, param: torch.Tensor, *, detached: bool, master: bool = False) -> LocalShard:
+        """Make the tensor of a shard; ``master`` says whether to make a master weight where one is needed."""
+        if master and needs_master(param):
+            rows = _values(shard, param)
+            return cls(shard, param, torch.nn.Parameter(rows.float(), requires_grad=param.requires_grad), rows)
         if shard.numel == param.numel() and not (detached and param.layout is torch.strided):
             return cls(shard, param, param)
         return cls(shard, param, torch.nn.Parameter(_values(shard, param), requires_grad=param.requires_grad))
@@ -54,6 +60,10 @@ class LocalShard:
     def is_detached(self) -> bool:
         """Whether the local optimizer holds a tensor of its own in place of the parameter."""
         return self.tensor is not self.param
+
+    def converted(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """Return a gradient in the dtype of :attr:`tensor`."""
+        return gradient if gradient is None or self.rounded is None else gradient.to(self.tensor.dtype)
 
 
 class LocalOptimizer:
@@ -69,8 +79,10 @@ class LocalOptimizer:
         rank: group rank of this process.
         defaults: the user's keyword arguments for the class.
         coupled: whether to refuse a class that couples tensors.
+        with_masters: whether parameters in half precision have master weights.
 
     Attributes:
+        masters: the master weights; none without ``with_masters``.
         shards: this rank's, by tensor index, ascending; replaced, never changed in place.
         bound_by_buckets: tensors whose gradients come in buckets, and are bound by these.
 
@@ -86,7 +98,10 @@ class LocalOptimizer:
         rank: int,
         defaults: Mapping[str, Any],
         coupled: Coupled = "refuse",
+        *,
+        with_masters: bool = False,
     ) -> None:
+        self._with_masters, self.masters = with_masters, MasterWeights()
         self._factory, self._rank, self._defaults, self._coupled = factory, rank, dict(defaults), coupled
         self.shards: dict[int, LocalShard] = {}
         self.bound_by_buckets: Set[int] = frozenset()
@@ -137,7 +152,8 @@ class LocalOptimizer:
     def rebind(self) -> None:
         """Point detached shards at their parameters' present storage, after a parameter's ``.data`` was rebound."""
         for shard in self._detached:
-            shard.tensor.data = _values(shard.shard, shard.param)
+            (shard.tensor if shard.rounded is None else shard.rounded).data = _values(shard.shard, shard.param)
+        self.masters.follow(self.shards.values())
 
     def detach_shards(self) -> None:
         """Permanently give every owned parameter its own tensor in the inner optimizer; its state moves with it."""
@@ -227,6 +243,10 @@ class LocalOptimizer:
 
         Without its profiling wrapper, so that hooks for all optimizers are called once per step.
         """
+        with self.masters.stepped(self.optim.state):
+            return self._step_bound(arguments)
+
+    def _step_bound(self, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as the inner step
         inner = self.optim
         if "step" in vars(inner):
             return inner.step(**arguments)
@@ -250,14 +270,8 @@ class LocalOptimizer:
         if shards is None:
             shards = [shard for shard in self._detached if shard.shard.tensor not in self.bound_by_buckets]
         for shard in shards:
-            grad = shard.param.grad
-            if grad is not None and shard.is_cut and grad.stride() != shard.param.stride():
-                grad = torch.empty_like(shard.param, dtype=grad.dtype, device=grad.device).copy_(grad)
-            if not shard.is_detached:
-                continue
-            if grad is not None:
-                grad = shard.shard.box(grad.detach()) if shard.is_cut else grad.detach()
-            shard.tensor.grad = grad
+            if shard.is_detached:
+                shard.tensor.grad = shard.converted(gradient_of(shard))
 
     def build(self, groups: list[ParamGroup]) -> optim.Optimizer:
         """Build an optimizer of the user's class, with the user's defaults."""
@@ -274,7 +288,7 @@ class LocalOptimizer:
             number, param = params[shard.tensor]
             known = self.shards.get(shard.tensor)
             if known is None or known.shard != shard:
-                known = LocalShard.of(shard, param, detached=self._is_detached)
+                known = LocalShard.of(shard, param, detached=self._is_detached, master=self._with_masters)
             members[number].append(known)
         return members
 
@@ -282,6 +296,7 @@ class LocalOptimizer:
         self.shards = {shard.shard.tensor: shard for of_group in members for shard in of_group}
         self._detached = [shard for shard in self.shards.values() if shard.is_detached]
         self._cut = [shard for shard in self._detached if shard.is_cut]
+        self.masters.follow(self.shards.values())
 
 
 class PartialStepper:
@@ -296,7 +311,8 @@ class PartialStepper:
     """
 
     def __init__(self, local: LocalOptimizer, shards: Sequence[LocalShard]) -> None:
-        self._inner = local.optim
+        self._inner, self._masters = local.optim, local.masters
+        self._with_master = [shard for shard in shards if shard.rounded is not None]
         chosen = {shard.tensor for shard in shards}
         self._groups: list[tuple[int, ParamGroup]] = []
         for number, group in enumerate(self._inner.param_groups):
@@ -320,7 +336,7 @@ class PartialStepper:
         vars(copied).update(vars(inner))
         copied.param_groups = [narrowed for _, narrowed in self._groups]
         # Grad mode is per thread: the worker thread would record a graph.
-        with torch.no_grad():
+        with torch.no_grad(), self._masters.stepped(inner.state, self._with_master):
             unwrapped_step(type(inner))(copied, **arguments)
 
 
@@ -345,6 +361,16 @@ def unwrapped_step(kind: type[optim.Optimizer]) -> Callable[..., Any]:
     """The step function under the wrapper that fires hooks and profiles; torch marks that wrapper with ``hooked``."""
     step = kind.step
     return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
+
+
+def gradient_of(shard: LocalShard) -> torch.Tensor | None:
+    """Return a shard's part of its parameter's gradient."""
+    grad = shard.param.grad
+    if grad is None or not shard.is_cut:
+        return None if grad is None else grad.detach()
+    if grad.stride() != shard.param.stride():
+        grad = torch.empty_like(shard.param, dtype=grad.dtype, device=grad.device).copy_(grad)
+    return shard.shard.box(grad.detach())
 
 
 def _local_group(group: ParamGroup, shards: Sequence[LocalShard]) -> ParamGroup:

@@ -52,6 +52,7 @@ class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):  # type:
         objects: ``"leave out"`` omits state entries that are not tensors, numbers, strings, lists or dicts from
             checkpoints; by default the step that adds one raises.
         coupled: ``"allow"`` accepts an optimizer class that couples tensors; each rank then sees only its own tensors.
+        master_weights: step float32 copies of float16 and bfloat16 parameters; entry ``"master_param"`` of the state.
         **defaults: arguments of ``optimizer_class``.
 
     Attributes:
@@ -65,8 +66,7 @@ class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):  # type:
         DisagreementError: if ranks differ in tensors, order, shapes, dtypes, trainability, hyperparameters or settings.
 
     Example:
-        >>> import os, tempfile, torch
-        >>> import torch.distributed as dist
+        >>> import tempfile, torch, torch.distributed as dist
         >>> from zeroshard import ZeroRedundancyOptimizer
         >>> store = dist.FileStore(tempfile.mkstemp()[1], 1)
         >>> dist.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -93,6 +93,7 @@ class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):  # type:
         elementwise: bool = False,
         objects: Objects = "refuse",
         coupled: Coupled = "refuse",
+        master_weights: bool = False,
         **defaults: Any,  # noqa: ANN401 - arguments of any optimizer class
     ) -> None:
         self.initialized, self._overlap_with_ddp = False, overlap_with_ddp
@@ -101,7 +102,9 @@ class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):  # type:
         self.process_group, self.world_size = ranks.group, ranks.world_size
         self.rank, self.global_rank = ranks.rank, ranks.global_rank
         self.parameters_as_bucket_view = views = parameters_as_bucket_view
-        policy = Policy(partition, cost, optimizer_class, elementwise, views, ranks.world_size, objects, coupled)
+        policy = Policy(
+            partition, cost, optimizer_class, elementwise, views, ranks.world_size, objects, coupled, master_weights
+        )
 
         def read() -> list[ParamGroup]:
             check_shardable(optimizer_class)
@@ -183,7 +186,7 @@ class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):  # type:
 
         Raises:
             TypeError, ValueError: if it is not such a dict, or a parameter is in a group already.
-            DisagreementError: if ranks add different groups. The optimizer is then unchanged on every rank.
+            DisagreementError: if ranks add different groups; none does then.
         """
         register = super().add_param_group
         if self.initialized:
@@ -230,8 +233,7 @@ class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):  # type:
             ``{"state": {index: entries}, "param_groups": [...]}``, in the form of the unsharded optimizer. If the state
             was consolidated to this rank since the last step, all of it, on the CPU. Otherwise this rank's own values
             (not copies), and placeholders for other ranks' values; or only placeholders if the state was consolidated
-            to another rank. A placeholder is a tensor with a shape, a dtype and a device; reading or pickling it raises
-            an error.
+            to another rank. A placeholder is a tensor with a shape, a dtype and a device, which raises when read.
 
         Raises:
             ValueError: if ``keys`` is ``"names"``, and the optimizer was built from parameters without names.

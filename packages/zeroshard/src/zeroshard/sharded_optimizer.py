@@ -70,7 +70,7 @@ class ShardedOptimizer:
         self._coordinator = StepCoordinator(self.sharding, self._metadata)
         self.joining = Participant(self.sharding)
         self._train_mode = TrainMode(self.sharding)
-        self._schema = StateSchema(policy.factory, defaults, elementwise=policy.elementwise)
+        self._schema = StateSchema(policy, defaults)
         self._view = StateView(self.sharding, self._metadata)
 
     def summary(self) -> str:

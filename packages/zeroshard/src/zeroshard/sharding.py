@@ -70,7 +70,10 @@ class Sharding:
             groups = self.groups = read_groups()
             self.layout = first_layout(policy, groups, name)
             plan, coupled = self.layout.plan, policy.coupled
-            self.local = LocalOptimizer(policy.factory, groups, plan, ranks.rank, defaults, coupled)
+            masters = policy.master_weights
+            self.local = LocalOptimizer(
+                policy.factory, groups, plan, ranks.rank, defaults, coupled, with_masters=masters
+            )
             declared.set(with_hyperparameters(self.layout, settings_of(groups, self.local.optim.defaults)))
             order = read_order(self.control, self.layout.plan.tensors, parameters_of(groups))
             declared.flag = bool(self.local.optim.state)
@@ -163,6 +166,7 @@ class Sharding:
         check_members(groups, self.params)
         layout = self.current_layout(groups)
         sync_groups(groups, self.local.optim.param_groups)
+        self.local.masters.refresh()
         return layout
 
     def current_layout(self, groups: Sequence[ParamGroup]) -> Layout:

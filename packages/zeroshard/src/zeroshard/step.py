@@ -191,6 +191,7 @@ class StepCoordinator:
             self._share(shares, declared, failure)
         finally:
             del failure
+        sharding.local.masters.note()
         sync_groups(sharding.local.optim.param_groups, groups)
         sharding.hyperparameters.written(groups)
         return result

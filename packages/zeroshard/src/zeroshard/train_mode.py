@@ -58,6 +58,7 @@ class TrainMode:
                 result = getattr(inner, name)()
                 self._last = name
             finally:
+                sharding.local.masters.round()
                 # Frameworks call train() before every batch. Writes to ``.data`` are not seen.
                 is_alike = last == name == self._last and before == self._seen()
                 if control.any_raised(not is_alike, f"what {name}() has changed") and not control.alone:

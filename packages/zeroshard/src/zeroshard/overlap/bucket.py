@@ -13,7 +13,7 @@ from torch.profiler import record_function
 from zeroshard_comm import Transport
 from zeroshard_core import Plan, Run
 
-from zeroshard.local_optimizer import LocalOptimizer, PartialStepper
+from zeroshard.local_optimizer import LocalOptimizer, PartialStepper, gradient_of
 from zeroshard.parameter_sync import ParameterSync, Sharing
 
 _grad_of = attrgetter("grad")
@@ -203,12 +203,8 @@ class BucketState:
             assert gradient is not None
             gradient.mul_(factor)
 
-    def bind(self, *, to_step: bool = True) -> None:
-        """Hand the local optimizer this rank's parts of the gradients that are :attr:`present`, None for the others.
-
-        Args:
-            to_step: whether it is going to use them.
-        """
+    def gradients(self) -> Sequence[torch.Tensor | None]:
+        """Return this rank's parts of the gradients that are :attr:`present`, None for the others that it owns."""
         if self.buffer is None and any(self.present):
             raise RuntimeError(
                 "gradients of the first backward have been stepped and set to None, and their memory was given back: "
@@ -218,12 +214,16 @@ class BucketState:
         if self._bound is None or self._bound[0] != key:
             there = self.present
             self._bound = (key, [self.owned_gradient(place) if there[place] else None for place in self._owned])
+        return self._bound[1]
+
+    def bind(self) -> None:
+        """Hand the local optimizer :meth:`gradients`, to step with them."""
+        gradients = self.gradients()
         # Optimizers and users may have replaced them meanwhile.
-        if not all(map(is_, map(_grad_of, self.owned_tensors), self._bound[1])):
-            for tensor, gradient in zip(self.owned_tensors, self._bound[1], strict=True):
-                tensor.grad = gradient
-        if to_step:
-            self.phase = BucketPhase.STEPPED
+        if not all(map(is_, map(_grad_of, self.owned_tensors), gradients)):
+            for shard, gradient in zip(self._owned.values(), gradients, strict=True):
+                shard.tensor.grad = shard.converted(gradient)
+        self.phase = BucketPhase.STEPPED
 
     def unbind(self) -> None:
         """Do nothing: the gradients stay where they are until the bucket is used again."""
@@ -285,7 +285,11 @@ class Unbucketed:
         self.owned_tensors = [shard.tensor for shard in self._shards]
         self._partial = PartialStepper(local, self._shards)
 
-    def bind(self, *, to_step: bool = True) -> None:  # noqa: ARG002 - as BucketState
+    def gradients(self) -> Sequence[torch.Tensor | None]:
+        """Return this rank's parts of their gradients."""
+        return [gradient_of(shard) for shard in self._shards]
+
+    def bind(self) -> None:
         """Hand the local optimizer this rank's parts of their gradients."""
         self._local.bind_gradients(self._shards)
 

@@ -254,12 +254,7 @@ class BucketScheduler:
     def owned_gradients(self) -> list[torch.Tensor]:
         """Return this rank's parts of all gradients that the next step will use."""
         self.check_gradients()
-        found = list[torch.Tensor]()
-        for part in self.parts:
-            part.bind(to_step=False)
-            found += [tensor.grad for tensor in part.owned_tensors if tensor.grad is not None]
-            part.unbind()
-        return found
+        return [gradient for part in self.parts for gradient in part.gradients() if gradient is not None]
 
     def end_abandoned(self) -> RuntimeError | None:
         """End a backward left after its last bucket, and return an error for all ranks; raise if it was left before."""

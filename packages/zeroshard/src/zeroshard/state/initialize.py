@@ -35,6 +35,7 @@ def init_state(sharding: Sharding, metadata: StateMetadata) -> None:
 
     def install() -> None:
         local.optim.state = defaultdict(dict, _state_after_a_step(local))
+        local.masters.list_in(local.optim.state)
 
     take_over(sharding, layout, metadata, "init_state()", install)
     metadata.drop_consolidated()

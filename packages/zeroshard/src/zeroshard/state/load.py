@@ -83,6 +83,7 @@ def load(
         from_rank = _source(control, form, checksums, holder)
     part = _handed_out(control, parts, from_rank)
     take_over(sharding, layout, metadata, "load_state_dict()", lambda: _install(sharding.local, part))
+    sharding.local.masters.load(sharding.local.optim.state)
     sync_groups(sharding.local.optim.param_groups, groups)
     # Frozen tensors that now have state stay with the rank that holds it when they are unfrozen.
     sharding.pin(frozenset(part.stateful), groups)
@@ -179,3 +180,4 @@ def _install(local: LocalOptimizer, part: LoadedPart) -> None:
         for key, entries in part.state.items()
     }
     inner.load_state_dict({"state": by_position, "param_groups": packed})
+    local.masters.complete(inner.state)

@@ -1,0 +1,375 @@
+"""Half-precision parameters with float32 masters at their owners: as a plain loop with copies in one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from ddp_training import HOOKS, register
+from torch import nn, optim
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.nn.parallel import DistributedDataParallel
+from training import DENSE_OPTIMIZERS, assert_bitwise_equal, assert_same_state, cutting, set_gradients, small_model
+from zeroshard import ZeroRedundancyOptimizer
+from zeroshard_comm import DisagreementError
+from zeroshard_testing import assert_replicas_equal
+
+
+class PlainMasters:
+    """What one process does by hand: an optimizer over float32 copies, which are rounded to the parameters."""
+
+    def __init__(self, params: Iterable[torch.Tensor], optimizer_class: type[optim.Optimizer], **settings: Any) -> None:
+        self.params = list(params)
+        self.masters = [nn.Parameter(param.detach().float()) for param in self.params]
+        self.inner = optimizer_class(self.masters, **settings)
+
+    def step(self) -> None:
+        for param, master in zip(self.params, self.masters, strict=True):
+            master.grad = None if param.grad is None else param.grad.float()
+        self.inner.step()
+        with torch.no_grad():
+            for param, master in zip(self.params, self.masters, strict=True):
+                param.copy_(master)
+
+    def state_dict(self) -> dict[str, Any]:
+        state_dict = copy.deepcopy(self.inner.state_dict())
+        stepped = [index for index, master in enumerate(self.masters) if master.grad is not None]
+        for index in stepped:
+            state_dict["state"].setdefault(index, {})["master_param"] = self.masters[index].detach()
+        return state_dict
+
+
+class HalfModel(nn.Sequential):
+    """In half precision but for one layer."""
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__(*small_model().to(dtype))
+        self[1].float()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        for layer in self:
+            inputs = layer(inputs.to(layer.weight.dtype))
+        return inputs
+
+
+def sharded_over(model: nn.Module, group: dist.ProcessGroup | None = None, **settings: Any) -> ZeroRedundancyOptimizer:
+    """AdamW with masters."""
+    keywords = {"lr": 1e-2, "master_weights": True, **settings}
+    return ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, group, **keywords)
+
+
+def train(model: nn.Module, optimizer: Any, steps: Iterable[int], *, none: int = -1) -> None:
+    for step in steps:
+        set_gradients(model.parameters(), step, none={none} if step < 2 else ())
+        optimizer.step()
+
+
+@pytest.mark.exhaustive_at(3)
+@pytest.mark.ranks(2, 3, backend="gloo")
+@pytest.mark.parametrize("partition", ["whole", "split"])
+@pytest.mark.parametrize("as_bucket_view", [False, True], ids=["params", "views"])
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "SGD-momentum", "Adafactor"])
+def test_equals_copies_in_one_process(rank: int, name: str, partition: str, as_bucket_view: bool) -> None:
+    if name == "Adafactor" and partition == "split":
+        return
+    optimizer_class, settings = DENSE_OPTIMIZERS[name]
+    model = HalfModel()
+    reference = copy.deepcopy(model)
+    sharded = ZeroRedundancyOptimizer(
+        model.parameters(),
+        optimizer_class,
+        parameters_as_bucket_view=as_bucket_view,
+        partition=cutting(partition),
+        master_weights=True,
+        **settings,
+    )
+    plain = PlainMasters(reference.parameters(), optimizer_class, **settings)
+    for step in range(4):
+        train(model, sharded, [step], none=3)
+        train(reference, plain, [step], none=3)
+        assert_bitwise_equal(model, reference, f"after step {step}")
+        assert_replicas_equal(model.parameters())
+    sharded.consolidate_state_dict(to=0)
+    if rank == 0:
+        ours, expected = sharded.state_dict(), plain.state_dict()
+        for index, param in enumerate(model.parameters()):
+            if param.dtype == torch.float32:
+                expected["state"][index].pop("master_param")
+        # Those that were never stepped are listed as empty.
+        for state_dict in (ours, expected):
+            state_dict["state"] = {key: entries for key, entries in state_dict["state"].items() if entries}
+        assert_same_state(ours, expected)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_bytes_of_a_rank_are_those_of_its_shards(rank: int) -> None:
+    model = HalfModel()
+    sharded = sharded_over(model, partition=cutting("split"))
+    train(model, sharded, range(2))
+    local = sharded.optim.state
+    nbytes = sum(value.nbytes for entries in local.values() for value in entries.values() if value.dim() > 0)
+    owned = [(shard.numel, sharded.plan.tensors[shard.tensor].dtype.itemsize) for shard in sharded.plan.of_rank(rank)]
+    # Two moments of 4 bytes for each element, and a master for those in half precision.
+    assert nbytes == sum(numel * (12 if itemsize == 2 else 8) for numel, itemsize in owned)
+    # Parameters travel in their own dtypes.
+    assert sharded.traffic.of("share").bytes_sent == 2 * sum(numel * itemsize for numel, itemsize in owned)
+
+
+# ---------------------------------------------------------------------- with DistributedDataParallel
+
+
+class Training:
+    """DistributedDataParallel over a model in half precision with masters: sharded, or by hand."""
+
+    def __init__(self, hook: str, *, is_sharded: bool, partition: str = "whole") -> None:
+        model = HalfModel()
+        self.ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=0.02)
+        self.optimizer: Any = PlainMasters(model.parameters(), optim.AdamW, lr=1e-2)
+        if is_sharded:
+            overlaps = hook not in ("none", "owner")
+            self.optimizer = sharded_over(model, overlap_with_ddp=overlaps, partition=cutting(partition))
+            if hook != "none":
+                register(hook, self.ddp, self.optimizer)
+
+    def iterate(self, step: int, *, max_norm: float | None = None) -> None:
+        generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
+        self.ddp.zero_grad()
+        self.ddp(torch.randn(8, 40, generator=generator)).float().square().mean().backward()
+        if max_norm is not None:
+            nn.utils.clip_grad_norm_(self.ddp.parameters(), max_norm)
+        self.optimizer.step()
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.parametrize("partition", ["whole", "split"])
+@pytest.mark.parametrize("hook", ["none", *HOOKS])
+def test_with_a_hook(hook: str, partition: str) -> None:
+    ours, plain = (Training(hook, is_sharded=is_sharded, partition=partition) for is_sharded in (True, False))
+    for step in range(4):
+        for each in (ours, plain):
+            each.iterate(step)
+        assert_bitwise_equal(ours.ddp.module, plain.ddp.module, f"after step {step}")
+        assert_replicas_equal(ours.ddp.parameters())
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_clipping_with_a_hook() -> None:
+    ours, plain = (Training("owner", is_sharded=is_sharded) for is_sharded in (True, False))
+    for step in range(3):
+        for each in (ours, plain):
+            each.iterate(step, max_norm=0.1)
+        assert_bitwise_equal(ours.ddp.module, plain.ddp.module, f"after step {step}")
+    # The gradient at its owner is scaled, and not the copy of it that a step makes.
+    ours.ddp.zero_grad()
+    ours.ddp(torch.ones(8, 40)).float().square().mean().backward()
+    norm = float(ours.optimizer.clip_grad_norm_(1e-3))
+    assert norm > 1e-3
+    assert float(ours.optimizer.clip_grad_norm_(1.0)) == pytest.approx(1e-3, rel=0.01)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.parametrize("hook", ["none", "owner"])
+def test_an_infinity_on_one_rank_skips_the_step_on_all(rank: int, hook: str) -> None:
+    model = HalfModel(torch.float16)
+    ddp = DistributedDataParallel(model)
+    optimizer = sharded_over(model)
+    if hook != "none":
+        register(hook, ddp, optimizer)
+    # torch.amp.GradScaler refuses gradients in float16, sharded or not.
+    scaler = ShardedGradScaler("cpu", init_scale=2.0**10)
+    twin = copy.deepcopy(model)
+    plain_ddp, plain = DistributedDataParallel(twin), PlainMasters(twin.parameters(), optim.AdamW, lr=1e-2)
+    for step in range(4):
+        inputs = torch.randn(8, 40, generator=torch.Generator().manual_seed(2 * step + rank))
+        if step == 2 and rank == 1:
+            inputs[0, 0] = torch.inf
+        optimizer.zero_grad()
+        scaler.scale(ddp(inputs).float().square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == (2.0**10 if step < 2 else 2.0**9)
+        twin.zero_grad()
+        (plain_ddp(inputs).float().square().mean() * (2.0**10 if step <= 2 else 2.0**9)).backward()
+        if step != 2:
+            for param in twin.parameters():
+                param.grad.div_(2.0**10 if step < 2 else 2.0**9)
+            plain.step()
+        assert_bitwise_equal(model, twin, f"after step {step}")
+
+
+# ---------------------------------------------------------------------- checkpoints
+
+
+def save(model: nn.Module, optimizer: Any, path: Path, way: str, group: dist.ProcessGroup | None) -> None:
+    if way == "dcp":
+        states = get_state_dict(model, optimizer)
+        dcp.save(dict(zip(("model", "optimizer"), states, strict=True)), checkpoint_id=path, process_group=group)
+        return
+    optimizer.consolidate_state_dict()
+    if dist.get_rank(group) == 0:
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    dist.barrier(group)
+
+
+def load(model: nn.Module, optimizer: Any, path: Path, way: str, group: dist.ProcessGroup | None) -> None:
+    if way == "dcp":
+        states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        dcp.load(states, checkpoint_id=path, process_group=group)
+        set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
+        return
+    found = torch.load(path, weights_only=True)
+    optimizer.load_state_dict(found["optimizer"])
+    model.load_state_dict(found["model"])
+
+
+@pytest.mark.ranks(3, backend="gloo")
+@pytest.mark.parametrize("partition", ["whole", "split"])
+@pytest.mark.parametrize("way", ["dcp", "consolidated"])
+def test_saved_at_one_size_and_resumed_at_another(rank: int, ranks_tmp_path: Path, way: str, partition: str) -> None:
+    groups = {size: dist.new_group(list(range(size))) for size in (2, 3)}
+    reference = HalfModel()
+    train(reference, PlainMasters(reference.parameters(), optim.AdamW, lr=1e-2), range(5))
+    for size, group in groups.items():
+        path = ranks_tmp_path / f"from{size}"
+        if rank < size:
+            model = HalfModel()
+            sharded = sharded_over(model, group, partition=cutting(partition))
+            train(model, sharded, range(3))
+            save(model, sharded, path, way, group)
+        dist.barrier()
+        for other, other_group in groups.items():
+            if rank < other:
+                resumed = HalfModel()
+                optimizer = sharded_over(resumed, other_group, partition=cutting(partition))
+                load(resumed, optimizer, path, way, other_group)
+                train(resumed, optimizer, range(3, 5))
+                assert_bitwise_equal(resumed, reference, f"saved at {size}, resumed at {other}")
+        dist.barrier()
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_a_plain_optimizer_casts_masters_and_moments(rank: int) -> None:
+    model = HalfModel()
+    sharded = sharded_over(model)
+    train(model, sharded, range(2))
+    sharded.consolidate_state_dict()
+    if rank == 0:
+        plain = optim.AdamW(model.parameters(), lr=1e-2)
+        plain.load_state_dict(sharded.state_dict())
+        first = next(model.parameters())
+        assert {value.dtype for value in plain.state[first].values()} == {torch.bfloat16, torch.float32}
+        assert torch.equal(plain.state[first]["master_param"], first.detach())
+        assert plain.state[first]["exp_avg"].dtype == torch.bfloat16
+        set_gradients(model.parameters(), 3)
+        plain.step()
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_absent_masters_are_made_from_the_parameters(rank: int) -> None:
+    model = HalfModel()
+    sharded, plain = sharded_over(model), optim.AdamW(HalfModel().parameters(), lr=1e-2)
+    train(model, sharded, range(2))
+    for group in plain.param_groups:
+        for param in group["params"]:
+            param.grad = torch.ones_like(param)
+    plain.step()
+    sharded.load_state_dict(plain.state_dict())
+    for param in model.parameters():
+        entries = sharded.state[param]
+        if param.dtype == torch.bfloat16 and type(entries["master_param"]) is torch.Tensor:
+            assert torch.equal(entries["master_param"], param.detach().float())
+            assert entries["exp_avg"].dtype == torch.float32
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_values_that_were_written_to_parameters_are_taken_over() -> None:
+    model = HalfModel()
+    reference = copy.deepcopy(model)
+    sharded, plain = sharded_over(model), PlainMasters(reference.parameters(), optim.AdamW, lr=1e-2)
+    train(model, sharded, range(2))
+    train(reference, plain, range(2))
+    # A write of the same values keeps what is not in them; other values are taken.
+    model.load_state_dict(copy.deepcopy(model.state_dict()))
+    with torch.no_grad():
+        model[0].weight[0] = 0.5
+        reference[0].weight[0] = 0.5
+        plain.masters[0][0] = 0.5
+    train(model, sharded, range(2, 4))
+    train(reference, plain, range(2, 4))
+    assert_bitwise_equal(model, reference, "after parameters were written to")
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_state_can_be_made_before_the_first_step() -> None:
+    model, reference = HalfModel(), HalfModel()
+    sharded, plain = sharded_over(model), PlainMasters(reference.parameters(), optim.AdamW, lr=1e-2)
+    sharded.init_state()
+    # As torch.distributed.checkpoint makes state.
+    for param in reference.parameters():
+        param.grad = torch.zeros_like(param)
+    plain.inner.param_groups[0]["lr"] = 0.0
+    plain.step()
+    plain.inner.param_groups[0]["lr"] = 1e-2
+    listed = sharded.state_dict()["state"]
+    assert {"master_param" in entries for entries in listed.values()} == {True, False}
+    train(model, sharded, range(2))
+    train(reference, plain, range(2))
+    assert_bitwise_equal(model, reference, "after init_state()")
+
+
+# ---------------------------------------------------------------------- refused
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_a_load_that_fails_on_one_rank_leaves_masters_as_they_were(rank: int) -> None:
+    model = HalfModel()
+    reference = copy.deepcopy(model)
+    sharded, plain = sharded_over(model), PlainMasters(reference.parameters(), optim.AdamW, lr=1e-2)
+    train(model, sharded, range(2))
+    train(reference, plain, range(2))
+    sharded.consolidate_state_dict()
+    given = copy.deepcopy(sharded.state_dict()) if rank == 0 else {}
+    for entries in given.get("state", {}).values():
+        if "master_param" in entries:
+            entries["master_param"].zero_()
+    if rank == 0:
+        given["state"][0]["master_param"] = torch.zeros(3)
+    with pytest.raises(ValueError, match=r"entry 'master_param' has shape \(3,\), expected"):
+        sharded.load_state_dict(given, from_rank=0)
+    train(model, sharded, range(2, 4))
+    train(reference, plain, range(2, 4))
+    assert_bitwise_equal(model, reference, "after a load that failed")
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_without_master_weights_they_are_refused_by_name() -> None:
+    model = HalfModel()
+    sharded = sharded_over(model)
+    train(model, sharded, range(1))
+    other = sharded_over(model, master_weights=False)
+    with pytest.raises(ValueError, match="extra entry 'master_param': build the optimizer with master_weights=True"):
+        other.load_state_dict(sharded.state_dict())
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_a_converted_model_is_refused() -> None:
+    model = HalfModel()
+    sharded = sharded_over(model)
+    train(model, sharded, range(1))
+    model.float()
+    set_gradients(model.parameters(), 1)
+    with pytest.raises(ValueError, match="master_weights=True, convert the model before the optimizer is built"):
+        sharded.step()
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_ranks_that_differ_are_told_so(rank: int) -> None:
+    with pytest.raises(DisagreementError, match="master_weights"):
+        sharded_over(HalfModel(), master_weights=rank == 0)
