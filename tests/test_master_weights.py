@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ddp_training import HOOKS, register
 from torch import nn, optim
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _MixedPrecision
 from training import DENSE_OPTIMIZERS, assert_bitwise_equal, assert_same_state, cutting, set_gradients, small_model
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_comm import DisagreementError
+from zeroshard_integrations.ddp import hook_with_zero_step, register_reduce_to_owner
 from zeroshard_testing import assert_replicas_equal
 
 
@@ -373,3 +377,33 @@ def test_a_converted_model_is_refused() -> None:
 def test_ranks_that_differ_are_told_so(rank: int) -> None:
     with pytest.raises(DisagreementError, match="master_weights"):
         sharded_over(HalfModel(), master_weights=rank == 0)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.parametrize("steps_early", [False, True], ids=["owner", "behind"])
+def test_mixed_precision_of_ddp_is_refused_with_a_hook(steps_early: bool) -> None:
+    model = small_model()
+    ddp = DistributedDataParallel(model, mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
+    optimizer = sharded_over(model, overlap_with_ddp=steps_early)
+    register = partial(hook_with_zero_step, allreduce_hook) if steps_early else register_reduce_to_owner
+    with pytest.raises(ValueError, match=r"mixed_precision=...\) has a communication hook of its own"):
+        register(ddp, optimizer)
+    # It is as it was, and steps without a hook.
+    train(model, optimizer, range(1))
+
+
+@pytest.mark.ranks(2, backend=["gloo-cuda", "nccl"])
+def test_mixed_precision_of_ddp_without_a_hook() -> None:
+    def run(*, is_sharded: bool) -> nn.Module:
+        model = small_model().cuda()
+        precision = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+        ddp = DistributedDataParallel(model, mixed_precision=precision)
+        made = sharded_over(model, master_weights=False) if is_sharded else optim.AdamW(model.parameters(), lr=1e-2)
+        for step in range(3):
+            made.zero_grad()
+            generator = torch.Generator().manual_seed(2 * step + dist.get_rank())
+            ddp(torch.randn(8, 40, generator=generator).cuda()).float().square().mean().backward()
+            made.step()
+        return model
+
+    assert_bitwise_equal(run(is_sharded=True), run(is_sharded=False), "after three steps")

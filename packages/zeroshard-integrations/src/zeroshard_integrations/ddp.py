@@ -79,7 +79,7 @@ def reduce_to_owner_hook(state: ZeroRedundancyOptimizer, bucket: GradBucket) -> 
     if dist.get_pg_count() > 1 and isinstance(bucket, GradBucket) and bucket.index() == 0:
         params = bucket.parameters()
         for ddp in () if follower.knows(params) else _models_of(state, params[0]):
-            _check_ranks(ddp, state)
+            _check_model(ddp, state)
     return _receive([follower], bucket)
 
 
@@ -126,7 +126,7 @@ def register_reduce_to_owner(
     Raises:
         TypeError: if it is no sharded optimizer.
         ValueError: if no optimizer has a parameter, or two have, if one has other ranks, or was built with
-            ``overlap_with_ddp=True``.
+            ``overlap_with_ddp=True``, or if DDP has ``mixed_precision``.
     """
     optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
     for each in optimizers:
@@ -140,7 +140,7 @@ def register_reduce_to_owner(
                 "the optimizer was built with overlap_with_ddp=True, to be stepped by a communication hook: build it "
                 "without, or register hook_with_zero_step or hook_with_zero_step_interleaved"
             )
-        _check_ranks(ddp, each)
+        _check_model(ddp, each)
     _check_parameters(ddp, optimizers)
     for each in optimizers:
         each.follow_backward(StepMode.IN_STEP, _names_of(ddp), norms=norms)
@@ -231,7 +231,7 @@ def _stepping(
             "the optimizer must be built with overlap_with_ddp=True to be stepped by a communication hook; or register "
             "reduce_to_owner_hook, which leaves stepping to step()"
         )
-    _check_ranks(ddp, zero)
+    _check_model(ddp, zero)
     _check_parameters(ddp, [zero])
     follower = zero.follow_backward(mode, _names_of(ddp))
     # DDP keeps the hook: a reference to the optimizer from there would be a cycle through C++.
@@ -314,7 +314,13 @@ def _check_group(state: object, group: dist.ProcessGroup) -> None:
             )
 
 
-def _check_ranks(ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer) -> None:
+def _check_model(ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer) -> None:
+    if getattr(ddp, "mixed_precision", None) is not None:
+        raise ValueError(
+            "DistributedDataParallel(mixed_precision=...) has a communication hook of its own, and takes no other: "
+            "use torch.autocast, or parameters in half precision with master_weights=True, instead; or register no "
+            "hook of zeroshard"
+        )
     theirs, ours = dist.get_process_group_ranks(ddp.process_group), dist.get_process_group_ranks(zero.process_group)
     if theirs != ours:
         raise ValueError(
