@@ -1,5 +1,6 @@
 """Sharded optimizer state for data-parallel training with PyTorch."""
 
+from zeroshard.averaged_parameters import AveragedParameters
 from zeroshard.elementwise import ELEMENTWISE
 from zeroshard.full_state_dict import full_optimizer_state_dict
 from zeroshard.optimizer import ZeroRedundancyOptimizer
@@ -12,6 +13,7 @@ from zeroshard.state.partial import check_whole
 
 __all__ = [
     "ELEMENTWISE",
+    "AveragedParameters",
     "BackwardFollower",
     "Bucket",
     "GradPlaceholder",

@@ -3,67 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import optim
-from zeroshard_core import Plan, Shard
+from zeroshard_core import Plan
 
 from zeroshard._torch_private import step_post_hooks, step_pre_hooks
+from zeroshard.added_state import AddedState
 from zeroshard.coupling import Coupled, check_uncoupled
 from zeroshard.elementwise import OptimizerFactory
-from zeroshard.master_weights import MasterWeights, needs_master
+from zeroshard.local_shard import LocalShard, gradient_of, rows_of
+from zeroshard.master_weights import MasterWeights
 from zeroshard.param_groups import ParamGroup
 
 Closure = Callable[[], Any]
 
 NOT_SYNCED = frozenset({"params", "param_names"})
 """Keys of a param group that describe which parameters it has; they differ between the public and the local groups."""
-
-
-@dataclass(frozen=True, eq=False)
-class LocalShard:
-    """One shard of this rank and the tensor that is its parameter in the local optimizer.
-
-    Attributes:
-        shard: what is owned.
-        param: the whole parameter.
-        tensor: ``param`` itself where the shard is all of it, else a leaf of its own that views the parameter's rows.
-            Once gradients come bucket by bucket, a leaf of its own in both cases, so that shards can be stepped while
-            autograd and DDP still work with ``param.grad``. Or the master weight: a float32 copy of the rows.
-        rounded: the parameter's rows, if ``tensor`` is their master weight.
-    """
-
-    shard: Shard
-    param: torch.Tensor
-    tensor: torch.Tensor
-    rounded: torch.Tensor | None = None
-
-    @classmethod
-    def of(cls, shard: Shard, param: torch.Tensor, *, detached: bool, master: bool = False) -> LocalShard:
-        """Make the tensor of a shard; ``master`` says whether to make a master weight where one is needed."""
-        if master and needs_master(param):
-            rows = _values(shard, param)
-            return cls(shard, param, torch.nn.Parameter(rows.float(), requires_grad=param.requires_grad), rows)
-        if shard.numel == param.numel() and not (detached and param.layout is torch.strided):
-            return cls(shard, param, param)
-        return cls(shard, param, torch.nn.Parameter(_values(shard, param), requires_grad=param.requires_grad))
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether the shard is only a part of the parameter."""
-        return self.shard.numel != self.param.numel()
-
-    @property
-    def is_detached(self) -> bool:
-        """Whether the local optimizer holds a tensor of its own in place of the parameter."""
-        return self.tensor is not self.param
-
-    def converted(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """Return a gradient in the dtype of :attr:`tensor`."""
-        return gradient if gradient is None or self.rounded is None else gradient.to(self.tensor.dtype)
 
 
 class LocalOptimizer:
@@ -82,6 +40,7 @@ class LocalOptimizer:
         with_masters: whether parameters in half precision have master weights.
 
     Attributes:
+        added: state that is not the class's own.
         masters: the master weights; none without ``with_masters``.
         shards: this rank's, by tensor index, ascending; replaced, never changed in place.
         bound_by_buckets: tensors whose gradients come in buckets, and are bound by these.
@@ -101,7 +60,9 @@ class LocalOptimizer:
         *,
         with_masters: bool = False,
     ) -> None:
-        self._with_masters, self.masters = with_masters, MasterWeights()
+        self._with_masters, self.masters, self.added = with_masters, MasterWeights(), AddedState()
+        if with_masters:
+            self.added.add(self.masters)
         self._factory, self._rank, self._defaults, self._coupled = factory, rank, dict(defaults), coupled
         self.shards: dict[int, LocalShard] = {}
         self.bound_by_buckets: Set[int] = frozenset()
@@ -152,8 +113,8 @@ class LocalOptimizer:
     def rebind(self) -> None:
         """Point detached shards at their parameters' present storage, after a parameter's ``.data`` was rebound."""
         for shard in self._detached:
-            (shard.tensor if shard.rounded is None else shard.rounded).data = _values(shard.shard, shard.param)
-        self.masters.follow(self.shards.values())
+            (shard.tensor if shard.rounded is None else shard.rounded).data = rows_of(shard.shard, shard.param)
+        self.added.follow([*self.shards.values()])
 
     def detach_shards(self) -> None:
         """Permanently give every owned parameter its own tensor in the inner optimizer; its state moves with it."""
@@ -173,6 +134,7 @@ class LocalOptimizer:
                 state[new] = state.pop(old)
         for group in self.optim.param_groups:
             group["params"] = [moved[tensor] for tensor in group["params"]]
+        self.added.follow([*self.shards.values()])
 
     def check_cut_dims(self, before: Plan, now: Plan) -> None:
         """Raise if a cut tensor's rows lie along another dimension now, and this rank holds state for its part.
@@ -243,7 +205,8 @@ class LocalOptimizer:
 
         Without its profiling wrapper, so that hooks for all optimizers are called once per step.
         """
-        with self.masters.stepped(self.optim.state):
+        shards = [*self.shards.values()]
+        with self.masters.stepped(shards), self.added.hidden(self.optim.state, shards):
             return self._step_bound(arguments)
 
     def _step_bound(self, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as the inner step
@@ -296,7 +259,7 @@ class LocalOptimizer:
         self.shards = {shard.shard.tensor: shard for of_group in members for shard in of_group}
         self._detached = [shard for shard in self.shards.values() if shard.is_detached]
         self._cut = [shard for shard in self._detached if shard.is_cut]
-        self.masters.follow(self.shards.values())
+        self.added.follow([*self.shards.values()])
 
 
 class PartialStepper:
@@ -311,8 +274,8 @@ class PartialStepper:
     """
 
     def __init__(self, local: LocalOptimizer, shards: Sequence[LocalShard]) -> None:
-        self._inner, self._masters = local.optim, local.masters
-        self._with_master = [shard for shard in shards if shard.rounded is not None]
+        self._inner, self._added, self._masters = local.optim, local.added, local.masters
+        self._shards = shards
         chosen = {shard.tensor for shard in shards}
         self._groups: list[tuple[int, ParamGroup]] = []
         for number, group in enumerate(self._inner.param_groups):
@@ -336,7 +299,8 @@ class PartialStepper:
         vars(copied).update(vars(inner))
         copied.param_groups = [narrowed for _, narrowed in self._groups]
         # Grad mode is per thread: the worker thread would record a graph.
-        with torch.no_grad(), self._masters.stepped(inner.state, self._with_master):
+        shards, hidden = self._shards, self._added.hidden(inner.state, self._shards)
+        with torch.no_grad(), self._masters.stepped(shards), hidden:
             unwrapped_step(type(inner))(copied, **arguments)
 
 
@@ -363,16 +327,6 @@ def unwrapped_step(kind: type[optim.Optimizer]) -> Callable[..., Any]:
     return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
 
 
-def gradient_of(shard: LocalShard) -> torch.Tensor | None:
-    """Return a shard's part of its parameter's gradient."""
-    grad = shard.param.grad
-    if grad is None or not shard.is_cut:
-        return None if grad is None else grad.detach()
-    if grad.stride() != shard.param.stride():
-        grad = torch.empty_like(shard.param, dtype=grad.dtype, device=grad.device).copy_(grad)
-    return shard.shard.box(grad.detach())
-
-
 def _local_group(group: ParamGroup, shards: Sequence[LocalShard]) -> ParamGroup:
     return {**{key: value for key, value in group.items() if key not in NOT_SYNCED}, **_membership(group, shards)}
 
@@ -384,11 +338,6 @@ def _membership(group: ParamGroup, shards: Sequence[LocalShard]) -> ParamGroup:
         names = {id(param): name for param, name in zip(group["params"], group["param_names"], strict=True)}
         found["param_names"] = [names[id(shard.param)] for shard in shards]
     return found
-
-
-def _values(shard: Shard, param: torch.Tensor) -> torch.Tensor:
-    """The view of a detached shard: the parameter itself, or some rows of it."""
-    return param.detach() if shard.numel == param.numel() else shard.box(param.detach())
 
 
 def _is_number(value: object) -> bool:

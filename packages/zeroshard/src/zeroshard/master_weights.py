@@ -6,49 +6,45 @@ Gradients are converted to float32 for the step, and parameters get the copies r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
 
 import torch
 
 from zeroshard._torch_private import foreach_copy_, version_of
-
-ENTRY = "master_param"
-_HALF = (torch.float16, torch.bfloat16)
-_State = MutableMapping[Any, Any]
-
-
-class _Shard(Protocol):
-    """One shard of this rank; it is a :class:`zeroshard.local_optimizer.LocalShard`."""
-
-    @property
-    def param(self) -> torch.Tensor: ...
-    @property
-    def tensor(self) -> torch.Tensor: ...
-    @property
-    def rounded(self) -> torch.Tensor | None: ...
-
-
-def needs_master(param: torch.Tensor) -> bool:
-    """Whether a parameter has less than single precision."""
-    return param.dtype in _HALF and param.layout is torch.strided
+from zeroshard.added_state import MASTER, State
+from zeroshard.local_shard import LocalShard
 
 
 class MasterWeights:
-    """The master weights of this rank, which are the tensors of the local optimizer.
+    """The master weights of this rank, which are tensors of the local optimizer.
 
     A parameter always has its master's rounded values after a step. Where it has others before the next one, as after a
     model was loaded or averaged, the master takes these.
     """
 
+    names = (MASTER,)
+
     def __init__(self) -> None:
-        self._shards: Sequence[_Shard] = ()
+        self._shards: list[LocalShard] = []
+        self._entries: dict[int, Mapping[str, torch.Tensor]] = {}
         self._versions: list[int] = []
 
-    def follow(self, shards: Iterable[_Shard]) -> None:
-        """Take over the shards of a plan, those without a master too."""
+    def follow(self, shards: Sequence[LocalShard]) -> None:
+        """Take over shards, those without a master too."""
         self._shards = [shard for shard in shards if shard.rounded is not None]
+        self._entries = {shard.index: {MASTER: shard.tensor.detach()} for shard in self._shards}
+        self._versions = []
+
+    def entries(self, shard: LocalShard) -> Mapping[str, torch.Tensor]:
+        """Return the master of a shard, if it has one."""
+        return self._entries.get(shard.index, {})
+
+    def load(self, state: State) -> None:
+        """Take over masters from a state that was loaded, or where it has none, the parameters."""
+        with torch.no_grad():
+            for shard in self._shards:
+                shard.tensor.copy_((state.get(shard.tensor) or {}).get(MASTER, shard.rows))
         self._versions = []
 
     def refresh(self) -> None:
@@ -58,8 +54,7 @@ class MasterWeights:
             return
         with torch.no_grad():
             for shard in self._shards:
-                master, values = shard.tensor, shard.rounded
-                assert values is not None
+                master, values = shard.tensor, shard.rows
                 master.copy_(torch.where(master.to(values.dtype) == values, master, values))
         self._versions = versions
 
@@ -67,53 +62,21 @@ class MasterWeights:
         """Take note that parameters have the masters' values: a step has ended."""
         self._versions = [version_of(shard.param) for shard in self._shards]
 
-    def round(self, shards: Iterable[_Shard] | None = None) -> None:
+    def round(self, shards: Sequence[LocalShard] | None = None) -> None:
         """Write the masters of some shards, or of all, to their parameters."""
-        pairs = [(each.rounded, each.tensor) for each in shards or self._shards if each.rounded is not None]
-        if pairs:
+        chosen = self._shards if shards is None else [shard for shard in shards if shard.rounded is not None]
+        if chosen:
             with torch.no_grad():
-                foreach_copy_([values for values, _ in pairs], [master for _, master in pairs])
+                foreach_copy_([shard.rows for shard in chosen], [shard.tensor for shard in chosen])
 
     @contextmanager
-    def stepped(self, state: _State, shards: Sequence[_Shard] | None = None) -> Iterator[None]:
-        """Around a step of the local optimizer: hide the entries from it, as it makes its own where there are none.
-
-        Args:
-            state: of the local optimizer.
-            shards: which are stepped, all with masters; None for all.
-        """
-        shards = self._shards if shards is None else shards
-        hidden = [state[each.tensor].pop(ENTRY, None) if each.tensor in state else None for each in shards]
+    def stepped(self, shards: Sequence[LocalShard]) -> Iterator[None]:
+        """Around a step of the local optimizer: round the masters, and drop gradients that were converted."""
         try:
             yield
         finally:
-            for shard, entry in zip(shards, hidden, strict=True):
-                if entry is not None or shard.tensor.grad is not None:
-                    state[shard.tensor][ENTRY] = shard.tensor.detach() if entry is None else entry
-                shard.tensor.grad = None
-            if shards:
+            if self._shards:
                 self.round(shards)
-
-    def list_in(self, state: _State) -> None:
-        """Add entries for trainable parameters, before any step."""
-        for shard in self._shards:
-            if shard.param.requires_grad:
-                state[shard.tensor][ENTRY] = shard.tensor.detach()
-
-    def complete(self, state: _State) -> None:
-        """Make entries that a loaded state lacks, from parameters."""
-        for shard in self._shards:
-            assert shard.rounded is not None
-            if state.get(shard.tensor):
-                state[shard.tensor].setdefault(ENTRY, shard.rounded.float())
-
-    def load(self, state: _State) -> None:
-        """Take over the values of a state that all ranks have loaded."""
-        with torch.no_grad():
-            for shard in self._shards:
-                assert shard.rounded is not None
-                entries = state.get(shard.tensor) or {}
-                shard.tensor.copy_(entries.get(ENTRY, shard.rounded))
-                if entries:
-                    entries[ENTRY] = shard.tensor.detach()
-        self._versions = []
+                for shard in shards:
+                    if shard.rounded is not None:
+                        shard.tensor.grad = None

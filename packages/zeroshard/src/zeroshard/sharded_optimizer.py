@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Mapping, MutableMapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -16,12 +16,11 @@ from zeroshard.joining import Call, Participant
 from zeroshard.layout import Policy
 from zeroshard.local_optimizer import Closure
 from zeroshard.overlap.backward import BackwardFollower
-from zeroshard.overlap.placeholder import GradPlaceholder
 from zeroshard.overlap.scheduler import StepMode
 from zeroshard.param_groups import ParamGroup
 from zeroshard.sharding import Sharding
 from zeroshard.state.consolidate import consolidate, pack_groups
-from zeroshard.state.initialize import init_state
+from zeroshard.state.initialize import init_state, is_torchs_own_step
 from zeroshard.state.load import load
 from zeroshard.state.metadata import StateMetadata
 from zeroshard.state.partial import StateDict, list_state
@@ -128,14 +127,12 @@ class ShardedOptimizer:
 
     def init_state(self) -> None:
         """Make the state of all ranks, if there is none."""
-        self._announce(Call.REFUSED)
-        with self._coordinator.guard.exchange():
+        with self.collective():
             init_state(self.sharding, self._metadata)
 
     def load(self, read: Callable[[], Mapping[str, Any]], from_rank: int | None) -> bool:
         """Load a state dict on all ranks, or on none; False if there was nothing to load."""
-        self._announce(Call.REFUSED)
-        with self._coordinator.guard.exchange():
+        with self.collective():
             is_loaded = load(self.sharding, self.sharding.groups, self._schema, self._metadata, read, from_rank)
         if is_loaded:
             self._metadata.drop_consolidated()
@@ -155,7 +152,8 @@ class ShardedOptimizer:
         failure, self.hook_failure = self.hook_failure, None
         try:
             follower, loss = self.follower, None
-            if follower is not None and not (closure or failure) and self._is_torchs_own_step(follower):
+            may_be_torchs = follower is not None and not (closure or failure or follower.has_stepped)
+            if may_be_torchs and is_torchs_own_step(self.sharding, self._metadata):
                 return self.init_state()
             if follower is not None and follower.mode is not StepMode.IN_STEP:
                 # Nothing is sent here: Join contexts need not know, and errors are raised only on this rank.
@@ -174,17 +172,6 @@ class ShardedOptimizer:
         finally:
             del failure
         return result if loss is None else loss
-
-    def _is_torchs_own_step(self, follower: BackwardFollower) -> bool:
-        """Whether torch.distributed.checkpoint steps to make state: with learning rate 0 and zeros as gradients."""
-        if not self._metadata.is_empty or follower.has_stepped:
-            return False
-        grads = [param.grad for param in self.sharding.params if param.requires_grad]
-        if any(grad is None or type(grad) is GradPlaceholder for grad in grads):
-            return False
-        # Only now, as these may wait for the device.
-        rates = (group.get("lr", 1) for group in self.sharding.groups)
-        return not any(rates) and not any(grad is not None and grad.any() for grad in grads)
 
     def apply_step(
         self, arguments: Mapping[str, Any], closure: Closure | None = None, problem: BaseException | None = None
@@ -246,11 +233,17 @@ class ShardedOptimizer:
         self._train_mode.check(name)
 
         def call() -> Any:  # noqa: ANN401 - what the local optimizer's returns
-            self._announce(Call.REFUSED)
-            with self._coordinator.guard.exchange():
+            with self.collective():
                 return self._train_mode.call(name)
 
         return call
+
+    @contextmanager
+    def collective(self) -> Iterator[None]:
+        """Around a call in which all ranks exchange something, and which Join refuses."""
+        self._announce(Call.REFUSED)
+        with self._coordinator.guard.exchange():
+            yield
 
     def _announce(self, call: Call, **arguments: Any) -> None:  # noqa: ANN401 - of any call
         """Announce a call inside of Join, if earlier exchanges came to their end."""
@@ -271,10 +264,9 @@ class ShardedOptimizer:
 
     def add_param_group(self, append: Callable[[], None]) -> None:
         """Take in a new param group on all ranks, or on none."""
-        self._announce(Call.REFUSED)
         follower = self.follower
         is_noted = follower is not None and follower.has_same_hyperparameters()
-        with self._coordinator.guard.exchange():
+        with self.collective():
             self.sharding.grow(self.sharding.groups, append)
             if self.sharding.control.any_raised(self._metadata.has_changed(), "add_param_group()"):
                 self._metadata.exchange("add_param_group()")

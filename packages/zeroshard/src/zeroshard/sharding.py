@@ -45,6 +45,7 @@ class Sharding:
         params: all parameters, by tensor index.
         local: the local optimizer.
         sync: where parameters lie, and how they are shared.
+        refusal: why parameters may not be stepped or loaded now, if they may not.
         hyperparameters: those that must be equal on all ranks.
         begins_with_state: whether the optimizer class created state in its constructor, on any rank.
         buckets: the buckets of a communication hook, which follow every layout; None without one.
@@ -64,6 +65,7 @@ class Sharding:
     ) -> None:
         self.control, self.policy = Control(ranks, traffic), policy
         self.buckets: _Buckets | None = None
+        self.refusal = ""
         name = name_of(policy.factory)
         order: Mapping[str, int] = {}
         with agreed(self.control, "ZeroRedundancyOptimizer()") as declared:
@@ -163,6 +165,8 @@ class Sharding:
         Raises:
             Exception: an error in the parameters or groups; the other ranks must be told.
         """
+        if self.refusal:
+            raise RuntimeError(self.refusal)
         check_members(groups, self.params)
         layout = self.current_layout(groups)
         sync_groups(groups, self.local.optim.param_groups)
@@ -194,6 +198,19 @@ class Sharding:
         self.layout = layout
         self.params = parameters_of(groups)
         self._lay_out()
+
+    def share_now(self) -> None:
+        """Send the owners' values to all ranks outside of a step, also of parameters that are frozen now. Collective.
+
+        Ranks must agree on something afterwards, as others may still be reading.
+
+        Raises:
+            PeerLostError: if a rank is gone.
+        """
+        sync = ParameterSync(self.control, as_bucket_view=False)
+        sync.follow(self.params, self.layout.plan, [index in self.layout.settled for index in range(len(self.params))])
+        sync.send()
+        sync.wait()
 
     def in_words(self) -> str:
         """Return layout and hyperparameters as JSON, which ranks compare at the end of a step."""

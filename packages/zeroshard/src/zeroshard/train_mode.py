@@ -13,7 +13,6 @@ from zeroshard_comm import agreed
 from zeroshard._torch_private import version_of
 from zeroshard.local_optimizer import NOT_SYNCED, sync_groups
 from zeroshard.param_groups import settings_of
-from zeroshard.parameter_sync import ParameterSync
 from zeroshard.sharding import Sharding
 from zeroshard.state.serialization import receive_value, send_value
 
@@ -62,7 +61,7 @@ class TrainMode:
                 # Frameworks call train() before every batch. Writes to ``.data`` are not seen.
                 is_alike = last == name == self._last and before == self._seen()
                 if control.any_raised(not is_alike, f"what {name}() has changed") and not control.alone:
-                    self._share_parameters()
+                    sharding.share_now()
                     self._share_groups()
                 sync_groups(inner.param_groups, groups)
                 sharding.hyperparameters.written(groups)
@@ -73,14 +72,6 @@ class TrainMode:
         local = self._sharding.local
         versions = [version_of(shard.tensor) for shard in local.shards.values()]
         return versions, settings_of(local.optim.param_groups, {}, in_step=True)
-
-    def _share_parameters(self) -> None:
-        """Send the owners' values to all ranks, also of parameters that are frozen now and may have state."""
-        sharding, layout = self._sharding, self._sharding.layout
-        sync = ParameterSync(sharding.control, as_bucket_view=False)
-        sync.follow(sharding.params, layout.plan, [index in layout.settled for index in range(len(sharding.params))])
-        sync.send()
-        sync.wait()
 
     def _share_groups(self) -> None:
         """Send what an owner's optimizer wrote to a group, e.g. train_mode, to ranks without parameters of it."""

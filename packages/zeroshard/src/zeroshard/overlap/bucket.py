@@ -13,7 +13,8 @@ from torch.profiler import record_function
 from zeroshard_comm import Transport
 from zeroshard_core import Plan, Run
 
-from zeroshard.local_optimizer import LocalOptimizer, PartialStepper, gradient_of
+from zeroshard.local_optimizer import LocalOptimizer, PartialStepper
+from zeroshard.local_shard import gradient_of
 from zeroshard.parameter_sync import ParameterSync, Sharing
 
 _grad_of = attrgetter("grad")

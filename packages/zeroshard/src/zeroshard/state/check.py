@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from zeroshard_core import Plan, Shard, cut_state
 
+from zeroshard.added_state import AddedState
 from zeroshard.local_optimizer import NOT_SYNCED
 from zeroshard.param_groups import ParamGroup, in_words, parameters_of
 from zeroshard.state.metadata import StateMetadata
@@ -136,6 +137,7 @@ def check_state_dict(
     plan: Plan,
     schema: StateSchema,
     metadata: StateMetadata,
+    added: AddedState,
 ) -> CheckedStateDict:
     """Check a state dict against the optimizer.
 
@@ -145,6 +147,7 @@ def check_state_dict(
         plan: who owns what.
         schema: what state the optimizer class keeps.
         metadata: what state the optimizer has.
+        added: knows the entries that are not of the class.
 
     Raises:
         TypeError: if it is no state dict of an optimizer.
@@ -189,7 +192,8 @@ def check_state_dict(
         if index in by_tensor:
             _check_entries(by_tensor[index], param, where)
             if by_tensor[index]:
-                schema.check(by_tensor[index], spec, param.layout, saved_groups[spec.group], where)
+                entries = added.checked(by_tensor[index], spec.shape, where)
+                schema.check(entries, spec, param.layout, saved_groups[spec.group], where)
         elif spec.trainable and spec.group in stateful_groups and not (is_partial or by_name or metadata.lacks(index)):
             # By name they come from torch.distributed.checkpoint, which has refused this unless `strict` is False.
             raise ValueError(

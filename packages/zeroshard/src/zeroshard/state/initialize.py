@@ -12,6 +12,7 @@ from zeroshard.local_optimizer import NOT_SYNCED, LocalOptimizer, unwrapped_step
 from zeroshard.sharding import Sharding
 from zeroshard.state.load import take_over
 from zeroshard.state.metadata import StateMetadata
+from zeroshard.without_values import TensorWithoutValues
 
 
 def init_state(sharding: Sharding, metadata: StateMetadata) -> None:
@@ -35,11 +36,28 @@ def init_state(sharding: Sharding, metadata: StateMetadata) -> None:
 
     def install() -> None:
         local.optim.state = defaultdict(dict, _state_after_a_step(local))
-        local.masters.list_in(local.optim.state)
+        local.added.list_in(local.optim.state, [shard for shard in local.shards.values() if shard.param.requires_grad])
 
     take_over(sharding, layout, metadata, "init_state()", install)
     metadata.drop_consolidated()
     metadata.keeps_none = metadata.is_empty and any(param.requires_grad for param in sharding.params)
+
+
+def is_torchs_own_step(sharding: Sharding, metadata: StateMetadata) -> bool:
+    """Whether torch.distributed.checkpoint steps to make state: with learning rate 0 and zeros as gradients.
+
+    Args:
+        sharding: whose optimizer is stepped.
+        metadata: tells whether there is state.
+    """
+    if not metadata.is_empty:
+        return False
+    grads = [param.grad for param in sharding.params if param.requires_grad]
+    if any(grad is None or isinstance(grad, TensorWithoutValues) for grad in grads):
+        return False
+    # Only now, as these may wait for the device.
+    rates = (group.get("lr", 1) for group in sharding.groups)
+    return not any(rates) and not any(grad is not None and grad.any() for grad in grads)
 
 
 def _state_after_a_step(local: LocalOptimizer) -> dict[torch.Tensor, Any]:

@@ -63,7 +63,8 @@ def load(
         if from_rank not in (None, rank) and given:
             raise ValueError(f"load_state_dict(from_rank={from_rank}): hand rank {rank} an empty dict, and not its own")
         is_empty = isinstance(given, Mapping) and not given and from_rank != rank
-        checked = None if is_empty else check_state_dict(given, groups, layout.plan, schema, metadata)
+        added = sharding.local.added
+        checked = None if is_empty else check_state_dict(given, groups, layout.plan, schema, metadata, added)
         if checked is not None:
             form, checksums = checked.form(rank, layout.plan), checked.checksums(layout.plan)
             hands_out = rank == (holder if from_rank is None else from_rank) and form is Given.WHOLE
@@ -83,7 +84,7 @@ def load(
         from_rank = _source(control, form, checksums, holder)
     part = _handed_out(control, parts, from_rank)
     take_over(sharding, layout, metadata, "load_state_dict()", lambda: _install(sharding.local, part))
-    sharding.local.masters.load(sharding.local.optim.state)
+    sharding.local.added.load(sharding.local.optim.state)
     sync_groups(sharding.local.optim.param_groups, groups)
     # Frozen tensors that now have state stay with the rank that holds it when they are unfrozen.
     sharding.pin(frozenset(part.stateful), groups)
@@ -180,4 +181,3 @@ def _install(local: LocalOptimizer, part: LoadedPart) -> None:
         for key, entries in part.state.items()
     }
     inner.load_state_dict({"state": by_position, "param_groups": packed})
-    local.masters.complete(inner.state)

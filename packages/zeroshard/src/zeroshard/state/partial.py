@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 from zeroshard_core import TensorSpec
 
-from zeroshard.local_optimizer import LocalShard
+from zeroshard.local_shard import LocalShard
 from zeroshard.param_groups import ParamGroup, parameters_of
 from zeroshard.sharding import Sharding
 from zeroshard.state.metadata import StateMetadata, title_of

@@ -12,7 +12,6 @@ from zeroshard_core import TensorSpec
 from zeroshard.elementwise import class_of, is_elementwise
 from zeroshard.layout import Policy
 from zeroshard.local_optimizer import NOT_SYNCED, unwrapped_step
-from zeroshard.master_weights import ENTRY
 from zeroshard.state.placeholder import StatePlaceholder
 from zeroshard.state.serialization import copy_value
 
@@ -36,12 +35,12 @@ class StateSchema:
     elements.
 
     Args:
-        policy: has the optimizer class, and whether there are master weights, which a state may lack.
+        policy: has the optimizer class.
         defaults: the user's keyword arguments for the class.
     """
 
     def __init__(self, policy: Policy, defaults: Mapping[str, Any]) -> None:
-        self._factory, self._with_masters = policy.factory, policy.master_weights
+        self._factory = policy.factory
         self._defaults = {key: value for key, value in defaults.items() if key not in _IMPLEMENTATIONS}
         self._applies = is_elementwise(policy.factory, declared=policy.elementwise)
         self._applies |= class_of(policy.factory) in vars(optim).values()
@@ -63,17 +62,6 @@ class StateSchema:
             ValueError: naming the entry that is missing, extra or misshapen.
         """
         axes = len(spec.shape)
-        if ENTRY in entries:
-            if not self._with_masters:
-                raise ValueError(
-                    f"{where}: extra entry {ENTRY!r}: build the optimizer with master_weights=True, or delete these "
-                    f"entries to go on without"
-                )
-            if entries[ENTRY].shape != spec.shape:
-                raise ValueError(
-                    f"{where}: entry {ENTRY!r} has shape {tuple(entries[ENTRY].shape)}, expected {spec.shape}"
-                )
-            entries = {key: value for key, value in entries.items() if key != ENTRY}
         required = self._forms(group, axes)
         if required is None:
             return

@@ -8,7 +8,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from zeroshard.local_optimizer import LocalOptimizer, LocalShard
+from zeroshard.local_optimizer import LocalOptimizer
+from zeroshard.local_shard import LocalShard
 from zeroshard.sharding import Sharding
 from zeroshard.state.metadata import StateMetadata
 from zeroshard.state.partial import PartialState
