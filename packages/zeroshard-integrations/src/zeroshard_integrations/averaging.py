@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from zeroshard_comm import Control, PeerLostError, RankGroup, ShardingConfig, agreed
-from zeroshard_comm._torch_private import foreach_copy_
+from zeroshard_comm._torch_private import foreach_copy_, groups_here
 from zeroshard_comm.errors import lost
 from zeroshard_core import TensorSpec, partition
 
@@ -32,75 +32,7 @@ Params = Iterable[torch.Tensor] | Iterable[Mapping[str, Any]]
 _AVERAGE = "average_parameters()"
 
 
-class _Averager(ModelAverager):
-    """Counts steps, and averages over the largest group that is due; the period of a group decides when."""
-
-    def __init__(
-        self, sizes: Mapping[int, int] | None, warmup_steps: int, process_group: dist.ProcessGroup | None
-    ) -> None:
-        ranks = RankGroup.of(process_group)
-        super().__init__(ranks.group)
-        self.warmup_steps = warmup_steps
-        self._control = Control(ranks)
-        with agreed(self._control, f"{type(self).__name__}()") as declared:
-            levels = _checked(sizes, warmup_steps, ranks.world_size)
-            declared.set(_config([], {"periods and group sizes": str(levels), "warmup_steps": warmup_steps}))
-        groups = [(period, ranks.subgroup(size)) for period, size in reversed(levels.items())]
-        self._levels = [(period, Control(group) if group is not ranks else self._control) for period, group in groups]
-
-    def average_parameters(self, params: Params) -> None:
-        """Average parameters between subgroups if that is due, and count the step. Collective if it is due.
-
-        Call it once after every step of the optimizer. Averaging is due at step ``warmup_steps``, counted from 0, and
-        after each further period.
-
-        Args:
-            params: the parameters of a model, or param groups of an optimizer; in the same order on every rank.
-
-        Raises:
-            TypeError, ValueError: if something is no parameter, or a sparse one.
-            DisagreementError, PeerLostError: if ranks pass different parameters, or have made different numbers of
-                steps, or one is gone. No parameter is changed and the step is not counted, unless one is gone.
-        """
-        self._average(params, ())
-
-    def _average(self, params: Params, buffers: Sequence[torch.Tensor]) -> None:
-        since = self.step - self.warmup_steps
-        due = [control for period, control in self._levels if since >= 0 and since % period == 0][:1]
-        for control in due:
-            try:
-                _average_over(control, params, buffers, self.step)
-            except PeerLostError:
-                control.cut_off()
-                raise
-        self.step += 1
-
-
-class PeriodicModelAverager(_Averager):
-    """Average parameters over a process group every few steps, after a warm-up.
-
-    As torch's class of that name. All ranks of the process group must construct it.
-
-    Args:
-        period: the number of steps from one average to the next.
-        warmup_steps: steps before the first one after which parameters are averaged. Gradients should be reduced over
-            all ranks meanwhile, as torch's ``post_localSGD_hook`` does until ``start_localSGD_iter``: the same number.
-        process_group: the ranks that average: one of each subgroup. The default group if None.
-
-    Attributes:
-        step: how many steps were counted. It may be set when training is resumed.
-
-    Raises:
-        ValueError: if the period is not positive, or the number of warm-up steps is negative.
-        DisagreementError, PeerLostError: if ranks pass different arguments, or one is gone.
-    """
-
-    def __init__(self, period: int, warmup_steps: int = 0, process_group: dist.ProcessGroup | None = None) -> None:
-        super().__init__({period: RankGroup.of(process_group).world_size}, warmup_steps, process_group)
-        self.period = period
-
-
-class HierarchicalModelAverager(_Averager):
+class HierarchicalModelAverager(ModelAverager):
     """Average parameters over groups of several sizes, each every few steps, after a warm-up.
 
     As torch's class of that name, except that periods begin after the warm-up, as in :class:`PeriodicModelAverager`;
@@ -128,7 +60,66 @@ class HierarchicalModelAverager(_Averager):
         warmup_steps: int = 0,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        super().__init__(period_group_size_dict, warmup_steps, process_group)
+        ranks = RankGroup.of(process_group)
+        super().__init__(ranks.group)
+        self.warmup_steps = warmup_steps
+        self._control = Control(ranks)
+        with agreed(self._control, f"{type(self).__name__}()") as declared:
+            levels = _checked(period_group_size_dict, warmup_steps, ranks.world_size)
+            settings: dict[str, str | int] = {"periods and group sizes": str(levels), "warmup_steps": warmup_steps}
+            if len(levels) > 1:
+                settings["number of process groups made so far"] = groups_here()
+            declared.set(_config([], settings))
+        groups = [(period, ranks.subgroup(size)) for period, size in reversed(levels.items())]
+        self._levels = [(period, Control(group) if group is not ranks else self._control) for period, group in groups]
+
+    def average_parameters(self, params: Params) -> None:
+        """Average parameters between subgroups if that is due, and count the step. Collective if it is due.
+
+        Call it once after every step of the optimizer. Averaging is due at step ``warmup_steps``, counted from 0, and
+        after each further period.
+
+        Args:
+            params: the parameters of a model, or param groups of an optimizer; in the same order on every rank.
+
+        Raises:
+            TypeError, ValueError: if something is no parameter, or a sparse one.
+            DisagreementError, PeerLostError: if ranks pass different parameters, or have made different numbers of
+                steps, or one is gone. No parameter is changed and the step is not counted, unless one is gone.
+        """
+        self._average(params, ())
+
+    def _average(self, params: Params, buffers: Sequence[torch.Tensor]) -> None:
+        since = self.step - self.warmup_steps
+        due = (control for period, control in self._levels if since >= 0 and since % period == 0)
+        if (control := next(due, None)) is not None:
+            try:
+                _average_over(control, params, buffers, self.step)
+            except PeerLostError:
+                control.cut_off()
+                raise
+        self.step += 1
+
+
+class PeriodicModelAverager(HierarchicalModelAverager):
+    """Average parameters over a process group every few steps, after a warm-up: a hierarchy of one level.
+
+    As torch's class of that name. All ranks of the process group must construct it.
+
+    Args:
+        period: the number of steps from one average to the next.
+        warmup_steps: steps before the first one after which parameters are averaged. Gradients should be reduced over
+            all ranks meanwhile, as torch's ``post_localSGD_hook`` does until ``start_localSGD_iter``: the same number.
+        process_group: the ranks that average: one of each subgroup. The default group if None.
+
+    Raises:
+        ValueError: if the period is not positive, or the number of warm-up steps is negative.
+        DisagreementError, PeerLostError: if ranks pass different arguments, or one is gone.
+    """
+
+    def __init__(self, period: int, warmup_steps: int = 0, process_group: dist.ProcessGroup | None = None) -> None:
+        super().__init__({period: RankGroup.of(process_group).world_size}, warmup_steps, process_group)
+        self.period = period
 
 
 class PostLocalSGDOptimizer(Optimizer):
@@ -150,16 +141,15 @@ class PostLocalSGDOptimizer(Optimizer):
         ValueError: if two ranks of the averager's process group share the state of one optimizer.
     """
 
-    def __init__(self, optim: Optimizer, averager: PeriodicModelAverager | HierarchicalModelAverager) -> None:
-        if not isinstance(averager, _Averager):
+    def __init__(self, optim: Optimizer, averager: HierarchicalModelAverager) -> None:
+        if not isinstance(averager, HierarchicalModelAverager):
             raise TypeError(
                 f"PostLocalSGDOptimizer takes an averager of zeroshard_integrations.averaging, and not a "
                 f"{type(averager).__module__}.{type(averager).__name__}"
             )
         with agreed(averager._control, "PostLocalSGDOptimizer()"):
             _check_ranks(optim, averager)
-        self.optim = optim
-        self.averager: _Averager = averager
+        self.optim, self.averager = optim, averager
 
     def step(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the wrapped optimizer's
         """Step the optimizer, and average the parameters if that is due. Collective, on all ranks of all subgroups.
@@ -172,7 +162,7 @@ class PostLocalSGDOptimizer(Optimizer):
             What the optimizer's step returned.
 
         Raises:
-            Exception: what the optimizer's step, or :meth:`PeriodicModelAverager.average_parameters`, raises.
+            Exception: what the optimizer's step, or :meth:`HierarchicalModelAverager.average_parameters`, raises.
         """
         result = self.optim.step(*args, **kwargs)
         self.averager._average(self.param_groups, getattr(self.optim, "buffers", ()))
@@ -245,7 +235,15 @@ class PostLocalSGDOptimizer(Optimizer):
         return f"{type(self).__name__} of {self.optim!r}"
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - any attribute of the optimizer
-        return getattr(vars(self)["optim"], name)
+        if name == "optim":
+            # Its constructor has raised.
+            raise AttributeError(name)
+        return getattr(self.optim, name)
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(
+            "a PostLocalSGDOptimizer cannot be pickled or copied: it holds process groups. Save its state_dict()"
+        )
 
 
 def _checked(sizes: Mapping[int, int] | None, warmup_steps: int, ranks: int) -> dict[int, int]:
@@ -264,7 +262,7 @@ def _checked(sizes: Mapping[int, int] | None, warmup_steps: int, ranks: int) -> 
     return levels
 
 
-def _check_ranks(optim: Optimizer, averager: _Averager) -> None:
+def _check_ranks(optim: Optimizer, averager: HierarchicalModelAverager) -> None:
     """Raise if ranks that hold shards of one optimizer would average."""
     sharing = getattr(optim, "process_group", None)
     if isinstance(sharing, dist.ProcessGroup):
