@@ -345,6 +345,24 @@ def test_ranks_that_differ_raise_and_change_nothing(rank: int, what: str, error:
     assert_replicas_equal(params, between)
 
 
+def test_buffers_of_other_layout_are_refused(rank: int) -> None:
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    between = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    zero = ZeroRedundancyOptimizer(
+        small_model().parameters(),
+        optim.SGD,
+        pairs[rank // 2],
+        lr=0.1,
+        parameters_as_bucket_view=True,
+        partition=cutting("split" if rank < 2 else "whole"),
+    )
+    optimizer = PostLocalSGDOptimizer(zero, PeriodicModelAverager(1, process_group=between[rank % 2]))
+    with pytest.raises(DisagreementError, match="the layout of its buckets"):
+        optimizer.step()
+    # In a loop of one's own they are packed.
+    optimizer.averager.average_parameters(optimizer.param_groups)
+
+
 def test_frozen_parameters_that_differ_may_differ_in_number(rank: int) -> None:
     """Only trainable parameters are compared."""
     params = [nn.Parameter(torch.full((3,), float(rank)))]

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NoReturn
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -282,10 +283,12 @@ def _average_over(control: Control, params: Params, buffers: Sequence[torch.Tens
     with agreed(control, _AVERAGE) as declared:
         found = _parameters(params)
         buckets = _buckets(found, buffers)
-        sizes = [
-            flat.numel() if flat is not None else sum(map(torch.Tensor.numel, members)) for flat, members in buckets
+        # Plans of two subgroups may lay out buffers differently.
+        places = [
+            [len(members)] if flat is None else [(param.storage_offset(), param.stride()) for param in members]
+            for flat, members in buckets
         ]
-        settings: dict[str, str | int] = {"the averager's step": step, "elements of its buckets": str(sizes)}
+        settings = {"the averager's step": step, "the layout of its buckets": crc32(str(places).encode())}
         declared.set(_config([param for param in found if param.requires_grad], settings))
     for flat, members in [] if control.alone else buckets:
         with torch.no_grad():
