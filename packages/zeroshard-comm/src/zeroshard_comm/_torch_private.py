@@ -24,6 +24,7 @@ USED: Mapping[str, str] = {
     "torch.distributed.ProcessGroup._device_types": "a group does not tell its timeout, but its backends do",
     "torch.distributed.ProcessGroup._get_backend": "the same; a public name has been there since 2.14 only",
     "torch._C._distributed_c10d.Backend.Options._timeout": "the same",
+    "torch.distributed.distributed_c10d._World.pg_names": "torch numbers a group that only its ranks make",
 }
 
 
@@ -78,3 +79,8 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
         if isinstance(timeout, timedelta):
             return timeout
     return None
+
+
+def groups_here() -> int:
+    """Count the process groups that this rank is in; ranks that differ in it cannot make a group by themselves."""
+    return len(dist.distributed_c10d._world.pg_names)

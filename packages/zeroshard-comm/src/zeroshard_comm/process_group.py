@@ -160,6 +160,26 @@ class RankGroup:
             made[backend, purpose] = RankGroup.of(group)
         return made[backend, purpose]
 
+    def subgroup(self, size: int) -> RankGroup:
+        """Cut the group into groups of ``size`` consecutive group ranks, and make the one that this rank is in.
+
+        A collective among only the ranks of that group. It has the same backends and timeout.
+
+        Args:
+            size: divides the number of ranks. If it is that number, this group itself is returned.
+
+        Raises:
+            ValueError: if torch would need ranks outside of the group for it.
+        """
+        if size == self.world_size:
+            return self
+        first = self.rank // size * size
+        members = dist.get_process_group_ranks(self.group)[first : first + size]
+        _check_splits(members, self.backend("cuda"))
+        backend = dist.get_backend_config(self.group)
+        group = dist.new_group(members, timeout=self.timeout, backend=backend, use_local_synchronization=True)
+        return RankGroup.of(group)
+
     @property
     def timeout(self) -> timedelta | None:
         """The timeout of the group's operations; None if its backends do not tell."""
