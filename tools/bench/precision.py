@@ -52,13 +52,15 @@ Losses = dict[str, list[float]]
 def main(
     steps: Annotated[int, typer.Option(min=EVERY, help="of each training")] = 1000,
     ranks: Annotated[int, typer.Option(min=1, help="number of ranks")] = 2,
+    lr: Annotated[float, typer.Option(help="learning rate; AdamW's own by default")] = 1e-3,
+    seed: Annotated[int, typer.Option(min=0, help="of weights and batches")] = 0,
     drawn: Annotated[Path | None, typer.Option("--picture", help="draw the losses to this file")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="write the figures to this file")] = None,
 ) -> None:
     """Train; the exit status is 1 if master weights end more than 1 % from float32."""
     console = Console()
-    losses: Losses = on_ranks(_train, ranks, steps)
-    table = Table(title=f"loss after {steps} steps on {ranks} ranks, AdamW")
+    losses: Losses = on_ranks(_train, ranks, steps, lr, seed)
+    table = Table(title=f"loss after {steps} steps on {ranks} ranks, AdamW, lr={lr}, seed {seed}")
     for heading in ("parameters", "nats per byte", "of float32's"):
         table.add_column(heading, justify="left" if heading == "parameters" else "right")
     ends = {name: found[-1] for name, found in losses.items()}
@@ -69,22 +71,23 @@ def main(
         _draw(losses, drawn)
     met = abs(ends[WITH_MASTERS] / ends[REFERENCE] - 1) <= AT_MOST
     if json_file is not None:
-        found = {"program": "precision", "machine": machine(), "ranks": ranks, "met": met, "losses": losses}
+        settings = {"program": "precision", "machine": machine(), "ranks": ranks, "lr": lr, "seed": seed}
+        found = {**settings, "met": met, "losses": losses}
         json_file.write_text(json.dumps(found), encoding="utf-8")
     raise typer.Exit(0 if met else 1)
 
 
-def _train(steps: int) -> Losses:
+def _train(steps: int, lr: float, seed: int) -> Losses:
     shape, rank, ranks = Shape(), dist.get_rank(), dist.get_world_size()
     text = read_corpus(Path(sysconfig.get_path("stdlib")), least=shape.context + 1)
-    batches = Batches(text, sequences=SEQUENCES, context=shape.context, seed=0)
+    batches = Batches(text, sequences=SEQUENCES, context=shape.context, seed=seed)
     losses: Losses = {}
     with calls("iterations", steps * len(CONTENDERS)) as advance:
         for name, contender in CONTENDERS.items():
-            model = ByteGPT(shape, 0).to(contender.dtype)
+            model = ByteGPT(shape, seed).to(contender.dtype)
             ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
             optimizer = ZeroRedundancyOptimizer(
-                model.parameters(), torch.optim.AdamW, master_weights=contender.master_weights
+                model.parameters(), torch.optim.AdamW, lr=lr, master_weights=contender.master_weights
             )
             register_reduce_to_owner(ddp, optimizer, norms=False)
             found = losses.setdefault(name, [])

@@ -14,6 +14,7 @@ from zeroshard._torch_private import step_post_hooks, step_pre_hooks
 from zeroshard.added_state import AddedState
 from zeroshard.coupling import Coupled, check_uncoupled
 from zeroshard.elementwise import OptimizerFactory
+from zeroshard.implementations import check_differentiable
 from zeroshard.local_shard import LocalShard, gradient_of, rows_of
 from zeroshard.master_weights import MasterWeights
 from zeroshard.param_groups import ParamGroup
@@ -241,6 +242,7 @@ class LocalOptimizer:
         built = self._factory(groups, **self._defaults)
         keywords = self._factory.keywords if isinstance(self._factory, partial) else {}
         check_uncoupled(built, {**keywords, **self._defaults}, self._coupled)
+        check_differentiable(built)
         return built
 
     def _members(self, groups: Sequence[ParamGroup], plan: Plan) -> list[list[LocalShard]]:

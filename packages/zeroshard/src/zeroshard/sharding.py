@@ -11,6 +11,7 @@ import torch
 from zeroshard_comm import Control, Position, RankGroup, ShardingConfig, Traffic, agreed, connect
 
 from zeroshard.elementwise import name_of
+from zeroshard.implementations import check_capture
 from zeroshard.layout import Layout, Policy, first_layout, next_layout, renamed, same_place, same_shards
 from zeroshard.local_optimizer import LocalOptimizer, sync_groups
 from zeroshard.param_groups import Hyperparameters, ParamGroup, active_mask, check_members, parameters_of, settings_of
@@ -167,6 +168,7 @@ class Sharding:
         """
         if self.refusal:
             raise RuntimeError(self.refusal)
+        check_capture(self.control.ranks, self.params)
         check_members(groups, self.params)
         layout = self.current_layout(groups)
         sync_groups(groups, self.local.optim.param_groups)

@@ -11,6 +11,7 @@ from torch.futures import Future
 from zeroshard_comm import agreed
 
 from zeroshard._torch_private import disable_dynamo
+from zeroshard.implementations import check_capture
 from zeroshard.overlap.bucket import Bucket
 from zeroshard.overlap.buckets import common_device
 from zeroshard.overlap.norms import GradNorms
@@ -115,6 +116,7 @@ class BackwardFollower:
         bucket = self._numbered(bucket)
         may_step = False
         if bucket.index == 0:
+            check_capture(self._coordinator.sharding.control.ranks, bucket.params)
             self._is_own = bucket.is_own
             self.scheduler.gradients.divides_by_running = self._joining.divides_by_running
             # A rank that has run out of data takes part in a backward only at the others' next call.
