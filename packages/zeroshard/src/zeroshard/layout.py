@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 import torch
+import torch.distributed as dist
 from zeroshard_comm import ShardingConfig
 from zeroshard_core import Cost, Plan, Strategy, TensorSpec, is_dense, partition, repartition
 
@@ -21,6 +22,11 @@ from zeroshard.memory import check_shared_memory, lies_flat
 from zeroshard.param_groups import ParamGroup, active_mask, parameters_of, specs_of
 
 Objects = Literal["refuse", "leave out"]
+
+
+def debug_level() -> str:
+    """Return torch's level of ``TORCH_DISTRIBUTED_DEBUG``: ``"OFF"``, ``"INFO"`` or ``"DETAIL"``."""
+    return str(dist.get_debug_level().name)  # type: ignore[attr-defined] # torch documents it, but does not list it
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,7 @@ class Policy:
         objects: whether state may hold objects that cannot be sent; checkpoints omit them.
         coupled: whether the class may couple tensors.
         names: of parameters that were passed without names.
+        debug_level: as :func:`debug_level`, when the optimizer was built.
     """
 
     strategy: str | Strategy
@@ -48,6 +55,7 @@ class Policy:
     objects: Objects = "refuse"
     coupled: Coupled = "refuse"
     names: Mapping[torch.Tensor, str] = field(default_factory=dict)
+    debug_level: str = field(default_factory=debug_level)
 
     @property
     def leaves_objects(self) -> bool:
@@ -186,6 +194,7 @@ def _layout(
             "parameters_as_bucket_view": policy.as_bucket_view,
             "objects": policy.objects,
             "coupled": policy.coupled,
+            "TORCH_DISTRIBUTED_DEBUG=DETAIL": policy.debug_level == "DETAIL",
             "sparse parameters": ", ".join(specs[index].name for index in sparse),
         },
         active,

@@ -50,6 +50,10 @@ class LocalShard:
         """Whether the shard is only a part of the parameter."""
         return self.shard.numel != self.param.numel()
 
+    def values(self) -> torch.Tensor:
+        """Return the view of the parameter that is owned."""
+        return _values(self.shard, self.param)
+
     @property
     def is_detached(self) -> bool:
         """Whether the local optimizer holds a tensor of its own in place of the parameter."""
