@@ -42,7 +42,8 @@ class InvariantChecks:
         self._left: list[int] = []
         """Digests of the parameters, equal on all ranks, as the last step has left them."""
         self._begun: tuple[Layout, int] | None = None
-        self._reduced = 0
+        self._ended: tuple[Layout, int] | None = None
+        """The layout, and the bytes that had been sent: before the update, and at the end of the last step."""
 
     def before_update(self) -> None:
         """Check what the loop may have changed since the last step. Collective.
@@ -96,7 +97,7 @@ class InvariantChecks:
         settings = {}
         for name, value in self._sharding.hyperparameters.agreed.items():
             index = first[int(name.rpartition(" ")[2])]
-            settings[f"{name}, which begins with {_title(declaration.plan, index)},"] = value
+            settings[f"for {_title(declaration.plan, index)} and the rest of its group, {name}"] = value
         return replace(declaration, settings=settings).to_json()
 
     def _check_state(self) -> None:
@@ -135,20 +136,19 @@ class InvariantChecks:
 
     def _check_traffic(self, plan: Plan) -> None:
         sharding, rank, traffic = self._sharding, self._sharding.control.ranks.rank, self._sharding.control.traffic
-        begun, self._begun = self._begun, None
+        (begun, self._begun), ended = (self._begun, None), self._ended
         buckets = sharding.buckets.by_index.values() if sharding.buckets is not None else ()
         bucketed = [index for bucket in buckets for index in bucket.tensors]
-        reduced, before = traffic.of("reduce").bytes_sent, self._reduced
-        self._reduced = reduced
+        self._ended = sharding.layout, traffic.of("reduce").bytes_sent
         each = backward_bytes(plan, rank, bucketed)
+        if ended is not None and ended[0] is sharding.layout and each and (self._ended[1] - ended[1]) % each:
+            raise RuntimeError(
+                f"{self._ended[1] - ended[1]} bytes of gradients were sent since the last step, which is no multiple "
+                f"of the {each} bytes that the plan predicts for each backward"
+            )
         if begun is None or begun[0] is not sharding.layout:
             # A plan that has changed in this step has moved gradients to other owners, too.
             return
-        if each and (reduced - before) % each:
-            raise RuntimeError(
-                f"{reduced - before} bytes of gradients were sent since the last step, which is no multiple of the "
-                f"{each} bytes that the plan predicts for each backward"
-            )
         sent, active = traffic.of("share").bytes_sent - begun[1], shared_tensors(sharding)
         least = step_bytes(plan, rank, active)
         most = step_bytes(plan, rank, [*active, *bucketed])

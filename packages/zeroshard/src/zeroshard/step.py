@@ -173,10 +173,11 @@ class StepCoordinator:
                 raise
             finally:
                 del problem, observed
+            if debugging is not None:
+                debugging.before_update()
+            debugging = None
         if layout is not sharding.layout:
             sharding.adopt(layout, groups)
-        if debugging is not None and closure is None:
-            debugging.before_update()
         self._metadata.drop_consolidated()
         shares: Sequence[_Sharing] = [sharding.sync] if source is None else [part.sharing for part in source.parts]
         failure: Exception | None = None
@@ -186,7 +187,7 @@ class StepCoordinator:
                 source.check_gradients()
                 result = self._update(source, arguments)
             else:
-                watched = self._watched(closure, groups, agreement) if closure is not None else None
+                watched = self._watched(closure, groups, agreement, debugging) if closure is not None else None
                 with record_function("zeroshard::update"):
                     result = sharding.local.step(watched, arguments)
         except BaseException as error:
@@ -280,9 +281,10 @@ class StepCoordinator:
         finally:
             del failure, problem, verdict
 
-    def _watched(self, closure: Closure, groups: Sequence[ParamGroup], agreement: _Agreement) -> Closure:
+    def _watched(
+        self, closure: Closure, groups: Sequence[ParamGroup], agreement: _Agreement, debugging: StepDebugging | None
+    ) -> Closure:
         """Return a closure that raises if the user's has changed anything that ranks agreed on before the step."""
-        debugging = self._debugging
 
         def evaluate() -> Any:  # noqa: ANN401 - the closure's own result
             nonlocal debugging
@@ -293,10 +295,10 @@ class StepCoordinator:
                 for part in self.source.parts:
                     part.bind()
             agreement.reach()
-            check_unchanged(self.sharding.layout, self.sharding.current_layout(groups))
             if debugging is not None:
                 debugging.before_update()
                 debugging = None
+            check_unchanged(self.sharding.layout, self.sharding.current_layout(groups))
             return result
 
         return evaluate
