@@ -1,5 +1,6 @@
 """Sharded optimizer state for data-parallel training with PyTorch."""
 
+from zeroshard.description import BucketDescription, OptimizerDescription, TensorDescription
 from zeroshard.elementwise import ELEMENTWISE
 from zeroshard.full_state_dict import full_optimizer_state_dict
 from zeroshard.optimizer import ZeroRedundancyOptimizer
@@ -14,9 +15,12 @@ __all__ = [
     "ELEMENTWISE",
     "BackwardFollower",
     "Bucket",
+    "BucketDescription",
     "GradPlaceholder",
     "OptimizerCheck",
+    "OptimizerDescription",
     "StepMode",
+    "TensorDescription",
     "ZeroRedundancyOptimizer",
     "check_optimizer",
     "check_whole",
