@@ -338,6 +338,20 @@ def test_what_all_ranks_may_change(hook: str, partition: str, views: bool) -> No
     assert_replicas_equal(training.params)
 
 
+@pytest.mark.ranks(64, backend="fake", fake_rank=5)
+@pytest.mark.parametrize("partition", ["whole", "split"])
+def test_one_rank_of_a_large_world(partition: str) -> None:
+    Training("none", partition=partition).iterate(3)
+
+
+@pytest.mark.ranks(1, backend="gloo")
+def test_one_rank_alone() -> None:
+    training = Training("owner", partition="split")
+    training.iterate(3)
+    training.state_of(0)["exp_avg"].resize_(1, 1)
+    found(training, "state entry 'exp_avg' of '0.weight'")
+
+
 @pytest.mark.ranks(2, backend="gloo")
 def test_groups_made_at_the_level_of_detail() -> None:
     dist.set_debug_level(dist.DebugLevel.DETAIL)

@@ -120,6 +120,7 @@ class OptimizerDescription:
             f"{kind} so far: {_size(volume.bytes_sent)} sent, {_size(volume.bytes_received)} received, "
             f"{volume.calls} calls"
             for kind, volume in self.traffic.items()
+            if volume.calls
         ]
         return "\n  ".join(lines)
 
