@@ -96,7 +96,8 @@ class InvariantChecks:
             first.append(first[-1] + len(group["params"]))
         settings = {}
         for name, value in self._sharding.hyperparameters.agreed.items():
-            index = first[int(name.rpartition(" ")[2])]
+            # The last group may be empty.
+            index = min(first[int(name.rpartition(" ")[2])], first[-1] - 1)
             settings[f"for {_title(declaration.plan, index)} and the rest of its group, {name}"] = value
         return replace(declaration, settings=settings).to_json()
 
