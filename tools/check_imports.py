@@ -32,7 +32,7 @@ class Rule:
 RULES: Mapping[str, Rule] = {
     "zeroshard_core": Rule(frozenset(), frozenset({"torch"})),
     "zeroshard_comm": Rule(frozenset({"zeroshard_core"}), frozenset({"torch"})),
-    "zeroshard": Rule(frozenset({"zeroshard_core", "zeroshard_comm"}), frozenset({"torch"})),
+    "zeroshard": Rule(frozenset({"zeroshard_core", "zeroshard_comm"}), frozenset({"torch"}), frozenset({"rich"})),
     "zeroshard_integrations": Rule(
         frozenset({"zeroshard_core", "zeroshard_comm", "zeroshard"}),
         frozenset({"torch"}),

@@ -1,6 +1,7 @@
 """Sharded optimizer state for data-parallel training with PyTorch."""
 
 from zeroshard.averaged_parameters import AveragedParameters
+from zeroshard.description import BucketDescription, OptimizerDescription, TensorDescription
 from zeroshard.elementwise import ELEMENTWISE
 from zeroshard.full_state_dict import full_optimizer_state_dict
 from zeroshard.optimizer import ZeroRedundancyOptimizer
@@ -16,9 +17,12 @@ __all__ = [
     "AveragedParameters",
     "BackwardFollower",
     "Bucket",
+    "BucketDescription",
     "GradPlaceholder",
     "OptimizerCheck",
+    "OptimizerDescription",
     "StepMode",
+    "TensorDescription",
     "ZeroRedundancyOptimizer",
     "check_optimizer",
     "check_whole",

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 import torch
+import torch.distributed as dist
 from zeroshard_comm import ShardingConfig
 from zeroshard_core import Cost, Plan, Strategy, TensorSpec, is_dense, partition, repartition
 
@@ -21,6 +22,11 @@ from zeroshard.memory import check_shared_memory, lies_flat
 from zeroshard.param_groups import ParamGroup, active_mask, parameters_of, specs_of
 
 Objects = Literal["refuse", "leave out"]
+
+
+def debug_level() -> str:
+    """Return torch's level of ``TORCH_DISTRIBUTED_DEBUG``: ``"OFF"``, ``"INFO"`` or ``"DETAIL"``."""
+    return str(dist.get_debug_level().name)  # type: ignore[attr-defined] # torch documents it, but does not list it
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,7 @@ class Policy:
         coupled: whether the class may couple tensors.
         master_weights: whether the owners of parameters in half precision step float32 copies of them.
         names: of parameters that were passed without names.
+        debug_level: as :func:`debug_level`, when the optimizer was built.
     """
 
     strategy: str | Strategy
@@ -50,6 +57,7 @@ class Policy:
     coupled: Coupled = "refuse"
     master_weights: bool = False
     names: Mapping[torch.Tensor, str] = field(default_factory=dict)
+    debug_level: str = field(default_factory=debug_level)
 
     @property
     def leaves_objects(self) -> bool:
@@ -194,6 +202,7 @@ def _layout(
             "objects": policy.objects,
             "coupled": policy.coupled,
             "master_weights": policy.master_weights,
+            "TORCH_DISTRIBUTED_DEBUG=DETAIL": policy.debug_level == "DETAIL",
             "sparse parameters": ", ".join(specs[index].name for index in sparse),
         },
         active,

@@ -16,6 +16,7 @@ from zeroshard_comm import Traffic
 from zeroshard_core import Plan
 
 from zeroshard._torch_private import disable_dynamo
+from zeroshard.description import OptimizerDescription
 from zeroshard.joining import OptimizerJoinHook
 from zeroshard.local_optimizer import sync_groups
 from zeroshard.overlap.backward import BackwardFollower
@@ -49,6 +50,13 @@ class OptimizerInterface:
     def buffers(self) -> tuple[torch.Tensor, ...]:
         """The flat buffers that parameters are views of, 1-D; elements between them are padding."""
         return self._sharded.sharding.sync.buffers
+
+    def describe(self) -> OptimizerDescription:
+        """Return who owns what, the buckets of a communication hook, and what was sent so far. Not collective.
+
+        ``print()`` it, or ``rich.print()`` it as tables; ``dataclasses.asdict()`` makes a dict of it.
+        """
+        return self._sharded.describe()
 
     @property
     def state(self) -> MutableMapping[Any, Any]:
@@ -181,7 +189,7 @@ class OptimizerInterface:
         if not hasattr(self, "_sharded"):
             # Its constructor has raised.
             return object.__repr__(self)
-        return f"{type(self).__name__} of {self._sharded.summary()}"
+        return f"{type(self).__name__} of {self._sharded.describe().summary}"
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:  # noqa: ANN401 - as in object
         """Refuse pickling and deep copies: a process group cannot be copied.

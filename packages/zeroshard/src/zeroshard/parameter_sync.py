@@ -95,6 +95,11 @@ class ParameterSync:
         return tuple(buffer.storage for buffer in self._buffers)
 
     @property
+    def shares_sparse(self) -> bool:
+        """Whether some active parameter is sparse, so that the bytes of a step depend on its gradient."""
+        return bool(self._sparse)
+
+    @property
     def broadcaster(self) -> ParameterBroadcaster | None:
         """Brings all active parameters if they are on one device and without gaps; None if there is only one rank."""
         return next(iter(self._broadcasters), None)

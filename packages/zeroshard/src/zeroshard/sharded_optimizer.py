@@ -12,6 +12,8 @@ import torch
 from zeroshard_comm import RankGroup, Traffic
 
 from zeroshard.clipping import clip_over_ranks
+from zeroshard.debugging import step_debugging
+from zeroshard.description import OptimizerDescription, describe
 from zeroshard.joining import Call, Participant
 from zeroshard.layout import Policy
 from zeroshard.local_optimizer import Closure
@@ -27,7 +29,6 @@ from zeroshard.state.partial import StateDict, list_state
 from zeroshard.state.schema import StateSchema
 from zeroshard.state.view import StateView
 from zeroshard.step import StepCoordinator
-from zeroshard.summary import summarize
 from zeroshard.train_mode import TrainMode
 
 
@@ -66,15 +67,15 @@ class ShardedOptimizer:
         self._metadata = StateMetadata(self.sharding, leaves_objects=policy.leaves_objects)
         if self.sharding.begins_with_state:
             self._metadata.exchange("ZeroRedundancyOptimizer()")
-        self._coordinator = StepCoordinator(self.sharding, self._metadata)
         self.joining = Participant(self.sharding)
-        self._train_mode = TrainMode(self.sharding)
+        debugging = step_debugging(self.sharding, self._metadata, self.joining)
+        self._coordinator = StepCoordinator(self.sharding, self._metadata, debugging)
+        self._train_mode, self._view = TrainMode(self.sharding), StateView(self.sharding, self._metadata)
         self._schema = StateSchema(policy, defaults)
-        self._view = StateView(self.sharding, self._metadata)
 
-    def summary(self) -> str:
-        """Say in a few lines what this rank owns and holds, without communication."""
-        return summarize(self.sharding, self._metadata)
+    def describe(self) -> OptimizerDescription:
+        """Return what this rank owns, holds and has sent, without communication."""
+        return describe(self.sharding, self._metadata)
 
     # ------------------------------------------------------------------ state
 

@@ -21,9 +21,18 @@ from zeroshard.parameter_sync import ParameterSync
 _logger = logging.getLogger(__name__)
 
 
+class _Bucket(Protocol):
+    """Gradients that are reduced together; it is a :class:`zeroshard.overlap.bucket.BucketState`."""
+
+    @property
+    def tensors(self) -> tuple[int, ...]: ...
+
+
 class _Buckets(Protocol):
     """Buckets of gradients, laid out by the plan; it is a :class:`zeroshard.overlap.buckets.Buckets`."""
 
+    @property
+    def by_index(self) -> Mapping[int, _Bucket]: ...
     def check(self, params: Sequence[torch.Tensor], layout: Layout) -> None: ...
     def follow(self, params: Sequence[torch.Tensor], layout: Layout) -> None: ...
 

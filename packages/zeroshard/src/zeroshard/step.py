@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from torch.profiler import record_function
 from zeroshard_comm import DifferentCallsError, PeerLostError, check_config, explain_configs
 
+from zeroshard.debugging import StepDebugging
 from zeroshard.exchange_guard import ExchangeGuard
 from zeroshard.layout import Layout, check_unchanged
 from zeroshard.local_optimizer import Closure, sync_groups
@@ -74,6 +75,7 @@ class StepCoordinator:
     Args:
         sharding: the plan at work.
         metadata: tells all ranks of the state on each, after a step that has changed it.
+        debugging: logs, or checks every step; None if nobody asks for that.
 
     Attributes:
         sharding: as given.
@@ -81,10 +83,10 @@ class StepCoordinator:
         source: where gradients come from, once they come bucket by bucket.
     """
 
-    def __init__(self, sharding: Sharding, metadata: StateMetadata) -> None:
+    def __init__(self, sharding: Sharding, metadata: StateMetadata, debugging: StepDebugging | None) -> None:
         self.sharding, self.guard = sharding, ExchangeGuard(sharding.control)
         self.source: _GradientSource | None = None
-        self._metadata = metadata
+        self._metadata, self._debugging = metadata, debugging
         self._begun: tuple[Layout, Exception | None] | None = None
 
     def step(
@@ -129,6 +131,11 @@ class StepCoordinator:
             backward steps them, or raises an error.
         """
         self._begun = self._observe(groups, in_backward=True)
+        if self._debugging is not None:
+            try:
+                self._debugging.before_update()
+            except Exception as error:  # noqa: BLE001 - the step that ends this backward raises it on every rank
+                self._begun = self._begun[0], self._begun[1] or error
         layout, problem = self._begun
         return problem is None and layout is self.sharding.layout
 
@@ -144,6 +151,7 @@ class StepCoordinator:
         if source is not None:
             problem = source.end_abandoned() or problem
             source = source if source.has_buckets else None
+        debugging = self._debugging if self._begun is None else None
         layout, observed = self._begun if self._begun is not None else self._observe(groups)
         self._begun = None
         problem = observed if problem is None else problem
@@ -165,6 +173,9 @@ class StepCoordinator:
                 raise
             finally:
                 del problem, observed
+            if debugging is not None:
+                debugging.before_update()
+            debugging = None
         if layout is not sharding.layout:
             sharding.adopt(layout, groups)
         self._metadata.drop_consolidated()
@@ -176,7 +187,7 @@ class StepCoordinator:
                 source.check_gradients()
                 result = self._update(source, arguments)
             else:
-                watched = self._watched(closure, groups, agreement) if closure is not None else None
+                watched = self._watched(closure, groups, agreement, debugging) if closure is not None else None
                 with record_function("zeroshard::update"):
                     result = sharding.local.step(watched, arguments)
         except BaseException as error:
@@ -194,6 +205,8 @@ class StepCoordinator:
         sharding.local.masters.note()
         sync_groups(sharding.local.optim.param_groups, groups)
         sharding.hyperparameters.written(groups)
+        if self._debugging is not None:
+            self._debugging.after_step()
         return result
 
     def _update(self, source: _GradientSource, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as the inner step
@@ -269,10 +282,13 @@ class StepCoordinator:
         finally:
             del failure, problem, verdict
 
-    def _watched(self, closure: Closure, groups: Sequence[ParamGroup], agreement: _Agreement) -> Closure:
+    def _watched(
+        self, closure: Closure, groups: Sequence[ParamGroup], agreement: _Agreement, debugging: StepDebugging | None
+    ) -> Closure:
         """Return a closure that raises if the user's has changed anything that ranks agreed on before the step."""
 
         def evaluate() -> Any:  # noqa: ANN401 - the closure's own result
+            nonlocal debugging
             result = closure()
             if self.source is not None:
                 # The closure's backward was the first that sent gradients to their owners.
@@ -280,6 +296,9 @@ class StepCoordinator:
                 for part in self.source.parts:
                     part.bind()
             agreement.reach()
+            if debugging is not None:
+                debugging.before_update()
+                debugging = None
             check_unchanged(self.sharding.layout, self.sharding.current_layout(groups))
             return result
 

@@ -67,6 +67,21 @@ class StateMetadata:
         self._seen = self._seen if is_new else seen
         return is_new
 
+    def difference(self) -> str | None:
+        """Name an entry of this rank's state that is not what was told at the last exchange; None if there is none.
+
+        New entries do not count, nor a tensor all of whose state was dropped: the next step makes it anew. Unlike
+        :meth:`has_changed`, this looks at every shape and dtype.
+        """
+        mine, tensors = json.loads(self._mine()), self._sharding.layout.plan.tensors
+        for index, entries in json.loads(self._told).items():
+            now = dict(mine.get(index) or entries)
+            for key, told in entries:
+                if now.get(key) != told:
+                    is_now = f"is {now[key]} now" if key in now else "is gone"
+                    return f"{title_of(key, tensors[int(index)])} (tensor {index}) was {told}, and {is_now}"
+        return None
+
     def exchange(self, operation: str) -> None:
         """Tell all ranks which entries each rank has. Collective.
 

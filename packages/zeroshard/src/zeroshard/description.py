@@ -1,0 +1,256 @@
+"""What an optimizer is and has done, as a value: for ``repr()``, for logs, and for programs. Without communication."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from zeroshard_comm import Volume
+from zeroshard_core import Plan
+
+from zeroshard.sharding import Sharding
+from zeroshard.state.metadata import StateMetadata
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+_BUCKETS_SHOWN = 16
+
+
+@dataclass(frozen=True)
+class TensorDescription:
+    """One parameter.
+
+    Attributes:
+        name: as the optimizer was given it, or ``"param.<index>"``.
+        shape, dtype: of the parameter.
+        owners: the ranks that own a part of it, in order.
+        is_active: whether a step may change it: it is trainable, or still has a gradient.
+        nbytes: of the parameter.
+        state_bytes_here: what this rank holds of its state.
+        state_bytes: of its state on all ranks, as they have told each other.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    owners: tuple[int, ...]
+    is_active: bool
+    nbytes: int
+    state_bytes_here: int
+    state_bytes: int
+
+
+@dataclass(frozen=True)
+class BucketDescription:
+    """One bucket of gradients of a communication hook.
+
+    Attributes:
+        tensors: the indices of its parameters.
+        nbytes: of the gradients of these.
+        owners: the ranks that own a part of it.
+    """
+
+    tensors: tuple[int, ...]
+    nbytes: int
+    owners: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class OptimizerDescription:
+    """A sharded optimizer, as one rank sees it. Printed by ``str()``, and as tables by ``rich.print()``.
+
+    ``dataclasses.asdict`` makes a dict of it that ``json.dumps`` accepts.
+
+    Attributes:
+        optimizer: the class of the local optimizer.
+        rank, world_size: of the process group.
+        partition: the name of the strategy.
+        groups: the param groups, in words.
+        owned_bytes: what this rank owns of the parameters.
+        state_bytes_here: what this rank holds of the state.
+        tensors: the parameters.
+        buckets: those of a communication hook in the last backward; empty without one.
+        step_bytes: bytes of parameters that this rank sends in a step, counted once for each receiver, by the plan; the
+            padding of flat buffers comes on top. None if parameters are sparse, so that it depends on the gradients.
+        backward_bytes: bytes of gradients that this rank sends to their owners in a backward that reduces.
+        traffic: what was sent and received so far, by kind.
+    """
+
+    optimizer: str
+    rank: int
+    world_size: int
+    partition: str
+    groups: tuple[str, ...]
+    owned_bytes: int
+    state_bytes_here: int
+    tensors: tuple[TensorDescription, ...]
+    buckets: tuple[BucketDescription, ...]
+    step_bytes: int | None
+    backward_bytes: int
+    traffic: Mapping[str, Volume]
+
+    @property
+    def summary(self) -> str:
+        """A few lines: which rank this is, what it owns, and how large its state and that of all ranks is."""
+        owned = sum(self.rank in tensor.owners for tensor in self.tensors)
+        everything = sum(tensor.nbytes for tensor in self.tensors)
+        everywhere = sum(tensor.state_bytes for tensor in self.tensors)
+        tensors = f"{owned} of {len(self.tensors)} tensors"
+        here = f"state here: {_size(self.state_bytes_here)} of {_size(everywhere)}"
+        lines = [
+            f"{self.optimizer}, rank {self.rank} of {self.world_size}, partition {self.partition!r}",
+            f"parameters here: {tensors}, {_size(self.owned_bytes)} of {_size(everything)}",
+            here if everywhere else "state: none yet",
+            *[f"group {number}: {group}" for number, group in enumerate(self.groups)],
+        ]
+        return "\n  ".join(lines)
+
+    def __str__(self) -> str:
+        """Return :attr:`summary`, the buckets and the traffic."""
+        lines = [self.summary]
+        for number, bucket in enumerate(self.buckets[:_BUCKETS_SHOWN]):
+            lines.append(f"bucket {number}: {len(bucket.tensors)} tensors, {_size(bucket.nbytes)}, of {_ranks(bucket)}")
+        if len(self.buckets) > _BUCKETS_SHOWN:
+            lines.append(f"and {len(self.buckets) - _BUCKETS_SHOWN} more buckets")
+        lines += [f"{what}: {size}" for what, size in self._predictions()]
+        lines += [
+            f"{kind} so far: {_size(volume.bytes_sent)} sent, {_size(volume.bytes_received)} received, "
+            f"{volume.calls} calls"
+            for kind, volume in self.traffic.items()
+            if volume.calls
+        ]
+        return "\n  ".join(lines)
+
+    def __rich_console__(self, *_: object) -> Iterator[RenderableType]:
+        """Give ``rich`` the tables that it prints."""
+        # Only rich calls this.
+        from rich.table import Table
+
+        yield self.summary
+        tensors = Table("tensor", "name", "shape", "dtype", "owners", "size", "state here", "state", title="tensors")
+        for index, tensor in enumerate(self.tensors):
+            shape = " x ".join(map(str, tensor.shape))
+            sizes = map(_size, (tensor.nbytes, tensor.state_bytes_here, tensor.state_bytes))
+            owners = ", ".join(map(str, tensor.owners)) if tensor.is_active else f"{_ranks(tensor)}, frozen"
+            tensors.add_row(str(index), tensor.name, shape, tensor.dtype, owners, *sizes)
+        yield tensors
+        if self.buckets:
+            buckets = Table("bucket", "tensors", "size", "owners", title="buckets")
+            for number, bucket in enumerate(self.buckets):
+                names = ", ".join(self.tensors[index].name for index in bucket.tensors)
+                buckets.add_row(str(number), names, _size(bucket.nbytes), ", ".join(map(str, bucket.owners)))
+            yield buckets
+        traffic = Table("kind", "sent", "received", "calls", "waited", title="traffic so far")
+        for kind, volume in self.traffic.items():
+            sizes = map(_size, (volume.bytes_sent, volume.bytes_received))
+            traffic.add_row(kind, *sizes, str(volume.calls), f"{volume.seconds_waited:.3g} s")
+        yield traffic
+        for what, size in self._predictions():
+            yield f"{what}: {size}"
+
+    def _predictions(self) -> Iterator[tuple[str, str]]:
+        if self.step_bytes is not None:
+            yield "a step sends from here", _size(self.step_bytes)
+        if self.buckets:
+            yield "a backward sends from here", _size(self.backward_bytes)
+
+
+def describe(sharding: Sharding, metadata: StateMetadata) -> OptimizerDescription:
+    """Describe an optimizer as it is now. Not collective.
+
+    Args:
+        sharding: the plan at work.
+        metadata: tells what state other ranks have.
+    """
+    plan, local, ranks = sharding.layout.plan, sharding.local, sharding.control.ranks
+    active = sharding.layout.active
+    state = {
+        i: local.optim.state[shard.tensor] for i, shard in local.shards.items() if shard.tensor in local.optim.state
+    }
+    tensors = tuple(
+        TensorDescription(
+            spec.name,
+            spec.shape,
+            str(spec.dtype).removeprefix("torch."),
+            plan.owners[index],
+            active[index],
+            spec.nbytes,
+            _nbytes(state.get(index)),
+            _nbytes(metadata.placeholders(index)),
+        )
+        for index, spec in enumerate(plan.tensors)
+    )
+    known = sharding.buckets.by_index.values() if sharding.buckets is not None else ()
+    buckets = tuple(
+        BucketDescription(
+            bucket.tensors,
+            sum(tensors[index].nbytes for index in bucket.tensors),
+            tuple(sorted({owner for index in bucket.tensors for owner in plan.owners[index]})),
+        )
+        for bucket in known
+    )
+    return OptimizerDescription(
+        type(local.optim).__name__,
+        ranks.rank,
+        ranks.world_size,
+        sharding.policy.name,
+        tuple(
+            f"{len(group['params'])} tensors" + (f", lr {group['lr']}" if "lr" in group else "")
+            for group in sharding.groups
+        ),
+        sum(shard.shard.numel * shard.param.element_size() for shard in local.shards.values()),
+        _nbytes(local.optim.state),
+        tensors,
+        buckets,
+        step_bytes(plan, ranks.rank, shared_tensors(sharding)) if not sharding.sync.shares_sparse else None,
+        backward_bytes(plan, ranks.rank, [index for bucket in buckets for index in bucket.tensors]),
+        dict(sharding.control.traffic.totals),
+    )
+
+
+def shared_tensors(sharding: Sharding) -> list[int]:
+    """Return the indices of the tensors that every step shares."""
+    return [index for index, is_active in enumerate(sharding.layout.active) if is_active]
+
+
+def step_bytes(plan: Plan, rank: int, tensors: Collection[int]) -> int:
+    """Bytes of these parameters that a rank sends in a step: what it owns, to every other rank."""
+    return owned_bytes(plan, rank, tensors) * (plan.world_size - 1)
+
+
+def backward_bytes(plan: Plan, rank: int, tensors: Collection[int]) -> int:
+    """Bytes of the gradients of these parameters that a rank sends in a backward: what others own, to its owner."""
+    everything = sum(plan.tensors[index].nbytes for index in tensors)
+    return everything - owned_bytes(plan, rank, tensors) if plan.world_size > 1 else 0
+
+
+def owned_bytes(plan: Plan, rank: int, tensors: Collection[int]) -> int:
+    """Bytes of these parameters that a rank owns."""
+    chosen = frozenset(tensors)
+    return sum(s.numel * plan.tensors[s.tensor].dtype.itemsize for s in plan.of_rank(rank) if s.tensor in chosen)
+
+
+def _nbytes(value: object) -> int:
+    """The bytes of all tensors in a state entry, or in all of them."""
+    if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+        value = value.coalesce()
+        value = (value.indices(), value.values())
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    return sum(map(_nbytes, parts))
+
+
+def _ranks(described: TensorDescription | BucketDescription) -> str:
+    return f"rank{'s' * (len(described.owners) != 1)} {', '.join(map(str, described.owners))}"
+
+
+def _size(nbytes: float) -> str:
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if nbytes < 1000:
+            return f"{nbytes:.4g} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.4g} TB"

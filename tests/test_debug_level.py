@@ -1,0 +1,526 @@
+"""TORCH_DISTRIBUTED_DEBUG: DETAIL finds faults in the step where they happen, OFF costs nothing, INFO logs once."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import logging
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp_training import MANY_BUCKETS, batch, register
+from torch import nn, optim
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from training import cutting, set_gradients, small_model
+from zeroshard import OptimizerDescription, ZeroRedundancyOptimizer, debugging, description, invariants
+from zeroshard_comm import DisagreementError, ParameterBroadcaster
+from zeroshard_testing import assert_replicas_equal
+
+BOTH = pytest.mark.parametrize("hook", ["none", "owner"])
+pytestmark = pytest.mark.pairwise
+
+
+@pytest.fixture(autouse=True)
+def _restores_the_level() -> Iterator[None]:
+    level = dist.get_debug_level()
+    yield
+    dist.set_debug_level(level)
+
+
+class Training:
+    """A model, named tensors, and its optimizer, built at a level; each iteration has the same gradients on all ranks.
+
+    Without a hook gradients are set by hand; with one, DDP computes them.
+    """
+
+    def __init__(self, hook: str, level: str = "DETAIL", partition: str = "whole", **settings: Any) -> None:
+        dist.set_debug_level(getattr(dist.DebugLevel, level))
+        self.hook, self.model, self.number = hook, small_model().double(), 0
+        self.ddp = DistributedDataParallel(self.model, bucket_cap_mb=MANY_BUCKETS) if hook != "none" else None
+        self.optimizer = ZeroRedundancyOptimizer(
+            list(self.model.named_parameters()),
+            optim.Adam,
+            partition=cutting(partition),
+            overlap_with_ddp=hook not in ("none", "owner"),
+            **settings,
+        )
+        if self.ddp is not None:
+            register(hook, self.ddp, self.optimizer)
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        return list(self.model.parameters())
+
+    def backward(self) -> None:
+        self.number += 1
+        self.optimizer.zero_grad()
+        if self.ddp is None:
+            set_gradients(self.params, self.number)
+        else:
+            self.ddp(batch(self.number)).square().mean().backward()
+
+    def iterate(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.backward()
+            self.optimizer.step()
+
+    def owned_by(self, rank: int) -> int:
+        """The first tensor that a rank owns."""
+        return int(self.optimizer.plan.of_rank(rank)[0].tensor)
+
+    def state_of(self, index: int) -> dict[str, Any]:
+        """The entries of a tensor that this rank owns."""
+        entries: dict[str, Any] = self.optimizer.state[self.params[index]]
+        return entries
+
+
+def found(training: Training, *words: str, kind: type[Exception] = RuntimeError) -> None:
+    """The next step raises on this rank, and says these words."""
+    with pytest.raises(kind) as error:
+        training.iterate()
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+# ------------------------------------------------------------------ planted faults
+
+
+@pytest.mark.ranks(2, 3, backend="gloo")
+@BOTH
+@pytest.mark.parametrize("owned", [True, False], ids=["by its owner", "by another"])
+def test_a_parameter_that_one_rank_has_changed(rank: int, world_size: int, hook: str, owned: bool) -> None:
+    training = Training(hook)
+    training.iterate(3)
+    changed = training.owned_by(1 if owned else 0)
+    with torch.no_grad():
+        if rank == 1:
+            training.params[changed].view(-1)[0].add_(1e-9)
+    name = training.optimizer.plan.tensors[changed].name
+    found(training, f"tensor {changed} '{name}'", "rank 1 changed it since the last step", kind=DisagreementError)
+
+
+@pytest.mark.ranks(3, backend="gloo")
+def test_a_parameter_that_is_different_from_the_start(rank: int) -> None:
+    training = Training("none")
+    with torch.no_grad():
+        if rank == 2:
+            training.params[3].fill_(float("nan"))
+    found(training, "tensor 3 '1.bias'", "differs between ranks: rank 2", kind=DisagreementError)
+
+
+@pytest.mark.ranks(2, 3, backend="gloo")
+@BOTH
+def test_state_that_was_added_by_hand(rank: int, hook: str) -> None:
+    training = Training(hook)
+    training.iterate(3)
+    param = training.params[training.owned_by(0)]
+    if rank == 1:
+        training.optimizer.optim.state[param] = {"exp_avg": torch.zeros_like(param)}
+    name = training.optimizer.plan.tensors[training.owned_by(0)].name
+    found(training, f"tensor {training.owned_by(0)} '{name}'", "belongs to rank 0", "rank 1")
+
+
+@pytest.mark.ranks(2, 3, backend="gloo")
+@BOTH
+def test_another_learning_rate(rank: int, hook: str) -> None:
+    training = Training(hook)
+    training.iterate(3)
+    before = [param.detach().clone() for param in training.params]
+    if rank == 1:
+        training.optimizer.param_groups[0]["lr"] = 0.5
+    found(training, "tensor 0 '0.weight'", "lr of group 0 is '0.001' on rank 0 and '0.5' on rank 1")
+    assert all(torch.equal(param, old) for param, old in zip(training.params, before, strict=True))
+    training.optimizer.param_groups[0]["lr"] = 0.001
+    training.iterate()
+    assert_replicas_equal(training.params)
+
+
+@pytest.mark.ranks(2, 3, backend="gloo")
+@BOTH
+@pytest.mark.parametrize("views", [True, False], ids=["views", "params"])
+def test_data_that_was_rebound(rank: int, hook: str, views: bool) -> None:
+    training = Training(hook, parameters_as_bucket_view=views)
+    training.iterate(3)
+    # The same values elsewhere are no fault.
+    training.params[2].data = training.params[2].data.clone()
+    training.iterate()
+    if rank == 1:
+        training.params[2].data = training.params[2].data * 2
+    found(training, "tensor 2 '1.weight'", "rank 1 changed it", kind=DisagreementError)
+
+
+@pytest.mark.ranks(2, 3, backend="gloo")
+@pytest.mark.parametrize("how", ["other values", "none"])
+def test_a_gradient_that_differs(rank: int, world_size: int, how: str) -> None:
+    training = Training("none")
+    training.iterate(2)
+    training.backward()
+    if rank == 1:
+        training.params[4].grad = None if how == "none" else training.params[4].grad * 2
+    with pytest.raises(DisagreementError, match=r"gradient of tensor 4 '2.weight' differs.* rank [01]") as error:
+        training.optimizer.step()
+    assert world_size == 2 or "differs between ranks: rank 1 " in str(error.value)
+
+
+@pytest.mark.ranks(2, 3, backend="gloo")
+@BOTH
+@pytest.mark.parametrize("how", ["dtype", "shape", "shape in place", "deleted"])
+def test_a_state_entry_that_was_replaced_or_deleted(rank: int, hook: str, how: str) -> None:
+    training = Training(hook)
+    training.iterate(3)
+    index = training.owned_by(1)
+    if rank == 1:
+        entries = training.state_of(index)
+        if how == "dtype":
+            entries["exp_avg"] = entries["exp_avg"].half()
+        elif how == "shape":
+            entries["exp_avg"] = entries["exp_avg"].new_zeros(1)
+        elif how == "deleted":
+            del entries["exp_avg"]
+        else:
+            entries["exp_avg"].resize_(1, 1)
+    name = training.optimizer.plan.tensors[index].name
+    found(training, f"state entry 'exp_avg' of '{name}' (tensor {index})", "rank 1: ")
+
+
+@pytest.mark.ranks(2, 3, backend="gloo")
+@BOTH
+def test_numbers_that_differ_between_the_owners_of_parts(rank: int, hook: str) -> None:
+    training = Training(hook, partition="split")
+    training.iterate(3)
+    plan = training.optimizer.plan
+    index = next(index for index in range(len(plan.tensors)) if plan.is_cut(index) and 1 in plan.owners[index])
+    if rank == 1:
+        training.state_of(index)["step"] += 1
+    found(training, f"tensor {index} '{plan.tensors[index].name}'", "'step', on rank", kind=DisagreementError)
+
+
+@pytest.mark.ranks(2, 3, backend="gloo")
+@BOTH
+def test_a_parameter_that_one_rank_has_frozen(rank: int, hook: str) -> None:
+    training = Training(hook)
+    training.iterate(3)
+    training.backward()
+    if rank == 1:
+        training.params[4].requires_grad_(False).grad = None
+    with pytest.raises(DisagreementError, match=r"tensor 4 '2.weight' .*on rank 0, but is frozen on rank 1"):
+        training.optimizer.step()
+
+
+class Inside:
+    """Changes what the broadcasters of a rank do, in a simulation: no user's code can."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, after: Callable[[ParameterBroadcaster], None]) -> None:
+        from zeroshard_comm.broadcasters import _Arriving
+
+        arrive = _Arriving.arrive
+
+        def arriving(work: Any) -> None:
+            is_first = not work._arrived
+            arrive(work)
+            if is_first:
+                after(work._broadcaster)
+
+        monkeypatch.setattr(_Arriving, "arrive", arriving)
+
+
+@pytest.mark.ranks(2, 3, backend="gloo")
+@BOTH
+def test_simulated_values_that_arrive_damaged(rank: int, hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(hook)
+    training.iterate(3)
+    index = training.owned_by(0)
+
+    def damage(_: ParameterBroadcaster) -> None:
+        with torch.no_grad():
+            training.params[index].view(-1)[0] = 7
+
+    if rank == 1:
+        Inside(monkeypatch, damage)
+    name = training.optimizer.plan.tensors[index].name
+    words = "after parameters were shared", f"tensor {index} '{name}'", "belongs to rank 0"
+    found(training, *words, kind=DisagreementError)
+
+
+@pytest.mark.ranks(2, 3, backend="gloo")
+@BOTH
+def test_simulated_bytes_that_are_not_predicted(rank: int, hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(hook)
+    training.iterate(3)
+    if rank == 1:
+        Inside(monkeypatch, lambda broadcaster: broadcaster.traffic.add("share", sent=8))
+    name = training.optimizer.plan.tensors[training.owned_by(1)].name
+    found(training, "bytes of parameters were sent in this step, but the plan predicts", f"'{name}'", "rank 1: ")
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_simulated_gradients_that_are_sent_twice(rank: int) -> None:
+    training = Training("owner")
+    training.iterate(4)
+    if rank == 1:
+        training.optimizer.traffic.add("reduce", sent=8)
+    found(training, "bytes of gradients were sent since the last step, which is no multiple", "rank 1: ")
+
+
+@pytest.mark.ranks(2, 3, backend="gloo")
+def test_data_of_the_local_optimizer_that_was_rebound(rank: int) -> None:
+    training = Training("owner")
+    training.iterate(3)
+    if rank == 1:
+        tensor = training.optimizer.optim.param_groups[0]["params"][0]
+        tensor.data = tensor.data.clone()
+    index = training.owned_by(1)
+    name = training.optimizer.plan.tensors[index].name
+    found(training, f"tensor {index} '{name}' is no view of the parameter", "rank 1: ")
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.parametrize("hook", ["behind", "interleaved"])
+def test_a_hook_that_steps_during_backward_does_not_step(rank: int, hook: str) -> None:
+    training = Training(hook)
+    training.iterate(3)
+    entries = [training.state_of(shard.tensor) for shard in training.optimizer.plan.of_rank(rank)]
+    with torch.no_grad():
+        if rank == 1:
+            training.params[4].view(-1)[0].add_(1)
+    with pytest.raises(DisagreementError, match=r"tensor 4 '2.weight' differs between ranks: rank 1 changed it"):
+        training.backward()
+    assert all(int(each["step"]) == 3 for each in entries)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_with_a_closure(rank: int) -> None:
+    training = Training("none")
+    seeds = iter([1, 1, 2 + rank])
+
+    def closure() -> None:
+        set_gradients(training.params, next(seeds))
+
+    training.optimizer.step(closure)
+    training.optimizer.step(closure)
+    with pytest.raises(DisagreementError, match=r"gradient of tensor 0 '0.weight' differs"):
+        training.optimizer.step(closure)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_levels_that_differ(rank: int) -> None:
+    with pytest.raises(DisagreementError, match="TORCH_DISTRIBUTED_DEBUG=DETAIL is"):
+        Training("none", "DETAIL" if rank else "INFO")
+
+
+# ------------------------------------------------------------------ what is no fault
+
+
+@pytest.mark.ranks(2, 3, backend="gloo")
+@pytest.mark.parametrize("hook", ["none", "owner", "behind", "interleaved"])
+@pytest.mark.parametrize("partition", ["whole", "split"])
+@pytest.mark.parametrize("views", [True, False], ids=["views", "params"])
+def test_what_all_ranks_may_change(hook: str, partition: str, views: bool) -> None:
+    training = Training(hook, partition=partition, parameters_as_bucket_view=views)
+    training.iterate(3)
+    with torch.no_grad():
+        for param in training.params:
+            param.mul_(0.5)
+    training.optimizer.param_groups[0]["lr"] = 0.5
+    training.iterate()
+    training.optimizer.consolidate_state_dict()
+    held = [training.optimizer.state_dict() if dist.get_rank() == 0 else {}]
+    training.optimizer.load_state_dict(held[0], from_rank=0)
+    training.iterate()
+    training.optimizer.optim.state.clear()
+    training.iterate(2)
+    assert_replicas_equal(training.params)
+
+
+@pytest.mark.ranks(64, backend="fake", fake_rank=5)
+@pytest.mark.parametrize("partition", ["whole", "split"])
+def test_one_rank_of_a_large_world(partition: str) -> None:
+    Training("none", partition=partition).iterate(3)
+
+
+@pytest.mark.ranks(1, backend="gloo")
+def test_one_rank_alone() -> None:
+    training = Training("owner", partition="split")
+    training.iterate(3)
+    training.state_of(0)["exp_avg"].resize_(1, 1)
+    found(training, "state entry 'exp_avg' of '0.weight'")
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_groups_made_at_the_level_of_detail() -> None:
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    # torch compares the calls of the ranks on such a group.
+    group = dist.new_group(list(range(dist.get_world_size())))
+    training = Training("none", process_group=group, partition="split")
+    training.iterate(3)
+    training.optimizer.consolidate_state_dict()
+    assert_replicas_equal(training.params)
+
+
+# ------------------------------------------------------------------ what it costs
+
+
+class Operations(TorchDispatchMode):
+    """Counts torch's operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@BOTH
+def test_calls_and_operations_of_a_step(hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    digests = Counter[str]()
+    digest_of = invariants.digest_of
+
+    def counted(tensor: torch.Tensor | None) -> int:
+        digests[level] += 1
+        return digest_of(tensor)
+
+    monkeypatch.setattr(invariants, "digest_of", counted)
+    words, operations = {}, {}
+    for level in ("OFF", "INFO", "DETAIL"):
+        training = Training(hook, level)
+        training.iterate(4)
+        digests.clear()
+        training.backward()
+        before = training.optimizer.traffic.of("control")
+        with Operations() as counting:
+            training.optimizer.step()
+        words[level] = (training.optimizer.traffic.of("control") - before).calls
+        operations[level] = counting.count
+        tensors = len(training.params)
+        assert digests[level] == {"DETAIL": (3 if hook == "none" else 2) * tensors}.get(level, 0)
+    # What ranks compare before a step and at its end; DETAIL adds two before and two at the end, and one for gradients.
+    assert words["OFF"] == words["INFO"]
+    assert words["DETAIL"] - words["OFF"] == (5 if hook == "none" else 4)
+    assert operations["OFF"] == operations["INFO"] < operations["DETAIL"]
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@BOTH
+def test_off_calls_nothing_of_this(hook: str) -> None:
+    files = {module.__file__ for module in (debugging, description, invariants)}
+    called: set[str] = set()
+
+    def note(frame: Any, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename in files:
+            called.add(frame.f_code.co_name)
+
+    for level, expected in (("OFF", set()), ("INFO", {"before_update", "after_step"})):
+        training = Training(hook, level)
+        training.iterate(4)
+        called.clear()
+        sys.setprofile(note)
+        try:
+            training.iterate()
+        finally:
+            sys.setprofile(None)
+        assert {name for name in called if not name.startswith("<")} == expected
+
+
+# ------------------------------------------------------------------ what is said
+
+
+@pytest.mark.ranks(1, 2, backend="gloo")
+@BOTH
+def test_a_log_after_the_first_step_and_after_changes(
+    rank: int, world_size: int, hook: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="zeroshard.debugging")
+
+    def logged() -> list[str]:
+        texts = [record.getMessage() for record in caplog.records if record.name == "zeroshard.debugging"]
+        caplog.clear()
+        return texts
+
+    training = Training(hook, "INFO")
+    assert logged() == []
+    training.iterate(4)
+    texts = logged()
+    # DDP rebuilds its buckets once.
+    assert 1 <= len(texts) <= (1 if hook == "none" else 2)
+    assert f"rank {rank} of {world_size}" in texts[0]
+    assert f"Plan for {world_size} rank" in texts[0]
+    assert ("bucket 0: " in texts[-1]) == (hook == "owner")
+    training.iterate(2)
+    assert logged() == []
+    if hook == "none":
+        training.optimizer.add_param_group({"params": [("late", nn.Parameter(torch.ones(3, dtype=torch.float64)))]})
+        training.optimizer.step()
+        assert len(logged()) == 1
+    Training(hook, "OFF").iterate(2)
+    assert logged() == []
+
+
+@pytest.mark.ranks(1, 2, backend="gloo")
+@BOTH
+@pytest.mark.parametrize("partition", ["whole", "split"])
+def test_a_description_as_a_value(rank: int, world_size: int, hook: str, partition: str) -> None:
+    training = Training(hook, "OFF", partition)
+    assert training.optimizer.describe().state_bytes_here == 0
+    training.iterate(4)
+    before = training.optimizer.describe()
+    training.iterate()
+    said = training.optimizer.describe()
+    plan, nbytes = training.optimizer.plan, sum(param.nbytes for param in training.params)
+    assert isinstance(said, OptimizerDescription)
+    assert (said.optimizer, said.rank, said.world_size) == ("Adam", rank, world_size)
+    assert [tensor.owners for tensor in said.tensors] == list(plan.owners)
+    assert [tensor.name for tensor in said.tensors] == [spec.name for spec in plan.tensors]
+    assert sum(tensor.nbytes for tensor in said.tensors) == nbytes
+    # Two numbers per element, and the step.
+    assert [t.state_bytes for t in said.tensors] == [2 * t.nbytes + 4 for t in said.tensors]
+    assert sum(t.state_bytes_here for t in said.tensors) == said.state_bytes_here
+    assert said.state_bytes_here == 2 * said.owned_bytes + 4 * len(plan.of_rank(rank))
+    sent = {kind: said.traffic[kind].bytes_sent - before.traffic[kind].bytes_sent for kind in said.traffic}
+    assert said.step_bytes == sent["share"]
+    if hook == "owner":
+        assert sorted(index for bucket in said.buckets for index in bucket.tensors) == [*range(len(plan.tensors))]
+        assert sum(bucket.nbytes for bucket in said.buckets) == nbytes
+        assert said.backward_bytes == sent["reduce"]
+    else:
+        assert said.buckets == ()
+    read = json.loads(json.dumps(dataclasses.asdict(said)))
+    assert read["tensors"][0]["shape"] == list(training.params[0].shape)
+    assert read["traffic"]["share"]["bytes_sent"] == said.traffic["share"].bytes_sent
+    assert str(said).startswith(repr(training.optimizer).removeprefix("ZeroRedundancyOptimizer of "))
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@BOTH
+def test_a_description_as_a_table(hook: str) -> None:
+    rich = pytest.importorskip("rich.console", reason="rich is not installed")
+    training = Training(hook, "OFF")
+    training.iterate(4)
+    console = rich.Console(width=200, file=io.StringIO())
+    console.print(training.optimizer.describe())
+    text = console.file.getvalue()
+    assert all(spec.name in text for spec in training.optimizer.plan.tensors)
+    assert ("buckets" in text) == (hook == "owner")
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_descriptions_of_two_optimizers() -> None:
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    model = small_model()
+    ours = [ZeroRedundancyOptimizer(list(model.parameters())[n::2], optim.SGD, lr=0.1) for n in range(2)]
+    for optimizer in ours:
+        set_gradients(model.parameters(), 0)
+        optimizer.step()
+    numbers = [len(optimizer.describe().tensors) for optimizer in ours]
+    assert sum(numbers) == len(list(model.parameters()))
+    assert [optimizer.describe().traffic["share"].bytes_sent for optimizer in ours] == [
+        optimizer.describe().step_bytes for optimizer in ours
+    ]
