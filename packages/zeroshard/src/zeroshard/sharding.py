@@ -230,6 +230,7 @@ class Sharding:
     def _lay_out(self) -> None:
         self.sync.follow(self.params, self.layout.plan, self.layout.active)
         self.local.rebind()
+        self.local.masters.refresh()
         if self.buckets is not None:
             self.buckets.follow(self.params, self.layout)
 
