@@ -31,8 +31,10 @@ def check_capture(ranks: RankGroup, params: Sequence[torch.Tensor]) -> None:
     Raises:
         RuntimeError: with what to do.
     """
+    if not is_captured(params) or ranks.world_size == 1:
+        return
     backend = ranks.backend("cuda")
-    if backend != "nccl" and ranks.world_size > 1 and is_captured(params):
+    if backend != "nccl":
         raise RuntimeError(
             f"step() of a sharded optimizer cannot be captured in a CUDA graph over the backend {backend or 'gloo'!r}: "
             f"values travel through the host, and a replay would leave that out. Use nccl, or capture forward and "
