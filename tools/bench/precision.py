@@ -52,7 +52,7 @@ Losses = dict[str, list[float]]
 def main(
     steps: Annotated[int, typer.Option(min=EVERY, help="of each training")] = 1000,
     ranks: Annotated[int, typer.Option(min=1, help="number of ranks")] = 2,
-    lr: Annotated[float, typer.Option(help="learning rate; AdamW's own by default")] = 1e-3,
+    lr: Annotated[float, typer.Option(help="learning rate; AdamW's own, 1e-3, is unstable without a warm-up")] = 1e-4,
     seed: Annotated[int, typer.Option(min=0, help="of weights and batches")] = 0,
     drawn: Annotated[Path | None, typer.Option("--picture", help="draw the losses to this file")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="write the figures to this file")] = None,

@@ -108,9 +108,10 @@ class AddedState:
                 raise ValueError(
                     f"{where}: extra entry {name!r}: {_ADVICE[name]}, or delete these entries to go on without"
                 )
-            found, expected = tuple(entries[name].shape), () if name == COUNT else tuple(shape)
-            if found != expected:
-                raise ValueError(f"{where}: entry {name!r} has shape {found}, expected {expected}")
+            value, expected = entries[name], () if name == COUNT else tuple(shape)
+            found = f"has shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"is {value!r}"
+            if found != f"has shape {expected}":
+                raise ValueError(f"{where}: entry {name!r} {found}, expected shape {expected}")
         return {key: value for key, value in entries.items() if key not in _ADVICE}
 
     def load(self, state: State) -> None:
