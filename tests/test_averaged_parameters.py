@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 from training import assert_bitwise_equal, cutting, set_gradients, twins
 from zeroshard import AveragedParameters, ZeroRedundancyOptimizer
+from zeroshard_comm import DisagreementError
 from zeroshard_integrations.join import Join
 from zeroshard_testing import assert_replicas_equal
 
@@ -279,9 +280,123 @@ def test_refused() -> None:
     sides.sharded.consolidate_state_dict()
     without = ZeroRedundancyOptimizer(sides.model.parameters(), optim.AdamW)
     given = sides.sharded.state_dict() if dist.get_rank() == 0 else {}
-    with pytest.raises(
-        ValueError, match=r"extra entry 'average_count': make zeroshard.AveragedParameters\(optimizer\)"
-    ):
+    with pytest.raises(ValueError, match=r"extra entry 'average_count'; .* make zeroshard.AveragedParameters"):
         without.load_state_dict(given, from_rank=0)
     with Join([sides.sharded]), pytest.raises(RuntimeError, match="averages cannot be updated inside Join"):
         sides.average.update()
+
+
+# ---------------------------------------------------------------------- what checkpoints have
+
+
+def both_loaded(saved: Sides, ours: Sides) -> None:
+    """Load the optimizer before the model, whose values are then still those of another."""
+    saved.sharded.consolidate_state_dict()
+    given = saved.sharded.state_dict() if dist.get_rank() == 0 else {}
+    for param in ours.model.parameters():
+        torch.nn.init.normal_(param)
+    ours.sharded.load_state_dict(given, from_rank=0)
+    ours.model.load_state_dict(saved.model.state_dict())
+
+
+@pytest.mark.ranks(3, backend="gloo")
+def test_the_number_of_updates_is_known_on_ranks_that_own_nothing() -> None:
+    param = nn.Parameter(torch.ones(3))
+    optimizer = ZeroRedundancyOptimizer([param], optim.SGD, lr=0.1)
+    average = AveragedParameters(optimizer)
+    for _ in range(3):
+        param.grad = torch.ones(3)
+        optimizer.step()
+        average.update()
+    optimizer.consolidate_state_dict()
+    saved = optimizer.state_dict() if dist.get_rank() == 0 else {}
+    optimizer.load_state_dict(saved, from_rank=0)
+    assert average.n_averaged == 3
+
+
+@two_ranks
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_number_of_updates_is_not_rounded(dtype: torch.dtype) -> None:
+    param = nn.Parameter(torch.ones(3, dtype=dtype))
+    optimizer = ZeroRedundancyOptimizer([param], optim.SGD, lr=0.0)
+    average = AveragedParameters(optimizer)
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    average.update()
+    average._averages.count.fill_(70_001)
+    average.update()
+    optimizer.consolidate_state_dict()
+    optimizer.load_state_dict(optimizer.state_dict() if dist.get_rank() == 0 else {}, from_rank=0)
+    assert average.n_averaged == 70_002
+
+
+@two_ranks
+def test_averages_made_after_the_last_step_are_saved() -> None:
+    sides = Sides()
+    model = sides.model
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, lr=1e-2)
+    set_gradients(model.parameters(), 0)
+    optimizer.step()
+    average = AveragedParameters(optimizer)
+    average.update()
+    optimizer.consolidate_state_dict()
+    if dist.get_rank() == 0:
+        assert all("average_param" in entries for entries in optimizer.state_dict()["state"].values())
+
+
+@two_ranks
+def test_resumed_with_a_layer_frozen_that_was_averaged_and_one_that_was_never_stepped() -> None:
+    first = Sides()
+    for step in range(3):
+        set_gradients(first.model.parameters(), step, none={0})
+        set_gradients(first.reference.parameters(), step, none={0})
+        first.sharded.step()
+        first.plain.step()
+        first.average.update()
+        first.averaged.update_parameters(first.reference)
+    second = Sides()
+    second.model[2].weight.requires_grad_(False)
+    both_loaded(first, second)
+    with second.average.applied():
+        assert_bitwise_equal(second.model, first.averaged.module, "resumed")
+
+
+@two_ranks
+def test_values_written_between_a_step_and_an_update_are_averaged() -> None:
+    for dtype, masters in ((torch.bfloat16, True), (torch.float32, False)):
+        model = twins()[0].to(dtype)
+        optimizer = ZeroRedundancyOptimizer(
+            model.parameters(), optim.AdamW, partition=cutting("split"), master_weights=masters
+        )
+        average = AveragedParameters(optimizer, ema())
+        set_gradients(model.parameters(), 0)
+        optimizer.step()
+        with torch.no_grad():
+            model[0].weight.fill_(5)
+        model[2].weight.data = torch.full_like(model[2].weight, 3)
+        average.update()
+        with average.applied():
+            assert (model[0].weight == 5).all()
+            assert (model[2].weight == 3).all()
+
+
+@two_ranks
+def test_ranks_that_differ_in_updates_are_told_so(rank: int) -> None:
+    sides = Sides()
+    sides.train(range(2))
+    if rank == 0:
+        sides.average.update()
+    with pytest.raises(DisagreementError, match="number of updates of the average"):
+        sides.average.applied().__enter__()
+
+
+@two_ranks
+def test_in_the_block_no_group_is_added_and_before_an_update_there_is_no_average() -> None:
+    sides = Sides()
+    with pytest.raises(RuntimeError, match="there is no average of the parameters yet"):
+        sides.average.applied().__enter__()
+    sides.train(range(2))
+    with sides.average.applied(), pytest.raises(RuntimeError, match="parameters have their averages"):
+        sides.sharded.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    sides.train(range(2, 4))
+    assert_bitwise_equal(sides.model, sides.reference, "after a group was refused")

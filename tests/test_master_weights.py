@@ -20,7 +20,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 from training import DENSE_OPTIMIZERS, assert_bitwise_equal, assert_same_state, cutting, set_gradients, small_model
-from zeroshard import ZeroRedundancyOptimizer
+from zeroshard import AveragedParameters, ZeroRedundancyOptimizer
 from zeroshard_comm import DisagreementError
 from zeroshard_integrations.ddp import hook_with_zero_step, register_reduce_to_owner
 from zeroshard_testing import assert_replicas_equal
@@ -356,7 +356,7 @@ def test_without_master_weights_they_are_refused_by_name() -> None:
     sharded = sharded_over(model)
     train(model, sharded, range(1))
     other = sharded_over(model, master_weights=False)
-    with pytest.raises(ValueError, match="extra entry 'master_param': build the optimizer with master_weights=True"):
+    with pytest.raises(ValueError, match=r"extra entry 'master_param'.* build the optimizer with master_weights=True"):
         other.load_state_dict(sharded.state_dict())
 
 
@@ -405,3 +405,134 @@ def test_mixed_precision_of_ddp_without_a_hook() -> None:
         return model
 
     assert_bitwise_equal(run(is_sharded=True), run(is_sharded=False), "after three steps")
+
+
+# ---------------------------------------------------------------------- odd orders
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.parametrize("kind", ["masters", "detached", "plain"])
+def test_a_memory_format_that_changes_keeps_the_state(kind: str) -> None:
+    masters = kind == "masters"
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(6, 6, bias=False)).to(torch.bfloat16)
+    optimizer = sharded_over(model, fused=True, master_weights=masters)
+    reference = copy.deepcopy(model)
+    plain: Any = optim.AdamW(reference.parameters(), lr=1e-2, fused=True)
+    if masters:
+        plain = PlainMasters(reference.parameters(), optim.AdamW, lr=1e-2, fused=True)
+    if kind == "detached":
+        # As with a communication hook.
+        optimizer._sharded.sharding.local.detach_shards()
+    train(model, optimizer, range(2))
+    train(reference, plain, range(2))
+    for each in (model, reference) if not masters else (model,):
+        each.to(memory_format=torch.channels_last)
+        each[1].weight.data = each[1].weight.data.t().contiguous().t()
+    for step in range(2, 5):
+        for each, stepped in ((model, optimizer), (reference, plain)):
+            generator = torch.Generator().manual_seed(step)
+            for param in each.parameters():
+                values = torch.randn(param.shape, generator=generator).to(param.dtype)
+                param.grad = torch.empty_like(param).copy_(values)
+            stepped.step()
+        assert_bitwise_equal(model, reference, f"after step {step}")
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_a_closure_that_writes_to_parameters() -> None:
+    model = HalfModel()
+    sharded = sharded_over(model)
+    reference = copy.deepcopy(model)
+    plain = PlainMasters(reference.parameters(), optim.AdamW, lr=1e-2)
+    train(model, sharded, range(1))
+    train(reference, plain, range(1))
+
+    def closure() -> None:
+        set_gradients(model.parameters(), 1)
+        with torch.no_grad():
+            model[0].weight.fill_(0.5)
+
+    sharded.step(closure)
+    set_gradients(reference.parameters(), 1)
+    with torch.no_grad():
+        plain.masters[0].fill_(0.5)
+    plain.step()
+    assert_bitwise_equal(model, reference, "after a closure")
+
+
+class DropsGradients(optim.AdamW):
+    """Frees gradients as soon as they were used."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.grad = None
+
+
+class KeepsMasters(optim.SGD):
+    """Has an entry of its own of that name."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["master_param"] = torch.zeros_like(param)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_a_class_that_drops_gradients_has_masters_in_checkpoints() -> None:
+    model = HalfModel()
+    sharded = ZeroRedundancyOptimizer(model.parameters(), DropsGradients, lr=1e-2, master_weights=True)
+    train(model, sharded, range(2))
+    sharded.consolidate_state_dict()
+    if dist.get_rank() == 0:
+        assert "master_param" in sharded.state_dict()["state"][0]
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_a_class_with_an_entry_of_that_name() -> None:
+    model = HalfModel()
+    sharded = ZeroRedundancyOptimizer(model.parameters(), KeepsMasters, lr=1e-2, master_weights=True)
+    set_gradients(model.parameters(), 0)
+    with pytest.raises(RuntimeError, match="'master_param' is an entry of the optimizer class too"):
+        sharded.step()
+    own = ZeroRedundancyOptimizer(model.parameters(), KeepsMasters, lr=1e-2)
+    own.step()
+    own.consolidate_state_dict()
+    own.load_state_dict(own.state_dict() if dist.get_rank() == 0 else {}, from_rank=0)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_a_first_step_that_fails_leaves_a_checkpoint_that_can_be_loaded(rank: int) -> None:
+    model = HalfModel()
+    sharded = sharded_over(model)
+    set_gradients(model.parameters(), 0)
+    handle = sharded.optim.register_step_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        sharded.step()
+    handle.remove()
+    sharded.consolidate_state_dict()
+    sharded.load_state_dict(sharded.state_dict() if rank == 0 else {}, from_rank=0)
+    train(model, sharded, range(1))
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_checks_of_every_step_know_of_masters_and_averages(rank: int) -> None:
+    before = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        model = HalfModel()
+        sharded = sharded_over(model)
+        average = AveragedParameters(sharded)
+        for step in range(3):
+            sharded.step(lambda step=step: set_gradients(model.parameters(), step))
+            average.update()
+        sharded.consolidate_state_dict()
+        sharded.load_state_dict(sharded.state_dict() if rank == 0 else {}, from_rank=0)
+        train(model, sharded, range(3, 5))
+        with average.applied():
+            assert_replicas_equal(model.parameters())
+        train(model, sharded, range(5, 6))
+    finally:
+        dist.set_debug_level(before)

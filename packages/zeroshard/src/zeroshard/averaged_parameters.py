@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch.optim.swa_utils import get_swa_multi_avg_fn
-from zeroshard_comm import agreed
+from zeroshard_comm import Control, agreed
 
 from zeroshard._torch_private import foreach_copy_
-from zeroshard.added_state import AVERAGE, COUNT, State
+from zeroshard.added_state import AVERAGE, COUNT
 from zeroshard.local_shard import LocalShard
 from zeroshard.optimizer import ZeroRedundancyOptimizer
 from zeroshard.sharding import Sharding
@@ -33,6 +35,8 @@ class AveragedParameters:
         multi_avg_fn: updates averages, elementwise: one of those that ``torch.optim.swa_utils`` makes, such as
             ``get_ema_multi_avg_fn(0.999)``; the average with equal weights if None.
 
+    Constructing it is collective, :meth:`update` is not.
+
     Raises:
         ValueError: if the optimizer has averages already.
 
@@ -49,10 +53,11 @@ class AveragedParameters:
 
     def __init__(self, optimizer: ZeroRedundancyOptimizer, multi_avg_fn: Averaging | None = None) -> None:
         self._optimizer, self._average_by = optimizer, multi_avg_fn or get_swa_multi_avg_fn()
+        self._averages = _Averages(self._sharding.control)
         added = self._sharding.local.added
-        if AVERAGE in added.names:
-            raise ValueError("this optimizer has averages of its parameters already: use those")
-        self._averages = _Averages()
+        with optimizer._sharded.collective(), agreed(self._sharding.control, "AveragedParameters()"):
+            if AVERAGE in added.names:
+                raise ValueError("this optimizer has averages of its parameters already: use those")
         added.add(self._averages)
 
     @property
@@ -70,22 +75,28 @@ class AveragedParameters:
         Raises:
             RuntimeError: inside Join, where ranks without data make no such call, or in the block of :meth:`applied`.
         """
+        sharding, local = self._sharding, self._sharding.local
         if self._optimizer._sharded.joining.exchange is not None:
             raise RuntimeError("averages cannot be updated inside Join: a rank without data would not update its part")
-        if self._sharding.refusal:
-            raise RuntimeError(self._sharding.refusal)
+        sharding.check_allowed()
+        # Parameters may have been written to, or their .data rebound, since the step.
+        sharding.current_layout(sharding.groups)
+        local.masters.refresh()
         self._averages.update(self._average_by)
+        state = local.optim.state
+        local.added.list_in(state, [shard for shard in local.shards.values() if state.get(shard.tensor)])
 
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Let the parameters have the averages, on all ranks, while the block runs. Collective.
 
         Their own values stay on each rank, which takes as much memory as the parameters. Leaving the block brings them
-        back without communication, also after an exception on one rank. In the block ``step()``, ``load_state_dict()``
-        and another :meth:`applied` raise on every rank.
+        back without communication, also after an exception on one rank. In the block ``step()``, :meth:`update`,
+        ``load_state_dict()``, ``add_param_group()`` and another :meth:`applied` raise an error.
 
         Raises:
-            DisagreementError, PeerLostError: if ranks differ in their parameters, or one is gone.
+            DisagreementError, PeerLostError: if ranks differ in parameters or the number of updates, or one is gone.
+            RuntimeError: if there was no :meth:`update` yet.
         """
         originals = self._exchanged()
         self._sharding.refusal = "parameters have their averages: leave the block of AveragedParameters.applied() first"
@@ -103,14 +114,17 @@ class AveragedParameters:
             layout = sharding.layout
             with agreed(sharding.control, name) as declared:
                 layout = sharding.update_layout(sharding.groups)
-                declared.set(layout.declaration)
+                settings = {**layout.declaration.settings, "number of updates of the average": self.n_averaged}
+                declared.set(replace(layout.declaration, settings=settings))
+                if not self.n_averaged:
+                    raise RuntimeError("there is no average of the parameters yet: call update() after step() before")
             if layout is not sharding.layout:
                 sharding.adopt(layout, sharding.groups)
             try:
                 with agreed(sharding.control, f"the memory for {name}"):
                     for index in sorted(layout.settled):
                         originals[sharding.params[index]] = sharding.params[index].detach().clone()
-                self._averages.write()
+                    self._averages.write()
                 sharding.share_now()
                 sharding.control.check_consistent(f"the end of {name}")
             except BaseException:
@@ -128,45 +142,51 @@ def _restore(originals: Mapping[torch.Tensor, torch.Tensor]) -> None:
 class _Averages:
     """The averages of what this rank owns, and how many values are in them.
 
+    Args:
+        control: the channel of the ranks.
+
     Attributes:
         count: int64, 0-dim, on the CPU.
     """
 
     names = (AVERAGE, COUNT)
 
-    def __init__(self) -> None:
+    def __init__(self, control: Control) -> None:
+        self._control = control
         self.count = torch.zeros((), dtype=torch.int64, device="cpu")
         self._averages: dict[int, torch.Tensor] = {}
-        self._shards: list[LocalShard] = []
-        self._alike: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+        """By tensor; made from present values when it is first asked for."""
+        self._shards: Sequence[LocalShard] = ()
 
     def follow(self, shards: Sequence[LocalShard]) -> None:
-        """Take over shards; trainable ones that are new begin with their present values."""
-        known, self._averages, self._shards = self._averages, {}, []
-        alike: dict[tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        """Take over shards."""
+        known, self._averages, self._shards = self._averages, {}, shards
         for shard in shards:
-            values, average = shard.tensor, known.get(shard.index)
-            if values.layout is not torch.strided or not (average is not None or shard.param.requires_grad):
-                continue
-            if average is None or average.shape != values.shape:
-                average = values.detach().clone()
-            average = average.to(values.device, values.dtype)
-            self._averages[shard.index] = average
-            self._shards.append(shard)
-            averages, present = alike.setdefault((values.device, values.dtype), ([], []))
-            averages.append(average)
-            present.append(values)
-        self._alike = [*alike.values()]
+            average = known.get(shard.index)
+            if average is not None and average.shape == shard.tensor.shape:
+                self._averages[shard.index] = average.to(shard.tensor.device, shard.tensor.dtype)
+            elif self.count:
+                # What is trainable from now on has been what it is in all updates.
+                self.entries(shard)
 
     def entries(self, shard: LocalShard) -> Mapping[str, torch.Tensor]:
-        """Return the average of a shard, and the count, if it has one."""
-        average = self._averages.get(shard.index)
-        return {} if average is None else {AVERAGE: average, COUNT: self.count}
+        """Return the average of a shard, and the count; nothing if it was never trainable."""
+        if shard.index not in self._averages:
+            if shard.tensor.layout is not torch.strided or not shard.param.requires_grad:
+                return {}
+            self._averages[shard.index] = shard.tensor.detach().clone()
+        return {AVERAGE: self._averages[shard.index], COUNT: self.count}
 
     def update(self, average_by: Averaging) -> None:
         """Take the present values into the averages; the first ones are the averages."""
+        alike = defaultdict[object, tuple[list[torch.Tensor], list[torch.Tensor]]](lambda: ([], []))
+        for shard in self._shards:
+            if entries := self.entries(shard):
+                averages, present = alike[shard.tensor.device, shard.tensor.dtype]
+                averages.append(entries[AVERAGE])
+                present.append(shard.tensor)
         with torch.no_grad():
-            for averages, present in self._alike:
+            for averages, present in alike.values():
                 if self.count == 0:
                     foreach_copy_(averages, present)
                 else:
@@ -176,12 +196,18 @@ class _Averages:
     def write(self) -> None:
         """Write the averages to this rank's parts of the parameters."""
         for shard in self._shards:
-            shard.rows.copy_(self._averages[shard.index])
+            if shard.index in self._averages:
+                shard.rows.copy_(self._averages[shard.index])
 
-    def load(self, state: State) -> None:
-        """Take over averages from a state that was loaded, or where it has none, the present values."""
-        loaded = {shard.index: state.get(shard.tensor) or {} for shard in self._shards}
-        with torch.no_grad():
-            for shard in self._shards:
-                self._averages[shard.index].copy_(loaded[shard.index].get(AVERAGE, shard.tensor))
-        self.count.fill_(max((int(entries[COUNT]) for entries in loaded.values() if COUNT in entries), default=0))
+    def load(self, loaded: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
+        """Take over averages that were loaded; others begin with the present values, once they are asked for."""
+        of_index = {shard.index: shard.tensor for shard in self._shards}
+        self._averages = {
+            index: entries[AVERAGE].to(of_index[index].device, of_index[index].dtype)
+            for index, entries in loaded.items()
+            if AVERAGE in entries
+        }
+        mine = max((int(entries[COUNT]) for entries in loaded.values() if COUNT in entries), default=0)
+        # Some ranks own nothing that was averaged.
+        counts = self._control.all_gather_ints([mine], "load_state_dict() of averages")
+        self.count.fill_(max(count for [count] in counts))

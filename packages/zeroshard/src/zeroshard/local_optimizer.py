@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -252,7 +253,10 @@ class LocalOptimizer:
         for shard in plan.of_rank(self._rank):
             number, param = params[shard.tensor]
             known = self.shards.get(shard.tensor)
-            if known is None or known.shard != shard:
+            if known is not None and not known.is_cut and shard.numel == param.numel():
+                # In another memory format it is still all of it.
+                known = replace(known, shard=shard)
+            elif known is None or known.shard != shard:
                 known = LocalShard.of(shard, param, detached=self._is_detached, master=self._with_masters)
             members[number].append(known)
         return members

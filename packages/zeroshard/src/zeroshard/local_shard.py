@@ -12,14 +12,14 @@ _HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, eq=False)
 class LocalShard:
-    """One shard of this rank and the tensor that is its parameter in the local optimizer.
+    """A part of a parameter, or all of it, which this rank owns.
 
     Attributes:
         shard: what is owned.
         param: the whole parameter.
         tensor: ``param`` itself where the shard is all of it, else a leaf of its own that views the parameter's rows.
             Once gradients come bucket by bucket, a leaf of its own in both cases, so that shards can be stepped while
-            autograd and DDP still work with ``param.grad``. Or the master weight: a float32 copy of the rows.
+            autograd and DDP still work with ``param.grad``. A master weight is a float32 copy of the rows.
         rounded: the parameter's rows, if ``tensor`` is their master weight.
     """
 
@@ -59,8 +59,12 @@ class LocalShard:
         return (self.tensor if self.rounded is None else self.rounded).detach()
 
     def converted(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """Return a gradient in the dtype of :attr:`tensor`."""
-        return gradient if gradient is None or self.rounded is None else gradient.to(self.tensor.dtype)
+        """Return a gradient in the dtype of :attr:`tensor`, and laid out as that is."""
+        if gradient is None or self.rounded is None:
+            return gradient
+        if gradient.layout is torch.strided and gradient.stride() != self.tensor.stride():
+            return torch.empty_like(self.tensor).copy_(gradient)
+        return gradient.to(self.tensor.dtype)
 
 
 def gradient_of(shard: LocalShard) -> torch.Tensor | None:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 
 from zeroshard._torch_private import foreach_copy_, version_of
-from zeroshard.added_state import MASTER, State
+from zeroshard.added_state import MASTER
 from zeroshard.local_shard import LocalShard
 
 
@@ -40,11 +40,11 @@ class MasterWeights:
         """Return the master of a shard, if it has one."""
         return self._entries.get(shard.index, {})
 
-    def load(self, state: State) -> None:
-        """Take over masters from a state that was loaded, or where it has none, the parameters."""
+    def load(self, loaded: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
+        """Take over masters that were loaded, or where there is none, the parameters."""
         with torch.no_grad():
             for shard in self._shards:
-                shard.tensor.copy_((state.get(shard.tensor) or {}).get(MASTER, shard.rows))
+                shard.tensor.copy_(loaded.get(shard.index, {}).get(MASTER, shard.rows))
         self._versions = []
 
     def refresh(self) -> None:

@@ -127,6 +127,7 @@ class Sharding:
         try:
             with agreed(self.control, "add_param_group()") as declared:
                 declared.set(layout.declaration)
+                self.check_allowed()
                 append()
                 layout = next_layout(self.policy, layout, groups)
                 self.local.check_cut_dims(self.layout.plan, layout.plan)
@@ -175,8 +176,7 @@ class Sharding:
         Raises:
             Exception: an error in the parameters or groups; the other ranks must be told.
         """
-        if self.refusal:
-            raise RuntimeError(self.refusal)
+        self.check_allowed()
         check_capture(self.control.ranks, self.params)
         check_members(groups, self.params)
         layout = self.current_layout(groups)
@@ -209,6 +209,11 @@ class Sharding:
         self.layout = layout
         self.params = parameters_of(groups)
         self._lay_out()
+
+    def check_allowed(self) -> None:
+        """Raise a RuntimeError if parameters may not be stepped, loaded or added now."""
+        if self.refusal:
+            raise RuntimeError(self.refusal)
 
     def share_now(self) -> None:
         """Send the owners' values to all ranks outside of a step, also of parameters that are frozen now. Collective.

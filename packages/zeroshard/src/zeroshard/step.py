@@ -300,6 +300,7 @@ class StepCoordinator:
                 debugging.before_update()
                 debugging = None
             check_unchanged(self.sharding.layout, self.sharding.current_layout(groups))
+            self.sharding.local.masters.refresh()
             return result
 
         return evaluate

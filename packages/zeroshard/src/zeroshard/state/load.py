@@ -75,6 +75,7 @@ def load(
                 parts[rank] = LoadedPart(**copy_value(vars(parts[rank])))
         structure = checked.structure if checked is not None and from_rank is None else ""
         kind = {"from_rank of load_state_dict()": from_rank, "its state dict": "given" if structure else "empty"}
+        kind["added state"] = ", ".join(sorted(added.names))
         declared.set(replace(layout.declaration, settings={**layout.declaration.settings, **kind}))
         declared.digest ^= int.from_bytes(hashlib.sha256(structure.encode()).digest()[:8], "big") >> 1
         declared.flag = checked is not None
@@ -178,6 +179,7 @@ def _install(local: LocalOptimizer, part: LoadedPart) -> None:
     ]
     by_position = {
         position[local.shards[key].tensor] if isinstance(key, int) else key: entries
-        for key, entries in part.state.items()
+        for key, entries in local.added.set_apart(part.state).items()
     }
     inner.load_state_dict({"state": by_position, "param_groups": packed})
+    local.added.list_loaded(inner.state)

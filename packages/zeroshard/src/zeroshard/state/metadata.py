@@ -74,10 +74,12 @@ class StateMetadata:
         :meth:`has_changed`, this looks at every shape and dtype.
         """
         mine, tensors = json.loads(self._mine()), self._sharding.layout.plan.tensors
+        # In a closure, a step hides them from the class.
+        hidden = self._sharding.local.added.names
         for index, entries in json.loads(self._told).items():
             now = dict(mine.get(index) or entries)
             for key, told in entries:
-                if now.get(key) != told:
+                if now.get(key) != told and not (key in hidden and key not in now):
                     is_now = f"is {now[key]} now" if key in now else "is gone"
                     return f"{title_of(key, tensors[int(index)])} (tensor {index}) was {told}, and {is_now}"
         return None

@@ -9,6 +9,7 @@ import torch
 from torch import optim
 from zeroshard_core import TensorSpec
 
+from zeroshard.added_state import ADVICE
 from zeroshard.elementwise import class_of, is_elementwise
 from zeroshard.layout import Policy
 from zeroshard.local_optimizer import NOT_SYNCED, unwrapped_step
@@ -72,7 +73,8 @@ class StateSchema:
         extra = sorted(str(key) for key, value in entries.items() if key not in allowed and value is not None)
         if missing or extra:
             what = f"missing entry {missing[0]!r}" if missing else f"extra entry {extra[0]!r}"
-            raise ValueError(f"{where}: {what}; expected the entries {sorted(required)}")
+            advice = f"; to take it, {ADVICE[extra[0]]}" if extra and extra[0] in ADVICE and not missing else ""
+            raise ValueError(f"{where}: {what}; expected the entries {sorted(required)}{advice}")
         for key, form in allowed.items():
             value: Any = entries.get(key)
             if value is None and key not in required:
