@@ -271,6 +271,8 @@ def test_ranks_of_one_optimizer_are_refused(rank: int) -> None:
     [
         (lambda: PeriodicModelAverager(0), r"1 step or more, but there are \[0\]"),
         (lambda: PeriodicModelAverager(2, -1), "warmup_steps should not be negative, but is -1"),
+        (lambda: PeriodicModelAverager(2, 1.5), "should be integers, but one is 1.5"),
+        (lambda: HierarchicalModelAverager({2: 2.0, 4: 4}), "should be integers, but one is 2.0"),
         (lambda: HierarchicalModelAverager({}), "there are no periods"),
         (lambda: HierarchicalModelAverager(), "there are no periods"),
         (lambda: HierarchicalModelAverager({0: 2, 2: 4}), r"there are \[0, 2\]"),
@@ -284,7 +286,7 @@ def test_ranks_of_one_optimizer_are_refused(rank: int) -> None:
 @pytest.mark.parametrize("where", ["everywhere", "rank 1"])
 def test_bad_arguments_are_errors_on_every_rank(rank: int, make: Any, message: str, where: str) -> None:
     is_bad = where == "everywhere" or rank == 1
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         make() if is_bad else HierarchicalModelAverager({2: 2, 4: 4})
     assert PeriodicModelAverager(2).step == 0
 

@@ -51,6 +51,7 @@ class HierarchicalModelAverager(ModelAverager):
         step: how many steps were counted. It may be set when training is resumed.
 
     Raises:
+        TypeError: if a number is no integer.
         ValueError: if the periods and sizes are no such hierarchy, or the number of warm-up steps is negative.
         DisagreementError, PeerLostError: if ranks pass different arguments, or one is gone.
     """
@@ -114,6 +115,7 @@ class PeriodicModelAverager(HierarchicalModelAverager):
         process_group: the ranks that average: one of each subgroup. The default group if None.
 
     Raises:
+        TypeError: if a number is no integer.
         ValueError: if the period is not positive, or the number of warm-up steps is negative.
         DisagreementError, PeerLostError: if ranks pass different arguments, or one is gone.
     """
@@ -191,7 +193,7 @@ class PostLocalSGDOptimizer(Optimizer):
         def take_step(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
             nonlocal step
             step = given.get("step", -1)
-            if not isinstance(step, int) or step < 0:
+            if not isinstance(step, int) or isinstance(step, bool) or step < 0:
                 raise ValueError(
                     "the state dict has no 'step' of an averager, so PostLocalSGDOptimizer has not saved it: load it "
                     "into .optim, and set .averager.step if training is beyond the warm-up"
@@ -249,6 +251,9 @@ class PostLocalSGDOptimizer(Optimizer):
 
 def _checked(sizes: Mapping[int, int] | None, warmup_steps: int, ranks: int) -> dict[int, int]:
     """Return the group size of each period, in rising order, if they are a hierarchy of groups."""
+    for number in (warmup_steps, *(sizes or {}), *(sizes or {}).values()):
+        if not isinstance(number, int) or isinstance(number, bool):
+            raise TypeError(f"periods, group sizes and warmup_steps should be integers, but one is {number!r}")
     if warmup_steps < 0:
         raise ValueError(f"warmup_steps should not be negative, but is {warmup_steps}")
     levels = dict(sorted((sizes or {}).items()))
@@ -293,11 +298,12 @@ def _average_over(control: Control, params: Params, buffers: Sequence[torch.Tens
     for flat, members in [] if control.alone else buckets:
         with torch.no_grad():
             mean = flat if flat is not None else torch.cat([param.reshape(-1) for param in members])
+            # Before the sum, which float16 may not hold.
+            mean /= ranks.world_size
             try:
                 dist.all_reduce(mean, group=ranks.group)
             except RuntimeError as failure:
                 raise lost(failure, None, ranks.rank, _AVERAGE) from failure
-            mean /= ranks.world_size
             if flat is not None:
                 # Autograd does not see what is written through a buffer.
                 torch.autograd.graph.increment_version(members)
