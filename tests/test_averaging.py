@@ -29,12 +29,14 @@ EVERY_SCHEDULE = pytest.mark.parametrize(
     ids=["1", "3", "4-after-3", "2-after-5", "hierarchical-2", "hierarchical-3-after-4"],
 )
 STEPS = 13
+COMPARED = 9
+"""Steps that have two averages of every schedule."""
 
 
 def train_and_compare(training: Training) -> None:
     simulation = training.simulation()
     mine = dist.get_rank() // training.subgroup
-    for number in range(STEPS):
+    for number in range(COMPARED):
         training.step()
         simulation.step()
         for (name, ours), theirs in zip(

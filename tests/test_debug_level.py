@@ -91,6 +91,7 @@ def found(training: Training, *words: str, kind: type[Exception] = RuntimeError)
 # ------------------------------------------------------------------ planted faults
 
 
+@pytest.mark.exhaustive_at(3)
 @pytest.mark.ranks(2, 3, backend="gloo")
 @BOTH
 @pytest.mark.parametrize("owned", [True, False], ids=["by its owner", "by another"])
@@ -114,6 +115,7 @@ def test_a_parameter_that_is_different_from_the_start(rank: int) -> None:
     found(training, "tensor 3 '1.bias'", "differs between ranks: rank 2", kind=DisagreementError)
 
 
+@pytest.mark.exhaustive_at(3)
 @pytest.mark.ranks(2, 3, backend="gloo")
 @BOTH
 def test_state_that_was_added_by_hand(rank: int, hook: str) -> None:
@@ -126,6 +128,7 @@ def test_state_that_was_added_by_hand(rank: int, hook: str) -> None:
     found(training, f"tensor {training.owned_by(0)} '{name}'", "belongs to rank 0", "rank 1")
 
 
+@pytest.mark.exhaustive_at(3)
 @pytest.mark.ranks(2, 3, backend="gloo")
 @BOTH
 def test_another_learning_rate(rank: int, hook: str) -> None:
@@ -141,6 +144,7 @@ def test_another_learning_rate(rank: int, hook: str) -> None:
     assert_replicas_equal(training.params)
 
 
+@pytest.mark.exhaustive_at(3)
 @pytest.mark.ranks(2, 3, backend="gloo")
 @BOTH
 @pytest.mark.parametrize("views", [True, False], ids=["views", "params"])
@@ -168,6 +172,7 @@ def test_a_gradient_that_differs(rank: int, world_size: int, how: str) -> None:
     assert world_size == 2 or "differs between ranks: rank 1 " in str(error.value)
 
 
+@pytest.mark.exhaustive_at(3)
 @pytest.mark.ranks(2, 3, backend="gloo")
 @BOTH
 @pytest.mark.parametrize("how", ["dtype", "shape", "shape in place", "deleted"])
@@ -189,6 +194,7 @@ def test_a_state_entry_that_was_replaced_or_deleted(rank: int, hook: str, how: s
     found(training, f"state entry 'exp_avg' of '{name}' (tensor {index})", "rank 1: ")
 
 
+@pytest.mark.exhaustive_at(3)
 @pytest.mark.ranks(2, 3, backend="gloo")
 @BOTH
 def test_numbers_that_differ_between_the_owners_of_parts(rank: int, hook: str) -> None:
@@ -201,6 +207,7 @@ def test_numbers_that_differ_between_the_owners_of_parts(rank: int, hook: str) -
     found(training, f"tensor {index} '{plan.tensors[index].name}'", "'step', on rank", kind=DisagreementError)
 
 
+@pytest.mark.exhaustive_at(3)
 @pytest.mark.ranks(2, 3, backend="gloo")
 @BOTH
 def test_a_parameter_that_one_rank_has_frozen(rank: int, hook: str) -> None:
@@ -230,6 +237,7 @@ class Inside:
         monkeypatch.setattr(_Arriving, "arrive", arriving)
 
 
+@pytest.mark.exhaustive_at(3)
 @pytest.mark.ranks(2, 3, backend="gloo")
 @BOTH
 def test_simulated_values_that_arrive_damaged(rank: int, hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,6 +256,7 @@ def test_simulated_values_that_arrive_damaged(rank: int, hook: str, monkeypatch:
     found(training, *words, kind=DisagreementError)
 
 
+@pytest.mark.exhaustive_at(3)
 @pytest.mark.ranks(2, 3, backend="gloo")
 @BOTH
 def test_simulated_bytes_that_are_not_predicted(rank: int, hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,6 +277,7 @@ def test_simulated_gradients_that_are_sent_twice(rank: int) -> None:
     found(training, "bytes of gradients were sent since the last step, which is no multiple", "rank 1: ")
 
 
+@pytest.mark.exhaustive_at(3)
 @pytest.mark.ranks(2, 3, backend="gloo")
 def test_data_of_the_local_optimizer_that_was_rebound(rank: int) -> None:
     training = Training("owner")
@@ -317,6 +327,7 @@ def test_levels_that_differ(rank: int) -> None:
 # ------------------------------------------------------------------ what is no fault
 
 
+@pytest.mark.exhaustive_at(3)
 @pytest.mark.ranks(2, 3, backend="gloo")
 @pytest.mark.parametrize("hook", ["none", "owner", "behind", "interleaved"])
 @pytest.mark.parametrize("partition", ["whole", "split"])
