@@ -82,9 +82,9 @@ class AveragedParameters:
         # Parameters may have been written to, or their .data rebound, since the step.
         sharding.current_layout(sharding.groups)
         local.masters.refresh()
-        self._averages.update(self._average_by)
-        state = local.optim.state
-        local.added.list_in(state, [shard for shard in local.shards.values() if state.get(shard.tensor)])
+        if self._averages.update(self._average_by):
+            state = local.optim.state
+            local.added.list_in(state, [shard for shard in local.shards.values() if state.get(shard.tensor)])
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -157,9 +157,12 @@ class _Averages:
         self._averages: dict[int, torch.Tensor] = {}
         """By tensor; made from present values when it is first asked for."""
         self._shards: Sequence[LocalShard] = ()
+        self._alike: list[tuple[list[torch.Tensor], list[torch.Tensor]]] | None = None
+        """Averages and what they are of, by device and dtype; None if they have to be looked up."""
 
     def follow(self, shards: Sequence[LocalShard]) -> None:
         """Take over shards."""
+        self._alike = None
         known, self._averages, self._shards = self._averages, {}, shards
         for shard in shards:
             average = known.get(shard.index)
@@ -174,24 +177,34 @@ class _Averages:
         if shard.index not in self._averages:
             if shard.tensor.layout is not torch.strided or not shard.param.requires_grad:
                 return {}
-            self._averages[shard.index] = shard.tensor.detach().clone()
+            self._averages[shard.index], self._alike = shard.tensor.detach().clone(), None
         return {AVERAGE: self._averages[shard.index], COUNT: self.count}
 
-    def update(self, average_by: Averaging) -> None:
-        """Take the present values into the averages; the first ones are the averages."""
+    def update(self, average_by: Averaging) -> bool:
+        """Take the present values into the averages; the first ones are the averages.
+
+        Returns:
+            Whether there are others than in the update before.
+        """
+        is_new = self._alike is None
+        alike = self._alike = self._alike or self._by_kind()
+        with torch.no_grad():
+            for averages, present in alike:
+                if self.count == 0:
+                    foreach_copy_(averages, present)
+                else:
+                    average_by(averages, present, self.count)
+        self.count += 1
+        return is_new
+
+    def _by_kind(self) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
         alike = defaultdict[object, tuple[list[torch.Tensor], list[torch.Tensor]]](lambda: ([], []))
         for shard in self._shards:
             if entries := self.entries(shard):
                 averages, present = alike[shard.tensor.device, shard.tensor.dtype]
                 averages.append(entries[AVERAGE])
                 present.append(shard.tensor)
-        with torch.no_grad():
-            for averages, present in alike.values():
-                if self.count == 0:
-                    foreach_copy_(averages, present)
-                else:
-                    average_by(averages, present, self.count)
-        self.count += 1
+        return [*alike.values()]
 
     def write(self) -> None:
         """Write the averages to this rank's parts of the parameters."""
@@ -201,7 +214,7 @@ class _Averages:
 
     def load(self, loaded: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
         """Take over averages that were loaded; others begin with the present values, once they are asked for."""
-        of_index = {shard.index: shard.tensor for shard in self._shards}
+        self._alike, of_index = None, {shard.index: shard.tensor for shard in self._shards}
         self._averages = {
             index: entries[AVERAGE].to(of_index[index].device, of_index[index].dtype)
             for index, entries in loaded.items()

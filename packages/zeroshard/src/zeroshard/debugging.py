@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Protocol
+from collections.abc import Callable
 
 from zeroshard.description import describe
 from zeroshard.invariants import InvariantChecks
@@ -11,13 +11,6 @@ from zeroshard.sharding import Sharding
 from zeroshard.state.metadata import StateMetadata
 
 _logger = logging.getLogger(__name__)
-
-
-class _Participant(Protocol):
-    """Tells whether the optimizer is in a Join context; it is a :class:`zeroshard.joining.Participant`."""
-
-    @property
-    def exchange(self) -> object: ...
 
 
 class StepDebugging:
@@ -58,11 +51,10 @@ class StepDebugging:
             _logger.info("%s\n%s", describe(sharding, self._metadata), sharding.layout.plan)
 
 
-def step_debugging(sharding: Sharding, metadata: StateMetadata, joining: _Participant) -> StepDebugging | None:
+def step_debugging(sharding: Sharding, metadata: StateMetadata, is_in_join: Callable[[], bool]) -> StepDebugging | None:
     """Return what the level asks for that was set when the optimizer was built; None for ``OFF``."""
     level = sharding.policy.debug_level
     if level == "OFF":
         return None
-    is_detailed = level == "DETAIL"
-    checks = InvariantChecks(sharding, metadata, lambda: joining.exchange is not None) if is_detailed else None
+    checks = InvariantChecks(sharding, metadata, is_in_join) if level == "DETAIL" else None
     return StepDebugging(sharding, metadata, checks)

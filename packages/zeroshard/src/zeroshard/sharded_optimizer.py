@@ -67,8 +67,9 @@ class ShardedOptimizer:
         self._metadata = StateMetadata(self.sharding, leaves_objects=policy.leaves_objects)
         if self.sharding.begins_with_state:
             self._metadata.exchange("ZeroRedundancyOptimizer()")
-        self.joining = Participant(self.sharding)
-        debugging = step_debugging(self.sharding, self._metadata, self.joining)
+        # Not by way of this object, which would never be freed.
+        joining = self.joining = Participant(self.sharding)
+        debugging = step_debugging(self.sharding, self._metadata, lambda: joining.exchange is not None)
         self._coordinator = StepCoordinator(self.sharding, self._metadata, debugging)
         self._train_mode, self._view = TrainMode(self.sharding), StateView(self.sharding, self._metadata)
         self._schema = StateSchema(policy, defaults)
