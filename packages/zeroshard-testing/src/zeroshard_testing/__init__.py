@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from zeroshard_testing.calls import run_on_ranks
+    from zeroshard_testing.emulated.errors import DifferentCollectivesError, RaceError
     from zeroshard_testing.faults import Faults
     from zeroshard_testing.raising import raises_on
     from zeroshard_testing.rank_fixtures import rank_fixture
@@ -21,7 +22,9 @@ if TYPE_CHECKING:
     from zeroshard_testing.single_process import assert_matches_single_process
 
 __all__ = [
+    "DifferentCollectivesError",
     "Faults",
+    "RaceError",
     "RanksFailure",
     "assert_matches_single_process",
     "assert_replicas_equal",
@@ -33,7 +36,9 @@ __all__ = [
 __version__ = "0.1.0"
 
 _MODULES = {
+    "DifferentCollectivesError": "emulated.errors",
     "Faults": "faults",
+    "RaceError": "emulated.errors",
     "RanksFailure": "report",
     "assert_matches_single_process": "single_process",
     "assert_replicas_equal": "replicas",

@@ -10,6 +10,7 @@ import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -200,3 +201,8 @@ def _probe_methods() -> None:
     for name in ("send", "recv", "recv_anysource", "allreduce", "barrier"):
         if not hasattr(dist.ProcessGroup, name):
             raise LookupError(f"torch's ProcessGroup has no method {name!r} any more")
+
+
+def register_device_module(name: str, module: ModuleType) -> None:
+    """Let torch find a module such as ``torch.emu`` for a device; there is no public way."""
+    torch._register_device_module(name, module)  # type: ignore[no-untyped-call]

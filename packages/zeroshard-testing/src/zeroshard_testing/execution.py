@@ -7,6 +7,7 @@ import time
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from types import SimpleNamespace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -87,6 +88,11 @@ class Rank:
 
     def _prepare(self, message: Message, payload: bytes) -> pytest.Item:
         self._state.restore_surroundings(message)
+        if message["backend"] == "emulated":
+            # A worker keeps its backend, and this one is for good.
+            from zeroshard_testing.emulated import runtime
+
+            runtime.load()
         path = message["path"]
         if path and not self._collector.has(path):
             # The time that imports take is not the test's.
@@ -95,9 +101,14 @@ class Rank:
             self._channel.send({"op": "imported", "run": message["run"]})
         self._state.restore_defaults()
         self.inspector.begin(message["run"], message["timeout"])
+        self._faults._begin(message["run"], message["rank"], message["world_size"])
+        if message["backend"] == "emulated":
+            runtime.begin_test()
+            self._plugin.around_call = partial(
+                runtime.CheckedTest, self._faults, checks_races="races" not in message["checks_off"]
+            )
         if message["init"]:
             self.groups.begin(message)
-        self._faults._begin(message["run"], message["rank"], message["world_size"])
         set_rank_values(self._values(message))
         if payload:
             return call_item(self._session, message["place"], payload)
@@ -107,6 +118,8 @@ class Rank:
         device = torch.device("cpu")
         if message["backend"] in ("nccl", "gloo-cuda"):
             device = torch.device("cuda", message["rank"] % torch.cuda.device_count())
+        elif message["backend"] == "emulated":
+            device = torch.device("emu", 0)
         group = dist.group.WORLD if message["init"] else None
         folder = Path(message["tmp_path"])
         return RankValues(message["rank"], message["world_size"], device, group, self._faults, folder)

@@ -86,6 +86,7 @@ class Faults:
             )
         if rank not in range(self._world_size):
             raise ValueError(f"{kind}: there is no rank {rank!r} among {self._world_size}")
+        self.were_asked_for = True
         if rank == self._rank:
             number = None if place[2] == "*" else int(place[2] or 1)
             with self._lock:
@@ -98,6 +99,8 @@ class Faults:
         self._world_size = world_size
         self._rank = rank
         self._faults: list[_Fault] = []
+        # On any rank: all of them make the same calls.
+        self.were_asked_for = False
         # Whether any operation has to be looked at; read in the hot path.
         self.armed = False
 

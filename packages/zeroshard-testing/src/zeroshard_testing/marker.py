@@ -10,7 +10,10 @@ import pytest
 from zeroshard_testing.spec import RanksSpec, SpecError, parse_marker
 
 SPEC_FIXTURE = "_ranks_spec"
-RANK_FIXTURES = ("rank", "world_size", "process_group", "device", "faults", "ranks_tmp_path")
+RANK_FIXTURES = (
+    *("rank", "world_size", "process_group", "device", "faults", "ranks_tmp_path"),
+    *("device_costs", "host_never_waits"),
+)
 """Fixtures that exist only on ranks."""
 
 

@@ -14,7 +14,7 @@ from zeroshard_testing.session import RanksSession, running_sessions
 from zeroshard_testing.spec import BACKENDS, CHECKS, SpecError
 
 _MARKER_HELP = (
-    'ranks(*world_sizes, backend="gloo", isolation="group", timeout=60, fake_rank=0, init=True, checks=""): run the '
+    'ranks(*world_sizes, backend="gloo", isolation="group", timeout=60, fake_rank=0, init=True, checks="", reason=""): run the '
     "test on every rank of a process group, once for each world size."
 )
 
@@ -108,4 +108,6 @@ def _refused(name: str) -> Any:  # noqa: ANN401 - pytest's fixture object, whose
     return pytest.fixture(fixture, name=name, scope="session")
 
 
-rank, world_size, process_group, device, faults, ranks_tmp_path = map(_refused, RANK_FIXTURES)
+(rank, world_size, process_group, device, faults, ranks_tmp_path, device_costs, host_never_waits) = map(
+    _refused, RANK_FIXTURES
+)

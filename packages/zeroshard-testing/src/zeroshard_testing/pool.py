@@ -20,6 +20,8 @@ from zeroshard_testing.stacks import readable_stacks
 
 _PATIENCE = 30.0
 """Seconds that workers between tests may take to tear down fixtures, and to end."""
+# Seconds for a compilation, and for that of another process before it.
+_BUILD_PATIENCE = 600.0
 
 
 @dataclass
@@ -55,6 +57,16 @@ class Pool:
         answers = self._ask([store], {"op": "machine"})
         if not answers:
             raise LaunchError("the process that hosts the store does not answer")
+        return answers[0]
+
+    def emulated(self, *, builds: bool) -> Message:
+        """Return the ``reason`` why there can be no emulated accelerator here, or None, and whether it ``is_built``.
+
+        If it builds, it does so unless that was done. Raises LaunchError with what the compiler, or the cache, says.
+        """
+        answers = self._ask([self._ready_store()], {"op": "emulated", "builds": builds}, _BUILD_PATIENCE)
+        if not answers or answers[0]["error"]:
+            raise LaunchError(answers[0]["error"] if answers else "compiling the emulated accelerator takes too long")
         return answers[0]
 
     def checks_off(self) -> Mapping[str, str]:
@@ -161,10 +173,10 @@ class Pool:
                 stacks = readable_stacks(text_of(child.stacks))
                 self._late_deaths.append(f"{death} had passed on it, between tests\n{stacks}".rstrip())
 
-    def _ask(self, children: Sequence[Child], question: Message) -> dict[int, Message]:
+    def _ask(self, children: Sequence[Child], question: Message, patience: float = _PATIENCE) -> dict[int, Message]:
         """Return what processes between tests answer, by slot; what belongs to an earlier test names its run."""
         there = {slot: child for slot, child in enumerate(children) if child.status is None and child.ready}
-        return ask(there, question, lambda message: "run" not in message, _PATIENCE)
+        return ask(there, question, lambda message: "run" not in message, patience)
 
     def _ready_store(self) -> Child:
         if self._store is None:

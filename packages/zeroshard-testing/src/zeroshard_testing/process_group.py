@@ -23,6 +23,8 @@ _REAPERS = 8
 _BACKLOG = 64
 # The test's own timeout, which comes with every rank's stack, is to strike first.
 _GROUP_TIMEOUT_MARGIN = 60.0
+# Of the test's timeout.
+_EMULATED_TIMEOUT = 0.8
 
 
 class GroupKeeper:
@@ -47,15 +49,23 @@ class GroupKeeper:
         if key == self._current and dist.is_initialized():
             return
         self.retire()
+        name, timeout = backend, message["timeout"] + _GROUP_TIMEOUT_MARGIN
         if backend in ("nccl", "gloo-cuda"):
             torch.cuda.set_device(rank % torch.cuda.device_count())
+        if backend == "gloo-cuda":
+            name = "gloo"
+        elif backend == "emulated":
+            from zeroshard_testing.emulated.runtime import BACKEND
+
+            # What its error says of a collective that a rank leaves out, no stack tells.
+            name, timeout = BACKEND, message["timeout"] * _EMULATED_TIMEOUT
         with _torch_warnings_ignored():
             dist.init_process_group(
-                "gloo" if backend == "gloo-cuda" else backend,
+                name,
                 store=fake_store() if backend == "fake" else PrefixStore(key, self._store),
                 rank=rank,
                 world_size=message["world_size"],
-                timeout=timedelta(seconds=message["timeout"] + _GROUP_TIMEOUT_MARGIN),
+                timeout=timedelta(seconds=timeout),
             )
         self._current = key
 

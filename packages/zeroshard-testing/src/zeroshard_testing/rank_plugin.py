@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ from zeroshard_testing import outcome as kinds
 from zeroshard_testing.marker import parametrize
 from zeroshard_testing.outcome import is_echo
 from zeroshard_testing.process_state import ProcessState
+from zeroshard_testing.stacks import is_harness
 
 
 @dataclass
@@ -37,6 +39,8 @@ class RankPlugin:
     def __init__(self, body: Callable[[pytest.Session], None]) -> None:
         self._body = body
         self._reports = Reports()
+        self.around_call: Callable[[], AbstractContextManager[None]] = nullcontext
+        """What is entered around the test's own code, and may raise at its end; the worker sets it for each test."""
 
     def run(self, item: pytest.Item, nextitem: Any) -> Reports:  # noqa: ANN401 - an item, or what has its listchain()
         """Run setup, call and teardown of a test inside all wrappers of pytest's protocol, and return the reports."""
@@ -61,6 +65,13 @@ class RankPlugin:
 
         self._reports.all += runtestprotocol(item, log=False, nextitem=nextitem)
         return True
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self) -> Generator[None, object, object]:
+        """Fail the test with what its backend has found in it."""
+        __tracebackhide__ = True
+        with self.around_call():
+            return (yield)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: Any) -> Generator[None, object, object]:  # noqa: ANN401 - see pytest
@@ -93,6 +104,9 @@ class RankPlugin:
             report = yield
         finally:
             item.config.option.tbstyle = style
+        if report.failed and all(is_harness(str(entry.path)) for entry in call.excinfo.traceback):
+            # What was found when the test was over has no place in it; the text says where.
+            report.longrepr = str(call.excinfo.value)
         if report.failed and not self._reports.summary:
             self._reports.summary = summary
         return report

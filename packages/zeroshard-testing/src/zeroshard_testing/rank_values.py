@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -66,6 +70,22 @@ def process_group() -> dist.ProcessGroup | None:
 def faults() -> Faults | None:
     """The faults that this test asks for."""
     return _current.faults
+
+
+@pytest.fixture
+def device_costs(device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+    """A function that counts what a block costs on the device: see `zeroshard_testing.emulated.costs`."""
+    from zeroshard_testing.emulated import costs
+
+    return partial(costs.device_costs, device)
+
+
+@pytest.fixture
+def host_never_waits(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
+    """A function that raises where the host waits for the device within a block."""
+    from zeroshard_testing.emulated import costs
+
+    return partial(costs.host_never_waits, device)
 
 
 @pytest.fixture

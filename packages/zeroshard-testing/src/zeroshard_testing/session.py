@@ -22,7 +22,7 @@ from zeroshard_testing.pool import Pool
 from zeroshard_testing.rank_fixtures import leave_out_rank_fixtures
 from zeroshard_testing.rank_pytest import description_of
 from zeroshard_testing.report import RanksFailure
-from zeroshard_testing.spec import CHECKS, RanksSpec, parse_checks, parse_marker
+from zeroshard_testing.spec import CHECKS, RanksSpec, SpecError, parse_checks, parse_marker
 from zeroshard_testing.verdict import Verdict, judge
 
 _WORKER_OUTPUT = "zeroshard_testing"
@@ -43,6 +43,8 @@ class RanksSession:
         self._temporary = temporary
         self._pool: Pool | None = None
         self._machine: Mapping[str, Any] | None = None
+        # Why there is no emulated accelerator, once that is known.
+        self._emulated: tuple[str | None] | None = None
         self._item: pytest.Item | None = None
         self._next_item: pytest.Item | None = None
         # What went wrong on workers after their test had its verdict, in words.
@@ -50,6 +52,8 @@ class RanksSession:
         # Which checks are off, as the header says.
         self._said: list[str] = []
         self._checks_off = parse_checks(config.getini("ranks_checks")) if config is not None else ()
+        if "races" in self._checks_off:
+            raise SpecError("no:races is said of a test, in its marker, with the reason")
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
@@ -191,10 +195,23 @@ class RanksSession:
         if spec.backend in NEED_NO_PROBE:
             return None
         try:
+            if spec.backend == "emulated":
+                return self._why_not_emulated()
             self._machine = self._machine or self._boot().machine()
         except LaunchError as error:
             self._cannot_launch("finding out which backends there are", error)
         return why_unavailable(spec, self._machine)
+
+    def _why_not_emulated(self) -> str | None:
+        if self._emulated is None:
+            found = self._boot().emulated(builds=False)
+            if found["reason"] is None:
+                reporter = self._config and self._config.pluginmanager.get_plugin("terminalreporter")
+                if reporter and not found["is_built"]:
+                    reporter.write_line("ranks: compiling the emulated accelerator, once, for about a minute")
+                self._boot().emulated(builds=True)
+            self._emulated = (found["reason"],)
+        return self._emulated[0]
 
     def _cannot_launch(self, what: str, error: LaunchError) -> NoReturn:
         self.close()

@@ -7,13 +7,19 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-BACKENDS: Mapping[str, str] = {"gloo": "gloo-cpu", "gloo-cuda": "gloo-cuda", "nccl": "nccl", "fake": "fake"}
+BACKENDS: Mapping[str, str] = {
+    "gloo": "gloo-cpu",
+    "gloo-cuda": "gloo-cuda",
+    "nccl": "nccl",
+    "emulated": "emulated",
+    "fake": "fake",
+}
 """The command line's names of backends that the marker knows; torch takes any other name as it is."""
 
-CHECKS = ("deadlock", "collectives", "messages", "faults")
+CHECKS = ("deadlock", "collectives", "messages", "faults", "races")
 """What is checked beyond what each rank says of itself; each can be turned off by name."""
 
-_ARGUMENTS = ("backend", "isolation", "timeout", "fake_rank", "init", "checks")
+_ARGUMENTS = ("backend", "isolation", "timeout", "fake_rank", "init", "checks", "reason")
 
 
 class SpecError(ValueError):
@@ -77,7 +83,10 @@ def parse_marker(args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[RanksSp
     unknown = sorted(set(options) - set(_ARGUMENTS))
     if unknown:
         raise SpecError(f"unknown argument {unknown[0]!r}; there are {', '.join(_ARGUMENTS)}")
-    options["checks_off"] = parse_checks(options.pop("checks", ""))
+    off = options["checks_off"] = parse_checks(options.pop("checks", ""))
+    reason = options.pop("reason", "")
+    if ("races" in off) != bool(reason):
+        raise SpecError('checks="no:races" and reason="...", which says why, go together')
     backends = options.pop("backend", "gloo")
     names = [backends] if isinstance(backends, str) else list(backends)
     if not names:

@@ -6,9 +6,13 @@ import re
 import sys
 import threading
 import traceback
+from pathlib import Path
 
 OWN_THREADS = "ranks-harness-"
 """How the names of this package's own threads begin."""
+
+OWN_CODE = str(Path(__file__).parent)
+"""The folder of this package, in which wrappers of torch's functions are."""
 
 _BELOW_THE_TEST = re.compile(
     r"[/\\]zeroshard_testing[/\\](worker|execution|rank_plugin|call_item)\.py|[/\\]_pytest[/\\]|[/\\]pluggy[/\\]"
@@ -40,6 +44,16 @@ def _users_part(summary: traceback.StackSummary) -> list[traceback.FrameSummary]
     own = [place for place, entry in enumerate(summary) if _BELOW_THE_TEST.search(entry.filename)]
     entries = summary[own[-1] + 1 :] if own else list(summary)
     return [entry for entry in entries if not _ABOVE_THE_WAIT.search(entry.filename)]
+
+
+def is_below_the_test(path: str) -> bool:
+    """Whether a file holds frames below the test: of pytest, or of this package as it calls one."""
+    return _BELOW_THE_TEST.search(path) is not None
+
+
+def is_harness(path: str) -> bool:
+    """Whether a file is pytest's or this package's."""
+    return path.startswith(OWN_CODE) or is_below_the_test(path)
 
 
 def readable_stacks(text: str) -> str:

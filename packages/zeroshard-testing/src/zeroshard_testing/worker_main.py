@@ -53,8 +53,23 @@ def _host_store(channel: Channel) -> None:
 
     channel.send({"op": "ready", "port": port, "checks_off": probe()})
     while True:
-        channel.receive()
-        channel.send({"op": "machine", **machine()})
+        message, _ = channel.receive()
+        if message["op"] == "emulated":
+            channel.send({"op": "emulated", **_emulated(builds=message["builds"])})
+        else:
+            channel.send({"op": "machine", **machine()})
+
+
+def _emulated(*, builds: bool) -> Message:
+    from zeroshard_testing.emulated import build
+
+    error, reason = "", build.why_unavailable()
+    if builds:
+        try:
+            build.build()
+        except build.BuildError as failure:
+            error = str(failure)
+    return {"error": error, "reason": reason, "is_built": build.library().exists()}
 
 
 def main(description: Message, request: Message, channel: int, stacks: str, journal: str) -> None:

@@ -1,0 +1,77 @@
+"""The text of what the checker has found: who accessed the memory, and who allocated it, by Python stack."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+from zeroshard_testing.stacks import OWN_CODE, is_below_the_test
+
+_MOST_FRAMES = 8
+_TORCH = "/torch/"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Who did something, such as ``"aten::add_ in autograd node AddBackward0"``, and its stack, innermost frame first.
+
+    A frame is a file, a line and a function. A thread of autograd that runs no Python has the main thread's stack.
+    """
+
+    title: str
+    frames: Sequence[tuple[str, int, str]]
+    is_of_main_thread: bool = False
+
+    @property
+    def call_site(self) -> str:
+        """The innermost frame outside torch, such as ``"train.py:12"``, empty if there is none."""
+        return next((f"{path}:{line}" for path, line, _ in self._users_frames() if _TORCH not in path), "")
+
+    def __str__(self) -> str:
+        frames = self._users_frames()
+        shown = [frame for frame in frames if _TORCH not in frame[0]] or frames
+        lines = [f"      {path}:{line} in {function}" for path, line, function in shown[:_MOST_FRAMES]]
+        if len(shown) > _MOST_FRAMES:
+            lines.append(f"      and {len(shown) - _MOST_FRAMES} more")
+        thread = "\n      while the main thread is at" if self.is_of_main_thread and lines else ""
+        return "\n".join([f"{self.title}{thread}", *lines])
+
+    def _users_frames(self) -> list[tuple[str, int, str]]:
+        above = takewhile(lambda frame: not is_below_the_test(frame[0]), self.frames)
+        return [frame for frame in above if not frame[0].startswith(OWN_CODE)]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the checker has found: ``kind`` is ``"race"`` or ``"freed in use"``, ``text`` says what is not ordered."""
+
+    kind: str
+    text: str
+    later: Place | None
+    earlier: Place | None
+    born: Place | None
+
+    def __str__(self) -> str:
+        names = ("then: ", "first:", "memory:") if self.kind == "race" else ("freed:", "used: ", "memory:")
+        places = zip(names, (self.later, self.earlier, self.born), strict=True)
+        return "\n".join([f"{self.kind}: {self.text}", *(f"    {name} {place}" for name, place in places if place)])
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What tells findings apart: what is not ordered, by call site."""
+        places = (place for place in (self.later, self.earlier) if place)
+        return (self.kind, *(text for place in places for text in (place.title, place.call_site)))
+
+
+def read_findings(reports: Iterable[tuple[str, str, *tuple[tuple[str, list[tuple[str, int, str]], bool] | None, ...]]]) -> list[Finding]:
+    """Turn the extension's reports into findings, each once."""
+    found = [Finding(kind, text, *(None if one is None else Place(*one) for one in places)) for kind, text, *places in reports]
+    return list({finding.key: finding for finding in reversed(found)}.values())[::-1]
+
+
+def to_text(findings: Sequence[Finding], most: int = 5) -> str:
+    """Return the text of an error for findings: the first of them, and how many more there are."""
+    count = "1 access is" if len(findings) == 1 else f"{len(findings)} accesses are"
+    more = [f"... and {len(findings) - most} more"] if len(findings) > most else []
+    return "\n\n".join([f"{count} not ordered", *map(str, findings[:most]), *more])

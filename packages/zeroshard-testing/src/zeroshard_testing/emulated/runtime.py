@@ -1,0 +1,116 @@
+"""The emulated accelerator in a worker: loads it, and begins and ends its tests. Only the main thread calls this.
+
+Once loaded, a process has the device for good, and torch.accelerator means it: workers for other backends never do.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib.machinery import ExtensionFileLoader
+from importlib.util import module_from_spec, spec_from_loader
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zeroshard_testing.emulated.device_module import register_device
+from zeroshard_testing.emulated.build import MODULE, BuildError, library
+from zeroshard_testing.emulated.errors import DifferentCollectivesError, RaceError
+from zeroshard_testing.emulated.mover import Mover, delay_up_to, live_movers
+from zeroshard_testing.emulated.report import Finding, read_findings, to_text
+from zeroshard_testing.faults import Faults
+
+BACKEND = "cpu:gloo,emu:emulated"
+"""The name of the default process group's backend, as init_process_group takes it."""
+DEVICE = "emu"
+
+_loaded: ModuleType | None = None
+
+
+def extension() -> Any:  # noqa: ANN401 - the compiled module, which has no stubs
+    """Return the compiled module; LookupError where it was not loaded."""
+    if _loaded is None:
+        raise LookupError("the emulated accelerator is not loaded in this process")
+    return _loaded
+
+
+def load() -> None:
+    """Make the device known to torch, and the backend ``"emulated"`` to torch.distributed. Safe to call repeatedly.
+
+    Raises BuildError if the extension was not compiled, or cannot be loaded.
+    """
+    global _loaded
+    if _loaded is not None:
+        return
+    path = library()
+    loader = ExtensionFileLoader(MODULE, str(path))
+    spec = spec_from_loader(MODULE, loader)
+    assert spec is not None
+    try:
+        module = module_from_spec(spec)
+        loader.exec_module(module)
+    except ImportError as error:
+        text = f"{path} cannot be loaded ({error}): delete the folder {path.parent}, and it is compiled again"
+        raise BuildError(text) from error
+    register_device(DEVICE, module.install)
+    dist.Backend.register_backend("emulated", _make_backend, extended_api=True, devices=[DEVICE])
+    if (edge := os.environ.get("ZEROSHARD_DROP_EDGE")) is not None:
+        module.drop_edge(edge)
+    if delays := os.environ.get("ZEROSHARD_EMULATED_DELAYS"):
+        seconds, _, seed = delays.partition(":")
+        delay_up_to(float(seconds), int(seed or 0))
+    _loaded = module
+
+
+def begin_test() -> None:
+    """Forget everything of the last test: it has ended, and so has all that it launched."""
+    extension().begin_test()
+
+
+def findings() -> list[Finding]:
+    """Return what the checker has found since the test began."""
+    return read_findings(extension().reports())
+
+
+class CheckedTest:
+    """Runs a test, and raises what was found in it if it raises nothing itself: DifferentCollectivesError, or RaceError.
+
+    At the end ranks wait for one another, unless a test has asked for faults: what one has left out shows there. Errors
+    of the process group, which come as those of torch's backends do, get the class that says what they are.
+    """
+
+    def __init__(self, faults: Faults, *, checks_races: bool) -> None:
+        self._faults, self._checks_races = faults, checks_races
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        __tracebackhide__ = True
+        if isinstance(error, dist.DistBackendError) and not isinstance(error, DifferentCollectivesError):
+            raise DifferentCollectivesError(str(error)).with_traceback(error.__traceback__) from None
+        if error is None:
+            self._check()
+
+    def _check(self) -> None:
+        __tracebackhide__ = True
+        if not self._faults.were_asked_for:
+            ends = [mover.end() for mover in live_movers()]
+            # One that the test has seen, and expected.
+            known = extension().raised_errors()
+            errors = [text for end in ends if (text := end.result()) and text not in known]
+            if errors:
+                raise DifferentCollectivesError(errors[0])
+        if error := extension().unraised_error():
+            raise DifferentCollectivesError(error)
+        if self._checks_races and (found := findings()):
+            raise RaceError(to_text(found))
+
+
+def _make_backend(options: Any, _: object) -> Any:  # noqa: ANN401 - torch's own types, which have no public names
+    ranks = options.global_ranks_in_group or list(range(options.group_size))
+    mover = Mover(
+        options.store, options.group_rank, ranks, options.group_id, options.timeout, extension().complete
+    )
+    return extension().EmulatedBackend(options.group_rank, options.group_size, mover)
