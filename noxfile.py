@@ -34,7 +34,15 @@ PACKAGES: dict[str, list[str]] = {
     "zeroshard-integrations": ["zeroshard-core", "zeroshard-comm", "zeroshard", "zeroshard-integrations"],
     "zeroshard-testing": ["zeroshard-testing"],
 }
-BACKENDS = {"gloo-cpu": ["ci", "nightly"], "gloo-cuda": ["gpu"], "nccl": ["gpu"], "fake": ["ci", "nightly"]}
+BACKENDS = {
+    "gloo-cpu": ["ci", "nightly"],
+    "gloo-cuda": ["gpu"],
+    "nccl": ["gpu"],
+    "emulated": ["nightly"],
+    "fake": ["ci", "nightly"],
+}
+# Versions of torch against which the emulated accelerator compiles, the empty one for the newest that pip gives.
+EMULATED_WITH = {"2.11": "==2.11.0", "2.13": "==2.13.0", "newest": ""}
 TEST_NEEDS = ["pytest", "hypothesis", "safetensors"]
 # What the harness and its tests use where it is there; only sessions that look at all packages install it.
 PLUGIN_NEEDS = ["pytest-xdist", "pytest-cov", "pytest-timeout", "cloudpickle", "numpy", "expecttest"]
@@ -161,7 +169,34 @@ def ranks(session: nox.Session, backend: str) -> None:
         refuse = session.error if require else session.skip
         refuse(missing.strip().splitlines()[-1])
     required = [f"--ranks-require={backend}"] if require else []
-    _pytest(session, "tests", "packages", f"--ranks-backend={backend}", *required, *posargs)
+    # On the emulated accelerator nearly every test repeats what runs on gloo; this session is the place for it.
+    repeats = ["-m", "exhaustive or not exhaustive"] if backend == "emulated" else []
+    _pytest(session, "tests", "packages", f"--ranks-backend={backend}", *required, *repeats, *posargs)
+
+
+@nox.session(tags=["nightly"])
+@nox.parametrize("torch", list(EMULATED_WITH))
+def emulated(session: nox.Session, torch: str) -> None:
+    """The emulated accelerator, compiled against one version of torch: its own tests, and those of the hooks on it."""
+    _install_sources(session, list(PACKAGES), *TOOL_NEEDS, torch=f"torch{EMULATED_WITH[torch]}")
+    own = sorted(str(path) for path in Path("packages/zeroshard-testing/tests").glob("test_emulated_*.py"))
+    hooks = ["tests/test_emulated_smoke.py", "tests/test_emulated_edges.py", "tests/test_ddp_cuda.py"]
+    everything = ["-m", "exhaustive or not exhaustive", "--ranks-require=emulated"]
+    _pytest(session, *own, *hooks, *everything, *session.posargs)
+
+
+@nox.session(name="dropped-edges", tags=["nightly"])
+def dropped_edges(session: nox.Session) -> None:
+    """Leave out each edge between streams that our packages make, and fail where no test misses it."""
+    _install_sources(session, list(PACKAGES), *TOOL_NEEDS)
+    session.run("python", "tools/dropped_edges.py", *session.posargs)
+
+
+@nox.session(name="emulated-corpus", tags=["nightly"])
+def emulated_corpus(session: nox.Session) -> None:
+    """Run the seeded errors and the right programs 20 times with random delays on busy cores; options after --."""
+    _install_sources(session, list(PACKAGES), *TOOL_NEEDS)
+    session.run("python", "tools/emulated_corpus.py", *session.posargs)
 
 
 @nox.session(tags=["ci"])
@@ -225,14 +260,14 @@ def optimizers(session: nox.Session) -> None:
     _pytest(session, "tests/test_other_optimizers.py")
 
 
-def _install_torch(session: nox.Session) -> None:
-    session.log(f"installing torch {TORCH}: a large download when the cache of pip lacks it")
-    session.install("--progress-bar=off", f"torch=={TORCH}", silent=False)
+def _install_torch(session: nox.Session, torch: str = f"torch=={TORCH}") -> None:
+    session.log(f"installing {torch}: a large download when the cache of pip lacks it")
+    session.install("--progress-bar=off", torch, silent=False)
 
 
-def _install_sources(session: nox.Session, packages: list[str], *needs: str) -> None:
+def _install_sources(session: nox.Session, packages: list[str], *needs: str, torch: str = f"torch=={TORCH}") -> None:
     """Install packages from source, siblings named together, and what their tests and the session need."""
-    _install_torch(session)
+    _install_torch(session, torch)
     session.log("installing what else is needed")
     session.install("hatchling", "editables", *TEST_NEEDS, *needs)
     session.log(f"installing {', '.join(packages)} from source")

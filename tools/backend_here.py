@@ -10,6 +10,7 @@ import sys
 import torch
 import torch.distributed as dist
 from zeroshard_testing.backends import why_unavailable
+from zeroshard_testing.emulated import build
 from zeroshard_testing.spec import BACKENDS, RanksSpec
 
 
@@ -25,6 +26,8 @@ def why_not_here(backend_name: str) -> str | None:
     Raises:
         ValueError: If there is no such backend.
     """
+    if backend_name == "emulated":
+        return build.why_unavailable()
     for backend, name in BACKENDS.items():
         if name == backend_name:
             return why_unavailable(RanksSpec(2, backend), machine())

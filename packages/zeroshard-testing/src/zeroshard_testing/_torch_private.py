@@ -205,4 +205,4 @@ def _probe_methods() -> None:
 
 def register_device_module(name: str, module: ModuleType) -> None:
     """Let torch find a module such as ``torch.emu`` for a device; there is no public way."""
-    torch._register_device_module(name, module)  # type: ignore[no-untyped-call]
+    torch._register_device_module(name, module)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Collection, Iterable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from functools import partial
 from typing import Any
 
 import pytest

@@ -14,8 +14,8 @@ from zeroshard_testing.session import RanksSession, running_sessions
 from zeroshard_testing.spec import BACKENDS, CHECKS, SpecError
 
 _MARKER_HELP = (
-    'ranks(*world_sizes, backend="gloo", isolation="group", timeout=60, fake_rank=0, init=True, checks="", reason=""): run the '
-    "test on every rank of a process group, once for each world size."
+    'ranks(*world_sizes, backend="gloo", isolation="group", timeout=60, fake_rank=0, init=True, checks="", reason=""): '
+    "run the test on every rank of a process group, once for each world size."
 )
 
 

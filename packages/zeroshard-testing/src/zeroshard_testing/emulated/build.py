@@ -1,7 +1,7 @@
 """Compiles the emulated accelerator, once for each version of torch, of Python and of its sources, into a cache.
 
-The cache is ``$ZEROSHARD_CACHE``, or ``zeroshard-testing`` in ``$XDG_CACHE_HOME`` or ``~/.cache``. Processes that come at
-the same time wait for the first of them. Nothing here imports torch before it is needed.
+The cache is ``$ZEROSHARD_CACHE``, or ``zeroshard-testing`` in ``$XDG_CACHE_HOME`` or ``~/.cache``. Processes that come
+at the same time wait for the first of them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def library() -> Path:
 
 
 def build() -> Path:
-    """Compile the extension unless that was done, and return it. Raises BuildError, which names the file and says why."""
+    """Compile the extension unless that was done, and return its path. Raises BuildError, which names the file."""
     target = library()
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -62,8 +62,8 @@ def build() -> Path:
                 _compile(target)
     except OSError as error:
         raise BuildError(
-            f"the cache of the emulated accelerator cannot be written: {error}. Make it writable, or set ZEROSHARD_CACHE "
-            f"to another folder"
+            f"the cache of the emulated accelerator cannot be written: {error}. Make it writable, or set "
+            f"ZEROSHARD_CACHE to another folder"
         ) from error
     if _digest(target) != _read(_checksum(target)):
         raise BuildError(f"{target} is damaged: delete the folder {target.parent}, and it is compiled again")
@@ -89,7 +89,9 @@ def _compile(target: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         made.unlink(missing_ok=True)
-        raise BuildError(f"the emulated accelerator does not compile with torch {torch.__version__}:\n{done.stderr[-4000:]}")
+        raise BuildError(
+            f"the emulated accelerator does not compile with torch {torch.__version__}:\n{done.stderr[-4000:]}"
+        )
     _checksum(target).write_text(_digest(made))
     made.replace(target)
 

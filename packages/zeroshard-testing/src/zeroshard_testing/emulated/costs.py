@@ -75,7 +75,7 @@ def _costs_on_cuda(device: torch.device, costs: DeviceCosts) -> Iterator[DeviceC
     finally:
         torch.cuda.set_sync_debug_mode(mode)
     events = profile.events()
-    names = [one.name for one in events if one.device_type == torch.autograd.DeviceType.CUDA]
+    names = [one.name for one in events if one.device_type.name == "CUDA"]
     issued = [one.name.partition(":")[2] for one in events if one.name.startswith("nccl:")]
     costs.kernels = len([name for name in names if not name.startswith("nccl")])
     costs.collectives = {name: issued.count(name) for name in issued}
@@ -86,5 +86,7 @@ def _costs_on_cuda(device: torch.device, costs: DeviceCosts) -> Iterator[DeviceC
 
 
 def _needs_a_device(name: str, device: torch.device) -> NotImplementedError:
-    return NotImplementedError(f'{name} needs a device that the host can wait for, and this is {device}: mark the test '
-                               f'with backend="emulated", or "nccl"')
+    return NotImplementedError(
+        f"{name} needs a device that the host can wait for, and this is {device}: mark the test "
+        f'with backend="emulated", or "nccl"'
+    )

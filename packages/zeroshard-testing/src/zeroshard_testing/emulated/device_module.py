@@ -3,83 +3,66 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from types import ModuleType, TracebackType
+from contextlib import AbstractContextManager, nullcontext
+from types import ModuleType
 from typing import Any
 
 import torch
 
 from zeroshard_testing._torch_private import register_device_module
 
-_NOT_EMULATED = ("CUDAGraph", "Graph", "graph", "graphs", "make_graphed_callables", "graph_pool_handle")
-
-
-class device:  # noqa: N801 - torch's name
-    """Makes a device the current one: there is one."""
-
-    def __init__(self, device: object) -> None:
-        self.idx = 0
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        pass
+_GRAPHS = ("CUDAGraph", "Graph", "graph", "graphs", "make_graphed_callables", "graph_pool_handle")
 
 
 def register_device(name: str, install: Callable[[], None]) -> None:
     """Make the device known to torch under a name, once in a process."""
-    torch.utils.rename_privateuse1_backend(name)
+    torch.utils.rename_privateuse1_backend(name)  # type: ignore[attr-defined]  # torch exports both unseen
     install()
     register_device_module(name, _module(name))
-    torch.utils.generate_methods_for_privateuse1_backend()
+    torch.utils.generate_methods_for_privateuse1_backend()  # type: ignore[attr-defined]
 
 
 def _module(name: str) -> ModuleType:
     module = ModuleType(f"torch.{name}")
     module.__dict__.update(
-        device=device,
         is_available=lambda: True,
         is_initialized=lambda: True,
-        _lazy_init=lambda: None,
+        _lazy_init=_nothing,
         _is_in_bad_fork=lambda: False,
+        # There is one device, which is always the current one.
+        device=lambda _: nullcontext(),
         device_count=lambda: 1,
         current_device=lambda: 0,
-        set_device=lambda device: None,
-        get_device_name=lambda device=None: "emulated accelerator",
-        synchronize=lambda device=None: torch.accelerator.synchronize(),
-        Stream=_stream,
-        Event=_event,
+        set_device=_nothing,
+        get_device_name=lambda _=None: "emulated accelerator",
+        synchronize=lambda _=None: torch.accelerator.synchronize(),
+        Stream=lambda _=None, priority=0: torch.Stream(device=name, priority=priority),
+        Event=lambda enable_timing=False, **_: torch.Event(device=name, enable_timing=enable_timing),
         stream=_as_current,
-        current_stream=lambda device=None: torch.accelerator.current_stream(),
-        default_stream=lambda device=None: torch.Stream(device=name, stream_id=0, device_index=0, device_type=20),
-        set_stream=lambda stream: torch.accelerator.set_stream(stream),
+        current_stream=lambda _=None: torch.accelerator.current_stream(),
+        set_stream=torch.accelerator.set_stream,
         # The generator is the CPU's.
-        manual_seed=lambda seed: None,
-        manual_seed_all=lambda seed: None,
-        get_rng_state=lambda device=None: torch.get_rng_state(),
-        set_rng_state=lambda state, device=None: torch.set_rng_state(state),
+        manual_seed=_nothing,
+        manual_seed_all=_nothing,
+        get_rng_state=lambda _=None: torch.get_rng_state(),
+        set_rng_state=lambda state, _=None: torch.set_rng_state(state),
         get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
         is_bf16_supported=lambda: True,
-        empty_cache=lambda: None,
+        empty_cache=_nothing,
         __getattr__=lambda attribute: _refuse(name, attribute),
     )
     return module
 
 
-def _stream(device: object = None, priority: int = 0) -> torch.Stream:
-    return torch.Stream(device="emu", priority=priority)
-
-
-def _event(enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> torch.Event:
-    return torch.Event(device="emu", enable_timing=enable_timing)
+def _nothing(*_: object) -> None:
+    pass
 
 
 def _as_current(stream: Any) -> AbstractContextManager[Any]:  # noqa: ANN401 - a stream, or None for the current one
-    return torch.accelerator.current_stream() if stream is None else stream  # type: ignore[no-any-return]
+    return nullcontext() if stream is None else stream
 
 
 def _refuse(name: str, attribute: str) -> Any:  # noqa: ANN401 - never returns
-    if attribute in _NOT_EMULATED:
+    if attribute in _GRAPHS:
         raise NotImplementedError(f"torch.{name}.{attribute}: the emulated accelerator has no graphs of kernels")
     raise AttributeError(f"module 'torch.{name}' has no attribute {attribute!r}")

@@ -20,6 +20,8 @@ REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor")
 EXCHANGES = ("all_gather", "all_gather_into_tensor", "gather", "scatter", "all_to_all", "all_to_all_single")
 _OTHERS = ("broadcast", "barrier")
 _REDUCE_OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+_INTEGERS = (torch.bool, torch.int8, torch.uint8, torch.int32, torch.int64)
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 _SAME_ELEMENTS = ("all_reduce", "reduce", "broadcast", "gather", "all_gather_into_tensor")
 _SAME_ELEMENTS_OUT = ("scatter", "reduce_scatter_tensor")
 _END = "end"
@@ -248,11 +250,19 @@ def _problem_of(call: Call) -> str:
     dtypes = {tensor.dtype for tensor in (*call.inputs, *call.outputs)}
     if call.name not in (*REDUCTIONS, *EXCHANGES, *_OTHERS):
         return f"there is no collective {call.name!r} on the emulated accelerator"
-    if call.name in REDUCTIONS and call.reduce_op not in _REDUCE_OPS:
-        return f"the emulated accelerator does not reduce by {call.reduce_op or 'nothing'!r}"
-    if call.reduce_op == "AVG" and not all(dtype.is_floating_point or dtype.is_complex for dtype in dtypes):
-        return "integers have no average"
-    return "its tensors have different dtypes" if len(dtypes) > 1 else ""
+    if len(dtypes) > 1:
+        return "its tensors have different dtypes"
+    if call.name in REDUCTIONS:
+        (dtype,) = dtypes
+        if call.reduce_op not in _REDUCE_OPS:
+            return f"the emulated accelerator does not reduce by {call.reduce_op or 'nothing'!r}"
+        if dtype not in (*_INTEGERS, *_FLOATS):
+            return f"gloo does not reduce {str(dtype).removeprefix('torch.')}"
+        if call.reduce_op == "AVG" and dtype in _INTEGERS:
+            return "integers have no average"
+        if call.reduce_op.startswith("B") and dtype in _FLOATS:
+            return f"only integers are reduced by {call.reduce_op}"
+    return ""
 
 
 def _splits(tensor: torch.Tensor, sizes: Sequence[int], size: int) -> list[int]:

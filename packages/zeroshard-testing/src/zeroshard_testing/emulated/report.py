@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import Any
 
 from zeroshard_testing.stacks import OWN_CODE, is_below_the_test
 
@@ -64,9 +65,9 @@ class Finding:
         return (self.kind, *(text for place in places for text in (place.title, place.call_site)))
 
 
-def read_findings(reports: Iterable[tuple[str, str, *tuple[tuple[str, list[tuple[str, int, str]], bool] | None, ...]]]) -> list[Finding]:
-    """Turn the extension's reports into findings, each once."""
-    found = [Finding(kind, text, *(None if one is None else Place(*one) for one in places)) for kind, text, *places in reports]
+def read_findings(reports: Iterable[tuple[Any, ...]]) -> list[Finding]:
+    """Turn the extension's reports (kind, text, and three places or None) into findings, each once."""
+    found = [Finding(kind, text, *(one and Place(*one) for one in places)) for kind, text, *places in reports]
     return list({finding.key: finding for finding in reversed(found)}.values())[::-1]
 
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 import os
 from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_loader
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from zeroshard_testing.emulated.device_module import register_device
 from zeroshard_testing.emulated.build import MODULE, BuildError, library
+from zeroshard_testing.emulated.device_module import register_device
 from zeroshard_testing.emulated.errors import DifferentCollectivesError, RaceError
 from zeroshard_testing.emulated.mover import Mover, delay_up_to, live_movers
 from zeroshard_testing.emulated.report import Finding, read_findings, to_text
@@ -56,7 +56,7 @@ def load() -> None:
     register_device(DEVICE, module.install)
     dist.Backend.register_backend("emulated", _make_backend, extended_api=True, devices=[DEVICE])
     if (edge := os.environ.get("ZEROSHARD_DROP_EDGE")) is not None:
-        module.drop_edge(edge)
+        module.drop_edge([frame.strip() for frame in edge.split("<") if frame.strip()])
     if delays := os.environ.get("ZEROSHARD_EMULATED_DELAYS"):
         seconds, _, seed = delays.partition(":")
         delay_up_to(float(seconds), int(seed or 0))
@@ -74,7 +74,7 @@ def findings() -> list[Finding]:
 
 
 class CheckedTest:
-    """Runs a test, and raises what was found in it if it raises nothing itself: DifferentCollectivesError, or RaceError.
+    """Runs a test, and raises what was found in it if it raises nothing itself: DifferentCollectivesError or RaceError.
 
     At the end ranks wait for one another, unless a test has asked for faults: what one has left out shows there. Errors
     of the process group, which come as those of torch's backends do, get the class that says what they are.
@@ -88,6 +88,9 @@ class CheckedTest:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         __tracebackhide__ = True
+        if file := os.environ.get("ZEROSHARD_EDGES"):
+            lines = [" < ".join(edge) for edge in extension().edges()]
+            Path(f"{file}.{os.getpid()}").write_text("\n".join(lines))
         if isinstance(error, dist.DistBackendError) and not isinstance(error, DifferentCollectivesError):
             raise DifferentCollectivesError(str(error)).with_traceback(error.__traceback__) from None
         if error is None:
@@ -110,7 +113,5 @@ class CheckedTest:
 
 def _make_backend(options: Any, _: object) -> Any:  # noqa: ANN401 - torch's own types, which have no public names
     ranks = options.global_ranks_in_group or list(range(options.group_size))
-    mover = Mover(
-        options.store, options.group_rank, ranks, options.group_id, options.timeout, extension().complete
-    )
+    mover = Mover(options.store, options.group_rank, ranks, options.group_id, options.timeout, extension().complete)
     return extension().EmulatedBackend(options.group_rank, options.group_size, mover)

@@ -143,13 +143,12 @@ void Checker::freed(Block& block, const SitePtr& site) {
   std::lock_guard lock(mutex_);
   renew(block);
   size_t home = slot(block.stream);
-  Clock& clock = clock_of(home);
+  // A recorded stream is waited for as it is now, with all that it comes after.
+  Clock clock = clock_of(home);
+  for (StreamId stream : block.recorded) merge(clock, clock_of(slot(stream)));
   std::vector<Access> open;
-  std::unordered_set<size_t> recorded;
-  for (StreamId stream : block.recorded) recorded.insert(slot(stream));
   for (Access& access : block.accesses)
-    if (access.stream != home && !recorded.count(access.stream) && !covers(clock, access.stream, access.time))
-      open.push_back(std::move(access));
+    if (!covers(clock, access.stream, access.time)) open.push_back(std::move(access));
   if (!open.empty()) freed_[home].push_back({std::move(open), block.size, block.born, site});
 }
 

@@ -10,6 +10,8 @@
 #include <pybind11/pybind11.h>
 #include <torch/csrc/autograd/function.h>
 
+#include <thread>
+
 namespace emulated {
 namespace py = pybind11;
 
@@ -83,24 +85,37 @@ std::vector<PythonSite::Line> PythonSite::lines() const {
   return found;
 }
 
+constexpr size_t kEdgeFrames = 4;
+
+// The call site of an edge: the innermost frames of the user's, for a wait may lie in a function that many call.
+static std::vector<std::string> edge_here(const char* kind) {
+  auto site = std::static_pointer_cast<const PythonSite>(site_here(kind));
+  py::gil_scoped_acquire gil;
+  std::vector<std::string> found;
+  for (auto& [file, line, function] : site->lines()) {
+    bool is_passed_over = false;
+    for (const char* part : {"/torch/", "/zeroshard_testing/", "/contextlib.py"})
+      is_passed_over |= file.find(part) != std::string::npos;
+    if (!is_passed_over && found.size() < kEdgeFrames) found.push_back(file + ":" + std::to_string(line));
+  }
+  return found;
+}
+
+static bool ends_with(const std::string& text, const std::string& end) {
+  return text.size() >= end.size() && text.compare(text.size() - end.size(), std::string::npos, end) == 0;
+}
+
 bool is_dropped(const char* kind) {
   Device& device = Device::get();
   if (!device.watches_edges) return false;
-  auto site = std::static_pointer_cast<const PythonSite>(site_here(kind));
-  std::string edge;
-  {
-    py::gil_scoped_acquire gil;
-    for (auto& [file, line, function] : site->lines()) {
-      if (file.find("/torch/") != std::string::npos || file.find("/zeroshard_testing/") != std::string::npos) continue;
-      edge = file + ":" + std::to_string(line);
-      break;
-    }
-  }
+  std::vector<std::string> edge = edge_here(kind);
   std::lock_guard lock(device.mutex);
-  device.edges[edge] = kind;
-  const std::string& dropped = device.dropped_edge;
-  return !dropped.empty() && edge.size() >= dropped.size() &&
-         edge.compare(edge.size() - dropped.size(), std::string::npos, dropped) == 0;
+  device.edges.insert(edge);
+  const auto& dropped = device.dropped_edge;
+  if (dropped.empty() || dropped.size() > edge.size()) return false;
+  for (size_t i = 0; i < dropped.size(); i++)
+    if (!ends_with(edge[i], dropped[i])) return false;
+  return true;
 }
 
 // ---------------------------------------------------------------------------------------------------------- waiting
@@ -263,12 +278,15 @@ Moment launch(const std::vector<Use>& uses, const SitePtr& site) {
 
 // ----------------------------------------------------------------------------------------------------------- memory
 
+static std::thread::id g_main_thread;
+
 static void forget(void* context) {
   auto* block = static_cast<DeviceBlock*>(context);
   Device& device = Device::get();
-  // Without the GIL some lock of torch may be held, so it must not be taken.
-  bool has_gil = Py_IsInitialized() && PyGILState_Check();
-  SitePtr site = has_gil ? site_here("free") : [] {
+  // Without the GIL a thread of autograd may hold some lock of torch, so it must not be taken there. The main thread
+  // lets go of the GIL for `del` too, and holds none.
+  bool may_take_gil = Py_IsInitialized() && (PyGILState_Check() || std::this_thread::get_id() == g_main_thread);
+  SitePtr site = may_take_gil ? site_here("free") : [] {
     auto plain = std::make_shared<PythonSite>();
     plain->title = "free by C++";
     return plain;
@@ -413,20 +431,25 @@ static bool query(const Moment& moment, bool& was_queried) {
   return true;
 }
 
+static void refuse_other(c10::Device other) {
+  TORCH_CHECK_NOT_IMPLEMENTED(other.index() <= 0, "the emulated accelerator has one device a process, emu:0, not ", other);
+}
+
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kDevice; }
   c10::Device exchangeDevice(c10::Device) const override { return device(); }
   c10::Device getDevice() const override { return device(); }
-  void setDevice(c10::Device other) const override {
-    TORCH_CHECK_NOT_IMPLEMENTED(other.index() <= 0, "the emulated accelerator has one device a process, emu:0, not ", other);
-  }
+  void setDevice(c10::Device other) const override { refuse_other(other); }
   void uncheckedSetDevice(c10::Device) const noexcept override {}
   c10::Stream getStream(c10::Device) const override { return stream_of(t_stream); }
   c10::Stream getDefaultStream(c10::Device) const override { return stream_of(0); }
   c10::Stream getStreamFromGlobalPool(c10::Device, bool = false) const override {
     return stream_of(Device::get().checker.new_stream());
   }
-  c10::Stream getNewStream(c10::Device, int = 0) const override { return stream_of(Device::get().checker.new_stream()); }
+  c10::Stream getNewStream(c10::Device where, int = 0) const override {
+    refuse_other(where);
+    return stream_of(Device::get().checker.new_stream());
+  }
   c10::Stream exchangeStream(c10::Stream stream) const override {
     auto before = stream_of(t_stream);
     t_stream = stream.id();
@@ -490,6 +513,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 };
 
 void install_device() {
+  g_main_thread = std::this_thread::get_id();
   static Guard guard;
   c10::impl::DeviceGuardImplRegistrar registrar(kDevice, &guard);
   c10::SetAllocator(kDevice, &g_allocator);

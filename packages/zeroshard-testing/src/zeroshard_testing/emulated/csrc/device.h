@@ -122,8 +122,8 @@ struct Device {
   Costs costs;
   std::map<char*, size_t> pinned;
   bool watches_edges = false;
-  std::string dropped_edge;
-  std::map<std::string, std::string> edges;
+  std::vector<std::string> dropped_edge;  // the ends of its frames, innermost first
+  std::set<std::vector<std::string>> edges;
   std::atomic<bool> checks{true}, forbids_host_waits{false};
   static Device& get();
 };

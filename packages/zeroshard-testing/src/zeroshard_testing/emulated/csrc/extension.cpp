@@ -120,9 +120,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("reset_costs", &reset_costs);
   module.def("check_accesses", [](bool on) { Device::get().checks = on; });
   module.def("forbid_host_waits", [](bool on) { return Device::get().forbids_host_waits.exchange(on); });
-  module.def("drop_edge", [](const std::string& place) {
+  module.def("drop_edge", [](const std::vector<std::string>& frames) {
     Device::get().watches_edges = true;
-    Device::get().dropped_edge = place;
+    Device::get().dropped_edge = frames;
   });
-  module.def("edges", [] { return Device::get().edges; });
+  module.def("edges", [] {
+    std::lock_guard lock(Device::get().mutex);
+    return std::vector<std::vector<std::string>>(Device::get().edges.begin(), Device::get().edges.end());
+  });
 }

@@ -31,6 +31,8 @@ Tensor adopted(const Tensor& cpu, const SitePtr& site) {
   c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, adopt(memory, site), c10::GetAllocator(kDevice), true);
   auto made = at::detail::make_tensor<at::TensorImpl>(std::move(storage), c10::DispatchKeySet(kKey), cpu.dtype());
   made.unsafeGetTensorImpl()->set_sizes_and_strides(cpu.sizes(), cpu.strides(), cpu.storage_offset());
+  if (cpu.is_conj()) made._set_conj(true);
+  if (cpu.is_neg()) made._set_neg(true);
   return made;
 }
 
@@ -65,7 +67,7 @@ class Kernel {
     take_results();
     if (is_view_) return;
     Moment end = launch(uses_, site_);
-    if (kWaiting.count(schema_.name()) || has_mask_) host_wait(schema_.name(), Device::get().checker.now(current_stream()));
+    if (kWaiting.count(schema_.name()) || (has_mask_ && !is_fill())) host_wait(schema_.name(), Device::get().checker.now(current_stream()));
     if (has_host_index_) host_wait(schema_.name() + ", which copies an index", end);
   }
 
@@ -123,6 +125,11 @@ class Kernel {
     }
     stranger_ = stranger;  // indices may come from the CPU
     return brought_list;
+  }
+
+  // What `x[mask] = 1.0` does needs no number of places; CUDA runs masked_fill_.
+  bool is_fill() const {
+    return schema_.name() == "aten::_index_put_impl_" && kept_[2].toTensor().dim() == 0 && !kept_[3].toBool();
   }
 
   // An out= argument that its CPU kernel has resized is resized here.
@@ -301,6 +308,9 @@ void install_kernels() {
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>()); }
 TORCH_LIBRARY_IMPL(_, SparsePrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&refuse_sparse>()); }
 TORCH_LIBRARY_IMPL(_, SparseCsrPrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&refuse_sparse>()); }
+// A copy reads what is conjugated or negated lazily as the CPU's does. Their fallbacks would copy, and so on without end.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, Negative, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", TORCH_FN(empty));
   m.impl("empty_strided", TORCH_FN(empty_strided));

@@ -1,0 +1,169 @@
+"""Leaves out, one at a time, each edge that orders streams in our packages, and says which of them no test misses.
+
+Run as ``python tools/dropped_edges.py`` where the packages are installed; ``--json`` prints the result for machines,
+and tests named after the options run instead of `TESTS`. An edge is a call of ``wait_stream``, ``wait_event``, ``wait`` or
+``record_stream``, named by its call site: the innermost frames up to one outside the function that only passes it on.
+
+The edges are those that the tests reach on the emulated accelerator. Each is dropped in a run of its own, which stops
+at the first test that fails. An edge that no test misses must be listed in `MASKED`, with its reason; what is listed there
+and is missed, or not reached, has to go from the list.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+ROOT = Path(__file__).parents[1]
+TESTS = ("tests/test_emulated_edges.py",)
+MASKED = ROOT / "tools" / "dropped_edges.json"
+"""Edges that no test misses: what `Edge.name` gives, and why."""
+_CALLS = ("wait_stream", "wait_event", "wait", "record_stream")
+_PACKAGES = tuple(f"packages/{name}/src/" for name in ("zeroshard-comm", "zeroshard", "zeroshard-integrations"))
+
+
+@dataclass(frozen=True)
+class Edge:
+    """An edge by its call site: files and lines, innermost first."""
+
+    frames: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """What the edge is called where it is listed: functions instead of lines, which change."""
+        return " < ".join(map(_function_of, self.frames))
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of leaving an edge out: which test failed first, empty if none did."""
+
+    edge: str
+    place: str
+    missed_by: str
+
+
+def edges_in(lines: Iterable[str]) -> list[Edge]:
+    """Return the edges of our packages among call sites as the emulated accelerator writes them, each once.
+
+    Args:
+        lines: Absolute files and lines, innermost first, joined by ``" < "``.
+
+    Returns:
+        Those whose innermost frame is a call that makes an edge, with as many frames as there are in our packages, and
+        at most three: a function that only passes an edge on has many callers.
+    """
+    found = set()
+    for line in lines:
+        frames = [frame.removeprefix(f"{ROOT}/") for frame in line.split(" < ")]
+        if not frames[0].startswith(_PACKAGES) or not _makes_an_edge(frames[0]):
+            continue
+        ours = [frame for frame in frames if frame.startswith(_PACKAGES)]
+        consecutive = frames[: next((at for at, frame in enumerate(frames) if frame not in ours), len(frames))]
+        found.add(Edge(tuple(consecutive[:3])))
+    return sorted(found, key=lambda edge: edge.frames)
+
+
+def problems(results: Sequence[Result], masked: Mapping[str, str]) -> list[str]:
+    """Say what is wrong: edges that no test misses and that are not listed, and entries of the list that are stale."""
+    unmissed = {result.edge for result in results if not result.missed_by}
+    reached = {result.edge for result in results}
+    places = {result.edge: result.place for result in results}
+    return [
+        *(f"no test misses {name} ({places[name]})" for name in sorted(unmissed - masked.keys())),
+        *(f"{name} is listed as masked, and a test misses it" for name in sorted(masked.keys() & reached - unmissed)),
+        *(f"{name} is listed as masked, and no test reaches it" for name in sorted(masked.keys() - reached)),
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Drop each edge, print what misses it, and return 1 if something is wrong with the list."""
+    parser = argparse.ArgumentParser(description="Leave out each edge between streams, and see whether a test fails.")
+    parser.add_argument("tests", nargs="*", default=list(TESTS), help="what to run instead of the usual tests")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    options = parser.parse_args(arguments)
+    console = Console(stderr=True)
+    with tempfile.TemporaryDirectory() as folder:
+        status, first = _run(options.tests, {"ZEROSHARD_DROP_EDGE": "", "ZEROSHARD_EDGES": f"{folder}/edges"})
+        lines = [line for file in Path(folder).iterdir() for line in file.read_text().splitlines()]
+    if status:
+        console.print(f"the tests fail with every edge in place: {first}", markup=False)
+        return 1
+    edges = edges_in(lines)
+    results = []
+    for edge in track(edges, "dropping edges", console=console):
+        _, failed = _run([*options.tests, "-x"], {"ZEROSHARD_DROP_EDGE": " < ".join(edge.frames)})
+        results.append(Result(edge.name, edge.frames[0], failed))
+    wrong = problems(results, json.loads(MASKED.read_text()))
+    if options.json:
+        print(json.dumps({"edges": [asdict(result) for result in results], "problems": wrong}, indent=2))
+    else:
+        table = Table("edge", "missed by")
+        for result in results:
+            table.add_row(result.edge, result.missed_by or "no test")
+        Console().print(table)
+        for text in wrong:
+            Console().print(text, markup=False)
+    return 1 if wrong or not results else 0
+
+
+def _run(tests: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:
+    """Run tests on the emulated accelerator, and return pytest's exit status and the first test that failed."""
+    options = ["-q", "-p", "no:cacheprovider", "-m", "exhaustive or not exhaustive", "--tb=no", "-rf"]
+    command = [sys.executable, "-m", "pytest", *options, "--ranks-backend=emulated", "--ranks-require=emulated", *tests]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, check=False
+    )
+    if done.returncode not in (0, 1):
+        raise SystemExit(f"pytest ended with status {done.returncode}:\n{done.stdout}{done.stderr}")
+    failed = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("FAILED ")]
+    return done.returncode, failed[0] if failed else ""
+
+
+def _makes_an_edge(frame: str) -> bool:
+    path, _, line = frame.rpartition(":")
+    return any(
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in _CALLS
+        and node.lineno <= int(line) <= (node.end_lineno or node.lineno)
+        for node in ast.walk(_parsed(path))
+    )
+
+
+def _function_of(frame: str) -> str:
+    """Return such as ``"side_stream.SideStream.join"`` for a file and a line."""
+    path, _, line = frame.rpartition(":")
+    names = [Path(path).stem]
+    node: ast.AST = _parsed(path)
+    while True:
+        kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+        inside = [
+            child
+            for child in ast.iter_child_nodes(node)
+            if isinstance(child, kinds) and child.lineno <= int(line) <= (child.end_lineno or child.lineno)
+        ]
+        if not inside:
+            return ".".join(names)
+        node = inside[0]
+        names.append(inside[0].name)
+
+
+def _parsed(path: str) -> ast.Module:
+    return ast.parse((ROOT / path).read_text(encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
