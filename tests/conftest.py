@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import combinations, groupby
 
 import pytest
+import torch
 from zeroshard_comm import transport
+from zeroshard_testing import rank_fixture
 from zeroshard_testing.marker import spec_of
 
 
@@ -13,6 +16,18 @@ from zeroshard_testing.marker import spec_of
 def _is_worth_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Add up gradients in a thread, however few they are, as those of large models are."""
     monkeypatch.setattr(transport, "WORTH_OVERLAPPING", 0)
+
+
+@rank_fixture
+def tensors_on_the_device(device: torch.device) -> Iterator[None]:
+    """Make models and inputs on the device that the backend is for, where a test does not say another one."""
+    if device.type == "cpu":
+        yield
+        return
+    torch.set_default_device(device)
+    yield
+    # None is the CPU without a mode that looks at every call.
+    torch.set_default_device(None)
 
 
 EMULATED_BY_DEFAULT = "test_emulated_smoke.py"
