@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import combinations, groupby
 
 import pytest
+import torch
 from zeroshard_comm import transport
+from zeroshard_testing import rank_fixture
 from zeroshard_testing.marker import spec_of
 
 
@@ -15,12 +18,31 @@ def _is_worth_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "WORTH_OVERLAPPING", 0)
 
 
+@rank_fixture
+def tensors_on_the_device(device: torch.device) -> Iterator[None]:
+    """Make models and inputs on the device that the backend is for, where a test does not say another one."""
+    if device.type == "cpu":
+        yield
+        return
+    torch.set_default_device(device)
+    yield
+    # None is the CPU without a mode that looks at every call.
+    torch.set_default_device(None)
+
+
+EMULATED_BY_DEFAULT = "test_emulated_smoke.py"
+"""The one file whose tests on the emulated device are not exhaustive."""
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave as many combinations as show every two values together, world sizes among them; others are exhaustive."""
     for item in items:
         spec, sizes = spec_of(item), item.get_closest_marker("exhaustive_at")
-        if spec is not None and sizes is not None and spec.world_size in sizes.args:
+        if spec is None:
+            continue
+        is_repeat = spec.backend == "emulated" and item.path.name != EMULATED_BY_DEFAULT
+        if is_repeat or (sizes is not None and spec.world_size in sizes.args):
             item.add_marker(pytest.mark.exhaustive)
     marked = [item for item in items if hasattr(item, "callspec") and item.get_closest_marker("pairwise")]
     for _, same in groupby(marked, key=lambda item: (item.parent, item.originalname)):

@@ -117,9 +117,10 @@ class Twins:
 
 
 def batch(seed: int) -> torch.Tensor:
-    """Inputs of small_model() that differ on every rank, float64, (8, 40)."""
+    """Inputs of small_model() that differ on every rank, float64, (8, 40), on the default device."""
     generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
-    return torch.randn(8, 40, generator=generator, dtype=torch.float64)
+    made = torch.randn(8, 40, generator=generator, dtype=torch.float64, device="cpu")
+    return made.to(torch.get_default_device())
 
 
 def not_freed(references: Sequence[weakref.ref[Any]]) -> list[object]:

@@ -1,9 +1,12 @@
-"""The hooks on CUDA: they train as DDP does, and neither backward nor step makes the host wait for the device."""
+"""The hooks on an accelerator: they train as DDP does, and neither backward nor step makes the host wait for it.
+
+On CUDA where there is some, and on the emulated device, whose results are those of the CPU to the bit.
+"""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -13,22 +16,23 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from training import small_model
 
+ACCELERATORS = ["nccl", "emulated"]
 EVERY_HOOK = pytest.mark.parametrize("hook", HOOKS)
 STEPPING_HOOKS = pytest.mark.parametrize("hook", HOOKS[1:])
 PARTITIONS = pytest.mark.parametrize("partition", ["whole", "split"])
 
 
-def model() -> nn.Module:
-    return small_model().cuda()
+def twins_on(device: torch.device, hook: str, *, exact: bool = True, **arguments: Any) -> Twins:
+    # CUDA's kernels may add in an order that depends on where a tensor begins.
+    exact = exact and device.type != "cuda"
+    return Twins(hook, model=lambda: small_model().to(device), exact=exact, **arguments)
 
 
 def loss(ddp: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
-    return ddp(inputs.cuda()).square().mean()
+    return ddp(inputs.to(next(ddp.parameters()).device)).square().mean()
 
 
 def train(twins: Twins, last: int = 20) -> None:
-    # Kernels may add in an order that depends on where a tensor begins.
-    twins.exact = False
     for number in range(1, last + 1):
         twins.iterate(number, loss)
         if number in (1, 2, 3, last):
@@ -38,28 +42,28 @@ def train(twins: Twins, last: int = 20) -> None:
 @pytest.mark.ranks(2, backend="gloo-cuda")
 @EVERY_HOOK
 @PARTITIONS
-def test_parity_on_gloo(hook: str, partition: str) -> None:
-    train(Twins(hook, model=model, partition=partition))
+def test_parity_on_gloo(device: torch.device, hook: str, partition: str) -> None:
+    train(twins_on(device, hook, partition=partition))
 
 
-@pytest.mark.ranks(1, 2, backend="nccl")
+@pytest.mark.ranks(1, 2, backend=ACCELERATORS)
 @EVERY_HOOK
 @PARTITIONS
 @pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
-def test_parity_on_nccl(hook: str, partition: str, views: bool) -> None:
-    train(Twins(hook, model=model, partition=partition, ddp={"gradient_as_bucket_view": views}))
+def test_parity(device: torch.device, hook: str, partition: str, views: bool) -> None:
+    train(twins_on(device, hook, partition=partition, ddp={"gradient_as_bucket_view": views}))
 
 
-@pytest.mark.ranks(2, backend=["gloo-cuda", "nccl"])
+@pytest.mark.ranks(2, backend=["gloo-cuda", *ACCELERATORS])
 @STEPPING_HOOKS
-def test_a_compressing_hook(hook: str) -> None:
-    train(Twins(hook, model=model, inner=fp16_compress_hook), last=5)
+def test_a_compressing_hook(device: torch.device, hook: str) -> None:
+    train(twins_on(device, hook, inner=fp16_compress_hook), last=5)
 
 
-@pytest.mark.ranks(1, 2, backend="nccl")
+@pytest.mark.ranks(1, 2, backend=ACCELERATORS)
 @EVERY_HOOK
-def test_accumulation_and_clipping(hook: str) -> None:
-    twins = Twins(hook, model=model, exact=False)
+def test_accumulation_and_clipping(device: torch.device, hook: str) -> None:
+    twins = twins_on(device, hook, exact=False)
     for number in range(4):
         for ddp, optimizer in twins.sides:
             optimizer.zero_grad()
@@ -72,35 +76,77 @@ def test_accumulation_and_clipping(hook: str) -> None:
         twins.check(f"after iteration {number}")
 
 
-@contextlib.contextmanager
-def host_never_waits() -> Iterator[None]:
-    """Raise where an operation of torch makes the host wait for the device."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.ranks(1, 2, backend="nccl")
-@EVERY_HOOK
-@pytest.mark.parametrize("settings", [{"fused": True}, {"foreach": True}, {"capturable": True}], ids=str)
-def test_the_host_never_waits_for_the_device(hook: str, settings: dict[str, Any]) -> None:
-    twins = Twins(hook, model=model, settings=settings)
-    # Until DDP has rebuilt its buckets: where gradients lie is looked at once per bucket.
+def settled(twins: Twins) -> Twins:
+    """Train until DDP has rebuilt its buckets: where gradients lie is looked at once per bucket."""
     for number in range(3):
         twins.iterate(number, loss)
-    inputs = batch(3).cuda()
     twins.optimizer.zero_grad()
+    return twins
+
+
+@pytest.mark.ranks(1, 2, backend=ACCELERATORS)
+@EVERY_HOOK
+@PARTITIONS
+@pytest.mark.parametrize("settings", [{"fused": True}, {"foreach": True}, {"capturable": True}], ids=str)
+def test_the_host_never_waits_for_the_device(
+    device: torch.device,
+    host_never_waits: Callable[[], AbstractContextManager[None]],
+    hook: str,
+    partition: str,
+    settings: dict[str, Any],
+) -> None:
+    twins = settled(twins_on(device, hook, partition=partition, settings=settings))
+    inputs = batch(3).to(device)
     with host_never_waits():
         twins.ddp(inputs).square().mean().backward()
         twins.optimizer.step()
 
 
+CHANGES: dict[str, Callable[[list[nn.Parameter]], object]] = {
+    "clipped by the norm": lambda params: nn.utils.clip_grad_norm_(params, 0.01),
+    "clipped by value": lambda params: nn.utils.clip_grad_value_(params, 1e-3),
+    "multiplied": lambda params: torch._foreach_mul_([param.grad for param in params], 2.0),
+    "asked for norms": lambda params: nn.utils.get_total_norm([param.grad for param in params]),
+    "set to zero, and asked": lambda params: [param.grad.zero_().norm() for param in params],
+}
+
+
+@pytest.mark.ranks(1, 2, backend=ACCELERATORS)
+@PARTITIONS
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_host_never_waits_for_what_is_done_to_gradients(
+    device: torch.device, host_never_waits: Callable[[], AbstractContextManager[None]], partition: str, change: str
+) -> None:
+    twins = settled(twins_on(device, "owner", partition=partition))
+    inputs, params = batch(3).to(device), list(twins.ddp.parameters())
+    with host_never_waits():
+        twins.ddp(inputs).square().mean().backward()
+        CHANGES[change](params)
+        twins.optimizer.step()
+
+
+@pytest.mark.ranks(2, backend=ACCELERATORS)
+@PARTITIONS
+def test_norms_follow_factors_and_what_becomes_infinite(device: torch.device, partition: str) -> None:
+    twins = settled(twins_on(device, "owner", partition=partition))
+    twins.plain.zero_grad()
+    for ddp, _ in twins.sides:
+        twins.backward(ddp, 3, loss)
+    ours, theirs = (list(ddp.parameters()) for ddp, _ in twins.sides)
+    # By the host and by the device; infinite in the end, and no less for a factor below 1.
+    for factor in (3.0, torch.tensor(0.5, device=device), 1e200, torch.tensor(1e100, device=device), 1e200, 1e-300):
+        for params in (ours, theirs):
+            torch._foreach_mul_([param.grad for param in params], factor)
+        norms = [torch.stack([param.grad.norm(float("inf")) for param in params]) for params in (ours, theirs)]
+        torch.testing.assert_close(*norms, rtol=1e-12, atol=0)
+    assert norms[0].isinf().all()
+
+
+# The emulated device has no graphs.
 @pytest.mark.ranks(1, 2, backend="nccl")
 @PARTITIONS
-def test_step_in_a_cuda_graph(partition: str) -> None:
-    twins = Twins("owner", model=model, partition=partition, settings={"capturable": True}, exact=False)
+def test_step_in_a_cuda_graph(device: torch.device, partition: str) -> None:
+    twins = twins_on(device, "owner", partition=partition, settings={"capturable": True})
     for number in range(3):
         twins.iterate(number, loss)
     for ddp, optimizer in twins.sides:
@@ -113,5 +159,5 @@ def test_step_in_a_cuda_graph(partition: str) -> None:
         # The same gradients again, as torch's optimizer with the gradients that are there.
         graph.replay()
         twins.plain.step()
-    torch.cuda.synchronize()
+    torch.accelerator.synchronize()
     twins.check("after three replays")

@@ -17,10 +17,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
     fp16_compress_hook,
     fp16_compress_wrapper,
 )
-from training import DENSE_OPTIMIZERS, small_model
+from training import DENSE_OPTIMIZERS, EVERYWHERE, small_model
 from zeroshard_comm import transport
 
-pytestmark = pytest.mark.pairwise
+pytestmark = [pytest.mark.pairwise, pytest.mark.usefixtures("tensors_on_the_device")]
 EVERY_HOOK = pytest.mark.parametrize("hook", HOOKS)
 STEPPING_HOOKS = pytest.mark.parametrize("hook", HOOKS[1:])
 CHECKED = (1, 2, 3, 50)
@@ -35,7 +35,7 @@ def train(twins: Twins, loss: Any = None, last: int = 50) -> None:
 
 
 @pytest.mark.exhaustive_at(4)
-@pytest.mark.ranks(2, 3, 4, backend="gloo")
+@pytest.mark.ranks(2, 3, 4, backend=EVERYWHERE)
 @EVERY_HOOK
 @pytest.mark.parametrize("partition", ["whole", "split"])
 @pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
@@ -43,7 +43,7 @@ def test_parity(hook: str, partition: str, views: bool) -> None:
     train(Twins(hook, partition=partition, ddp={"gradient_as_bucket_view": views}))
 
 
-@pytest.mark.ranks(2, 3, backend="gloo")
+@pytest.mark.ranks(2, 3, backend=EVERYWHERE)
 @EVERY_HOOK
 @pytest.mark.parametrize("partition", ["whole", "split"])
 def test_gradients_of_a_small_model_are_added_up_without_a_thread(
@@ -55,14 +55,14 @@ def test_gradients_of_a_small_model_are_added_up_without_a_thread(
     assert not twins.optimizer.follow_backward(STEPPING[hook]).scheduler.buckets.transport.uses_thread
 
 
-@pytest.mark.ranks(2, 3, backend="gloo")
+@pytest.mark.ranks(2, 3, backend=EVERYWHERE)
 @EVERY_HOOK
 @pytest.mark.parametrize("partition", ["whole", "split", "hybrid"])
 def test_parameters_in_flat_buffers(hook: str, partition: str) -> None:
     train(Twins(hook, partition=partition, parameters_as_bucket_view=True), last=5)
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @STEPPING_HOOKS
 @pytest.mark.parametrize("steps", [True, False], ids=["step()", "hooks alone"])
 def test_state_is_empty_on_no_rank_after_a_step(rank: int, hook: str, steps: bool) -> None:
@@ -75,13 +75,13 @@ def test_state_is_empty_on_no_rank_after_a_step(rank: int, hook: str, steps: boo
     assert bool(twins.optimizer.optim.state) == (rank == 0)
 
 
-@pytest.mark.ranks(1, 5, backend="gloo")
+@pytest.mark.ranks(1, 5, backend=EVERYWHERE)
 @EVERY_HOOK
 def test_one_rank_and_more_ranks_than_tensors(hook: str) -> None:
     train(Twins(hook, model=lambda: nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 2))), last=4)
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @pytest.mark.parametrize(
     ("hook", "name"),
     [
@@ -96,7 +96,7 @@ def test_every_optimizer(hook: str, name: str) -> None:
     train(Twins(hook, optimizer=optimizer, settings=settings), last=4)
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @EVERY_HOOK
 def test_an_optimizer_that_looks_at_whole_matrices(hook: str) -> None:
     def matrices() -> nn.Module:
@@ -142,13 +142,13 @@ class Wrapping(optim.Optimizer):
         self.base.step()
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @EVERY_HOOK
 def test_an_optimizer_that_wraps_another(hook: str) -> None:
     train(Twins(hook, optimizer=Wrapping), last=6)
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @EVERY_HOOK
 @pytest.mark.parametrize("partition", ["whole", "split"])
 def test_an_optimizer_that_counts_in_its_param_groups(hook: str, partition: str) -> None:
@@ -168,7 +168,7 @@ def wrapped(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.T
     return fp16_compress_wrapper(allreduce_hook)(state, bucket)
 
 
-@pytest.mark.ranks(2, 3, backend="gloo")
+@pytest.mark.ranks(2, 3, backend=EVERYWHERE)
 @STEPPING_HOOKS
 @pytest.mark.parametrize("inner", [fp16_compress_hook, bfloat16, wrapped], ids=["fp16", "bf16", "wrapper"])
 def test_compressing_hooks(hook: str, inner: Any) -> None:
@@ -178,7 +178,7 @@ def test_compressing_hooks(hook: str, inner: Any) -> None:
     train(twins, last=5)
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @STEPPING_HOOKS
 def test_power_sgd(hook: str) -> None:
     def state() -> object:
@@ -189,7 +189,7 @@ def test_power_sgd(hook: str) -> None:
     train(Twins(hook, inner=powerSGD_hook.powerSGD_hook, inner_state=state, exact=False, ddp=one), last=8)
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @STEPPING_HOOKS
 def test_a_hook_that_returns_another_tensor(hook: str) -> None:
     def doubled(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -200,7 +200,7 @@ def test_a_hook_that_returns_another_tensor(hook: str) -> None:
 
 
 @pytest.mark.exhaustive_at(4)
-@pytest.mark.ranks(2, 3, 4, backend="gloo")
+@pytest.mark.ranks(2, 3, 4, backend=EVERYWHERE)
 @EVERY_HOOK
 @pytest.mark.parametrize("partition", ["whole", "split"])
 def test_groups_and_schedulers(hook: str, partition: str) -> None:
@@ -222,7 +222,7 @@ def test_groups_and_schedulers(hook: str, partition: str) -> None:
         twins.check(f"after iteration {number}")
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @STEPPING_HOOKS
 def test_step_may_be_left_out(hook: str) -> None:
     twins = Twins(hook)
@@ -235,7 +235,7 @@ def test_step_may_be_left_out(hook: str) -> None:
         twins.check(f"after iteration {number}")
 
 
-@pytest.mark.ranks(4, backend="gloo")
+@pytest.mark.ranks(4, backend=EVERYWHERE)
 @EVERY_HOOK
 def test_subgroups(rank: int, hook: str) -> None:
     halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
@@ -256,7 +256,7 @@ class Branches(nn.Module):
 
 
 @pytest.mark.exhaustive_at(4)
-@pytest.mark.ranks(2, 3, 4, backend="gloo")
+@pytest.mark.ranks(2, 3, 4, backend=EVERYWHERE)
 @EVERY_HOOK
 @pytest.mark.parametrize("partition", ["whole", "split"])
 @pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
@@ -277,7 +277,7 @@ def test_parameters_that_some_or_all_ranks_do_not_use(rank: int, hook: str, part
         twins.check(f"after iteration {number}")
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @EVERY_HOOK
 @pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
 def test_static_graph(hook: str, views: bool) -> None:
@@ -287,7 +287,7 @@ def test_static_graph(hook: str, views: bool) -> None:
     train(twins, lambda ddp, inputs: ddp(inputs, 1).square().mean(), last=6)
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @EVERY_HOOK
 def test_frozen_parameters_and_a_group_added_later(hook: str) -> None:
     def model() -> nn.Module:
@@ -315,7 +315,7 @@ def test_frozen_parameters_and_a_group_added_later(hook: str) -> None:
         assert torch.equal(extra[0], extra[1])
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @EVERY_HOOK
 @pytest.mark.parametrize("partition", ["whole", "split"])
 def test_checkpoints(rank: int, hook: str, partition: str) -> None:
@@ -335,7 +335,7 @@ def test_checkpoints(rank: int, hook: str, partition: str) -> None:
         twins.check(f"after iteration {number}")
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @EVERY_HOOK
 def test_nan_spreads_as_without_sharding(hook: str) -> None:
     twins = Twins(hook)
@@ -345,7 +345,7 @@ def test_nan_spreads_as_without_sharding(hook: str) -> None:
     assert all(param.isnan().any() for param in twins.ddp.parameters())
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @EVERY_HOOK
 def test_model_converted_between_steps(hook: str) -> None:
     twins = Twins(hook)
@@ -357,7 +357,7 @@ def test_model_converted_between_steps(hook: str) -> None:
         twins.check(f"after iteration {number}")
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @EVERY_HOOK
 def test_bytes_sent_are_those_of_ddp(hook: str, world_size: int) -> None:
     twins = Twins(hook, model=lambda: nn.Sequential(*(nn.Linear(200, 200) for _ in range(6))), ddp={"bucket_cap_mb": 1})
@@ -390,7 +390,7 @@ class TwoKinds(nn.Module):
         return self.second(self.first(inputs).float())
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @EVERY_HOOK
 @pytest.mark.parametrize("static", [True, False])
 def test_buckets_of_two_dtypes(hook: str, static: bool) -> None:

@@ -9,13 +9,14 @@ import pytest
 import torch
 from ddp_training import HOOKS, Twins
 from torch import nn, optim
+from training import EVERYWHERE
 from zeroshard_comm import PeerLostError
 from zeroshard_testing import Faults, assert_replicas_equal
 
-pytestmark = pytest.mark.pairwise
+pytestmark = [pytest.mark.pairwise, pytest.mark.usefixtures("tensors_on_the_device")]
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @pytest.mark.parametrize("unused", [False, True], ids=["all used", "unused allowed"])
 def test_a_step_without_gradients_does_nothing(unused: bool) -> None:
     # A batch that is skipped after zero_grad(), in every iteration from the first one on.
@@ -30,7 +31,7 @@ def test_a_step_without_gradients_does_nothing(unused: bool) -> None:
         twins.check(f"after iteration {number}")
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_what_was_accumulated_outlives_a_group_that_is_added() -> None:
     twins = Twins("owner", groups=lambda module: list(module.parameters()))
     twins.iterate(0)
@@ -44,7 +45,7 @@ def test_what_was_accumulated_outlives_a_group_that_is_added() -> None:
     twins.check("after the window")
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @pytest.mark.parametrize("hook", HOOKS[1:])
 def test_a_group_that_is_added_between_backward_and_step_is_no_change(hook: str) -> None:
     twins = Twins(hook, groups=lambda module: list(module.parameters()))
@@ -85,7 +86,7 @@ class Thawed(Twins):
         super().register(*args)
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @pytest.mark.parametrize("what", ["nothing", "group", "checkpoint"])
 def test_gradients_follow_their_tensors_to_other_owners(what: str) -> None:
     twins = Thawed()
@@ -101,7 +102,7 @@ def test_gradients_follow_their_tensors_to_other_owners(what: str) -> None:
     twins.check("after the step")
 
 
-# What was interrupted leaves messages without another end.
+# What was interrupted leaves messages without another end. By collectives no message is sent that could be.
 @pytest.mark.ranks(2, backend="gloo", isolation="process", checks="no:messages")
 def test_no_rank_waits_for_one_that_is_interrupted_while_gradients_move(rank: int, faults: Faults) -> None:
     twins = Thawed()
@@ -113,7 +114,7 @@ def test_no_rank_waits_for_one_that_is_interrupted_while_gradients_move(rank: in
         twins.optimizer.step()
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @pytest.mark.parametrize("alone", [0, 1])
 def test_other_owners_after_one_rank_has_given_its_buckets_back(rank: int, alone: int) -> None:
     twins = Thawed()
@@ -132,7 +133,7 @@ def test_other_owners_after_one_rank_has_given_its_buckets_back(rank: int, alone
     assert_replicas_equal(params)
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_a_closure_that_raises_on_one_rank_is_an_error_on_every_rank(rank: int) -> None:
     twins = Twins("owner")
     twins.iterate(0)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ddp_training import Twins
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from training import cutting
+from training import EVERYWHERE, cutting
 from zeroshard import GradPlaceholder, ZeroRedundancyOptimizer
 from zeroshard.overlap.norms import GradNorms
 from zeroshard_comm import DisagreementError
@@ -19,7 +19,7 @@ from zeroshard_integrations.ddp import register_reduce_to_owner
 from zeroshard_integrations.join import Join
 
 INF = math.inf
-pytestmark = pytest.mark.pairwise
+pytestmark = [pytest.mark.pairwise, pytest.mark.usefixtures("tensors_on_the_device")]
 PARTITIONS = pytest.mark.parametrize("partition", ["whole", "split"])
 FOREACH = pytest.mark.parametrize("foreach", [None, True, False])
 
@@ -46,7 +46,7 @@ def assert_same(actual: torch.Tensor, expected: torch.Tensor, partition: str = "
     torch.testing.assert_close(actual, expected, rtol=rounding, atol=0, equal_nan=True)
 
 
-@pytest.mark.ranks(1, 2, backend="gloo")
+@pytest.mark.ranks(1, 2, backend=EVERYWHERE)
 @PARTITIONS
 @pytest.mark.parametrize("order", [2.0, INF])
 @FOREACH
@@ -63,7 +63,7 @@ def test_clipping_by_the_norm(partition: str, order: float, foreach: bool | None
         twins.check(f"after iteration {number}")
 
 
-@pytest.mark.ranks(3, backend="gloo")
+@pytest.mark.ranks(3, backend=EVERYWHERE)
 @PARTITIONS
 def test_every_rank_has_the_same_bits(partition: str, world_size: int) -> None:
     _, ours, theirs = reduced(partition)
@@ -76,7 +76,7 @@ def test_every_rank_has_the_same_bits(partition: str, world_size: int) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @PARTITIONS
 @FOREACH
 def test_clipping_by_value(partition: str, foreach: bool | None) -> None:
@@ -104,7 +104,7 @@ READS: list[Callable[[torch.Tensor], torch.Tensor]] = [
 ]
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_ways_to_ask_for_a_norm() -> None:
     _, ours, theirs = reduced()
     for read in READS:
@@ -112,7 +112,7 @@ def test_ways_to_ask_for_a_norm() -> None:
             assert_same(read(param.grad), read(other.grad))
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @pytest.mark.parametrize(
     ("operation", "message"),
     [
@@ -137,7 +137,7 @@ def test_one_rank_alone_is_refused_by_name_and_none_hangs(
     twins.check("after the refusal")
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_one_rank_alone_may_ask(rank: int) -> None:
     twins, ours, theirs = reduced()
     if rank == 0:
@@ -147,7 +147,7 @@ def test_one_rank_alone_may_ask(rank: int) -> None:
     twins.check("after asking")
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @PARTITIONS
 @pytest.mark.parametrize("value", [math.nan, INF, -INF])
 @pytest.mark.parametrize("order", [2.0, INF])
@@ -184,7 +184,7 @@ class Mixed(nn.Module):
         return self.last(self.frozen(self.first(inputs).float())).square().mean() * self.gain + self.empty.sum()
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @PARTITIONS
 @pytest.mark.parametrize("clip", [clip_by_norm, lambda params: nn.utils.clip_grad_value_(params, 1e-3)])
 def test_mixed_dtypes_and_missing_gradients(rank: int, partition: str, clip: Callable[..., object]) -> None:
@@ -215,7 +215,7 @@ def test_mixed_dtypes_and_missing_gradients(rank: int, partition: str, clip: Cal
         torch.testing.assert_close(ours, theirs, rtol=rounding, atol=rounding)
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_norms_follow_what_is_done_to_gradients() -> None:
     twins, ours, theirs = reduced()
     for change in (
@@ -234,7 +234,7 @@ def test_norms_follow_what_is_done_to_gradients() -> None:
     twins.check("after zero gradients")
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_norms_are_unknown_after_clamping_and_after_local_gradients() -> None:
     twins = Twins("owner")
     # DDP makes its buckets anew in the second forward.
@@ -255,7 +255,7 @@ def test_norms_are_unknown_after_clamping_and_after_local_gradients() -> None:
     twins.optimizer.step()
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @PARTITIONS
 def test_accumulated_gradients_have_their_own_norms(partition: str) -> None:
     # What was reduced before is rounded on its own here, and together with the rest by DDP.
@@ -283,7 +283,7 @@ CHANGES: list[Callable[[list[nn.Parameter]], object]] = [
 ]
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @pytest.mark.parametrize("change", CHANGES)
 def test_clipping_on_one_rank_alone_is_an_error_on_every_rank(rank: int, change: Callable[..., object]) -> None:
     twins, ours, theirs = reduced()
@@ -302,7 +302,7 @@ def test_clipping_on_one_rank_alone_is_an_error_on_every_rank(rank: int, change:
         twins.check(f"after iteration {number}")
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_other_factors_on_ranks_are_an_error(rank: int) -> None:
     twins, ours, _ = reduced()
     ours[0].grad.mul_(1.0 + rank)
@@ -312,17 +312,19 @@ def test_other_factors_on_ranks_are_an_error(rank: int) -> None:
         twins.optimizer.step()
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @PARTITIONS
 @pytest.mark.parametrize("clips", [True, False], ids=["unscaled", "stepped"])
 def test_torchs_grad_scaler(rank: int, partition: str, clips: bool) -> None:
     twins = Twins("owner", partition=partition, exact=partition == "whole")
-    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2) for _ in twins.sides]
+    device = torch.get_default_device()
+    scalers = [torch.amp.GradScaler(device.type, init_scale=2.0**10, growth_interval=2) for _ in twins.sides]
     for number in range(5):
         norms = []
         for (ddp, optimizer), scaler in zip(twins.sides, scalers, strict=True):
             optimizer.zero_grad()
-            inputs = torch.randn(8, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(2 * number + rank))
+            generator = torch.Generator().manual_seed(2 * number + rank)
+            inputs = torch.randn(8, 40, dtype=torch.float64, generator=generator, device="cpu").to(device)
             if number == 2 and rank == 1:
                 inputs[0, 0] = INF
             scaler.scale(ddp(inputs).square().mean()).backward()
@@ -337,7 +339,7 @@ def test_torchs_grad_scaler(rank: int, partition: str, clips: bool) -> None:
         twins.check(f"after iteration {number}")
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_a_norm_that_overflows_is_of_finite_values() -> None:
     model = nn.Linear(4, 1, bias=False).half()
     ddp = DistributedDataParallel(model)
@@ -356,7 +358,7 @@ def test_a_norm_that_overflows_is_of_finite_values() -> None:
     assert found == 1
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_without_norms_torchs_clipping_is_refused_and_ours_is_not() -> None:
     model = nn.Linear(40, 3).double()
     ddp = DistributedDataParallel(model)
@@ -370,7 +372,7 @@ def test_without_norms_torchs_clipping_is_refused_and_ours_is_not() -> None:
     optimizer.step()
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_ranks_that_differ_in_norms_are_told_so(rank: int) -> None:
     model = nn.Linear(4, 3)
     ddp = DistributedDataParallel(model)
@@ -380,7 +382,7 @@ def test_ranks_that_differ_in_norms_are_told_so(rank: int) -> None:
         ddp(torch.ones(2, 4)).sum().backward()
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_inside_join_the_optimizers_own_clipping_is_the_way(rank: int) -> None:
     twins = Twins("owner")
     with Join([twins.ddp, twins.optimizer]):
@@ -399,18 +401,19 @@ def test_inside_join_the_optimizers_own_clipping_is_the_way(rank: int) -> None:
     assert clip_by_norm(list(twins.ddp.parameters())) > 0
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @PARTITIONS
 def test_our_clipping_and_torchs_follow_each_other(partition: str) -> None:
     twins, ours, _ = reduced(partition)
     before = nn.utils.get_total_norm([param.grad for param in ours])
-    torch.testing.assert_close(twins.optimizer.clip_grad_norm_(float(before) / 2), before, rtol=1e-12, atol=0)
+    found = twins.optimizer.clip_grad_norm_(float(before) / 2)
+    torch.testing.assert_close(found.to(before.device), before, rtol=1e-12, atol=0)
     after = nn.utils.get_total_norm([param.grad for param in ours])
     torch.testing.assert_close(after, before / 2, rtol=1e-4, atol=0)
     twins.optimizer.step()
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_a_converted_gradient_is_a_copy_that_has_norms() -> None:
     twins, ours, theirs = reduced()
     torch.testing.assert_close(ours[0].grad.float().norm(), theirs[0].grad.norm().float(), rtol=0, atol=0)
@@ -422,7 +425,7 @@ def test_a_converted_gradient_is_a_copy_that_has_norms() -> None:
     twins.check("after the refusals")
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_what_would_make_something_of_zero_is_refused() -> None:
     twins, ours, theirs = reduced()
     for params in (ours, theirs):
@@ -437,7 +440,7 @@ def test_what_would_make_something_of_zero_is_refused() -> None:
     twins.check("after zero gradients")
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_dividing_gradients() -> None:
     twins, ours, theirs = reduced()
     for params in (ours, theirs):
@@ -451,7 +454,7 @@ def test_dividing_gradients() -> None:
     twins.check("after dividing")
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_norms_belong_to_gradients_before_a_step() -> None:
     # Foreach SGD with Nesterov's momentum writes to the gradients themselves.
     twins = Twins("owner", optimizer=torch.optim.SGD, settings={"momentum": 0.9, "nesterov": True, "foreach": True})
@@ -462,7 +465,7 @@ def test_norms_belong_to_gradients_before_a_step() -> None:
     assert next(twins.ddp.parameters()).grad.norm() == 0
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_all_ranks_find_the_same_infinities(rank: int) -> None:
     model = nn.Linear(4, 1, bias=False)
     ddp = DistributedDataParallel(model)
@@ -488,7 +491,7 @@ class PartlyUsed(nn.Module):
         return (self.sometimes(hidden) if uses_all else hidden).square().mean()
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @pytest.mark.parametrize("skips", [(False, True), (True, True)], ids=["on one rank", "on both"])
 @pytest.mark.parametrize("alone", [True, False], ids=["alone", "all"])
 def test_gradients_that_are_kept_over_a_backward_remember_what_was_done(
@@ -514,7 +517,7 @@ def test_gradients_that_are_kept_over_a_backward_remember_what_was_done(
         optimizer.step()
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
 def test_buckets_that_are_made_anew_remember_what_was_done(rank: int, views: bool) -> None:
     twins = Twins("owner", ddp={"gradient_as_bucket_view": views})
@@ -527,7 +530,7 @@ def test_buckets_that_are_made_anew_remember_what_was_done(rank: int, views: boo
         twins.optimizer.step()
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_norms_are_unknown_after_a_failed_exchange(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     twins, ours, _ = reduced()
 

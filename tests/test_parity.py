@@ -10,6 +10,7 @@ from torch import optim
 from training import (
     DENSE_OPTIMIZERS,
     ELEMENTWISE_OPTIMIZERS,
+    EVERYWHERE,
     assert_bitwise_equal,
     assert_same_state,
     cutting,
@@ -20,7 +21,7 @@ from training import (
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_testing import assert_replicas_equal
 
-pytestmark = pytest.mark.pairwise
+pytestmark = [pytest.mark.pairwise, pytest.mark.usefixtures("tensors_on_the_device")]
 STEPS = 4
 
 
@@ -43,7 +44,7 @@ def check_parity(optimizer_class: type[optim.Optimizer], settings: dict[str, Any
 
 
 @pytest.mark.exhaustive_at(4)
-@pytest.mark.ranks(2, 3, 4, backend="gloo")
+@pytest.mark.ranks(2, 3, 4, backend=EVERYWHERE)
 @pytest.mark.parametrize("as_bucket_view", [False, True], ids=["params", "views"])
 @pytest.mark.parametrize("name", DENSE_OPTIMIZERS)
 def test_whole_tensors(rank: int, name: str, as_bucket_view: bool) -> None:
@@ -52,7 +53,7 @@ def test_whole_tensors(rank: int, name: str, as_bucket_view: bool) -> None:
 
 
 @pytest.mark.exhaustive_at(4)
-@pytest.mark.ranks(2, 3, 4, backend="gloo")
+@pytest.mark.ranks(2, 3, 4, backend=EVERYWHERE)
 @pytest.mark.parametrize("partition", ["split", "hybrid"])
 @pytest.mark.parametrize("as_bucket_view", [False, True], ids=["params", "views"])
 @pytest.mark.parametrize("name", ELEMENTWISE_OPTIMIZERS)
@@ -62,7 +63,7 @@ def test_cut_tensors(rank: int, name: str, partition: str, as_bucket_view: bool)
 
 
 @pytest.mark.exhaustive_at(4)
-@pytest.mark.ranks(2, 3, 4, backend="gloo")
+@pytest.mark.ranks(2, 3, 4, backend=EVERYWHERE)
 @pytest.mark.parametrize("as_bucket_view", [False, True], ids=["params", "views"])
 def test_muon_on_matrices(as_bucket_view: bool) -> None:
     def matrices() -> torch.nn.Module:
@@ -80,6 +81,7 @@ def test_muon_on_matrices(as_bucket_view: bool) -> None:
         assert_bitwise_equal(model, reference, f"after step {step}")
 
 
+# The emulated device has no sparse tensors.
 @pytest.mark.exhaustive_at(4)
 @pytest.mark.ranks(2, 3, 4, backend="gloo")
 @pytest.mark.parametrize("optimizer_class", [optim.SparseAdam, optim.SGD, optim.Adagrad])
@@ -101,6 +103,7 @@ def test_sparse_gradients(optimizer_class: type[optim.Optimizer]) -> None:
         assert_bitwise_equal(model, reference, f"after step {step}")
 
 
+# The emulated device has no sparse tensors.
 @pytest.mark.ranks(2, 3, backend="gloo")
 @pytest.mark.parametrize("as_bucket_view", [False, True], ids=["params", "views"])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
@@ -134,7 +137,7 @@ def test_parameters_that_are_sparse_tensors(rank: int, as_bucket_view: bool, mom
             assert torch.equal(saved.to_dense(), entries["momentum_buffer"].to_dense())
 
 
-@pytest.mark.ranks(4, backend="gloo")
+@pytest.mark.ranks(4, backend=EVERYWHERE)
 @pytest.mark.parametrize("partition", ["whole", "split", "hybrid"])
 @pytest.mark.parametrize("as_bucket_view", [False, True], ids=["params", "views"])
 def test_more_ranks_than_tensors(world_size: int, rank: int, partition: str, as_bucket_view: bool) -> None:
@@ -154,7 +157,7 @@ def test_more_ranks_than_tensors(world_size: int, rank: int, partition: str, as_
     assert sharded.state
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_one_rank_owns_everything_that_is_trainable(rank: int) -> None:
     model, reference = twins(small_model)
     for module in (model, reference):

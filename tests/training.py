@@ -14,6 +14,9 @@ import torch._dynamo.compiled_autograd
 from torch import nn, optim
 from zeroshard_core import Strategy, hybrid, split
 
+EVERYWHERE = ["gloo", "emulated"]
+"""Backends of tests that run on the CPU and, with the fixture ``tensors_on_the_device``, on the emulated device."""
+
 # Every class of torch.optim that can be sharded and takes dense gradients, with settings that use all of its state.
 DENSE_OPTIMIZERS: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
     "ASGD": (optim.ASGD, {"t0": 2, "weight_decay": 0.01}),
@@ -54,7 +57,7 @@ def set_gradients(params: Iterable[torch.Tensor], seed: int, *, none: Collection
     """Give every trainable parameter the gradient that belongs to ``seed``, and those at positions in ``none`` none."""
     generator = torch.Generator().manual_seed(seed)
     for position, param in enumerate(params):
-        values = torch.randn(param.shape, generator=generator).to(param.dtype)
+        values = torch.randn(param.shape, generator=generator, device="cpu").to(param.dtype)
         param.grad = None
         if param.requires_grad and position not in none:
             # preserve_format: as autograd would lay it out

@@ -60,8 +60,11 @@ class GradNorms:
         # The last slot is 0 on every rank: tensors with fewer parts are filled up with it.
         longest = max(map(len, cut.values()), default=0)
         rows = [[*parts, *[total] * (longest - len(parts))] for parts in cut.values()]
-        self._cut, self._parts = list(cut), torch.tensor(rows, dtype=torch.int64, device=self._device)
-        self._slots, self._total = torch.tensor(slots, dtype=torch.int64, device=self._device), total + 1
+        # On the device: indexing by a list copies it there in every backward, and the host waits for the copy.
+        self._cut, self._parts, self._slots = (
+            torch.tensor(numbers, dtype=torch.int64, device=self._device) for numbers in (list(cut), rows, slots)
+        )
+        self._total = total + 1
         self._grouped: tuple[tuple[int, ...], Sequence[_Group]] | None = None
         # Tensors keep their numbers, and new ones come last.
         self._factors += [1.0] * (len(slots) - len(self._factors))
@@ -88,7 +91,7 @@ class GradNorms:
             numbers[1, group.slots] = _largest(grads).double()
         combined = combine_disjoint(self._control, numbers.view(-1), "the end of backward()").view(2, -1)
         values = combined[:, self._slots]
-        if self._cut:
+        if len(self._cut):
             parts = combined[:, self._parts]
             values[0, self._cut] = parts[0].square().sum(1).sqrt()
             values[1, self._cut] = parts[1].amax(1)
@@ -121,18 +124,21 @@ class GradNorms:
         return by_tensor[tensor] * self._factors[tensor]
 
     def scale(self, tensor: int, factor: float | torch.Tensor) -> None:
-        """Follow a multiplication of a gradient.
+        """Follow a multiplication of a gradient; the host does not wait for an accelerator.
 
         Args:
             tensor: its index.
-            factor: a number, or a tensor of one element on an accelerator, for which the host does not wait.
+            factor: a number, or a tensor of one element on an accelerator.
         """
         magnitude: float | torch.Tensor = factor.abs() if isinstance(factor, torch.Tensor) else abs(factor)
         scaled = self._factors[tensor] * magnitude
-        if not isinstance(scaled, torch.Tensor) and scaled > 1.0:
+        if not isinstance(magnitude, torch.Tensor) and magnitude > 1.0:
             # Elements that have become infinite stay so.
-            most = torch.finfo(self._plan.tensors[tensor].dtype).max
-            scaled = INF if float(self._values[1, tensor]) * scaled > most else scaled
+            largest, most = self._values[1, tensor], torch.finfo(self._plan.tensors[tensor].dtype).max
+            if largest.device.type == "cpu":
+                scaled = INF if float(largest) * scaled > most else scaled
+            else:
+                scaled = torch.ones_like(largest).mul_(scaled).masked_fill_(largest * scaled > most, INF)
         self._factors[tensor] = scaled
 
 

@@ -86,10 +86,10 @@ class GradOperations:
             return "it was clamped, after which its norm is not known: take norms before"
         return ""
 
-    def norm(self, tensor: int, order: float) -> torch.Tensor:
-        """Return the norm of a gradient; see :meth:`GradNorms.norm`."""
+    def norm(self, tensor: int, order: float, device: torch.device) -> torch.Tensor:
+        """Return the norm of a gradient on ``device``; see :meth:`GradNorms.norm`."""
         if tensor in self._zeroed:
-            return torch.zeros((), dtype=torch.float64)
+            return torch.zeros((), dtype=torch.float64, device=device)
         assert self.norms is not None
         return self.norms.norm(tensor, order)
 

@@ -225,7 +225,7 @@ def _norm(
     if order not in (2, INF):
         advice = f"call optimizer.clip_grad_norm_(max_norm, norm_type={order})"
         raise gradient.refusal(f"a norm of order {order}", advice)
-    return operations.norm(gradient._tensor, order).to(device=gradient.device, dtype=gradient.dtype)
+    return operations.norm(gradient._tensor, order, gradient.device).to(device=gradient.device, dtype=gradient.dtype)
 
 
 def _foreach_norm(
