@@ -20,6 +20,8 @@ from zeroshard_testing.emulated.mover import Mover, delay_up_to, live_movers
 from zeroshard_testing.emulated.order import Call, Entry, Message, describe, end_of, find_difference
 from zeroshard_testing.emulated.order import find_message_difference as find_other_message
 
+pytestmark = pytest.mark.exhaustive
+
 SOON = 20
 
 
