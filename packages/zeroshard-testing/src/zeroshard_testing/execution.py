@@ -17,6 +17,7 @@ from zeroshard_testing import outcome as kinds
 from zeroshard_testing.call_item import call_item
 from zeroshard_testing.collectives import record_collectives
 from zeroshard_testing.faults import Faults
+from zeroshard_testing.groups_begun import record_groups
 from zeroshard_testing.ipc import Channel, Message
 from zeroshard_testing.journal import JournalWriter
 from zeroshard_testing.marker import place_of
@@ -47,7 +48,7 @@ class Rank:
         waits = record_waits(self._faults)
         writer = JournalWriter(journal)
         record_collectives(writer, waits, self._faults)
-        self.inspector = RankInspector(waits, writer)
+        self.inspector = RankInspector(waits, record_groups(), writer)
         self.inspector.keep_destroyed_groups()
         self.groups = GroupKeeper(request["port"])
         plugin.state = self._state = ProcessState()
@@ -94,9 +95,10 @@ class Rank:
             self._collector.collect(path)
             self._channel.send({"op": "imported", "run": message["run"]})
         self._state.restore_defaults()
-        self.inspector.begin(message["run"], message["timeout"])
         if message["init"]:
             self.groups.begin(message)
+        # Nothing is said, and so nothing proven, of a rank before this: its group is not the test's doing.
+        self.inspector.begin(message["run"], message["timeout"], message["rank"], message["world_size"])
         self._faults._begin(message["run"], message["rank"], message["world_size"])
         set_rank_values(self._values(message))
         if payload:
