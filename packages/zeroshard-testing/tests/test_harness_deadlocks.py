@@ -2,11 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
 from zeroshard_testing.deadlock import find_deadlock
 from zeroshard_testing.issued import find_mismatch
 from zeroshard_testing.rank_state import Awaited, GroupState, Messages, Operation, RankState
 
+if TYPE_CHECKING:
+    from conftest import Suite
+
 KEY = "0:0,1"
+SLOWLY_MADE = """
+    import os, time
+    from functools import partial
+
+    import pytest
+    from torch.distributed import ProcessGroupGloo
+
+    if os.environ.get("RANK") == "0":
+        # It is called at the end of the constructor, when the other ranks have left theirs.
+        ProcessGroupGloo._set_sequence_number_for_group = staticmethod(partial(time.sleep, 3))
+
+    @pytest.mark.ranks(1, 2, 3)
+    def test_ends_at_once():
+        pass
+"""
 
 
 def state(*operations: str, kind: str = "collective", done: int = 0, finished: bool = False, **messages: int):
@@ -22,6 +44,11 @@ def receiving(peer: int, number: int = 0, tag: int = 0, **messages: int):
     counts = {name.replace("_", " "): Messages(count) for name, count in messages.items()}
     group = GroupState("the default group", (0, 1), 0, {}, counts)
     return RankState(False, (Awaited("recv", KEY, peer, tag, number),), "mark", {KEY: group})
+
+
+def making(key: str = KEY, place: int = 0):
+    """Return a rank that is making a group, of which it is the member at that place."""
+    return RankState(False, (Awaited("group", key),), "mark", begun={f"{key} {place}": 1})
 
 
 def test_a_collective_that_a_finished_rank_has_not_issued_never_completes():
@@ -86,5 +113,61 @@ def test_the_messages_that_came_before_are_counted():
 
 
 def test_two_ranks_that_meet_over_a_store_may_find_each_other():
-    assert find_deadlock({0: state(kind="group"), 1: state(kind="store")}) is None
-    assert find_deadlock({0: state(kind="group"), 1: state(finished=True)}) is not None
+    assert find_deadlock({0: making(), 1: state(kind="store")}) is None
+    assert find_deadlock({0: state(kind="store"), 1: state(kind="store")}) is None
+    assert find_deadlock({0: state(kind="store"), 1: state(finished=True)}) is not None
+
+
+def test_a_call_that_torch_has_not_numbered_yet_has_begun():
+    states = {0: state("all_reduce"), 1: state("all_reduce")}
+    groups = {rank: {KEY: replace(one.groups[KEY], issued=0)} for rank, one in states.items()}
+    assert find_deadlock({rank: replace(one, groups=groups[rank]) for rank, one in states.items()}) is None
+
+
+def test_a_group_that_a_member_has_not_begun_to_make_is_never_made():
+    here = replace(making("1:0,1"), groups=state(finished=True).groups)
+    for other, fate in ((state(finished=True), "has ended"), (state("all_reduce"), "waits for something else")):
+        found = find_deadlock({0: here, 1: other})
+        assert found is not None
+        assert found.reasons[0] == f"stuck waiting for the other ranks of a new process group: rank 1 {fate}"
+
+
+def test_a_group_that_all_members_have_begun_to_make_may_be_made():
+    assert find_deadlock({0: making(), 1: making(place=1)}) is None
+    assert find_deadlock({0: making(), 1: RankState(finished=True, begun={f"{KEY} 1": 1})}) is None
+
+
+def test_a_group_of_one_waits_for_nobody():
+    assert find_deadlock({0: making("0:0")}) is None
+    assert find_deadlock({0: RankState(finished=True), 1: making("1:1")}) is None
+
+
+def test_ranks_that_are_no_members_of_a_group_need_not_begin_it():
+    made = RankState(finished=True, begun={"1:0,2 1": 1})
+    assert find_deadlock({0: making("1:0,2"), 1: RankState(finished=True), 2: made}) is None
+
+
+def test_a_member_may_be_another_rank_than_it_is_called():
+    made = RankState(finished=True, begun={f"{KEY} 1": 1})
+    assert find_deadlock({0: making(), 1: RankState(finished=True), 2: made}) is None
+
+
+def test_a_group_that_is_made_again_must_be_begun_again():
+    again = RankState(False, (Awaited("group", KEY, number=1),), "mark", begun={f"{KEY} 0": 2})
+    assert find_deadlock({0: again, 1: RankState(finished=True, begun={f"{KEY} 1": 1})}) is not None
+    assert find_deadlock({0: again, 1: RankState(finished=True, begun={f"{KEY} 1": 2})}) is None
+
+
+def test_two_ranks_that_make_groups_in_another_order_are_stuck():
+    assert find_deadlock({0: making("1:0,1"), 1: making("2:0,1", place=1)}) is not None
+
+
+def test_a_process_that_a_rank_has_started_may_be_a_member():
+    assert find_deadlock({0: making(), 1: RankState(finished=True, has_children=True)}) is None
+
+
+def test_nothing_is_proven_of_the_group_that_is_made_for_a_test(suite: Callable[..., Suite]) -> None:
+    done = suite(test_slow=SLOWLY_MADE)
+    assert {name: case.kind for name, case in done.cases.items()} == {
+        f"test_ends_at_once[{count}-gloo]": "passed" for count in (1, 2, 3)
+    }, done.text

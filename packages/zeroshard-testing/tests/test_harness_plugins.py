@@ -62,6 +62,12 @@ WITHOUT_NUMBERS = """
     del dist.ProcessGroup._get_sequence_number_for_group
 """
 
+WITH_OTHER_ARGUMENTS = """
+    from torch.distributed import distributed_c10d
+    make = distributed_c10d._new_process_group_helper
+    distributed_c10d._new_process_group_helper = lambda *args, **kwargs: make(*args, **kwargs)
+"""
+
 
 @pytest.mark.parametrize("options", [(), ("-n", "2")], ids=["alone", "xdist"])
 def test_a_worker_that_dies_after_the_last_test_fails_the_run(suite: RunSuite, options: tuple[str, ...]) -> None:
@@ -106,6 +112,13 @@ def test_an_unknown_check_is_refused(suite: RunSuite) -> None:
 def test_a_flight_recorder_with_other_fields_turns_off_what_needs_it_and_nothing_else(suite: RunSuite) -> None:
     done = suite("-p", "other_torch", test_left_out=LEFT_OUT, other_torch=WITHOUT_FIELDS)
     assert "ranks: check off: deadlock (KeyError: 'collective_seq_id'; torch is " in done.text
+    assert done.cases["test_right[2-gloo]"].kind == "passed", done.text
+    assert done.cases["test_left_out[2-gloo]"].kind == "failure"
+
+
+def test_a_group_constructor_with_other_arguments_turns_off_what_needs_it_and_nothing_else(suite: RunSuite) -> None:
+    done = suite("-p", "other_torch", test_left_out=LEFT_OUT, other_torch=WITH_OTHER_ARGUMENTS)
+    assert "ranks: check off: deadlock (LookupError: torch makes process groups by another function" in done.text
     assert done.cases["test_right[2-gloo]"].kind == "passed", done.text
     assert done.cases["test_left_out[2-gloo]"].kind == "failure"
 

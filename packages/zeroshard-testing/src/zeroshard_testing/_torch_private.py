@@ -6,8 +6,9 @@ run; it turns none off silently, and fails no correct test. So nothing is raised
 
 from __future__ import annotations
 
+import inspect
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -61,7 +62,8 @@ START_PROCESSES = ("_spawn_processes", "_start_processes")
 """Its methods that start these processes."""
 
 GROUP_CONSTRUCTOR = "_new_process_group_helper"
-"""The function in which ranks meet to make a process group; its local variable ``store`` is where they meet."""
+"""The function in which ranks meet to make a process group."""
+_GROUP_ARGUMENTS = {"group_name", "group_size", "group_rank", "global_ranks_in_group"}
 
 _DTYPES = {"Char": "int8", "Byte": "uint8", "ComplexFloat": "complex64", "ComplexDouble": "complex128"}
 
@@ -86,6 +88,14 @@ class Recorded:
 def process_groups() -> list[dist.ProcessGroup]:
     """Return the process groups of this process. There is no public list of them."""
     return list(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else []
+
+
+def group_constructor() -> Callable[..., Any]:
+    """Return the function in which ranks meet to make a group; LookupError if torch has none with its arguments."""
+    found = getattr(dist.distributed_c10d, GROUP_CONSTRUCTOR, None)
+    if found is None or not inspect.signature(found).parameters.keys() >= _GROUP_ARGUMENTS:
+        raise LookupError(f"torch makes process groups by another function than {GROUP_CONSTRUCTOR}")
+    return found  # type: ignore[no-any-return]
 
 
 def sequence_number(group: dist.ProcessGroup) -> int:
@@ -170,6 +180,7 @@ def probe() -> dict[str, str]:
     for try_it, checks in (
         (_probe_sequence, ("collectives", "deadlock")),
         (_probe_recorder, ("deadlock",)),
+        (group_constructor, ("deadlock",)),
         (_probe_methods, ("messages", "deadlock", "collectives")),
     ):
         try:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from zeroshard_testing.issued import differ, name_of
-from zeroshard_testing.rank_state import Awaited, Operation, RankState
+from zeroshard_testing.rank_state import Awaited, Operation, RankState, group_members
 
 
 @dataclass(frozen=True)
@@ -42,15 +42,32 @@ def _never_comes(awaited: Awaited, rank: int, states: Mapping[int, RankState]) -
         return _collectives_never_complete(rank, states)
     if awaited.kind in ("send", "recv"):
         return _message_never_comes(awaited, rank, states)
+    if any(state.has_children for state in states.values()):
+        # A process that a rank has started may set the key, or be a member of the group.
+        return None
+    if awaited.kind == "group":
+        return _group_is_never_made(awaited, states)
     others = [other for other in states if other != rank]
     if any(one.kind in ("store", "group") for other in others for one in states[other].awaited):
         # Two ranks that meet over a store may be about to find each other.
         return None
-    if awaited.kind == "store" and any(state.has_children for state in states.values()):
-        # A process that a rank has started may set the key.
+    return f"stuck waiting for a key of a store: {_fates(others, states)}"
+
+
+def _group_is_never_made(awaited: Awaited, states: Mapping[int, RankState]) -> str | None:
+    """Whether a member of the group that a rank is making has not begun to, by whatever number the test calls it.
+
+    Each time that the rank has made this group before, every place in it was taken once.
+    """
+    absent = [
+        member
+        for place, member in enumerate(group_members(awaited.group))
+        if sum(state.begun.get(f"{awaited.group} {place}", 0) for state in states.values()) <= awaited.number
+    ]
+    if not absent:
         return None
-    what = "a key of a store" if awaited.kind == "store" else "the other ranks of a new process group"
-    return f"stuck waiting for {what}: {_fates(others, states)}"
+    known = [member for member in absent if member in states]
+    return f"stuck waiting for the other ranks of a new process group: {_fates(known, states)}"
 
 
 def _collectives_never_complete(rank: int, states: Mapping[int, RankState]) -> str | None:
@@ -74,7 +91,8 @@ def _lacks(key: str, number: int, operation: Operation, rank: int, states: Mappi
         other = there.operations.get(number)
         if other is not None and differ(operation, other):
             return f"stuck in {what}: rank {member} is in {other} there"
-        if there.issued < number:
+        # One that torch has not numbered yet may be in the call already.
+        if other is None and there.issued < number:
             return f"stuck in {what}: rank {member} never joins, it {_fate(member, states)}"
     return None
 

@@ -18,6 +18,7 @@ from zeroshard_testing import outcome as kinds
 from zeroshard_testing.call_item import call_item
 from zeroshard_testing.collectives import record_collectives
 from zeroshard_testing.faults import Faults
+from zeroshard_testing.groups_begun import record_groups
 from zeroshard_testing.ipc import Channel, Message
 from zeroshard_testing.journal import JournalWriter
 from zeroshard_testing.marker import place_of
@@ -48,7 +49,7 @@ class Rank:
         waits = record_waits(self._faults)
         writer = JournalWriter(journal)
         record_collectives(writer, waits, self._faults)
-        self.inspector = RankInspector(waits, writer)
+        self.inspector = RankInspector(waits, record_groups(), writer)
         self.inspector.keep_destroyed_groups()
         self.groups = GroupKeeper(request["port"])
         plugin.state = self._state = ProcessState()
@@ -100,8 +101,6 @@ class Rank:
             self._collector.collect(path)
             self._channel.send({"op": "imported", "run": message["run"]})
         self._state.restore_defaults()
-        self.inspector.begin(message["run"], message["timeout"])
-        self._faults._begin(message["run"], message["rank"], message["world_size"])
         if message["backend"] == "emulated":
             runtime.begin_test()
             self._plugin.around_call = partial(
@@ -109,6 +108,9 @@ class Rank:
             )
         if message["init"]:
             self.groups.begin(message)
+        # Nothing is said, and so nothing proven, of a rank before this: its group is not the test's doing.
+        self.inspector.begin(message["run"], message["timeout"], message["rank"], message["world_size"])
+        self._faults._begin(message["run"], message["rank"], message["world_size"])
         set_rank_values(self._values(message))
         if payload:
             return call_item(self._session, message["place"], payload)

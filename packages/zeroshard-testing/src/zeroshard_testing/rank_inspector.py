@@ -22,12 +22,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
-# torch exports these unseen by type checkers.
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]  # torch exports it unseen
 
 from zeroshard_testing import _torch_private as private
 from zeroshard_testing.collectives import latest_collectives
+from zeroshard_testing.groups_begun import GroupsBegun
 from zeroshard_testing.journal import JournalWriter
 from zeroshard_testing.rank_state import Awaited, GroupState, Messages, RankState, group_key, group_label
 from zeroshard_testing.stacks import OWN_THREADS, python_stacks
@@ -45,18 +44,22 @@ class RankInspector:
     epoch, except for the deadline, which is on the monotonic clock.
     """
 
-    def __init__(self, waits: WaitRecorder, journal: JournalWriter) -> None:
+    def __init__(self, waits: WaitRecorder, groups_begun: GroupsBegun, journal: JournalWriter) -> None:
         self._waits = waits
+        self._groups_begun = groups_begun
         self._journal = journal
         self._destroyed: dict[str, GroupState] = {}
         self._made_anew: Counter[str] = Counter()
+        self._place = (0, 0)
         self._timeout = 0.0
         self._deadline = 0.0
         self._began = 0.0
         self._ended: float | None = 0.0
 
-    def begin(self, run: int, timeout: float) -> None:
-        """Say that a test begins, which may take that many seconds."""
+    def begin(self, run: int, timeout: float, rank: int, world_size: int) -> None:
+        """Say that a test begins, which may take that many seconds, on one of so many ranks."""
+        self._place = (rank, world_size)
+        self._groups_begun.forget()
         self._journal.run = run
         self._timeout = timeout
         self._deadline = monotonic() + timeout
@@ -75,13 +78,15 @@ class RankInspector:
         Details are stacks, and the latest collectives also of a rank that is not waiting.
         """
         if run != self._journal.run:
-            return RankState()
+            return RankState(stacks=python_stacks() if details else "")
         found = self._waiting()
+        begun = dict(self._groups_begun.begun)
         awaited, fingerprint = found or ((), "")
         if self._ended is not None:
             # A thread that the test has left behind may still issue something.
             finished = found is not None and not awaited
-            return RankState(finished, groups=self.groups(self._recorded() if details else None))
+            groups = self.groups(self._recorded() if details else None)
+            return RankState(finished, groups=groups, begun=begun)
         if not awaited and not details:
             return RankState()
         recorded = self._recorded()
@@ -89,10 +94,16 @@ class RankInspector:
             # It will end by its own timeout within the test's time.
             awaited, fingerprint = (), ""
         stacks = python_stacks() if details else ""
-        return RankState(False, awaited, fingerprint, self.groups(recorded), stacks)
+        return RankState(False, awaited, fingerprint, self.groups(recorded), stacks, begun=begun)
 
     def groups(self, recorded: list[private.Recorded] | None) -> dict[str, GroupState]:
-        """Return what was issued in each process group, without operations unless the recorder's entries are given."""
+        """Return what was issued in each process group, without operations unless the recorder's entries are given.
+
+        Of groups that were destroyed alone, if the default group does not number the ranks as the test does.
+        """
+        world = dist.group.WORLD
+        if world is not None and (world.rank(), world.size()) != self._place:
+            return self._destroyed
         states = {}
         for group in private.process_groups():
             try:
@@ -177,11 +188,10 @@ class RankInspector:
                 awaited.append(found)
                 marks.append(f"wait {wait.serial}")
             elif _waits_natively(frame) and thread is not None:
-                constructor = _group_constructor(frame)
-                if self._gives_up_natively(frame) or (constructor and not _meets_over_tcp(constructor)):
+                if self._gives_up_natively(frame):
                     return None
                 native.append(thread)
-                awaited.append(Awaited("group" if constructor else "collective"))
+                awaited.append(self._groups_begun.current.get(ident, Awaited("collective")))
             elif not _is_idle(frame) or (is_main and _has_signal_handlers()):
                 return None
         if native:
@@ -207,6 +217,9 @@ class RankInspector:
     def _awaited(self, wait: Wait) -> Awaited | None:
         if isinstance(wait.owner, dist.ProcessGroup) or (wait.until is not None and wait.until < self._deadline):
             return None
+        if _is_done(wait.owner):
+            # The thread will go on as soon as it gets a processor; another collective may be pending for ever.
+            return None
         if isinstance(wait.owner, Store):
             return None if _is_there(wait) else Awaited("store")
         issued = wait.issued
@@ -231,6 +244,12 @@ def _waits_natively(frame: FrameType) -> bool:
     return path.startswith(private.WAITING_CODE) and not path.startswith(private.NEVER_WAITING_CODE)
 
 
+def _is_done(owner: object) -> bool:
+    """Whether what a thread waits for is a work or future that has completed."""
+    ask = getattr(owner, "is_completed", None) or getattr(owner, "done", None)
+    return ask is not None and bool(ask())
+
+
 def _is_there(wait: Wait) -> bool:
     """Whether keys have been set that a thread is about to find, or may have been."""
     keys = wait.arguments[0] if wait.arguments else []
@@ -247,20 +266,6 @@ def has_children() -> bool:
         return any((task / "children").read_text().strip() for task in Path("/proc/self/task").iterdir())
     except OSError:
         return True
-
-
-def _group_constructor(frame: FrameType | None) -> FrameType | None:
-    while frame is not None and frame.f_code.co_name != private.GROUP_CONSTRUCTOR:
-        frame = frame.f_back
-    return frame
-
-
-def _meets_over_tcp(frame: FrameType) -> bool:
-    """Whether a group is being made over a store that wakes those who wait; others look now and then."""
-    store = frame.f_locals.get("store")
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return isinstance(store, TCPStore)
 
 
 def _has_signal_handlers() -> bool:

@@ -77,7 +77,8 @@ class Awaited:
     """What one thread of a rank waits for.
 
     The kind is ``"collective"`` (all those pending), ``"store"``, ``"group"`` (its creation), ``"send"`` or ``"recv"``.
-    A message has the key of its group, a peer in the default group (-1 for any), and how many alike came before it.
+    A message has the key of its group, a peer in the default group (-1 for any), and how many alike came before it; a
+    group that is being made has its key, and how often this rank had made it before.
     """
 
     kind: str
@@ -93,7 +94,8 @@ class RankState:
 
     It has finished if it issues nothing any more. Nothing is awaited when a thread may go on by itself, or when nothing
     is known. Fingerprints of two moments are equal only if no thread has moved in between. Its children are processes
-    that it has started and that still run.
+    that it has started and that still run. What it has begun are groups: how often it has entered their constructor, by
+    key and its place among the members, such as ``"0:0,1 1"``.
     """
 
     finished: bool = False
@@ -102,6 +104,7 @@ class RankState:
     groups: Mapping[str, GroupState] = field(default_factory=dict)
     stacks: str = ""
     has_children: bool = False
+    begun: Mapping[str, int] = field(default_factory=dict)
 
     def to_message(self) -> dict[str, Any]:
         """Return the state as a JSON object."""
@@ -112,7 +115,7 @@ class RankState:
         """Read what `to_message` made, ignoring other keys."""
         awaited = tuple(Awaited(**one) for one in message["awaited"])
         groups = {key: _group(**one) for key, one in message["groups"].items()}
-        plain = {name: message[name] for name in ("finished", "fingerprint", "stacks", "has_children")}
+        plain = {name: message[name] for name in ("finished", "fingerprint", "stacks", "has_children", "begun")}
         return cls(awaited=awaited, groups=groups, **plain)
 
 

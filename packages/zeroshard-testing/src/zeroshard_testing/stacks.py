@@ -22,7 +22,7 @@ _NOISE = re.compile(
     r"^Extension modules:"
     r"|[/\\]zeroshard_testing[/\\](process_group\.py\", line \d+ in _reap|reader\.py\", line \d+ in _)"
 )
-_ABOVE_THE_WAIT = re.compile(r"[/\\]zeroshard_testing[/\\](wait_recorder|collectives)\.py$")
+_ABOVE_THE_WAIT = re.compile(r"[/\\]zeroshard_testing[/\\](wait_recorder|groups_begun|collectives)\.py$")
 
 
 def python_stacks() -> str:

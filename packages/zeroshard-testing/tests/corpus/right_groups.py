@@ -181,6 +181,15 @@ def test_a_group_made_from_the_environment_and_destroyed(turn):
 
 
 @pytest.mark.ranks(2, init=False)
+def test_a_group_that_numbers_the_ranks_otherwise(rank):
+    dist.init_process_group("gloo", init_method="env://", rank=1 - rank, world_size=2)
+    if rank == 0:
+        dist.send(ones(1), 0)
+    else:
+        dist.recv(ones(1), 1)
+
+
+@pytest.mark.ranks(2, init=False)
 def test_a_mesh_that_makes_the_group(rank):
     mesh = init_device_mesh("cpu", (2,))
     dist.all_reduce(ones(1), group=mesh.get_group())

@@ -1,5 +1,6 @@
 """A slow rank is not a dead one: what looks like a stall but can still complete is waited for."""
 
+import ctypes
 import multiprocessing
 import os
 import shutil
@@ -10,12 +11,14 @@ import threading
 import time
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import ones
+from torch.distributed import ProcessGroupGloo
 from torch.distributed.algorithms.join import Join
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.nn.parallel import DistributedDataParallel
@@ -150,12 +153,64 @@ def test_a_process_group_made_anew(rank):
     dist.all_reduce(ones(2))
 
 
+@pytest.fixture
+def late_out_of_its_group(rank, monkeypatch):
+    """Keep rank 0 in the constructor of a group when the others have left it, asleep in C as in a wait of gloo's."""
+    if rank == 0:
+        monkeypatch.setattr(ProcessGroupGloo, "_set_sequence_number_for_group", staticmethod(partial(time.sleep, 3)))
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_a_group_that_is_made_slowly(late_out_of_its_group, world_size):
+    dist.new_group(sorted({0, world_size - 1}))
+
+
+@pytest.mark.ranks(1, 2, 3, init=False)
+def test_a_default_group_that_is_made_slowly(late_out_of_its_group):
+    dist.init_process_group("gloo")
+
+
+@pytest.mark.ranks(3, init=False)
+def test_a_default_group_of_some_ranks_that_is_made_slowly(late_out_of_its_group, rank):
+    if rank != 1:
+        dist.init_process_group("gloo", init_method="env://", rank=rank // 2, world_size=2)
+
+
 def test_many_in_flight_and_callbacks(rank):
     works = [dist.all_reduce(ones(1000), async_op=True) for _ in range(100)]
     for work in works:
         work.wait()
     future = dist.all_reduce(ones(2), async_op=True).get_future()
     assert future.then(lambda done: done.value()[0] * 2).wait()[0] == 4
+
+
+@pytest.fixture
+def sleeps_when_told(rank):
+    """Make SIGQUIT stop rank 0 for 3 s wherever it is, as a busy machine does, and tell how to send it."""
+    libc = ctypes.CDLL(None)
+    store = _get_default_store()
+    if rank == 0:
+        # A signal's number is the argument of its handler, and here that of sleep.
+        libc.signal(signal.SIGQUIT, libc.sleep)
+        store.set("process", str(os.getpid()))
+    yield lambda: os.kill(int(store.get("process")), signal.SIGQUIT)
+    if rank == 0:
+        libc.signal(signal.SIGQUIT, signal.SIG_DFL)
+
+
+@pytest.mark.parametrize("wait", [lambda work: work.wait(), lambda work: work.get_future().wait()])
+def test_a_rank_that_is_slow_to_wake_up(rank, wait, sleeps_when_told):
+    if rank == 0:
+        first, second = (dist.all_reduce(ones(2), async_op=True) for _ in range(2))
+        wait(first)
+        dist.send(ones(2), 1)
+        second.wait()
+    else:
+        time.sleep(0.3)
+        sleeps_when_told()
+        dist.all_reduce(ones(2))
+        dist.recv(ones(2), 0)
+        dist.all_reduce(ones(2))
 
 
 def test_threads_with_groups_of_their_own(rank):
