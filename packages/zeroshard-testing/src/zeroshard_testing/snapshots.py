@@ -27,7 +27,7 @@ _SOON = 0.01
 # How long ranks may take to tell their stacks, in seconds: those with Python's global lock free, and then the others.
 _DETAILS_TIMEOUT = 0.3
 # And how long those between tests may take to tell what they have issued, on which a verdict depends.
-_COMPARISON_TIMEOUT = 10.0
+_COMPARISON_TIMEOUT = 60.0
 _STACKS_TIMEOUT = 1.0
 
 

@@ -105,6 +105,7 @@ class Mover:
         self._error = ""
         self._is_closed = False
         self._lanes: dict[tuple[str, int], SimpleQueue[_Job | None]] = {}
+        self._new_threads: list[threading.Thread] = []
         self._transfer: Transfer | None = None
         gloo = latest = None
         if len(ranks) > 1:
@@ -117,6 +118,7 @@ class Mover:
         with _lock:
             self._collectives = self._lane("collectives")
             _movers[self._key] = self
+        self._start_threads()
 
     def issue(self, ticket: int, calls: list[tuple[str, list[Any], list[Any], int, str, list[int]]]) -> None:
         """Issue a collective or message, or several that were coalesced, without waiting for anything.
@@ -192,15 +194,23 @@ class Mover:
                 # A lane for each peer and direction: none of them waits for another, as in a batch of NCCL's.
                 move = self._send if call.name == "send" else self._receive
                 self._lane(call.name, call.root).put(_Job(partial(move, call, call_site), done))
+        self._start_threads()
 
     def _lane(self, kind: str, peer: int = -1) -> SimpleQueue[_Job | None]:
-        """Return the queue of a thread that runs what is put there in order, from its first use on."""
+        """Return the queue of a thread that runs what is put there in order, once `_start_threads` was called."""
         lane = self._lanes.get((kind, peer))
         if lane is None:
             lane = self._lanes[kind, peer] = SimpleQueue()
             name = f"{OWN_THREADS}emulated-{kind}" + (f"-{peer}" if peer >= 0 else "")
-            threading.Thread(target=self._work, args=(lane, (kind, peer)), name=name, daemon=True).start()
+            thread = threading.Thread(target=self._work, args=(lane, (kind, peer)), name=name, daemon=True)
+            self._new_threads.append(thread)
         return lane
+
+    def _start_threads(self) -> None:
+        """Start the threads of new lanes, without the lock: one may close another mover, as garbage, before it is up."""
+        with contextlib.suppress(IndexError):
+            while True:
+                self._new_threads.pop().start()
 
     def _work(self, lane: SimpleQueue[_Job | None], key: tuple[str, int]) -> None:
         while (job := lane.get()) is not None:
