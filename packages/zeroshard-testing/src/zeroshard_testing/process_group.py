@@ -37,6 +37,7 @@ class GroupKeeper:
     def __init__(self, port: int) -> None:
         self._store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
         self._current: str | None = None
+        self._is_emulated = False
         self._retired: queue.Queue[list[Any]] = queue.Queue(_BACKLOG)
         self._reapers = 0
 
@@ -54,7 +55,8 @@ class GroupKeeper:
             torch.cuda.set_device(rank % torch.cuda.device_count())
         if backend == "gloo-cuda":
             name = "gloo"
-        elif backend == "emulated":
+        self._is_emulated = backend == "emulated"
+        if self._is_emulated:
             from zeroshard_testing.emulated.runtime import BACKEND
 
             # What its error says of a collective that a rank leaves out, no stack tells.
@@ -78,6 +80,11 @@ class GroupKeeper:
         groups = process_groups()
         with _torch_warnings_ignored():
             dist.destroy_process_group()
+        if self._is_emulated:
+            from zeroshard_testing.emulated.runtime import close_groups
+
+            # Their threads end here; a model that nobody has collected yet may hold a group.
+            close_groups()
         if not self._reapers or (self._reapers < _REAPERS and not self._retired.empty()):
             threading.Thread(target=self._reap, name=f"{OWN_THREADS}group-reaper", daemon=True).start()
             self._reapers += 1

@@ -73,6 +73,12 @@ def findings() -> list[Finding]:
     return read_findings(extension().reports())
 
 
+def close_groups() -> None:
+    """End the threads of all process groups, when they have done what was issued; nothing is issued there any more."""
+    for mover in live_movers():
+        mover.close()
+
+
 class CheckedTest:
     """Runs a test, and raises what was found in it if it raises nothing itself: DifferentCollectivesError or RaceError.
 
