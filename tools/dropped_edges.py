@@ -1,12 +1,13 @@
 """Leaves out, one at a time, each edge that orders streams in our packages, and says which of them no test misses.
 
 Run as ``python tools/dropped_edges.py`` where the packages are installed; ``--json`` prints the result for machines,
-and tests named after the options run instead of `TESTS`. An edge is a call of ``wait_stream``, ``wait_event``, ``wait`` or
-``record_stream``, named by its call site: the innermost frames up to one outside the function that only passes it on.
+and tests named after the options run instead of `TESTS`. An edge is a call of ``wait_stream``, ``wait_event``, ``wait``
+or ``record_stream``, named by its call site: the innermost frames up to one outside the function that only passes it
+on.
 
 The edges are those that the tests reach on the emulated accelerator. Each is dropped in a run of its own, which stops
-at the first test that fails. An edge that no test misses must be listed in `MASKED`, with its reason; what is listed there
-and is missed, or not reached, has to go from the list.
+at the first test that fails. An edge that no test misses must be listed in `MASKED`, with its reason; what is listed
+there and is missed, or not reached, has to go from the list.
 """
 
 from __future__ import annotations
