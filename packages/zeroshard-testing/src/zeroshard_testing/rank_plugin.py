@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from zeroshard_testing import outcome as kinds
-from zeroshard_testing.emulated.errors import FoundError
 from zeroshard_testing.marker import parametrize
 from zeroshard_testing.outcome import is_echo
 from zeroshard_testing.process_state import ProcessState
@@ -105,12 +104,8 @@ class RankPlugin:
             report = yield
         finally:
             item.config.option.tbstyle = style
-        at = call.excinfo.traceback
-        if (
-            report.failed
-            and isinstance(call.excinfo.value, FoundError)
-            and all(is_harness(str(one.path)) for one in at)
-        ):
+        is_found = getattr(call.excinfo.value, "is_found_by_harness", False)
+        if report.failed and is_found and all(is_harness(str(entry.path)) for entry in call.excinfo.traceback):
             # What was found when the test was over has no place in it; the text says where.
             report.longrepr = str(call.excinfo.value)
         if report.failed and not self._reports.summary:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 
-class FoundError(RuntimeError):
-    """What is wrong with the test, found by the device or its process group."""
-
-
-class DifferentCollectivesError(FoundError):
+class DifferentCollectivesError(RuntimeError):
     """Ranks issued different collectives, or one of them none; the text names each rank's."""
 
+    is_found_by_harness = True
 
-class RaceError(FoundError):
+
+class RaceError(RuntimeError):
     """Two accesses of the same device memory that nothing orders."""
+
+    is_found_by_harness = True

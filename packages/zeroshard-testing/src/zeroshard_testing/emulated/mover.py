@@ -207,7 +207,7 @@ class Mover:
         return lane
 
     def _start_threads(self) -> None:
-        """Start the threads of new lanes, without the lock: one may close another mover, as garbage, before it is up."""
+        """Start the threads of new lanes, without the lock: a new one may collect another mover, and close it."""
         with contextlib.suppress(IndexError):
             while True:
                 self._new_threads.pop().start()
