@@ -37,8 +37,13 @@ AIMS: Mapping[str, Aim] = {
     "zeroshard_comm": Aim(2000),
     "zeroshard": Aim(4300),
     "zeroshard_integrations": Aim(1200),
-    "zeroshard_testing": Aim(5200),
+    "zeroshard_testing": Aim(5200, "what is proven stuck takes knowing which groups each rank has begun to make"),
 }
+APART: Mapping[str, Aim] = {
+    "zeroshard_testing.emulated": Aim(500, "an error names what each rank issued, who is missing, and why"),
+    "zeroshard_testing.emulated (C++)": Aim(800, "half of it implements torch's interfaces, a line for each method"),
+}
+"""Folders that are counted by themselves, and not with their package."""
 LONGEST_MODULE = 400
 LONGEST_CLASS = 250
 
@@ -90,10 +95,10 @@ def _private_names(modules: Iterable[Module]) -> Iterator[Violation]:
 
 
 def _table(lines: Mapping[str, int]) -> Iterator[str]:
-    yield f"{'package':24}{'lines':>6}{'aim':>6}{'over by':>9}"
-    for name, aim in AIMS.items():
+    yield f"{'package':34}{'lines':>6}{'aim':>6}{'over by':>9}"
+    for name, aim in {**AIMS, **APART}.items():
         missing = max(0, lines[name] - aim.lines)
-        yield f"{name:24}{lines[name]:6}{aim.lines:6}{missing or '-':>9}  {aim.reason if missing else ''}".rstrip()
+        yield f"{name:34}{lines[name]:6}{aim.lines:6}{missing or '-':>9}  {aim.reason if missing else ''}".rstrip()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -117,9 +122,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     violations = check(modules)
     lines = Counter[str]()
     for module in modules:
-        lines[module.package] += lines_of(module)
+        folder = module.name.rpartition(".")[0]
+        lines[folder if folder in APART else module.package] += lines_of(module)
+    for source in options.root.glob("packages/zeroshard-testing/src/zeroshard_testing/emulated/csrc/*"):
+        lines["zeroshard_testing.emulated (C++)"] += source.read_bytes().count(b"\n")
     if options.json:
-        packages = {name: {"lines": lines[name], "aim": aim.lines, "reason": aim.reason} for name, aim in AIMS.items()}
+        packages = {
+            name: {"lines": lines[name], "aim": aim.lines, "reason": aim.reason}
+            for name, aim in {**AIMS, **APART}.items()
+        }
         print(json.dumps({"packages": packages, "violations": [*map(str, violations)]}, indent=2))
         return 1 if violations else 0
     for violation in violations:
