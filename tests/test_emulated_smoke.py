@@ -1,0 +1,149 @@
+"""The emulated accelerator, once over: each kind of error is found, and DDP and our hooks train on it as on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp_training import MANY_BUCKETS, batch, register
+from torch import nn, optim
+from torch.nn.parallel import DistributedDataParallel
+from training import assert_bitwise_equal, cutting, small_model
+from zeroshard import ZeroRedundancyOptimizer
+from zeroshard_testing import DifferentCollectivesError, RaceError, assert_replicas_equal
+
+Training = tuple[DistributedDataParallel, optim.Optimizer]
+
+ON_1 = pytest.mark.ranks(1, backend="emulated")
+ON_2 = pytest.mark.ranks(2, backend="emulated")
+RACE = pytest.mark.xfail(raises=RaceError, strict=True, reason="it has a race")
+DIFFERENCE = pytest.mark.xfail(raises=DifferentCollectivesError, strict=True, reason="ranks differ")
+
+
+@ON_1
+@RACE
+def test_a_side_stream_that_is_not_joined(device: torch.device) -> None:
+    side, x = torch.Stream(device), torch.ones(1000, device=device)
+    side.wait_stream(torch.accelerator.current_stream())
+    with side:
+        x.add_(1)
+    assert x.sum() == 2000
+
+
+@ON_1
+@RACE
+def test_memory_that_is_freed_in_use(device: torch.device) -> None:
+    side, x = torch.Stream(device), torch.ones(1000, device=device)
+    side.wait_stream(torch.accelerator.current_stream())
+    with side:
+        x.add_(1)
+    del x
+    torch.ones(1000, device=device)
+
+
+@ON_2
+@RACE
+def test_a_buffer_that_is_read_before_the_wait(device: torch.device) -> None:
+    x = torch.ones(1000, device=device)
+    work = dist.all_reduce(x, async_op=True)
+    total = x.sum()
+    work.wait()
+    assert total == 2000
+
+
+@ON_2
+@DIFFERENCE
+def test_sizes_that_differ(rank: int, device: torch.device) -> None:
+    dist.all_reduce(torch.ones(4 + rank, device=device))
+
+
+@ON_2
+@DIFFERENCE
+def test_a_collective_that_one_rank_leaves_out(rank: int, device: torch.device) -> None:
+    dist.all_reduce(torch.ones(4, device=device))
+    if rank == 0:
+        dist.all_reduce(torch.ones(4, device=device), async_op=True)
+
+
+@ON_1
+def test_a_wait_of_the_host(
+    device: torch.device, device_costs: Callable[[], Any], host_never_waits: Callable[[], Any]
+) -> None:
+    x = torch.ones(1000, device=device)
+    with device_costs() as costs:
+        total = x.sum()
+        total.item()
+    assert [wait.title for wait in costs.host_waits] == ["aten::_local_scalar_dense"]
+    with pytest.raises(RuntimeError, match="the host waits for the device here"), host_never_waits():
+        total.item()
+
+
+@ON_2
+def test_ddp_trains_as_on_the_cpu(device: torch.device) -> None:
+    here, there = (ddp_alone(where) for where in (device, torch.device("cpu")))
+    assert_trains_alike(here, there)
+
+
+@pytest.mark.ranks(1, 2, backend="emulated")
+@pytest.mark.parametrize(
+    ("hook", "partition"),
+    [("owner", "whole"), ("owner", "split"), ("interleaved", "whole")],
+    ids=["whole", "split", "interleaved"],
+)
+def test_our_hooks_train_as_on_the_cpu_and_the_host_never_waits(
+    hook: str, partition: str, device: torch.device, host_never_waits: Callable[[], Any]
+) -> None:
+    here, there = (ours(hook, partition, where) for where in (device, torch.device("cpu")))
+    # DDP makes its buckets anew after the first iteration, and the host waits there.
+    assert_trains_alike(here, there)
+    ddp, optimizer = here
+    optimizer.zero_grad()
+    loss = ddp(batch(3).to(device)).square().mean()
+    with host_never_waits():
+        loss.backward()
+        optimizer.step()
+    iterate(there, 3)
+    assert_same(here, there, "after a step without a wait")
+
+
+def ddp_alone(device: torch.device) -> Training:
+    model = wrapped(device)
+    return model, optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def ours(hook: str, partition: str, device: torch.device) -> Training:
+    ddp = wrapped(device)
+    optimizer = ZeroRedundancyOptimizer(
+        ddp.parameters(), optim.AdamW, lr=1e-2, partition=cutting(partition), overlap_with_ddp=hook != "owner"
+    )
+    register(hook, ddp, optimizer)
+    return ddp, optimizer
+
+
+def wrapped(device: torch.device) -> DistributedDataParallel:
+    model: nn.Module = small_model().double().to(device)
+    return DistributedDataParallel(model, bucket_cap_mb=MANY_BUCKETS, gradient_as_bucket_view=True)
+
+
+def iterate(training: Training, number: int) -> None:
+    ddp, optimizer = training
+    optimizer.zero_grad()
+    ddp(batch(number).to(next(ddp.parameters()).device)).square().mean().backward()
+    optimizer.step()
+
+
+def assert_trains_alike(here: Training, there: Training) -> None:
+    for number in range(3):
+        iterate(here, number)
+        iterate(there, number)
+        assert_same(here, there, f"after iteration {number}")
+
+
+def assert_same(here: Training, there: Training, when: str) -> None:
+    on_cpu = small_model().double()
+    on_cpu.load_state_dict(here[0].module.state_dict())
+    assert_bitwise_equal(on_cpu, there[0].module, when)
+    assert_replicas_equal(here[0].parameters())
