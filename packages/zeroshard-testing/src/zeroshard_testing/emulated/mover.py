@@ -39,6 +39,7 @@ from zeroshard_testing.emulated.order import (
     message_text,
 )
 from zeroshard_testing.emulated.progress import DESTROYED, Progress
+from zeroshard_testing.emulated.report import PASSING_ON
 from zeroshard_testing.emulated.transfer import Transfer, write
 from zeroshard_testing.rank_state import group_key, group_label
 from zeroshard_testing.stacks import OWN_CODE, OWN_THREADS, is_below_the_test
@@ -48,6 +49,8 @@ _MESSAGES = ("send", "recv")
 # Characters of each text in a message.
 _WORDS_SIZE = 300
 _FRAMES = 3
+# Collectives whose text a group remembers, for errors.
+_REMEMBERED = 1000
 _ABOVE_THE_CALL = (str(Path(torch.__file__).parent), OWN_CODE, threading.__file__, "<")
 
 # Taken again by the same thread where the garbage collector closes a mover in the middle of a method.
@@ -101,6 +104,7 @@ class Mover:
         self._label = group_label(self._key, len(ranks))
         self._complete = complete
         self._issued = 0
+        self._latest: dict[int, str] = {}
         # What other ranks read if they wait for this one in vain: how often ranks have compared, and the latest entry.
         self._error = ""
         self._is_closed = False
@@ -138,6 +142,8 @@ class Mover:
             self._check_open()
             self._issued += 1
             entry = Entry(self._ranks[self._rank], self._issued, records, call_site, self._issued_elsewhere())
+            self._latest[self._issued] = located(entry.text, call_site)
+            self._latest.pop(self._issued - _REMEMBERED, None)
             self._collectives.put(_Job(partial(self._run, entry, batch), done))
 
     def end(self, what: str = "the end of the test") -> Future[str]:
@@ -182,6 +188,15 @@ class Mover:
             for key, other in _movers.copy().items()
             if other is not self and len(set(self._ranks).intersection(other._ranks)) > 1
         }
+
+    def _recall(self, group: str, number: int) -> list[str]:
+        """Return, from every rank of this group, a collective of another one as it was issued, empty if it was not."""
+        other = _movers.get(group)
+        text = other._latest.get(number, "") if other is not None else ""
+        try:
+            return [found.decode() for found in self._data.gather_texts(text.encode())]
+        except RuntimeError:
+            return [""] * len(self._ranks)
 
     def _issue_messages(self, calls: list[Call], call_site: str, done: Callable[[str], None]) -> None:
         done = _after_all(len(calls), done)
@@ -263,7 +278,7 @@ class Mover:
                     return
                 why = self._progress.explain(failure, compares=True)
                 raise DifferentCollectivesError(f"{what} lacks a rank: {why}") from None
-        difference = find_difference(self._key, entries)
+        difference = find_difference(self._key, entries, self._recall)
         if difference is not None:
             raise _KnownToAllError(difference)
         try:
@@ -345,7 +360,7 @@ def _site_of(frame: FrameType | None) -> str:
     found: list[str] = []
     while frame is not None and len(found) < _FRAMES and not is_below_the_test(frame.f_code.co_filename):
         path = frame.f_code.co_filename
-        if not path.startswith(_ABOVE_THE_CALL):
+        if not path.startswith(_ABOVE_THE_CALL) and not path.endswith(PASSING_ON):
             found.append(f"{Path(path).name}:{frame.f_lineno} in {frame.f_code.co_name}")
         frame = frame.f_back
     return " < ".join(found)

@@ -25,6 +25,7 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.co
 _SAME_ELEMENTS = ("all_reduce", "reduce", "broadcast", "gather", "all_gather_into_tensor")
 _SAME_ELEMENTS_OUT = ("scatter", "reduce_scatter_tensor")
 _END = "end"
+Recall = Callable[[str, int], Sequence[str]]
 _CALLS_SHOWN = 3
 
 
@@ -170,12 +171,14 @@ def amounts(call: Call, group_rank: int, size: int) -> tuple[Sequence[int], Sequ
     return given, taken
 
 
-def find_difference(key: str, entries: Sequence[Entry]) -> str | None:
+def find_difference(key: str, entries: Sequence[Entry], recall: Recall | None = None) -> str | None:
     """Return, as text, how what the ranks of a group are about to do differs; None if it belongs together.
 
     Args:
         key: The group, as `group_key` has it.
         entries: What each rank is about to do, in the order of the group's ranks.
+        recall: Called with another group and a number, the same on all ranks; returns that collective with its call
+            site as each rank of this group has issued it, empty if it has not.
     """
     which = f"collective number {entries[0].number} of {_label(key)}"
     if len({(entry.is_end, len(entry.calls)) for entry in entries}) > 1:
@@ -191,7 +194,7 @@ def find_difference(key: str, entries: Sequence[Entry]) -> str | None:
             return f"ranks differ in {which}{batch}: {told}"
         if misfit := _find_misfit(entries, calls):
             return f"ranks differ in {which}{batch}: {misfit}: {told}"
-    return _find_other_order(key, entries)
+    return _find_other_order(key, entries, recall)
 
 
 def find_message_difference(key: str, sent: Message, received: Message) -> str | None:
@@ -293,17 +296,25 @@ def _find_misfit(entries: Sequence[Entry], calls: Sequence[CallRecord]) -> str |
     return None
 
 
-def _find_other_order(key: str, entries: Sequence[Entry]) -> str | None:
-    """Say where two ranks issue the collectives of this group and of another one that both are in, in other orders."""
+def _find_other_order(key: str, entries: Sequence[Entry], recall: Recall | None) -> str | None:
+    """Say where two ranks issue the collectives of this group and of another one that both are in, in other orders.
+
+    Both groups find the same two collectives, each by its own entries, and come to the same text.
+    """
     for one, other in combinations(entries, 2):
         for group in sorted(one.issued_before.keys() & other.issued_before.keys()):
-            before, before_there = one.issued_before[group], other.issued_before[group]
-            if before != before_there and {one.rank, other.rank} <= set(group_members(group)):
+            early, late = sorted((other, one), key=lambda entry: -entry.issued_before[group])
+            number = late.issued_before[group] + 1
+            if early.issued_before[group] >= number and {one.rank, other.rank} <= set(group_members(group)):
+                recalled = recall(group, number)[entries.index(early)] if recall else ""
+                first = {
+                    early.rank: f"{recalled or 'a collective'}, number {number} of {_label(group)}",
+                    late.rank: f"{located(late.text, late.call_site)}, number {late.number} of {_label(key)}",
+                }
+                told = " and ".join(f"rank {rank} first issues {first[rank]}" for rank in sorted(first))
                 return (
                     f"ranks {one.rank} and {other.rank} issue collectives of two groups in different orders:"
-                    f" rank {one.rank} issues {located(one.text, one.call_site)}, number {one.number} of {_label(key)},"
-                    f" after {before} of {_label(group)}, rank {located(str(other.rank), other.call_site)}"
-                    f" after {before_there}; NCCL may hang"
+                    f" {told}; NCCL may hang"
                 )
     return None
 

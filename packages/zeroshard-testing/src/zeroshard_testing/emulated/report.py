@@ -9,6 +9,8 @@ from typing import Any
 
 from zeroshard_testing.stacks import OWN_CODE, is_below_the_test
 
+PASSING_ON = ("/contextlib.py", "/typing_extensions.py")
+"""How the names of files end whose functions only call a user's: context managers, deprecated functions."""
 _MOST_FRAMES = 8
 _TORCH = "/torch/"
 
@@ -26,21 +28,21 @@ class Place:
 
     @property
     def call_site(self) -> str:
-        """The innermost frame outside torch, such as ``"train.py:12"``, empty if there is none."""
-        return next((f"{path}:{line}" for path, line, _ in self._users_frames() if _TORCH not in path), "")
+        """The innermost frame outside torch, or else in torch, such as ``"train.py:12"``, empty if there is none."""
+        return next((f"{path}:{line}" for path, line, _ in self._shown_frames()), "")
 
     def __str__(self) -> str:
-        frames = self._users_frames()
-        shown = [frame for frame in frames if _TORCH not in frame[0]] or frames
+        shown = self._shown_frames()
         lines = [f"      {path}:{line} in {function}" for path, line, function in shown[:_MOST_FRAMES]]
         if len(shown) > _MOST_FRAMES:
             lines.append(f"      and {len(shown) - _MOST_FRAMES} more")
         thread = "\n      while the main thread is at" if self.is_of_main_thread and lines else ""
         return "\n".join([f"{self.title}{thread}", *lines])
 
-    def _users_frames(self) -> list[tuple[str, int, str]]:
+    def _shown_frames(self) -> list[tuple[str, int, str]]:
         above = takewhile(lambda frame: not is_below_the_test(frame[0]), self.frames)
-        return [frame for frame in above if not frame[0].startswith(OWN_CODE)]
+        frames = [frame for frame in above if not frame[0].startswith(OWN_CODE) and not frame[0].endswith(PASSING_ON)]
+        return [frame for frame in frames if _TORCH not in frame[0]] or frames
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ Once loaded, a process has the device for good, and torch.accelerator means it: 
 from __future__ import annotations
 
 import os
+from concurrent.futures import as_completed
 from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
@@ -108,9 +109,10 @@ class CheckedTest:
             ends = [mover.end() for mover in live_movers()]
             # One that the test has seen, and expected.
             known = extension().raised_errors()
-            errors = [text for end in ends if (text := end.result()) and text not in known]
-            if errors:
-                raise DifferentCollectivesError(errors[0])
+            # Where a rank has failed, it never ends its other groups.
+            for end in as_completed(ends):
+                if (text := end.result()) and text not in known:
+                    raise DifferentCollectivesError(text)
         if error := extension().unraised_error():
             raise DifferentCollectivesError(error)
         if self._checks_races and (found := findings()):

@@ -72,6 +72,11 @@ bool Checker::host_knows(const Moment& moment) {
   return moment.test != test_ || covers(host_, moment.clock);
 }
 
+bool Checker::is_before(const Moment& moment, StreamId stream) {
+  std::lock_guard lock(mutex_);
+  return moment.test != test_ || covers(clock_of(slot(stream)), moment.clock);
+}
+
 // Accesses of an earlier test have ended.
 void Checker::renew(Block& block) {
   if (block.test == test_) return;

@@ -73,6 +73,8 @@ class Checker {
   void host_wait(const Moment& moment);
   void host_wait_all();
   bool host_knows(const Moment& moment);
+  // Whether what the stream is given now comes after a moment.
+  bool is_before(const Moment& moment, StreamId stream);
   // Runs a kernel on a stream: checks its accesses against earlier ones, notes them, and returns its end.
   Moment launch(StreamId stream, const std::vector<Use>& uses, const SitePtr& site);
   void allocated(Block& block, size_t size, StreamId stream, SitePtr site);

@@ -163,13 +163,16 @@ void Tickets::await(const std::vector<Use>& uses) {
     auto* block = static_cast<DeviceBlock*>(use.block);
     if (!block) continue;
     wait_until([&] {
+      // Where a collective has failed, others may never complete: their ranks have raised its error.
+      if (!first_unraised().empty()) return true;
       for (const Pending& one : block->pending)
         if (one.begin < use.end && use.begin < one.end && open_.count(one.ticket)) return false;
       return true;
     });
     std::lock_guard lock(mutex_);
     for (const Pending& one : block->pending)
-      if (one.begin < use.end && use.begin < one.end && error.empty()) error = error_of(one.ticket);
+      if (one.begin < use.end && use.begin < one.end && error.empty())
+        error = open_.count(one.ticket) ? first_unraised() : error_of(one.ticket);
     auto is_done = [&](const Pending& one) { return !open_.count(one.ticket) && !errors_.count(one.ticket); };
     block->pending.erase(std::remove_if(block->pending.begin(), block->pending.end(), is_done), block->pending.end());
   }
@@ -188,8 +191,11 @@ void Tickets::await_known() {
 }
 
 void Tickets::await(uint64_t ticket) {
-  wait_until([&] { return !open_.count(ticket); });
-  check(ticket);
+  wait_until([&] { return !open_.count(ticket) || !first_unraised().empty(); });
+  std::unique_lock lock(mutex_);
+  std::string error = open_.count(ticket) ? first_unraised() : error_of(ticket);
+  lock.unlock();
+  raise(error);
 }
 
 void Tickets::check(uint64_t ticket) {
@@ -197,6 +203,12 @@ void Tickets::check(uint64_t ticket) {
   std::string error = error_of(ticket);
   lock.unlock();
   raise(error);
+}
+
+std::string Tickets::first_unraised() {
+  for (auto& [ticket, error] : errors_)
+    if (!raised_.count(error)) return error;
+  return "";
 }
 
 // As torch's own backends do.
@@ -215,11 +227,9 @@ std::set<std::string> Tickets::raised() {
 }
 
 std::string Tickets::unraised() {
-  wait_until([&] { return open_.empty(); });
+  wait_until([&] { return open_.empty() || !first_unraised().empty(); });
   std::lock_guard lock(mutex_);
-  for (auto& [ticket, error] : errors_)
-    if (!raised_.count(error)) return error;
-  return "";
+  return first_unraised();
 }
 
 void Tickets::forget_errors() {
@@ -235,15 +245,27 @@ static std::vector<LateCopy>& late_copies() {
 }
 static std::mutex late_copies_mutex;
 
-static void bring_late_copies() {
+template <typename IsKnown>
+static void bring_late_copies_if(IsKnown is_known) {
   std::lock_guard lock(late_copies_mutex);
-  auto is_due = [](LateCopy& copy) {
-    if (!Device::get().checker.host_knows(copy.end)) return false;
+  auto is_due = [&](LateCopy& copy) {
+    if (!is_known(copy)) return false;
     memcpy(copy.to.mutable_data_ptr(), copy.values.data_ptr(), copy.values.nbytes());
     return true;
   };
   auto& copies = late_copies();
   copies.erase(std::remove_if(copies.begin(), copies.end(), is_due), copies.end());
+}
+
+// All that the host may read.
+static void bring_late_copies() {
+  bring_late_copies_if([](LateCopy& copy) { return Device::get().checker.host_knows(copy.end); });
+}
+
+void bring_late_copies(const at::Tensor& to) {
+  bring_late_copies_if([&](LateCopy& copy) {
+    return copy.to.is_alias_of(to) && Device::get().checker.is_before(copy.end, current_stream());
+  });
 }
 
 void add_late_copy(LateCopy copy) {

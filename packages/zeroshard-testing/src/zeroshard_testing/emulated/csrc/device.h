@@ -71,6 +71,8 @@ struct LateCopy {
 };
 bool is_pinned(const void* data);
 void add_late_copy(LateCopy copy);
+// Brings what the current stream may read in this memory: the values of copies that it comes after.
+void bring_late_copies(const at::Tensor& to);
 
 // Collectives whose data have not come yet, and errors of those that have failed.
 class Tickets {
@@ -83,7 +85,7 @@ class Tickets {
   void await(uint64_t ticket);
   // Raises the error of a ticket that has failed already; never waits.
   void check(uint64_t ticket);
-  // Waits for all, and returns an error that was never raised.
+  // Waits for all, or until one has failed, and returns an error that was never raised.
   std::string unraised();
   std::set<std::string> raised();
   void forget_errors();
@@ -92,6 +94,7 @@ class Tickets {
   template <typename IsOver>
   void wait_until(IsOver is_over);
   std::string error_of(uint64_t ticket);
+  std::string first_unraised();
   void raise(const std::string& error);
   std::mutex mutex_;
   std::condition_variable changed_;

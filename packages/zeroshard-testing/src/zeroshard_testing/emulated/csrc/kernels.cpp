@@ -268,6 +268,7 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   if (!is_up) uses.push_back(use_of(from, false));
   if (!is_down) uses.push_back(use_of(to, true));
   Device::get().tickets.await(uses);
+  if (is_up && is_pinned(from.data_ptr())) bring_late_copies(from);
   CpuViews views;
   Tensor source = is_up ? from : views.of(from), target = is_down ? to : views.of(to);
   Moment end = launch(uses, site);
