@@ -33,6 +33,8 @@ ROOT = Path(__file__).parents[1]
 CORPUS = ROOT / "tests" / "emulated"
 _HEADING = re.compile(r"^=* ?ranks? [\d, -]+ failed: (.*?) ?=*$", re.MULTILINE)
 _LIMIT = 1200.0
+# Once: a rank that has failed gets a fresh worker, which would take a second or more for these.
+_LOADED = ("torch._dynamo.compiled_autograd", "torch.distributed.fsdp", "zeroshard_integrations.ddp")
 
 
 @dataclass(frozen=True)
@@ -161,22 +163,10 @@ def run_programs(
     """
     folder.mkdir(parents=True, exist_ok=True)
     report = folder / "report.xml"
-    # Loaded once: a fresh worker takes more than a second for it, in its first backward.
-    options = [
-        "-p",
-        "torch._dynamo.compiled_autograd",
-        "-p",
-        "no:cacheprovider",
-        "--tb=short",
-        "--ranks-require=emulated",
-    ]
-    options += [
-        "-m",
-        "exhaustive or not exhaustive",
-        f"--junitxml={report}",
-        f"--basetemp={folder / 'tmp'}",
-        *(["-k", select] if select else []),
-    ]
+    loaded = [argument for module in _LOADED for argument in ("-p", module)]
+    options = [*loaded, "-p", "no:cacheprovider", "--tb=short", "-m", "exhaustive or not exhaustive"]
+    options += ["--ranks-require=emulated", f"--junitxml={report}", f"--basetemp={folder / 'tmp'}"]
+    options += ["-k", select] if select else []
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COLUMNS"))}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, *map(str, files)],
