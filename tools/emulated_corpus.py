@@ -6,7 +6,7 @@ and ``--busy`` change that, ``--json`` writes the result for machines. The exit 
 ``right_*`` fails, one of ``wrong_*`` passes, or any is not reported alike in all runs.
 
 What is compared of a race or of memory freed in use is its kind and both call sites, of all ranks together; of other
-errors it is their text.
+errors it is their text, without gloo's own words and without what ranks say of another's end.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 ROOT = Path(__file__).parents[1]
 CORPUS = ROOT / "tests" / "emulated"
@@ -212,7 +212,7 @@ def busy_loops(number: int) -> Iterator[None]:
 
 
 def _table(tried: Sequence[Tried]) -> Table:
-    table = Table("program", "ended", "reports", "alike", title="What the corpus reports")
+    table = Table(Column("program", overflow="fold"), "ended", "reports", "alike", title="What the corpus reports")
     for one in tried:
         alike = "yes" if len(set(one.reports)) == 1 else "no"
         table.add_row(one.name, ", ".join(sorted(one.outcomes)), str(len(one.reports[0])), alike)

@@ -141,7 +141,7 @@ def test_event_is_recorded_before_what_it_stands_for(rank, process_group, device
 
 @seeded("race")
 @pytest.mark.ranks(2, backend="emulated")
-def test_hook_of_the_step_writes_into_memory_that_was_resized(rank, process_group, device):
+def test_scratch_memory_is_resized_aside(rank, process_group, device):
     """A scratch tensor is grown on a side stream at the third step: that writes, and the current stream reads."""
     ddp, optimizer = in_ddp(device)
     current, side = torch.accelerator.current_stream(), torch.Stream(device)
@@ -392,7 +392,7 @@ def test_shard_of_a_reduce_scatter_is_read_early(rank, world_size, process_group
 @seeded("race")
 @pytest.mark.ranks(3, backend="emulated")
 def test_message_of_a_ring_is_used_before_it_has_come(rank, world_size, process_group, device):
-    """Of the two messages of a batch, only the first one's work is waited for."""
+    """Of the two messages of a step, the one that is sent is waited for, and not the one that comes."""
     block = torch.full((64,), float(rank + 1), device=device)
     total = block.clone()
     for _ in range(world_size - 1):
@@ -529,28 +529,6 @@ def test_losses_are_reduced_differently(rank, process_group, device, what):
         optimizer.step()
 
 
-@seeded("different collectives")
-@pytest.mark.ranks(3, backend="emulated")
-def test_ranks_do_not_take_what_others_give(rank, world_size, process_group, device):
-    """Tokens go to experts: rank 1 has more for rank 2 than that has been told."""
-    tokens = torch.randn(6, 4, device=device)
-    given = [1, 2, 3] if rank == 1 else [2, 2, 2]
-    taken = torch.empty(6, 4, device=device)
-    dist.all_to_all_single(taken, tokens, [2, 2, 2], given, group=process_group)  # call
-    taken.sum()
-
-
-@seeded("different collectives")
-@pytest.mark.ranks(2, backend="emulated")
-def test_coalesced_reductions_have_other_sizes(rank, process_group, device):
-    """Of the reductions that a context coalesces, the second one has another size on each rank."""
-    total, counts = torch.ones(4, device=device), torch.ones(8, device=device)
-    with dist._coalescing_manager(group=process_group, device=device):  # call
-        dist.all_reduce(total, group=process_group)
-        dist.all_reduce(counts[: 2 + rank], group=process_group)
-    total / counts[0]
-
-
 # ---------------------------------------------------------------------- 9. where the host must not wait
 
 
@@ -596,20 +574,3 @@ def test_backward_selects_by_a_mask(rank, process_group, device, host_never_wait
             outputs.register_hook(count)
             outputs.square().mean().backward()
             optimizer.step()
-
-
-@seeded("host wait")
-@pytest.mark.ranks(2, backend="emulated")
-def test_fsdp_skips_steps_by_its_norm(rank, world_size, process_group, device, host_never_waits):
-    """The norm of sharded gradients is a DTensor, and a condition on it waits for its reduction."""
-    sharded = in_fsdp(device, init_device_mesh(device.type, (world_size,)))
-    optimizer = optim.AdamW(sharded.parameters(), lr=1e-2)
-    inputs = batches(rank, device)
-    train(sharded, optimizer, inputs[:3])
-    with host_never_waits():
-        for each in inputs[3:]:
-            optimizer.zero_grad()
-            loss_of(sharded, each).backward()
-            norm = nn.utils.clip_grad_norm_(sharded.parameters(), 1.0)
-            if norm < 100:  # wait
-                optimizer.step()
