@@ -365,6 +365,21 @@ WRONG = """
             x.add_(1)
 
     @pytest.mark.ranks(2, backend="emulated")
+    def test_skipped_alone(rank, device):
+        if rank == 0:
+            pytest.skip("not today")
+        dist.all_reduce(torch.ones(3, device=device))
+
+    @pytest.fixture
+    def skips(rank):
+        if rank == 0:
+            pytest.skip("not today")
+
+    @pytest.mark.ranks(2, backend="emulated")
+    def test_skipped_alone_in_a_fixture(skips, device):
+        pass
+
+    @pytest.mark.ranks(2, backend="emulated")
     def test_that_is_right(device):
         x = torch.ones(3, device=device)
         dist.all_reduce(x, async_op=True).wait()
@@ -382,6 +397,8 @@ def test_what_is_found_fails_a_test_with_both_places_the_allocation_and_the_auto
         "test_left_out": "failure",
         "test_that_fails_by_itself": "failure",
         "test_race_that_is_allowed": "passed",
+        "test_skipped_alone": "failure",
+        "test_skipped_alone_in_a_fixture": "failure",
         "test_that_is_right": "passed",
     }, done.text
     lines = {text.partition("  # ")[2]: number for number, text in enumerate(WRONG.splitlines(), 1)}
@@ -407,6 +424,13 @@ def test_what_is_found_fails_a_test_with_both_places_the_allocation_and_the_auto
     assert "DifferentCollectivesError" in text
     assert f"rank 0 issues all_reduce of float32[3] by SUM (test_wrong.py:{lines['left out']}" in text
     assert "rank 1 is at the end of the test" in text
+
+    # None waits for the rank that has skipped, until the time limit.
+    text = done.cases["test_skipped_alone[2-emulated]"].text
+    assert "rank 0 is at the end of the test" in text
+    text = done.cases["test_skipped_alone_in_a_fixture[2-emulated]"].text
+    assert "rank 0 skipped alone: not today" in text
+    assert "DifferentCollectivesError" not in text
 
     text = done.cases["test_that_fails_by_itself[1-emulated]"].text
     assert "AssertionError" in text

@@ -290,6 +290,28 @@ def test_objects_travel(rank, world_size):
     assert sent == [f"of rank {world_size - 1}"]
 
 
+@pytest.mark.ranks(2, backend="emulated")
+def test_futures_hold_the_tensors_on_every_rank(rank, device):
+    x = torch.full((3,), rank + 1.0, device=device)
+    for issue in (dist.broadcast, dist.reduce):
+        (value,) = issue(x, 0, async_op=True).get_future().wait()
+        assert value is x or value.data_ptr() == x.data_ptr()
+
+
+@pytest.mark.ranks(2, backend="emulated")
+def test_a_call_of_a_batch_has_no_future_and_a_batch_holds_no_other(device):
+    group = dist.group.WORLD._get_backend(device)
+    group._start_coalescing()
+    with pytest.raises(RuntimeError, match="begins within another one"):
+        group._start_coalescing()
+    work = group.allreduce([torch.ones(3, device=device)])
+    with pytest.raises(RuntimeError, match="a call of a batch has no future of its own"):
+        work.get_future()
+    group._end_coalescing().wait()
+    with pytest.raises(RuntimeError, match="ends that has not begun"):
+        group._end_coalescing()
+
+
 @ON_1_TO_3
 @ASYNC_OR_NOT
 def test_coalesced_collectives_are_one(device, rank, world_size, device_costs, is_async):
@@ -762,19 +784,18 @@ def test_an_order_across_groups_names_the_calls_of_both_ranks(device, rank):
     x, y = ones(device, 4), ones(device, 4)
     if rank == 0:
         dist.all_reduce(x, async_op=True)  # first of rank 0
-        dist.all_reduce(y, group=other, async_op=True)  # second of rank 0
+        dist.all_reduce(y, group=other, async_op=True)
     else:
         dist.all_reduce(y, group=other, async_op=True)  # first of rank 1
-        dist.all_reduce(x, async_op=True)  # second of rank 1
-    # Each group finds it.
+        dist.all_reduce(x, async_op=True)
+    # Each group finds it, and says the same.
     for tensor in (x, y):
         with pytest.raises(RuntimeError) as error:
             tensor.tolist()
         text = str(error.value)
         assert "ranks 0 and 1 issue collectives of two groups in different orders" in text
-        assert "rank 0 issues all_reduce of float32[4] by SUM" in text
-        places = ("first of rank 0", "second of rank 1") if tensor is x else ("second of rank 0", "first of rank 1")
-        assert all(line(place) in text for place in places)
+        assert "rank 0 first issues all_reduce of float32[4] by SUM" in text
+        assert all(line(place) in text for place in ("first of rank 0", "first of rank 1"))
 
 
 @ON_2

@@ -74,17 +74,17 @@ class GroupKeeper:
     def retire(self) -> None:
         """Uninitialise `torch.distributed` at once and close the groups' connections in the background."""
         self._current = None
+        if self._is_emulated:
+            from zeroshard_testing.emulated.runtime import close_groups
+
+            # Their threads end here; a model that nobody has collected yet may hold a group.
+            close_groups()
         if not dist.is_initialized():
             return
         # Those that the test made as well.
         groups = process_groups()
         with _torch_warnings_ignored():
             dist.destroy_process_group()
-        if self._is_emulated:
-            from zeroshard_testing.emulated.runtime import close_groups
-
-            # Their threads end here; a model that nobody has collected yet may hold a group.
-            close_groups()
         if not self._reapers or (self._reapers < _REAPERS and not self._retired.empty()):
             threading.Thread(target=self._reap, name=f"{OWN_THREADS}group-reaper", daemon=True).start()
             self._reapers += 1

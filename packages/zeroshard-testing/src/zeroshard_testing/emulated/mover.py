@@ -7,9 +7,9 @@ is called back when that has completed; what streams may do meanwhile is decided
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import random
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +19,6 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from types import FrameType
 from typing import Any
 
 import torch
@@ -124,14 +123,20 @@ class Mover:
             _movers[self._key] = self
         self._start_threads()
 
-    def issue(self, ticket: int, calls: list[tuple[str, list[Any], list[Any], int, str, list[int]]]) -> None:
+    def issue(
+        self,
+        ticket: int,
+        calls: list[tuple[str, list[Any], list[Any], int, str, list[int]]],
+        stack: Sequence[tuple[str, int, str]],
+    ) -> None:
         """Issue a collective or message, or several that were coalesced, without waiting for anything.
 
         Args:
             ticket: What to complete when all are done.
-            calls: Name, inputs, outputs, root or peer, reduce operation and sizes, as `Call` has them.
+            calls: At least one: name, inputs, outputs, root or peer, reduce operation and sizes, as `Call` has them.
+            stack: File, line and function of the Python frames that issue it, innermost first.
         """
-        call_site = _call_site()
+        call_site = _call_site(stack)
         batch = [Call(*call) for call in calls]
         done = partial(self._complete, ticket)
         if all(call.name in _MESSAGES for call in batch):
@@ -202,9 +207,6 @@ class Mover:
         done = _after_all(len(calls), done)
         with _lock:
             self._check_open()
-            if not calls:
-                # Nothing was coalesced, which takes its turn all the same.
-                self._collectives.put(_Job(_nothing, done))
             for call in calls:
                 # A lane for each peer and direction: none of them waits for another, as in a batch of NCCL's.
                 move = self._send if call.name == "send" else self._receive
@@ -331,10 +333,6 @@ class _KnownToAllError(DifferentCollectivesError):
     """All ranks of the group raise it at the same place."""
 
 
-def _nothing() -> None:
-    pass
-
-
 def _after_all(count: int, done: Callable[[str], None]) -> Callable[[str], None]:
     """Return what is to be called ``count`` times with an error or none, and calls ``done`` with the first error."""
     lock = threading.Lock()
@@ -350,17 +348,8 @@ def _after_all(count: int, done: Callable[[str], None]) -> Callable[[str], None]
     return one_is_done
 
 
-def _call_site() -> str:
+def _call_site(stack: Sequence[tuple[str, int, str]]) -> str:
     """Return where Python has called torch: the innermost frames, without torch's, this package's and pytest's."""
-    # DistributedDataParallel issues from a thread of autograd without Python frames, while the main one is in backward.
-    return _site_of(sys._getframe(1)) or _site_of(sys._current_frames().get(threading.main_thread().ident or 0))
-
-
-def _site_of(frame: FrameType | None) -> str:
-    found: list[str] = []
-    while frame is not None and len(found) < _FRAMES and not is_below_the_test(frame.f_code.co_filename):
-        path = frame.f_code.co_filename
-        if not path.startswith(_ABOVE_THE_CALL) and not path.endswith(PASSING_ON):
-            found.append(f"{Path(path).name}:{frame.f_lineno} in {frame.f_code.co_name}")
-        frame = frame.f_back
-    return " < ".join(found)
+    above = itertools.takewhile(lambda frame: not is_below_the_test(frame[0]), stack)
+    users = (frame for frame in above if not frame[0].startswith(_ABOVE_THE_CALL) and not frame[0].endswith(PASSING_ON))
+    return " < ".join(f"{Path(path).name}:{line} in {name}" for path, line, name in itertools.islice(users, _FRAMES))

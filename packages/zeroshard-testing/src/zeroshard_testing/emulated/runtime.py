@@ -6,7 +6,7 @@ Once loaded, a process has the device for good, and torch.accelerator means it: 
 from __future__ import annotations
 
 import os
-from concurrent.futures import as_completed
+from concurrent.futures import Future, as_completed
 from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
@@ -74,6 +74,11 @@ def findings() -> list[Finding]:
     return read_findings(extension().reports())
 
 
+def end_groups(faults: Faults) -> list[Future[str]]:
+    """Meet the other ranks at the end of the test, in every group, unless the test has asked for faults."""
+    return [] if faults.were_asked_for else [mover.end() for mover in live_movers()]
+
+
 def close_groups() -> None:
     """End the threads of all process groups, when they have done what was issued; nothing is issued there any more."""
     for mover in live_movers():
@@ -98,21 +103,19 @@ class CheckedTest:
         if file := os.environ.get("ZEROSHARD_EDGES"):
             lines = [" < ".join(edge) for edge in extension().edges()]
             Path(f"{file}.{os.getpid()}").write_text("\n".join(lines))
-        if isinstance(error, dist.DistBackendError) and not isinstance(error, DifferentCollectivesError):
+        if isinstance(error, dist.DistBackendError):
             raise DifferentCollectivesError(str(error)).with_traceback(error.__traceback__) from None
         if error is None:
             self._check()
 
     def _check(self) -> None:
         __tracebackhide__ = True
-        if not self._faults.were_asked_for:
-            ends = [mover.end() for mover in live_movers()]
-            # One that the test has seen, and expected.
-            known = extension().raised_errors()
-            # Where a rank has failed, it never ends its other groups.
-            for end in as_completed(ends):
-                if (text := end.result()) and text not in known:
-                    raise DifferentCollectivesError(text)
+        # One that the test has seen, and expected.
+        known = extension().raised_errors()
+        # Where a rank has failed, it never ends its other groups.
+        for end in as_completed(end_groups(self._faults)):
+            if (text := end.result()) and text not in known:
+                raise DifferentCollectivesError(text)
         if error := extension().unraised_error():
             raise DifferentCollectivesError(error)
         if self._checks_races and (found := findings()):

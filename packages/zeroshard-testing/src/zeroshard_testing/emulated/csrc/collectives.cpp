@@ -53,7 +53,10 @@ struct EmulatedWork final : c10d::Work {
   }
   void synchronize() override { wait(); }
   Tensors result() override { return outputs; }
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future; }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    TORCH_CHECK(future, "a call of a batch has no future of its own: the end of the batch returns the work of all");
+    return future;
+  }
 };
 
 // What one rank brings to a collective: see Mover.issue for the names.
@@ -90,7 +93,11 @@ struct __attribute__((visibility("hidden"))) EmulatedBackend final : c10d::Backe
       : Backend(rank, size), mover_(std::move(mover)), stream_(Device::get().checker.new_stream()) {}
   ~EmulatedBackend() override {
     py::gil_scoped_acquire gil;
-    mover_.attr("close")();
+    try {
+      mover_.attr("close")();
+    } catch (py::error_already_set& error) {
+      error.discard_as_unraisable("the end of a process group");
+    }
     mover_ = py::object();
   }
   const std::string getBackendName() const override { return "emulated"; }
@@ -166,8 +173,12 @@ struct __attribute__((visibility("hidden"))) EmulatedBackend final : c10d::Backe
     static_cast<EmulatedWork*>(work.get())->blocks_host = true;
     return work;
   }
-  void startCoalescing() override { batch_.emplace(); }
+  void startCoalescing() override {
+    TORCH_CHECK(!batch_, "a batch of collectives begins within another one of the same group");
+    batch_.emplace();
+  }
   WorkPtr endCoalescing() override {
+    TORCH_CHECK(batch_, "a batch of collectives ends that has not begun");
     std::vector<Call> calls = std::move(*batch_);
     batch_.reset();
     return issue(std::move(calls), c10d::OpType::COALESCED, true);
@@ -200,7 +211,7 @@ struct __attribute__((visibility("hidden"))) EmulatedBackend final : c10d::Backe
     // One that its caller waits for at once runs on the current stream, others on the group's, after the current one.
     work->stream = is_async ? stream_ : current_stream();
     device.checker.wait(work->stream, device.checker.now(current_stream()));
-    SitePtr site = site_here(std::move(title));
+    auto site = std::static_pointer_cast<const PythonSite>(site_here(std::move(title)));
     {
       StreamId before = current_stream();
       set_current_stream(work->stream);
@@ -210,7 +221,12 @@ struct __attribute__((visibility("hidden"))) EmulatedBackend final : c10d::Backe
     work->ticket = device.tickets.open(work->end, uses);
     work->future = completed_future(work->outputs, work->stream);
     issued_++;
-    hand_over(work->ticket, calls);
+    try {
+      hand_over(work->ticket, calls, *site);
+    } catch (...) {
+      device.tickets.complete(work->ticket, "");
+      throw;
+    }
     return work;
   }
 
@@ -223,11 +239,12 @@ struct __attribute__((visibility("hidden"))) EmulatedBackend final : c10d::Backe
         work.held.push_back(one);
       }
     }
-    work.outputs.insert(work.outputs.end(), call.out.begin(), call.out.end());
+    const Tensors& result = call.out.empty() ? call.in : call.out;
+    work.outputs.insert(work.outputs.end(), result.begin(), result.end());
   }
 
   // Gives copies of what is sent to the mover, and the memory in which to put what comes.
-  void hand_over(uint64_t ticket, const std::vector<Call>& calls) {
+  void hand_over(uint64_t ticket, const std::vector<Call>& calls, const PythonSite& site) {
     std::vector<std::tuple<std::string, Tensors, Tensors, int64_t, std::string, std::vector<int64_t>>> handed;
     for (const Call& call : calls) {
       {
@@ -242,7 +259,7 @@ struct __attribute__((visibility("hidden"))) EmulatedBackend final : c10d::Backe
       handed.emplace_back(call.name, std::move(in), std::move(out), call.root, call.reduce_op, call.sizes);
     }
     py::gil_scoped_acquire gil;
-    mover_.attr("issue")(ticket, handed);
+    mover_.attr("issue")(ticket, handed, site.lines());
   }
 
   py::object mover_;

@@ -33,6 +33,9 @@ constexpr size_t kMostFrames = 40;
 
 static void add_frames(PythonSite& site, PyThreadState* thread) {
   static auto* known = new std::unordered_set<PyCodeObject*>;  // under the GIL
+  // Frames are objects that are made here. A collection then may let go of the GIL, and this thread or the main one
+  // may have left a frame before the GIL is back.
+  bool collects = PyGC_Disable();
   PyFrameObject* frame = PyThreadState_GetFrame(thread);
   while (frame && site.frames.size() < kMostFrames) {
     PyCodeObject* code = PyFrame_GetCode(frame);
@@ -49,13 +52,11 @@ static void add_frames(PythonSite& site, PyThreadState* thread) {
     frame = outer;
   }
   Py_XDECREF(frame);
+  if (collects) PyGC_Enable();
 }
 
-static PyThreadState* main_thread() {
-  PyThreadState* last = nullptr;  // the first thread is the last in the list
-  for (auto* one = PyInterpreterState_ThreadHead(PyInterpreterState_Main()); one; one = PyThreadState_Next(one)) last = one;
-  return last;
-}
+// The interpreter's list of threads is not to be walked: others enter it without the GIL, half made.
+static PyThreadState* g_main_thread_state;
 
 SitePtr site_here(std::string title) {
   auto site = std::make_shared<PythonSite>();
@@ -66,7 +67,7 @@ SitePtr site_here(std::string title) {
   add_frames(*site, PyThreadState_Get());
   if (site->frames.empty()) {
     site->of_main_thread = true;
-    add_frames(*site, main_thread());
+    add_frames(*site, g_main_thread_state);
   }
   return site;
 }
@@ -247,14 +248,13 @@ static std::mutex late_copies_mutex;
 
 template <typename IsKnown>
 static void bring_late_copies_if(IsKnown is_known) {
+  std::vector<LateCopy> due;  // dies after the lock, for the end of a tensor may take the GIL
   std::lock_guard lock(late_copies_mutex);
-  auto is_due = [&](LateCopy& copy) {
-    if (!is_known(copy)) return false;
-    memcpy(copy.to.mutable_data_ptr(), copy.values.data_ptr(), copy.values.nbytes());
-    return true;
-  };
   auto& copies = late_copies();
-  copies.erase(std::remove_if(copies.begin(), copies.end(), is_due), copies.end());
+  auto first = std::stable_partition(copies.begin(), copies.end(), [&](LateCopy& copy) { return !is_known(copy); });
+  std::move(first, copies.end(), std::back_inserter(due));
+  copies.erase(first, copies.end());
+  for (LateCopy& copy : due) memcpy(copy.to.mutable_data_ptr(), copy.values.data_ptr(), copy.values.nbytes());
 }
 
 // All that the host may read.
@@ -391,6 +391,14 @@ Use use_of(const at::Tensor& tensor, bool writes) {
   return {block_of(tensor), first * size, (last + 1) * size, writes};
 }
 
+at::Tensor tensor_over(c10::Storage memory, c10::DispatchKey key, const at::Tensor& like) {
+  auto made = at::detail::make_tensor<at::TensorImpl>(std::move(memory), c10::DispatchKeySet(key), like.dtype());
+  made.unsafeGetTensorImpl()->set_sizes_and_strides(like.sizes(), like.strides(), like.storage_offset());
+  if (like.is_conj()) made._set_conj(true);
+  if (like.is_neg()) made._set_neg(true);
+  return made;
+}
+
 at::Tensor CpuViews::of(const at::Tensor& tensor, bool keeps_memory) {
   auto* impl = tensor.storage().unsafeGetStorageImpl();
   c10::Storage* storage = nullptr;
@@ -407,11 +415,7 @@ at::Tensor CpuViews::of(const at::Tensor& tensor, bool keeps_memory) {
     made_.emplace_back(impl, c10::Storage(c10::Storage::use_byte_size_t(), bytes, std::move(data), c10::GetCPUAllocator(), true));
     storage = &made_.back().second;
   }
-  auto view = at::detail::make_tensor<at::TensorImpl>(c10::Storage(*storage), c10::DispatchKeySet(c10::DispatchKey::CPU), tensor.dtype());
-  view.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides(), tensor.storage_offset());
-  if (tensor.is_conj()) view._set_conj(true);
-  if (tensor.is_neg()) view._set_neg(true);
-  return view;
+  return tensor_over(*storage, c10::DispatchKey::CPU, tensor);
 }
 
 void resize_storage(const c10::Storage& storage, size_t size) {
@@ -453,8 +457,22 @@ static bool query(const Moment& moment, bool& was_queried) {
   return true;
 }
 
-static void refuse_other(c10::Device other) {
+void refuse_other(c10::Device other) {
   TORCH_CHECK_NOT_IMPLEMENTED(other.index() <= 0, "the emulated accelerator has one device a process, emu:0, not ", other);
+}
+
+// As many as CUDA's pool has, in turn: a callback of a future takes one each time.
+static c10::Stream stream_of_pool() {
+  static auto* pool = [] {
+    auto* made = new std::vector<StreamId>;
+    for (int i = 0; i < 32; i++) made->push_back(Device::get().checker.new_stream());
+    return made;
+  }();
+  return stream_of(pool->at(Device::get().taken_from_pool++ % pool->size()));
+}
+
+void record_stream(DeviceBlock* block, c10::Stream stream) {
+  if (block && !is_dropped("record_stream")) Device::get().checker.record_stream(*block, stream.id());
 }
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
@@ -465,9 +483,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void uncheckedSetDevice(c10::Device) const noexcept override {}
   c10::Stream getStream(c10::Device) const override { return stream_of(t_stream); }
   c10::Stream getDefaultStream(c10::Device) const override { return stream_of(0); }
-  c10::Stream getStreamFromGlobalPool(c10::Device, bool = false) const override {
-    return stream_of(Device::get().checker.new_stream());
-  }
+  c10::Stream getStreamFromGlobalPool(c10::Device, bool = false) const override { return stream_of_pool(); }
   c10::Stream getNewStream(c10::Device where, int = 0) const override {
     refuse_other(where);
     return stream_of(Device::get().checker.new_stream());
@@ -509,8 +525,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void synchronizeDevice(const c10::DeviceIndex) const override { host_wait("synchronize of the device", {}); }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
-    DeviceBlock* block = block_of(data);
-    if (block && !is_dropped("record_stream")) Device::get().checker.record_stream(*block, stream.id());
+    record_stream(block_of(data), stream);
   }
   double elapsedTime(void*, void*, const c10::DeviceIndex) const override {
     TORCH_CHECK_NOT_IMPLEMENTED(false, "the emulated accelerator measures no time: use the host's clock");
@@ -536,6 +551,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 
 void install_device() {
   g_main_thread = std::this_thread::get_id();
+  g_main_thread_state = PyThreadState_Get();
   static Guard guard;
   c10::impl::DeviceGuardImplRegistrar registrar(kDevice, &guard);
   c10::SetAllocator(kDevice, &g_allocator);

@@ -49,6 +49,8 @@ c10::Device device();
 c10::Stream stream_of(StreamId id);
 StreamId current_stream();
 void set_current_stream(StreamId id);
+void refuse_other(c10::Device other);
+void record_stream(DeviceBlock* block, c10::Stream stream);
 
 // CPU tensors over the memory of tensors on the device, one storage for each of theirs.
 class CpuViews {
@@ -59,6 +61,9 @@ class CpuViews {
  private:
   std::vector<std::pair<c10::StorageImpl*, c10::Storage>> made_;
 };
+
+// A tensor that lies in memory as another one lies in its own.
+at::Tensor tensor_over(c10::Storage memory, c10::DispatchKey key, const at::Tensor& like);
 
 // Memory of the device over that of a CPU storage; a storage's own memory in another size.
 c10::DataPtr adopt(c10::Storage memory, SitePtr site);
@@ -128,6 +133,7 @@ struct Device {
   std::vector<std::string> dropped_edge;  // the ends of its frames, innermost first
   std::set<std::vector<std::string>> edges;
   std::atomic<bool> checks{true}, forbids_host_waits{false};
+  std::atomic<size_t> taken_from_pool{0};
   static Device& get();
 };
 

@@ -110,6 +110,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     Device::get().tickets.forget_errors();
     Device::get().checks = true;
     Device::get().forbids_host_waits = false;
+    Device::get().taken_from_pool = 0;
     set_current_stream(0);
     reset_costs();
   });

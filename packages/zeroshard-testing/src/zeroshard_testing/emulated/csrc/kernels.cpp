@@ -29,24 +29,7 @@ Tensor adopted(const Tensor& cpu, const SitePtr& site) {
   c10::Storage memory = cpu.storage();
   auto bytes = static_cast<int64_t>(memory.nbytes());
   c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, adopt(memory, site), c10::GetAllocator(kDevice), true);
-  auto made = at::detail::make_tensor<at::TensorImpl>(std::move(storage), c10::DispatchKeySet(kKey), cpu.dtype());
-  made.unsafeGetTensorImpl()->set_sizes_and_strides(cpu.sizes(), cpu.strides(), cpu.storage_offset());
-  if (cpu.is_conj()) made._set_conj(true);
-  if (cpu.is_neg()) made._set_neg(true);
-  return made;
-}
-
-// A tensor on the device that lies in the memory of another one as a CPU tensor lies in its view's.
-Tensor view_like(const Tensor& cpu, const Tensor& base) {
-  auto made = at::detail::make_tensor<at::TensorImpl>(c10::Storage(base.storage()), c10::DispatchKeySet(kKey), cpu.dtype());
-  made.unsafeGetTensorImpl()->set_sizes_and_strides(cpu.sizes(), cpu.strides(), cpu.storage_offset());
-  if (cpu.is_conj()) made._set_conj(true);
-  if (cpu.is_neg()) made._set_neg(true);
-  return made;
-}
-
-void refuse_other_devices(std::optional<at::Device> where) {
-  TORCH_CHECK_NOT_IMPLEMENTED(!where || where->index() <= 0, "the emulated accelerator has one device a process, emu:0, not ", *where);
+  return tensor_over(std::move(storage), kKey, cpu);
 }
 
 // One call of one operator.
@@ -65,9 +48,9 @@ class Kernel {
     }
     take_resized();
     take_results();
-    if (is_view_) return;
+    if (is_view_ && !schema_.returns().empty()) return;
     Moment end = launch(uses_, site_);
-    if (kWaiting.count(schema_.name()) || (has_mask_ && !is_fill())) host_wait(schema_.name(), Device::get().checker.now(current_stream()));
+    if (needs_value() || (has_mask_ && !is_fill())) host_wait(schema_.name(), Device::get().checker.now(current_stream()));
     if (has_host_index_) host_wait(schema_.name() + ", which copies an index", end);
   }
 
@@ -127,12 +110,17 @@ class Kernel {
     return brought_list;
   }
 
+  // With output_size, repeat_interleave knows its result's size.
+  bool needs_value() const {
+    return kWaiting.count(schema_.name()) && !(schema_.name() == "aten::repeat_interleave" && kept_.back().isInt());
+  }
+
   // What `x[mask] = 1.0` does needs no number of places; CUDA runs masked_fill_.
   bool is_fill() const {
     return schema_.name() == "aten::_index_put_impl_" && kept_[2].toTensor().dim() == 0 && !kept_[3].toBool();
   }
 
-  // An out= argument that its CPU kernel has resized is resized here.
+  // An out= argument that its CPU kernel has resized is resized here; only one without memory, which nothing has used.
   void take_resized() {
     for (Argument& one : arguments_) {
       if (!one.is_written) continue;
@@ -140,7 +128,9 @@ class Kernel {
       bool has_moved = one.cpu.storage().data() != one.own.storage().data();
       if (!has_moved && one.cpu.sizes().equals(one.own.sizes())) continue;
       size_t size = one.cpu.storage().nbytes();
-      if (size > one.own.storage().nbytes()) resize_storage(one.own.storage(), size);
+      size_t before = one.own.storage().nbytes();
+      TORCH_CHECK_NOT_IMPLEMENTED(!before || size <= before, schema_.name(), ": out= of another size on the emulated accelerator");
+      if (size > before) resize_storage(one.own.storage(), size);
       if (size && has_moved) memcpy(one.own.storage().mutable_data(), one.cpu.storage().data(), size);
       one.own.unsafeGetTensorImpl()->set_sizes_and_strides(one.cpu.sizes(), one.cpu.strides(), one.cpu.storage_offset());
       uses_.push_back(use_of(one.own, true));
@@ -170,7 +160,7 @@ class Kernel {
     for (Argument& one : arguments_)
       if (one.is_written && one.cpu.is_same(cpu)) return one.own;
     for (Argument& one : arguments_)
-      if (one.cpu.storage().unsafeGetStorageImpl() == cpu.storage().unsafeGetStorageImpl()) return view_like(cpu, one.own);
+      if (one.cpu.storage().unsafeGetStorageImpl() == cpu.storage().unsafeGetStorageImpl()) return tensor_over(one.own.storage(), kKey, cpu);
     is_view_ = false;
     Tensor made = adopted(cpu, site_);
     uses_.push_back({block_of(made), 0, static_cast<int64_t>(made.storage().nbytes()), true});
@@ -220,13 +210,13 @@ void convolution_backward(const c10::OperatorHandle&, c10::Stack* stack) {
 
 Tensor empty(c10::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout> layout,
              std::optional<at::Device> where, std::optional<bool>, std::optional<at::MemoryFormat> format) {
-  refuse_other_devices(where);
+  refuse_other(where.value_or(device()));
   TORCH_CHECK_NOT_IMPLEMENTED(!layout || *layout == at::kStrided, "the emulated accelerator has no sparse tensors");
   return at::detail::empty_generic(size, c10::GetAllocator(kDevice), c10::DispatchKeySet(kKey), c10::dtype_or_default(dtype), format);
 }
 Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, std::optional<at::ScalarType> dtype,
                      std::optional<at::Layout>, std::optional<at::Device> where, std::optional<bool>) {
-  refuse_other_devices(where);
+  refuse_other(where.value_or(device()));
   return at::detail::empty_strided_generic(size, stride, c10::GetAllocator(kDevice), c10::DispatchKeySet(kKey), c10::dtype_or_default(dtype));
 }
 Tensor as_strided(const Tensor& self, c10::IntArrayRef size, c10::IntArrayRef stride, std::optional<int64_t> offset) {
@@ -255,10 +245,7 @@ Tensor& set_tensor(Tensor& self, const Tensor& other) {
   if (self.is_same(other)) return self;
   return at::cpu::set_(self, other.storage(), other.storage_offset(), other.sizes(), other.strides());
 }
-void record_stream(Tensor& self, c10::Stream stream) {
-  DeviceBlock* block = block_of(self);
-  if (block && !is_dropped("record_stream")) Device::get().checker.record_stream(*block, stream.id());
-}
+void record_tensor(Tensor& self, c10::Stream stream) { record_stream(block_of(self), stream); }
 
 Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   bool is_down = !is_on_device(to), is_up = !is_on_device(from);
@@ -322,7 +309,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage_storage_offset", TORCH_FN(set_offset));
   m.impl("set_.source_Storage", TORCH_FN(set_storage));
   m.impl("set_.source_Tensor", TORCH_FN(set_tensor));
-  m.impl("record_stream", TORCH_FN(record_stream));
+  m.impl("record_stream", TORCH_FN(record_tensor));
   m.impl("_copy_from", TORCH_FN(copy_from));
   m.impl("_copy_from_and_resize", TORCH_FN(copy_from_and_resize));
   m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
