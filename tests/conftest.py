@@ -36,7 +36,7 @@ EMULATED_BY_DEFAULT = "test_emulated_smoke.py"
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave as many combinations as show every two values together, world sizes among them; others are exhaustive."""
+    """Leave as many combinations as show each value, or every two together, world sizes among them."""
     for item in items:
         spec, sizes = spec_of(item), item.get_closest_marker("exhaustive_at")
         if spec is None:
@@ -44,17 +44,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         is_repeat = spec.backend == "emulated" and item.path.name != EMULATED_BY_DEFAULT
         if is_repeat or (sizes is not None and spec.world_size in sizes.args):
             item.add_marker(pytest.mark.exhaustive)
-    marked = [item for item in items if hasattr(item, "callspec") and item.get_closest_marker("pairwise")]
-    for _, same in groupby(marked, key=lambda item: (item.parent, item.originalname)):
-        unseen = {
-            item: set(combinations([(name, id(value)) for name, value in item.callspec.params.items()], 2))
-            for item in same
-            if not item.get_closest_marker("exhaustive") and len(item.callspec.params) > 1
-        }
-        while any(unseen.values()):
-            chosen = max(unseen, key=lambda item: len(unseen[item]))
-            seen = unseen.pop(chosen)
-            for pairs in unseen.values():
-                pairs -= seen
-        for item in unseen:
-            item.add_marker(pytest.mark.exhaustive)
+    for name, together in (("each_choice", 1), ("pairwise", 2)):
+        marked = [item for item in items if hasattr(item, "callspec") and item.get_closest_marker(name)]
+        for _, same in groupby(marked, key=lambda item: (item.parent, item.originalname)):
+            leave_as_many_as_needed(list(same), together)
+
+
+def leave_as_many_as_needed(items: list[pytest.Item], together: int) -> None:
+    """Mark as exhaustive what shows no values of so many parameters together that others do not show."""
+    unseen = {
+        item: set(combinations([(name, id(value)) for name, value in item.callspec.params.items()], together))
+        for item in items
+        if not item.get_closest_marker("exhaustive") and len(item.callspec.params) > 1
+    }
+    while any(unseen.values()):
+        chosen = max(unseen, key=lambda item: len(unseen[item]))
+        seen = unseen.pop(chosen)
+        for others in unseen.values():
+            others -= seen
+    for item in unseen:
+        item.add_marker(pytest.mark.exhaustive)

@@ -52,7 +52,7 @@ def train_and_compare(training: Training) -> None:
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
 @pytest.mark.parametrize("partition", ["whole", "split"])
 @pytest.mark.parametrize("views", [False, True], ids=["apart", "views"])
-@pytest.mark.pairwise
+@pytest.mark.each_choice
 def test_as_in_one_process(schedule: Any, warmup: int, ddp: str, optimizer: str, partition: str, views: bool) -> None:
     train_and_compare(Training(2, schedule, warmup, optimizer, ddp, partition, views))
 

@@ -29,7 +29,7 @@ from training import (
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_testing import assert_replicas_equal
 
-pytestmark = pytest.mark.pairwise
+pytestmark = pytest.mark.each_choice
 PARTITIONS = pytest.mark.parametrize("partition", ["whole", "split", "hybrid"])
 VIEWS = pytest.mark.parametrize("as_bucket_view", [False, True], ids=["params", "views"])
 Trained = tuple[nn.Module, optim.Optimizer]

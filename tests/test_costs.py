@@ -17,7 +17,7 @@ from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_comm import CHUNK_BYTES, RankGroup, all_read, word_ring
 from zeroshard_comm.process_memory import SWITCH
 
-pytestmark = pytest.mark.pairwise
+pytestmark = pytest.mark.each_choice
 VIEWS = pytest.mark.parametrize("as_bucket_view", [False, True], ids=["params", "views"])
 PARTITIONS = pytest.mark.parametrize("partition", ["whole", "split", "hybrid"])
 
@@ -192,6 +192,7 @@ def _traced(work: Callable[[], None]) -> int | None:
     return highest - known
 
 
+@pytest.mark.exhaustive_at(5)
 @pytest.mark.ranks(2, 4, 5, backend="gloo")
 @pytest.mark.parametrize("way", ["sent", "read"])
 @pytest.mark.parametrize("most", [0, 16], ids=["rounds", "ring"])

@@ -26,7 +26,7 @@ from zeroshard.overlap.side_stream import SideStream
 from zeroshard_comm import PeerLostError
 from zeroshard_testing import Faults
 
-pytestmark = pytest.mark.pairwise
+pytestmark = pytest.mark.each_choice
 EVERY_HOOK = pytest.mark.parametrize("hook", HOOKS)
 STEPPING_HOOKS = pytest.mark.parametrize("hook", HOOKS[1:])
 PARTITIONS = pytest.mark.parametrize("partition", ["whole", "split"])

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from training import EVERYWHERE
 from zeroshard import GradPlaceholder
 
-pytestmark = [pytest.mark.pairwise, pytest.mark.usefixtures("tensors_on_the_device")]
+pytestmark = [pytest.mark.each_choice, pytest.mark.usefixtures("tensors_on_the_device")]
 EVERY_HOOK = pytest.mark.parametrize("hook", HOOKS)
 STEPPING_HOOKS = pytest.mark.parametrize("hook", HOOKS[1:])
 VIEWS = pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])

@@ -13,7 +13,7 @@ from training import EVERYWHERE
 from zeroshard_comm import PeerLostError
 from zeroshard_testing import Faults, assert_replicas_equal
 
-pytestmark = [pytest.mark.pairwise, pytest.mark.usefixtures("tensors_on_the_device")]
+pytestmark = [pytest.mark.each_choice, pytest.mark.usefixtures("tensors_on_the_device")]
 
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)

@@ -62,7 +62,7 @@ RUNS: dict[str, tuple[type[optim.Optimizer], dict[str, Any], tuple[str, ...]]] =
     "Adafactor": (optim.Adafactor, {}, ("whole",)),
     "Muon": (optim.Muon, {}, ("whole",)),
 }
-ALWAYS = {("AdamW", False), ("Muon", True)}
+ALWAYS = {("Muon", True)}
 
 
 @pytest.mark.ranks(4, backend="gloo")

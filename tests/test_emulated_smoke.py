@@ -33,6 +33,7 @@ def test_a_side_stream_that_is_not_joined(device: torch.device) -> None:
     assert x.sum() == 2000
 
 
+@pytest.mark.exhaustive
 @ON_1
 @RACE
 def test_memory_that_is_freed_in_use(device: torch.device) -> None:
@@ -54,6 +55,7 @@ def test_a_buffer_that_is_read_before_the_wait(device: torch.device) -> None:
     assert total == 2000
 
 
+@pytest.mark.exhaustive
 @ON_2
 @DIFFERENCE
 def test_sizes_that_differ(rank: int, device: torch.device) -> None:

@@ -120,6 +120,7 @@ CALLS: dict[str, Callable[[ZeroRedundancyOptimizer], object]] = {
 }
 
 
+@pytest.mark.exhaustive_at(4)
 @pytest.mark.ranks(3, 4, backend="gloo")
 @pytest.mark.parametrize("call", CALLS)
 def test_a_killed_rank_is_an_error_on_the_others(rank: int, faults: Faults, call: str) -> None:

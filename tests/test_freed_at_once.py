@@ -18,7 +18,7 @@ from training import small_model
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_integrations.join import Join
 
-pytestmark = pytest.mark.pairwise
+pytestmark = pytest.mark.each_choice
 References = Mapping[str, "weakref.ref[Any]"]
 
 

@@ -120,7 +120,10 @@ def loaded(run: Run, path: Path, *, flat: bool) -> None:
 @pytest.mark.ranks(2, backend="gloo")
 @pytest.mark.parametrize(
     ("kind", "settings"),
-    [(optim.AdamW, {"lr": 0.01}), (optim.SGD, {"lr": 0.1, "momentum": 0.9})],
+    [
+        (optim.AdamW, {"lr": 0.01}),
+        pytest.param(optim.SGD, {"lr": 0.1, "momentum": 0.9}, marks=pytest.mark.exhaustive),
+    ],
     ids=["AdamW", "SGD"],
 )
 @pytest.mark.parametrize(

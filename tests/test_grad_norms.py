@@ -19,7 +19,7 @@ from zeroshard_integrations.ddp import register_reduce_to_owner
 from zeroshard_integrations.join import Join
 
 INF = math.inf
-pytestmark = [pytest.mark.pairwise, pytest.mark.usefixtures("tensors_on_the_device")]
+pytestmark = [pytest.mark.each_choice, pytest.mark.usefixtures("tensors_on_the_device")]
 PARTITIONS = pytest.mark.parametrize("partition", ["whole", "split"])
 FOREACH = pytest.mark.parametrize("foreach", [None, True, False])
 

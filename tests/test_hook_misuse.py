@@ -28,7 +28,7 @@ from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_integrations.ddp import reduce_to_owner_hook
 from zeroshard_testing import assert_replicas_equal
 
-pytestmark = pytest.mark.pairwise
+pytestmark = pytest.mark.each_choice
 EVERY_HOOK = pytest.mark.parametrize("hook", HOOKS)
 STEPPING_HOOKS = pytest.mark.parametrize("hook", HOOKS[1:])
 WHERE = pytest.mark.parametrize("where", ["on all ranks", "on rank 1"])

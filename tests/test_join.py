@@ -73,7 +73,7 @@ GAPS: list[Callable[[int], list[int]]] = [
 COMBINATIONS = list(product(CONTEXTS, HOOKS, PARTITIONS, [True, False], range(len(MODELS)), ("Adam", "SGD")))
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_choice
 @pytest.mark.ranks(2, 3, 4, backend="gloo")
 @EVERY_CONTEXT
 @EVERY_HOOK
@@ -101,7 +101,7 @@ def test_every_combination(
         assert uneven.ddp.module.seen == max(uneven.lengths)
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_choice
 @pytest.mark.ranks(2, 3, backend="gloo")
 @EVERY_CONTEXT
 @EVERY_HOOK
@@ -117,7 +117,7 @@ def test_clipping_and_schedules(world_size: int, context: str, hook: str, ending
     Uneven(lengths_of(world_size)[ending], hook, schedule=True).check(script, CONTEXTS[context])
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_choice
 @pytest.mark.ranks(4, backend="gloo")
 @EVERY_CONTEXT
 @EVERY_HOOK
@@ -128,7 +128,7 @@ def test_on_subgroups(rank: int, context: str, hook: str, partition: str) -> Non
     Uneven(numbers, hook, group=groups[rank % 2], partition=partition, divide=False).check(usual, CONTEXTS[context])
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_choice
 @pytest.mark.ranks(2, backend="gloo")
 @EVERY_CONTEXT
 @EVERY_HOOK
@@ -138,7 +138,7 @@ def test_other_kinds_of_ddp(context: str, hook: str, options: dict[str, bool], n
     Uneven(numbers, hook, ddp=options).check(usual, CONTEXTS[context])
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_choice
 @pytest.mark.ranks(2, 3, backend="gloo")
 @EVERY_CONTEXT
 @pytest.mark.parametrize("hook", HOOKS[1:])
@@ -156,7 +156,7 @@ def own_mean(state: object, bucket: dist.GradBucket) -> torch.futures.Future[tor
     return work.get_future().then(lambda done: done.value()[0])
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_choice
 @pytest.mark.ranks(2, backend="gloo")
 @EVERY_CONTEXT
 @pytest.mark.parametrize("hook", ["behind", "interleaved"])

@@ -220,7 +220,7 @@ def test_leaving_between_any_two_calls(hook: str) -> None:
         Uneven([3, 3], hook, calls=[8 + calls, 99] if first == 0 else [99, 8 + calls], divide=first == 0).check(script)
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_choice
 @pytest.mark.ranks(2, 3, backend="gloo")
 @EVERY_MEAN
 @EVERY_ENDING
@@ -272,7 +272,7 @@ def test_arguments_of_steps_and_hyperparameters(context: str) -> None:
             assert uneven.optimizer.param_groups[0]["notes"] == uneven.plain.param_groups[0]["notes"]
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_choice
 @pytest.mark.ranks(2, 3, backend="gloo")
 @EVERY_HOOK
 @EVERY_PARTITION

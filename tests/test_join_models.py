@@ -86,7 +86,7 @@ def kept(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return result
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_choice
 @pytest.mark.ranks(2, 3, backend="gloo")
 @EVERY_HOOK
 @EVERY_ENDING
@@ -125,7 +125,7 @@ def test_several_backwards_of_forwards_under_no_sync(rank: int, hook: str, endin
 # ---------------------------------------------------------------------- parameters that are unused, frozen, sparse
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_choice
 @pytest.mark.ranks(2, 3, backend="gloo")
 @EVERY_HOOK
 @EVERY_MEAN
@@ -281,7 +281,7 @@ def judged(models: Sequence[nn.Module], batch: torch.Tensor) -> torch.Tensor:
     return result
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_choice
 @pytest.mark.ranks(2, 3, backend="gloo")
 @EVERY_HOOK
 @EVERY_MEAN
@@ -297,7 +297,7 @@ def test_models_with_a_common_loss(world_size: int, hook: str, divide: bool, end
     check_turns(parts, lambda number: turns)
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_choice
 @pytest.mark.ranks(2, backend="gloo")
 @EVERY_CONTEXT
 @EVERY_HOOK
@@ -356,7 +356,7 @@ class Checkpointed(nn.Module):
         return result
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_choice
 @pytest.mark.ranks(2, backend="gloo")
 @EVERY_HOOK
 @pytest.mark.parametrize("reentrant", [True, False])

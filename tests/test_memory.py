@@ -73,7 +73,7 @@ def module(tensors: Tensors) -> nn.ParameterList:
     return nn.ParameterList([nn.Parameter(torch.ones(40)), *map(nn.Parameter, tensors), nn.Parameter(torch.ones(70))])
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_choice
 @pytest.mark.ranks(2, backend="gloo")
 @WHERE
 @VIEWS
@@ -143,7 +143,7 @@ def refused(name: str, *, unusual: bool) -> nn.ParameterList:
     return module(REFUSED[name][0 if unusual else 1]())
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_choice
 @pytest.mark.ranks(2, backend="gloo")
 @WHERE
 @PARTITIONS
@@ -246,7 +246,7 @@ def test_data_that_is_read_otherwise_from_the_same_address(
     assert_replicas_equal(ours.parameters())
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_choice
 @pytest.mark.ranks(2, backend="gloo")
 @WHERE
 @EVERY_HOOK

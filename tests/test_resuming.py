@@ -16,7 +16,7 @@ from training import assert_bitwise_equal, assert_same_state, cutting, set_gradi
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_comm import DisagreementError
 
-pytestmark = pytest.mark.pairwise
+pytestmark = pytest.mark.each_choice
 PARTITIONS = ["whole", "split", "hybrid"]
 CLASSES: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
     "AdamW-fused": (optim.AdamW, {"fused": True}),

@@ -77,7 +77,7 @@ def two_groups(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": [first]}, {"params": others}]
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_choice
 @pytest.mark.ranks(2, 3, backend="gloo")
 @pytest.mark.parametrize("as_bucket_view", [False, True])
 @pytest.mark.parametrize("partition", ["whole", "split"])
@@ -120,7 +120,7 @@ def test_schedule_free_optimizers_equal_one_process(name: str, partition: str, a
     iterate(10)
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_choice
 @pytest.mark.ranks(2, backend="gloo")
 @pytest.mark.parametrize("partition", ["whole", "split"])
 @pytest.mark.parametrize("hook", ["owner", "behind", "interleaved"])

@@ -144,7 +144,7 @@ USES: tuple[Use, ...] = (
 )
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_choice
 @pytest.mark.ranks(2, 3, backend="gloo")
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("kind", WRAPPERS)

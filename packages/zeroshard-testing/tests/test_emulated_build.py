@@ -232,15 +232,17 @@ ON_BOTH = """
 """
 
 
-def test_without_a_compiler_tests_are_skipped_by_name_and_fail_where_they_are_required(
-    suite: RunSuite, no_compiler: None
-) -> None:
+def test_without_a_compiler_tests_are_skipped_by_name(suite: RunSuite, no_compiler: None) -> None:
     done = suite("-rs", test_on_both=ON_BOTH)
     assert {name: case.kind for name, case in done.cases.items()} == {
         "test_it[2-gloo]": "passed",
         "test_it[2-emulated]": "skipped",
     }, done.text
     assert "backend emulated needs a C++ compiler: $CXX, c++, g++ or clang++" in done.text
+
+
+@pytest.mark.exhaustive
+def test_without_a_compiler_tests_fail_where_they_are_required(suite: RunSuite, no_compiler: None) -> None:
     done = suite("--ranks-require=emulated", "--ranks-backend=emulated", test_on_both=ON_BOTH)
     assert done.cases["test_it[2-emulated]"].kind == "error"
     assert "(--ranks-require=emulated)" in done.cases["test_it[2-emulated]"].text

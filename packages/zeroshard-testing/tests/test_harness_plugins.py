@@ -69,7 +69,9 @@ WITH_OTHER_ARGUMENTS = """
 """
 
 
-@pytest.mark.parametrize("options", [(), ("-n", "2")], ids=["alone", "xdist"])
+@pytest.mark.parametrize(
+    "options", [(), pytest.param(("-n", "2"), marks=pytest.mark.exhaustive)], ids=["alone", "xdist"]
+)
 def test_a_worker_that_dies_after_the_last_test_fails_the_run(suite: RunSuite, options: tuple[str, ...]) -> None:
     if options:
         pytest.importorskip("xdist", reason="pytest-xdist is not installed")
@@ -78,6 +80,7 @@ def test_a_worker_that_dies_after_the_last_test_fails_the_run(suite: RunSuite, o
     assert "exited with status 7" in done.text
 
 
+@pytest.mark.exhaustive
 def test_the_summary_line_keeps_the_cause_under_xdist(suite: RunSuite) -> None:
     pytest.importorskip("xdist", reason="pytest-xdist is not installed")
     done = suite("-n", "1", "-rf", test_left_out=LEFT_OUT)
@@ -116,6 +119,7 @@ def test_a_flight_recorder_with_other_fields_turns_off_what_needs_it_and_nothing
     assert done.cases["test_left_out[2-gloo]"].kind == "failure"
 
 
+@pytest.mark.exhaustive
 def test_a_group_constructor_with_other_arguments_turns_off_what_needs_it_and_nothing_else(suite: RunSuite) -> None:
     done = suite("-p", "other_torch", test_left_out=LEFT_OUT, other_torch=WITH_OTHER_ARGUMENTS)
     assert "ranks: check off: deadlock (LookupError: torch makes process groups by another function" in done.text
@@ -123,6 +127,7 @@ def test_a_group_constructor_with_other_arguments_turns_off_what_needs_it_and_no
     assert done.cases["test_left_out[2-gloo]"].kind == "failure"
 
 
+@pytest.mark.exhaustive
 def test_without_sequence_numbers_no_right_test_fails(suite: RunSuite) -> None:
     done = suite("-p", "other_torch", test_left_out=LEFT_OUT, other_torch=WITHOUT_NUMBERS)
     assert "ranks: check off: collectives (AttributeError" in done.text
@@ -176,6 +181,7 @@ def test_a_timeout_of_pytest_timeout_during_boot_leaves_a_pool_that_works(suite:
     assert kinds["test_afterwards[2-gloo]"] == "passed", done.text
 
 
+@pytest.mark.exhaustive
 def test_deadlocks_are_proven_under_torch_s_own_debug_level(suite: RunSuite, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
     body = """

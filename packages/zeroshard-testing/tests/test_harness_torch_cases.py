@@ -149,7 +149,7 @@ def verdicts(run_suite, tmp_path_factory):
     "name",
     [
         "test_sums[2-gloo]",
-        "test_sums_again[2-gloo]",
+        pytest.param("test_sums_again[2-gloo]", marks=pytest.mark.exhaustive),
         "test_is_as_in_a_spawned_process[2-gloo]",
         "test_shares_what_set_up_made[2-gloo]",
         "test_by_run[2-gloo]",
