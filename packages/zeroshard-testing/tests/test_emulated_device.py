@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn, optim
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.nn import functional
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.ranks(1, backend="emulated")]
@@ -728,3 +730,63 @@ def test_costs_and_waits_are_refused_on_the_cpu(device, device_costs, host_never
         with pytest.raises(NotImplementedError, match='this is cpu: mark the test with backend="emulated"'):  # noqa: SIM117
             with refused():
                 pass
+
+
+def test_a_model_that_moves_to_the_device_and_back_keeps_its_parameters(device):
+    embedding, head, seen = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False), []
+    head.weight = embedding.weight
+    model = nn.Sequential(embedding, head)
+    optimizer = optim.SGD(model.parameters(), lr=1.0)
+    embedding.weight.register_hook(seen.append)
+    model.to(device)
+    assert model[0].weight is model[1].weight
+    assert model[0].weight.device == device
+    before = model[0].weight.detach().clone()
+    model(torch.tensor([1], device=device)).sum().backward()
+    optimizer.step()
+    assert len(seen) == 1
+    assert not torch.equal(model[0].weight, before)
+    model.cpu()
+    assert model[0].weight.grad.device.type == "cpu"
+    model[0].weight.data = model[0].weight.data.to(device)
+    assert model[1].weight.device == device
+
+
+@pytest.mark.ranks(2, backend="emulated")
+@pytest.mark.parametrize("is_offloaded", [False, True])
+def test_fsdp_brings_a_model_of_the_cpu_to_the_device(device, is_offloaded):
+    def trained(where: torch.device, **policy: Any) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+        if policy:
+            fully_shard(model, mesh=init_device_mesh(device.type, (2,)), **policy)
+        optimizer = optim.AdamW(model.parameters(), lr=0.1)
+        for _ in range(3):
+            model(torch.ones(3, 4, device=where)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [param.to(device).full_tensor().cpu() if policy else param for param in model.parameters()]
+
+    offload = CPUOffloadPolicy() if is_offloaded else OffloadPolicy()
+    for here, there in zip(trained(device, offload_policy=offload), trained(torch.device("cpu")), strict=True):
+        assert torch.allclose(here, there, rtol=1e-5, atol=1e-6)
+
+
+def test_forward_mode_derivatives(device):
+    def of_squares(x: torch.Tensor) -> torch.Tensor:
+        return torch.func.jvp(torch.func.grad(lambda v: (v**3).sin().sum()), (x,), (x,))[1]
+
+    x = torch.arange(3.0)
+    assert torch.equal(of_squares(x.to(device)).cpu(), of_squares(x))
+    assert torch.equal(torch.func.hessian(lambda v: (v**3).sum())(x.to(device)).cpu(), torch.diag(6 * x))
+
+
+def test_memory_is_counted_as_on_other_accelerators(device):
+    torch.accelerator.empty_cache()
+    torch.accelerator.reset_peak_memory_stats()
+    before = torch.accelerator.memory_allocated()
+    x = torch.ones(1000, device=device)
+    assert torch.accelerator.memory_allocated() == before + 4000
+    del x
+    assert torch.accelerator.memory_allocated() == before
+    assert torch.accelerator.max_memory_allocated() == before + 4000

@@ -5,6 +5,7 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/CPUAllocator.h>
+#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <pybind11/pybind11.h>
@@ -338,7 +339,11 @@ static c10::Storage cpu_storage(size_t size) {
   return c10::Storage(c10::Storage::use_byte_size_t(), static_cast<int64_t>(size), c10::GetCPUAllocator(), true);
 }
 
-struct DeviceAllocator final : c10::Allocator {
+static DeviceBlock* block_of(const c10::DataPtr& data) {
+  return data.get_deleter() == &forget ? static_cast<DeviceBlock*>(data.get_context()) : nullptr;
+}
+
+struct DeviceAllocator final : c10::DeviceAllocator {
   c10::DataPtr allocate(size_t size) override {
     c10::Storage memory = cpu_storage(size);
     // NaN in every floating-point format: what was never written shows in results.
@@ -347,6 +352,22 @@ struct DeviceAllocator final : c10::Allocator {
   }
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
   void copy_data(void* to, const void* from, size_t size) const override { memcpy(to, from, size); }
+  bool initialized() override { return true; }
+  void emptyCache(c10::MempoolId_t = {0, 0}) override {}
+  void recordStream(const c10::DataPtr& data, c10::Stream stream) override { record_stream(block_of(data), stream); }
+  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex) override {
+    std::lock_guard lock(Device::get().mutex);
+    c10::CachingDeviceAllocator::DeviceStats stats;
+    auto& bytes = stats.allocated_bytes[static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE)];
+    bytes.current = static_cast<int64_t>(Device::get().costs.allocated);
+    bytes.peak = static_cast<int64_t>(Device::get().costs.peak);
+    return stats;
+  }
+  void resetAccumulatedStats(c10::DeviceIndex) override {}
+  void resetPeakStats(c10::DeviceIndex) override {
+    std::lock_guard lock(Device::get().mutex);
+    Device::get().costs.peak = Device::get().costs.allocated;
+  }
 };
 static DeviceAllocator g_allocator;
 
@@ -377,9 +398,6 @@ bool is_pinned(const void* data) {
   return static_cast<const char*>(data) < found->first + found->second;
 }
 
-static DeviceBlock* block_of(const c10::DataPtr& data) {
-  return data.get_deleter() == &forget ? static_cast<DeviceBlock*>(data.get_context()) : nullptr;
-}
 DeviceBlock* block_of(const at::Tensor& tensor) { return block_of(tensor.storage().data_ptr()); }
 bool is_on_device(const at::Tensor& tensor) { return tensor.defined() && tensor.device().type() == kDevice; }
 

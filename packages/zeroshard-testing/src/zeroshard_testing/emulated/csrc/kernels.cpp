@@ -22,7 +22,7 @@ const std::set<std::string> kWaiting = {
 const std::set<std::string> kOwn = {
     "empty",         "empty_strided", "as_strided", "view",  "_reshape_alias", "resize_",     "set_",     "record_stream",
     "_copy_from",    "_copy_from_and_resize",       "copy_", "is_set_to",      "_pin_memory", "is_pinned",
-    "_has_compatible_shallow_copy_type"};
+    "_has_compatible_shallow_copy_type", "_efficientzerotensor"};
 
 // A tensor on the device over memory that a CPU kernel has allocated.
 Tensor adopted(const Tensor& cpu, const SitePtr& site) {
@@ -214,6 +214,15 @@ Tensor empty(c10::IntArrayRef size, std::optional<at::ScalarType> dtype, std::op
   TORCH_CHECK_NOT_IMPLEMENTED(!layout || *layout == at::kStrided, "the emulated accelerator has no sparse tensors");
   return at::detail::empty_generic(size, c10::GetAllocator(kDevice), c10::DispatchKeySet(kKey), c10::dtype_or_default(dtype), format);
 }
+// Forward-mode derivatives that are zero; without memory on other devices.
+Tensor zeros(c10::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout> layout,
+             std::optional<at::Device> where, std::optional<bool> pinned) {
+  return empty(size, dtype, layout, where, pinned, {}).zero_();
+}
+// Whether `tensor.data = other` may bring a tensor to another device, as it may from the CPU to CUDA.
+bool are_interchangeable(const Tensor& one, const Tensor& other) {
+  return one.layout() == at::kStrided && other.layout() == at::kStrided;
+}
 Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, std::optional<at::ScalarType> dtype,
                      std::optional<at::Layout>, std::optional<at::Device> where, std::optional<bool>) {
   refuse_other(where.value_or(device()));
@@ -302,6 +311,8 @@ TORCH_LIBRARY_IMPL(aten, Negative, m) { m.impl("_copy_from", torch::CppFunction:
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", TORCH_FN(empty));
   m.impl("empty_strided", TORCH_FN(empty_strided));
+  m.impl("_efficientzerotensor", TORCH_FN(zeros));
+  m.impl("_has_compatible_shallow_copy_type", TORCH_FN(are_interchangeable));
   m.impl("as_strided", TORCH_FN(as_strided));
   m.impl("view", TORCH_FN(view));
   m.impl("_reshape_alias", TORCH_FN(reshape_alias));
