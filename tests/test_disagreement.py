@@ -5,19 +5,19 @@ from __future__ import annotations
 import copy
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from ddp_training import Twins
 from torch import nn, optim
-from torch.overrides import TorchFunctionMode
+from torch.nn.parallel import DistributedDataParallel
 from training import assert_bitwise_equal, cutting, set_gradients, small_model, twins
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_comm import DisagreementError
+from zeroshard_integrations.ddp import register_reduce_to_owner
 from zeroshard_testing import assert_replicas_equal
 
 pytestmark = pytest.mark.each_choice
@@ -124,84 +124,17 @@ OTHER_PLANS: dict[str, tuple[Callable[[Named], Named], str]] = {
 }
 
 
-def alike(seed: int = 0) -> list[nn.Parameter]:
-    """Unnamed, most of one shape; two of them with equal values."""
-    torch.manual_seed(seed)
-    return [*(nn.Parameter(torch.randn(4, 4)) for _ in range(4)), *(nn.Parameter(torch.ones(4)) for _ in range(2))]
-
-
-OTHER_ORDERS = {"two": [0, 3, 2, 1, 4, 5], "three": [0, 2, 3, 1, 4, 5]}
-
-
-@pytest.mark.ranks(3, backend="gloo")
-@VIEWS
-@pytest.mark.parametrize("order", OTHER_ORDERS)
-def test_unnamed_parameters_in_another_order_are_named_by_their_places(
-    rank: int, order: str, as_bucket_view: bool
-) -> None:
-    def params() -> list[nn.Parameter]:
-        given = alike()
-        return [given[place] for place in OTHER_ORDERS[order]] if rank == 1 else given
-
-    words = (
-        r"rank 1 differs from rank 0: what is tensor 1 'param.1' of shape \(4, 4\) on rank 0 is "
-        r"tensor 3 'param.3' of shape \(4, 4\) on rank 1"
-    )
-    with pytest.raises(DisagreementError, match=rf"ZeroRedundancyOptimizer\(\): {words}"):
-        ZeroRedundancyOptimizer(params(), optim.Adam, parameters_as_bucket_view=as_bucket_view)
-    pair, optimizers = trained(as_bucket_view=as_bucket_view)
+@pytest.mark.ranks(2, backend="gloo")
+def test_unnamed_parameters_in_another_order_are_found_by_a_hook(rank: int) -> None:
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)))
+    params = list(ddp.parameters())
+    optimizer = ZeroRedundancyOptimizer(params[::-1] if rank else params, optim.Adam)
+    register_reduce_to_owner(ddp, optimizer)
     with pytest.raises(
-        DisagreementError, match=r"add_param_group\(\): .* tensor 10 'param.10' .* tensor 12 'param.12'"
+        DisagreementError, match=r"backward\(\): rank 1 differs from rank 0: another order: tensor 0 is "
     ):
-        optimizers[0].add_param_group({"params": params()})
-    assert len(optimizers[0].param_groups) == len(optimizers[0].optim.param_groups) == 1
-    go_on(pair, optimizers, range(2, 4))
-
-
-@pytest.mark.ranks(3, backend="gloo")
-@pytest.mark.parametrize("order", [range(6), OTHER_ORDERS["two"]], ids=["one order", "another order"])
-def test_unnamed_parameters_with_other_values_may_be_made_equal_later(rank: int, order: Sequence[int]) -> None:
-    params = alike(seed=rank)
-    # In another order on rank 1, nothing could tell; after the copies, all is well.
-    params = [params[place] for place in order] if rank == 1 else params
-    sharded = ZeroRedundancyOptimizer(params, optim.Adam)
-    with torch.no_grad():
-        for param, value in zip(params, alike(), strict=True):
-            param.copy_(value)
-    set_gradients(params, 0)
-    sharded.step()
-    assert_replicas_equal(params)
-
-
-@pytest.mark.ranks(2, backend="gloo")
-def test_parameters_without_values_or_with_their_names_are_not_looked_at(rank: int) -> None:
-    meta = [nn.Parameter(torch.ones(3, device="meta"), requires_grad=False) for _ in range(2)]
-    ZeroRedundancyOptimizer([*meta, nn.Parameter(torch.ones(3))], optim.SGD)
-    named = [(f"param.{index}", param) for index, param in enumerate(alike())]
-    # A name that looks like a place is none that tells more than the place.
-    ZeroRedundancyOptimizer(named if rank else alike(), optim.SGD)
-
-
-class Sums(TorchFunctionMode):
-    """Counts sums of tensors."""
-
-    count = 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.Tensor.sum
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.ranks(2, backend="gloo")
-def test_a_rank_alone_does_not_read_unnamed_parameters(rank: int) -> None:
-    alone = [dist.new_group([0]), dist.new_group([1])][rank]
-    found: list[int] = []
-    for group in (alone, None):
-        with Sums() as sums:
-            sharded = ZeroRedundancyOptimizer(alike(), optim.Adam, process_group=group)
-            sharded.add_param_group({"params": alike(1)})
-        found.append(sums.count)
-    assert found[0] == 0 < found[1]
+        ddp(torch.ones(2, 4)).sum().backward()
 
 
 @pytest.mark.ranks(3, backend="gloo")

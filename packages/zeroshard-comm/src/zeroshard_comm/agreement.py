@@ -153,11 +153,7 @@ class Control:
         """
         failure = self.inconsistency(operation, digest, error=error, detail=detail, explain=explain, flag=flag)
         if failure is not None:
-            try:
-                raise failure from (error if failure is not error else None)
-            finally:
-                # A frame that keeps an error which passes through it keeps itself alive, and all that it refers to.
-                del failure, error
+            raise failure from (error if failure is not error else None)
 
     def inconsistency(
         self,

@@ -97,12 +97,9 @@ def check_config(
     def detail() -> str:
         return replace(config, settings={**config.settings, **settings}).to_json()
 
-    try:
-        # Not by replacing: the digest of a plan takes a while, and is kept.
-        digest = config.digest ^ zlib.crc32(json.dumps(dict(settings), sort_keys=True).encode())
-        control.check_consistent(operation, digest, error=error, detail=detail, explain=explain_configs)
-    finally:
-        del error
+    # Not by replacing: the digest of a plan takes a while, and is kept.
+    digest = config.digest ^ zlib.crc32(json.dumps(dict(settings), sort_keys=True).encode())
+    control.check_consistent(operation, digest, error=error, detail=detail, explain=explain_configs)
 
 
 @dataclass
@@ -146,18 +143,14 @@ def agreed(control: Control, operation: str, explain: Explain | None = None) -> 
         yield declared
     except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
         failure = error
-    try:
-        control.check_consistent(
-            operation,
-            declared.digest,
-            error=failure,
-            detail=declared.detail,
-            explain=explain or explain_configs,
-            flag=declared.flag,
-        )
-    finally:
-        # A frame that keeps an error which passes through it keeps itself alive, and all that it refers to.
-        del failure
+    control.check_consistent(
+        operation,
+        declared.digest,
+        error=failure,
+        detail=declared.detail,
+        explain=explain or explain_configs,
+        flag=declared.flag,
+    )
 
 
 def explain_configs(reference: str, other: str, reference_rank: int, other_rank: int) -> str | None:

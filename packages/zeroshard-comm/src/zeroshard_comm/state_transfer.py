@@ -97,11 +97,7 @@ def _send_all(control: Control, manifest: Manifest, target: int, operation: str,
     except Exception as error:  # noqa: BLE001 - whatever it is, every rank must hear of it before it is raised
         failure = error
     described = send_text(channel, target, text, operation)
-    try:
-        control.check_consistent(f"{operation}: making room", error=failure)
-    finally:
-        # A frame that keeps an error which passes through it keeps itself alive, and the tensors.
-        del failure
+    control.check_consistent(f"{operation}: making room", error=failure)
     started = time.perf_counter()
     in_flight: deque[tuple[Message, torch.Tensor]] = deque()
     for tensor in manifest.tensors:
@@ -139,11 +135,7 @@ def _receive_all(
                 rooms[source] = _checked(place(source, told[0]), told[1], source)
         except Exception as error:  # noqa: BLE001 - whatever it is, every rank must hear of it before it is raised
             failure = error if failure is None or isinstance(error, PeerLostError) else failure
-    try:
-        control.check_consistent(f"{operation}: making room", error=failure)
-    finally:
-        # A frame that keeps an error which passes through it keeps itself alive, and the tensors.
-        del failure
+    control.check_consistent(f"{operation}: making room", error=failure)
     total = sum(room.nbytes for of_rank in rooms.values() for room in of_rank)
     done = 0
     for room, tensor in zip(rooms[ranks.rank], manifest.tensors, strict=True):

@@ -152,37 +152,31 @@ class ShardedOptimizer:
     def step(self, closure: Closure | None, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as the inner step
         """Make a step, or check the one that backward has made."""
         failure, self.hook_failure = self.hook_failure, None
-        try:
-            follower, loss = self.follower, None
-            may_be_torchs = follower is not None and not (closure or failure or follower.has_stepped)
-            if may_be_torchs and is_torchs_own_step(self.sharding, self._metadata):
-                return self.init_state()
-            if follower is not None and follower.mode is not StepMode.IN_STEP:
-                # Nothing is sent here: Join contexts need not know, and errors are raised only on this rank.
-                return self._step_after_backward(follower, closure, arguments, failure)
-            if follower is not None and closure is not None:
-                # Its backward reduces the gradients: once, before any shard is stepped.
-                try:
-                    with torch.enable_grad():
-                        loss = closure()
-                except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
-                    failure = failure or error
-                closure = None
-            call = Call.STEP if closure is None else Call.REFUSED
-            self._announce(call, **arguments)
-            result = self.apply_step(arguments, closure, failure)
-        finally:
-            del failure
+        follower, loss = self.follower, None
+        may_be_torchs = follower is not None and not (closure or failure or follower.has_stepped)
+        if may_be_torchs and is_torchs_own_step(self.sharding, self._metadata):
+            return self.init_state()
+        if follower is not None and follower.mode is not StepMode.IN_STEP:
+            # Nothing is sent here: Join contexts need not know, and errors are raised only on this rank.
+            return self._step_after_backward(follower, closure, arguments, failure)
+        if follower is not None and closure is not None:
+            # Its backward reduces the gradients: once, before any shard is stepped.
+            try:
+                with torch.enable_grad():
+                    loss = closure()
+            except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
+                failure = failure or error
+            closure = None
+        call = Call.STEP if closure is None else Call.REFUSED
+        self._announce(call, **arguments)
+        result = self.apply_step(arguments, closure, failure)
         return result if loss is None else loss
 
     def apply_step(
         self, arguments: Mapping[str, Any], closure: Closure | None = None, problem: BaseException | None = None
     ) -> Any:  # noqa: ANN401 - as the inner step
         """Make a step; see :meth:`StepCoordinator.step`."""
-        try:
-            return self._coordinator.step(self.sharding.groups, closure, arguments, problem)
-        finally:
-            del problem
+        return self._coordinator.step(self.sharding.groups, closure, arguments, problem)
 
     def _step_after_backward(
         self,
@@ -198,10 +192,7 @@ class ShardedOptimizer:
                 "closure nor arguments; call step() without them, or not at all, or use reduce_to_owner_hook"
             )
         if failure is not None:
-            try:
-                raise failure
-            finally:
-                del failure
+            raise failure
         follower.on_step()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> torch.Tensor:

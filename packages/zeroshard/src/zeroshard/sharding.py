@@ -15,7 +15,6 @@ from zeroshard.implementations import check_capture
 from zeroshard.layout import Layout, Policy, first_layout, next_layout, renamed, same_place, same_shards
 from zeroshard.local_optimizer import LocalOptimizer, sync_groups
 from zeroshard.param_groups import Hyperparameters, ParamGroup, active_mask, check_members, parameters_of, settings_of
-from zeroshard.param_order import check_order, read_order
 from zeroshard.parameter_sync import ParameterSync
 
 _logger = logging.getLogger(__name__)
@@ -77,7 +76,6 @@ class Sharding:
         self.buckets: _Buckets | None = None
         self.refusal = ""
         name = name_of(policy.factory)
-        order: Mapping[str, int] = {}
         with agreed(self.control, "ZeroRedundancyOptimizer()") as declared:
             groups = self.groups = read_groups()
             self.layout = first_layout(policy, groups, name)
@@ -87,10 +85,8 @@ class Sharding:
                 policy.factory, groups, plan, ranks.rank, defaults, coupled, with_masters=masters
             )
             declared.set(with_hyperparameters(self.layout, settings_of(groups, self.local.optim.defaults)))
-            order = read_order(self.control, self.layout.plan.tensors, parameters_of(groups))
             declared.flag = bool(self.local.optim.state)
         self.begins_with_state = self.control.flagged
-        check_order(self.control, order, "ZeroRedundancyOptimizer()")
         self.control.position = Position(ranks.context.number_optimizer(), name, 0)
         connect(self.control)
         self.sync = ParameterSync(self.control, as_bucket_view=policy.as_bucket_view)
@@ -123,7 +119,7 @@ class Sharding:
             Exception: an error of any rank, on every rank. ``groups`` is unchanged in every case.
         """
         before = len(groups)
-        layout, order = self.layout, dict[str, int]()
+        layout = self.layout
         try:
             with agreed(self.control, "add_param_group()") as declared:
                 declared.set(layout.declaration)
@@ -136,8 +132,6 @@ class Sharding:
                     self.buckets.check(parameters_of(groups), layout)
                 hyperparameters = settings_of(groups[before:], self.local.optim.defaults, first=before)
                 declared.set(with_hyperparameters(layout, hyperparameters))
-                order = read_order(self.control, layout.plan.tensors, parameters_of(groups))
-            check_order(self.control, order, "add_param_group()")
         except BaseException:
             del groups[before:]
             raise

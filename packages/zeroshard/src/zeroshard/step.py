@@ -171,8 +171,6 @@ class StepCoordinator:
                 if source is not None and source.steps_early:
                     self._share([part.sharing for part in source.parts], None, None)
                 raise
-            finally:
-                del problem, observed
             if debugging is not None:
                 debugging.before_update()
             debugging = None
@@ -195,13 +193,10 @@ class StepCoordinator:
             if closure is not None and not isinstance(error, Exception):
                 raise
             failure = self.guard.as_error(error)
-        try:
-            if failure is not None and agreement.has_failed:
-                raise failure
-            agreement.reach(failure)
-            self._share(shares, declared, failure)
-        finally:
-            del failure
+        if failure is not None and agreement.has_failed:
+            raise failure
+        agreement.reach(failure)
+        self._share(shares, declared, failure)
         sharding.local.masters.note()
         sync_groups(sharding.local.optim.param_groups, groups)
         sharding.hyperparameters.written(groups)
@@ -279,8 +274,6 @@ class StepCoordinator:
             if failure is not None and isinstance(error, PeerLostError):
                 raise failure from error
             raise
-        finally:
-            del failure, problem, verdict
 
     def _watched(
         self, closure: Closure, groups: Sequence[ParamGroup], agreement: _Agreement, debugging: StepDebugging | None
@@ -352,9 +345,6 @@ class _Agreement:
             if problem is not None:
                 raise problem from lost
             raise
-        finally:
-            # A frame that keeps an error which passes through it keeps itself alive, and the model.
-            del problem
         position = self._control.position
         if position is not None:
             self._control.position = replace(position, steps=position.steps + 1)

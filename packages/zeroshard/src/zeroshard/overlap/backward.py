@@ -152,8 +152,6 @@ class BackwardFollower:
         except Exception as error:
             self._refusal = f"the last backward has not stepped: {error}"
             raise
-        finally:
-            del problem
         if self._is_own:
             self._backwards_since_step += 1
             self.note_hyperparameters()

@@ -237,10 +237,7 @@ class BucketState:
         """
         failure, self.failure = self.failure, None
         if failure is not None:
-            try:
-                raise failure
-            finally:
-                del failure
+            raise failure
         if not self.is_stepped_early:
             with record_function(f"zeroshard::update bucket {self.index}"):
                 self.bind()

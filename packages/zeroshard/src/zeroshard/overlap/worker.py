@@ -54,10 +54,7 @@ class Worker:
             self._changed.wait_for(lambda: self._thread is None)
             failure, self._failure = self._failure, None
         if failure is not None:
-            try:
-                raise failure
-            finally:
-                del failure
+            raise failure
 
     def _run(self) -> None:
         while True:
