@@ -1,4 +1,4 @@
-"""Optimizer state is cut along shards and joined again without loss."""
+"""Optimizer state is cut along shards without loss."""
 
 from dataclasses import replace
 
@@ -6,18 +6,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from plan_strategies import SMALL_PARTS, plans
+from plan_strategies import SMALL_PARTS
 from zeroshard_core import (
     StateMapError,
     TensorSpec,
     cut_state,
-    join_state,
-    local_to_whole,
     partition,
     storage_view,
     to_indices,
     to_names,
-    whole_to_local,
 )
 
 IMAGE = TensorSpec("conv.weight", (4, 16, 3, 3), torch.float32, stride=(144, 1, 48, 16))
@@ -36,35 +33,17 @@ def adam_state(spec):
     return {"step": torch.tensor(3.0), "exp_avg": numbered(spec), "exp_avg_sq": numbered(spec, 0.5), "rounds": 7}
 
 
-def assert_same(found, expected):
-    assert found.keys() == expected.keys()
-    for key, value in expected.items():
-        if isinstance(value, torch.Tensor):
-            assert torch.equal(found[key], value), key
-            assert found[key].stride() == value.stride(), key
-        else:
-            assert found[key] == value
-
-
 @given(data=st.data(), strategy=st.sampled_from(["whole", "split", "hybrid"]), world_size=st.integers(1, 5))
-def test_what_is_cut_and_joined_is_what_it_was(data, strategy, world_size):
+def test_the_pieces_of_all_shards_are_the_whole(data, strategy, world_size):
     specs = [MATRIX, IMAGE, TensorSpec("scale", (), torch.float32), TensorSpec("none", (0, 3), torch.float32)]
     plan = partition(data.draw(st.permutations(specs)), world_size, strategy=SMALL_PARTS[strategy])
-    with_state = data.draw(st.sets(st.integers(0, 3)))
-    state = {index: adam_state(plan.tensors[index]) for index in with_state}
-    locals_ = [whole_to_local(plan, rank, state) for rank in range(world_size)]
-    joined = local_to_whole(plan, locals_)
-    assert joined.keys() == state.keys()
-    for index in state:
-        assert_same(joined[index], state[index])
-
-
-@given(plans())
-def test_each_rank_holds_state_for_its_own_elements_alone(plan):
-    state = {index: {"exp_avg": torch.zeros(spec.shape)} for index, spec in enumerate(plan.tensors)}
-    for rank in range(plan.world_size):
-        held = sum(entries["exp_avg"].numel() for entries in whole_to_local(plan, rank, state).values())
-        assert held == sum(shard.numel for shard in plan.of_rank(rank))
+    for index, spec in enumerate(plan.tensors):
+        state, found = adam_state(spec), numbered(spec, -1.0)
+        for shard in plan.of_tensor(index):
+            piece = cut_state(state, spec, shard)
+            assert (piece["step"], piece["rounds"]) == (state["step"], 7)
+            shard.box(found).copy_(piece["exp_avg"])
+        assert torch.equal(found, state["exp_avg"])
 
 
 @pytest.mark.parametrize("memory_format", [torch.channels_last, torch.contiguous_format])
@@ -93,8 +72,6 @@ def test_the_state_of_a_whole_tensor_passes_through_untouched():
     whole = MATRIX.shard(tensor=0, rank=0)
     cut = cut_state(state, MATRIX, whole)
     assert all(cut[key] is value for key, value in state.items())
-    joined = join_state([(whole, cut)], MATRIX)
-    assert all(joined[key] is value for key, value in state.items())
 
 
 def test_cutting_leaves_its_argument_alone():
@@ -117,63 +94,6 @@ def test_cutting_leaves_its_argument_alone():
 def test_what_does_not_follow_the_elements_is_not_cut(value, shown):
     with pytest.raises(StateMapError, match=rf"'head.weight' of shape \(8, 16\).*'row' has {shown}"):
         cut_state({"row": value}, MATRIX, LEFT)
-
-
-def test_pieces_join_in_any_order():
-    pieces = [(shard, cut_state(adam_state(MATRIX), MATRIX, shard)) for shard in (RIGHT, LEFT)]
-    assert_same(join_state(pieces, MATRIX), adam_state(MATRIX))
-
-
-@pytest.mark.parametrize(
-    ("pieces", "message"),
-    [
-        ([], "8 rows, but its 0 pieces end at 0"),
-        ([(LEFT, {})], "pieces end at 4"),
-        ([(RIGHT, {})], "should go on at row 0, but the next has rows 4 to 8"),
-        ([(LEFT, {}), (LEFT, {})], "should go on at row 4"),
-        ([(LEFT, {}), (replace(RIGHT, tensor=1), {})], "of tensor 1, from rank 1"),
-        ([(LEFT, {"m": torch.zeros(4, 16)}), (RIGHT, {})], r"\['m'\] on rank 0, but \[\] on rank 1"),
-        (
-            [(LEFT, {"m": torch.zeros(4, 16)}), (RIGHT, {"m": torch.zeros(64)})],
-            r"'m'.*shape \(64,\) on rank 1.*shape \(4, 16\)",
-        ),
-        ([(LEFT, {"m": torch.zeros(4, 16)}), (RIGHT, {"m": 1})], "'m'.*one value on rank 1"),
-        (
-            [(LEFT, {"m": 1}), (RIGHT, {"m": torch.zeros(4, 16)})],
-            r"'m'.*one value on rank 0, but has shape \(4, 16\) on rank 1",
-        ),
-        (
-            [(LEFT, {"m": torch.zeros(4, 16)}), (RIGHT, {"m": torch.zeros(4, 16).double()})],
-            "'m'.*torch.float32 on rank 0, but torch.float64 on rank 1",
-        ),
-    ],
-)
-def test_pieces_that_do_not_fit_together_are_refused(pieces, message):
-    with pytest.raises(StateMapError, match=message):
-        join_state(pieces, MATRIX)
-
-
-def test_state_of_a_rank_that_does_not_own_it_is_refused():
-    plan = partition([MATRIX], 2)
-    with pytest.raises(StateMapError, match=r"rank 1 has state of tensor 0 'head\.weight', which it does not own"):
-        local_to_whole(plan, [{}, {0: {}}])
-
-
-def test_state_that_only_some_owners_have_is_refused():
-    plan = partition([MATRIX], 2, strategy=SMALL_PARTS["split"])
-    with pytest.raises(StateMapError, match="has state on rank 0, but none on rank 1"):
-        local_to_whole(plan, [{0: {"m": torch.zeros(4, 16)}}, {}])
-
-
-def test_there_is_one_state_per_rank():
-    with pytest.raises(StateMapError, match="for 2 ranks, but the state of 1"):
-        local_to_whole(partition([MATRIX], 2), [{}])
-
-
-@pytest.mark.parametrize("index", [1, -1, "head.weight"])
-def test_state_of_an_unknown_tensor_is_refused(index):
-    with pytest.raises(StateMapError, match="there is state of tensor"):
-        whole_to_local(partition([MATRIX], 2), 0, {index: {}})
 
 
 def test_names_and_indices_convert_into_each_other():

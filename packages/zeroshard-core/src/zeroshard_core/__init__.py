@@ -1,6 +1,6 @@
 """Plans, buckets and state maps for sharding optimizer state: values and pure functions, without a process group."""
 
-from zeroshard_core.bucket import BucketLayout, Run, Slot, bucket_layouts, owned_runs
+from zeroshard_core.bucket import BucketLayout, Run, Slot, bucket_layouts
 from zeroshard_core.cost import Cost, nbytes, numel, state_bytes
 from zeroshard_core.flat import FlatBuffer, is_dense, storage_view
 from zeroshard_core.partition import (
@@ -15,16 +15,12 @@ from zeroshard_core.partition import (
     whole,
 )
 from zeroshard_core.plan import Plan
-from zeroshard_core.reshard import Move, moves
 from zeroshard_core.spec import ALIGNMENT, Shard, TensorSpec, contiguous_strides, strides_are_dense
 from zeroshard_core.state import (
     StateMapError,
     cut_state,
-    join_state,
-    local_to_whole,
     to_indices,
     to_names,
-    whole_to_local,
 )
 
 __all__ = [
@@ -34,7 +30,6 @@ __all__ = [
     "BucketLayout",
     "Cost",
     "FlatBuffer",
-    "Move",
     "Owners",
     "Plan",
     "Run",
@@ -48,12 +43,8 @@ __all__ = [
     "cut_state",
     "hybrid",
     "is_dense",
-    "join_state",
-    "local_to_whole",
-    "moves",
     "nbytes",
     "numel",
-    "owned_runs",
     "partition",
     "repartition",
     "split",
@@ -63,7 +54,6 @@ __all__ = [
     "to_indices",
     "to_names",
     "whole",
-    "whole_to_local",
 ]
 
 __version__ = "0.1.0"

@@ -97,27 +97,3 @@ def bucket_layouts(
             end = offset + slots[-1].numel
         layouts.append(BucketLayout(dtype, device, tuple(slots), slots[-1].offset + slots[-1].numel, alignment))
     return tuple(layouts)
-
-
-def owned_runs(layout: BucketLayout, plan: Plan) -> tuple[Run, ...]:
-    """List the longest unbroken ranges of a bucket that have one owner each, in bucket order.
-
-    Padding between two slots belongs to the run if both sides have the same owner, and to no run otherwise.
-
-    Args:
-        layout: a layout of tensors of ``plan``.
-        plan: who owns what.
-
-    Returns:
-        The runs. Tensors without elements take part in none.
-    """
-    runs: list[Run] = []
-    for slot in layout.slots:
-        for shard in plan.of_tensor(slot.tensor):
-            if shard.numel == 0:
-                continue
-            start, stop = slot.offset + shard.flat.start, slot.offset + shard.flat.stop
-            if runs and runs[-1].rank == shard.rank:
-                start = runs.pop().start
-            runs.append(Run(shard.rank, start, stop))
-    return tuple(runs)

@@ -1,4 +1,4 @@
-"""State maps: the optimizer state of whole tensors cut along shards, and joined again.
+"""State maps: the optimizer state of whole tensors cut along shards, and keyed by names.
 
 Pure functions over dicts of tensors. Arguments are not changed; results may alias them.
 """
@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from zeroshard_core.plan import Plan
 from zeroshard_core.spec import Shard, TensorSpec, contiguous_strides
 
 
@@ -47,96 +46,6 @@ def cut_state(state: Mapping[str, Any], spec: TensorSpec, shard: Shard) -> dict[
                 f"{_shape_in_words(value)}, which does not follow the tensor's elements; keep this tensor whole"
             )
     return cut
-
-
-def join_state(pieces: Sequence[tuple[Shard, Mapping[str, Any]]], spec: TensorSpec) -> dict[str, Any]:
-    """Join the states of all shards of a tensor; the inverse of :func:`cut_state`.
-
-    Args:
-        pieces: shards that cover the tensor, in any order, and the state of each.
-        spec: the tensor.
-
-    Returns:
-        Entries with one value per element in new tensors of the spec's shape and strides, on the device of the first
-        piece; other entries from the first piece. If one shard is the whole tensor, its entries unchanged.
-
-    Raises:
-        StateMapError: if the shards do not cover the tensor exactly once, or pieces differ in their entries, or in an
-            entry's dtype or kind, or an entry does not have the shape of its shard's rows.
-    """
-    ordered = sorted(pieces, key=lambda piece: piece[0].start)
-    _check_cover([shard for shard, _ in ordered], spec)
-    first_shard, first = ordered[0]
-    for shard, state in ordered[1:]:
-        if state.keys() != first.keys():
-            raise StateMapError(
-                f"the state of tensor {spec.name!r} has the entries {sorted(first)} on rank {first_shard.rank}, but "
-                f"{sorted(state)} on rank {shard.rank}"
-            )
-    if len(ordered) == 1:
-        return dict(first)
-    return {key: _joined(key, [(shard, state[key]) for shard, state in ordered], spec) for key in first}
-
-
-def local_to_whole(plan: Plan, states: Sequence[Mapping[int, Mapping[str, Any]]]) -> dict[int, dict[str, Any]]:
-    """Join the states of all ranks.
-
-    Args:
-        plan: who owns what.
-        states: per rank, the state of its shards by tensor index.
-
-    Returns:
-        The state of whole tensors by tensor index, ascending; tensors for which no rank has state are left out.
-
-    Raises:
-        StateMapError: if there is not one state per rank, a rank has state of what it does not own, only some owners
-            of a tensor have state, or the pieces do not fit together (see :func:`join_state`).
-    """
-    if len(states) != plan.world_size:
-        raise StateMapError(f"the plan is for {plan.world_size} ranks, but the state of {len(states)} is given")
-    pieces: dict[int, list[tuple[Shard, Mapping[str, Any]]]] = {}
-    for rank, state in enumerate(states):
-        owned = {shard.tensor: shard for shard in plan.of_rank(rank)}
-        for index, entries in state.items():
-            if index not in owned:
-                raise StateMapError(f"rank {rank} has state of {_named(plan, index)}, which it does not own")
-            pieces.setdefault(index, []).append((owned[index], entries))
-    joined: dict[int, dict[str, Any]] = {}
-    for index in sorted(pieces):
-        having = {shard.rank for shard, _ in pieces[index]}
-        lacking = [shard.rank for shard in plan.of_tensor(index) if shard.rank not in having]
-        if lacking:
-            raise StateMapError(
-                f"{_named(plan, index)} has state on rank {min(having)}, but none on rank {lacking[0]}, which owns "
-                f"a part of it"
-            )
-        joined[index] = join_state(pieces[index], plan.tensors[index])
-    return joined
-
-
-def whole_to_local(plan: Plan, rank: int, state: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Cut the state of whole tensors to what one rank owns; the inverse of :func:`local_to_whole`.
-
-    Args:
-        plan: who owns what.
-        rank: whose part to take.
-        state: the state of whole tensors by tensor index; tensors without state may be left out.
-
-    Returns:
-        The state of the rank's shards by tensor index.
-
-    Raises:
-        StateMapError: if there is no such tensor, or a tensor's state cannot be cut (see :func:`cut_state`).
-        IndexError: if there is no such rank.
-    """
-    for index in state:
-        if index not in range(len(plan.tensors)):
-            raise StateMapError(f"there is state of {_named(plan, index)}; the plan is for {len(plan.tensors)} tensors")
-    return {
-        shard.tensor: cut_state(state[shard.tensor], plan.tensors[shard.tensor], shard)
-        for shard in plan.of_rank(rank)
-        if shard.tensor in state
-    }
 
 
 def to_names(state_dict: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
@@ -227,55 +136,6 @@ def _laid_out(value: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     if all(size == 1 or a == b for size, a, b in zip(spec.shape, value.stride(), stride, strict=True)):
         return value
     return torch.empty_strided(spec.shape, stride, dtype=value.dtype, device=value.device).copy_(value)
-
-
-def _check_cover(shards: Sequence[Shard], spec: TensorSpec) -> None:
-    reached = 0
-    for shard in shards:
-        if shard.start != reached or shard.tensor != shards[0].tensor:
-            raise StateMapError(
-                f"the pieces of tensor {spec.name!r} should go on at row {reached}, but the next has rows "
-                f"{shard.start} to {shard.stop} of tensor {shard.tensor}, from rank {shard.rank}"
-            )
-        reached = shard.stop
-    if reached != spec.rows or not shards:
-        raise StateMapError(f"tensor {spec.name!r} has {spec.rows} rows, but its {len(shards)} pieces end at {reached}")
-
-
-def _joined(key: str, pieces: Sequence[tuple[Shard, Any]], spec: TensorSpec) -> Any:  # noqa: ANN401 - state holds anything
-    (first_shard, first), *others = pieces
-    if _travels(first):
-        for shard, value in others:
-            if not _travels(value):
-                raise StateMapError(
-                    f"the state {key!r} of tensor {spec.name!r} is one value on rank {first_shard.rank}, but has "
-                    f"{_shape_in_words(value)} on rank {shard.rank}"
-                )
-        return first
-    for shard, value in pieces:
-        shape = (*spec.shape[: shard.dim], shard.stop - shard.start, *spec.shape[shard.dim + 1 :])
-        if not isinstance(value, torch.Tensor) or tuple(value.shape) != shape:
-            found = _shape_in_words(value) if not _travels(value) else "one value"
-            raise StateMapError(
-                f"the state {key!r} of tensor {spec.name!r} has {found} on rank {shard.rank}, but its shard has shape "
-                f"{shape}"
-            )
-        if value.dtype != first.dtype:
-            raise StateMapError(
-                f"the state {key!r} of tensor {spec.name!r} is {first.dtype} on rank {first_shard.rank}, but "
-                f"{value.dtype} on rank {shard.rank}"
-            )
-    stride = contiguous_strides(spec.shape) if spec.stride is None else spec.stride
-    joined = torch.empty_strided(spec.shape, stride, dtype=first.dtype, device=first.device)
-    for shard, value in pieces:
-        shard.box(joined).copy_(value.detach())
-    return joined
-
-
-def _named(plan: Plan, index: object) -> str:
-    if isinstance(index, int) and 0 <= index < len(plan.tensors):
-        return f"tensor {index} {plan.tensors[index].name!r}"
-    return f"tensor {index!r}"
 
 
 def _positions(names: Sequence[str]) -> dict[Hashable, int]:
