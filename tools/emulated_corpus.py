@@ -33,6 +33,8 @@ ROOT = Path(__file__).parents[1]
 CORPUS = ROOT / "tests" / "emulated"
 _HEADING = re.compile(r"^=* ?ranks? [\d, -]+ failed: (.*?) ?=*$", re.MULTILINE)
 _LIMIT = 1200.0
+# Characters of an error's first line.
+_COMPARED = 300
 # Once: a rank that has failed gets a fresh worker, which would take a second or more for these.
 _LOADED = ("torch._dynamo.compiled_autograd", "torch.distributed.fsdp", "zeroshard_integrations.ddp")
 
@@ -192,8 +194,10 @@ def _verdict(element: ElementTree.Element) -> tuple[str, Verdict]:
     findings = (
         tuple(json.loads(one.get("value", ""))) for one in element.iter("property") if one.get("name") == "finding"
     )
-    # Which rank found it differs with the timing.
-    errors = (re.sub(r"^(?:\w+\.)*(\w+: )(?:rank \d+: )?", r"\1", error) for error in _HEADING.findall(text))
+    # Which rank found it differs with the timing, and so does where a heading that begins with ranks is cut off.
+    errors = (
+        re.sub(r"^(?:\w+\.)*(\w+: )(?:rank \d+: )?", r"\1", error)[:_COMPARED] for error in _HEADING.findall(text)
+    )
     name = f"{element.get('classname', '').rpartition('.')[2]}.{element.get('name')}"
     outcome = "passed" if found is None else found.tag
     return name, Verdict(outcome, text, frozenset(errors), frozenset(findings), float(element.get("time", 0)))
