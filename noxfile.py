@@ -108,13 +108,13 @@ def typecheck(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """All that must pass without a GPU: tests and doctests of the packages and the tools, then rank tests."""
     _install_sources(session, list(PACKAGES), *TOOL_NEEDS, *PLUGIN_NEEDS)
-    # Rank tests wait about as long as they compute, so that two cores have room for three.
-    files_at_a_time = ["-n3", "--dist=loadfile"]
+    # Rank tests wait about as long as they compute.
+    two_files_at_a_time = ["-n2", "--dist=loadfile"]
     session.log("1 of 2: tests and doctests of the packages and the tools")
     # Programs import what lies beside them, and a name there may be one in tests/ too.
     path = "pythonpath=tools tools/bench tools/quickstart"
     tests = ["--doctest-modules", "--override-ini", path, "packages", "tools"]
-    _pytest(session, *files_at_a_time, *tests, *session.posargs)
+    _pytest(session, *two_files_at_a_time, *tests, *session.posargs)
     session.log("2 of 2: rank tests")
     # Workers are forked from a process that has loaded these; each would load them otherwise, in its first test.
     loaded = [
@@ -124,7 +124,7 @@ def tests(session: nox.Session) -> None:
         "zeroshard_integrations.join",
     ]
     load = [argument for module in loaded for argument in ("-p", module)]
-    _pytest(session, *files_at_a_time, *load, "tests", *session.posargs)
+    _pytest(session, *two_files_at_a_time, *load, "tests", *session.posargs)
 
 
 @nox.session

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import signal
 import subprocess
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -339,72 +336,3 @@ def test_a_rank_that_ends_after_its_last_step_costs_the_others_nothing() -> None
     ended = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=300)
     expected = [f"{' '.join(map(str, way))} 4 4 True" for way in WAYS]
     assert ended.stdout.splitlines() == expected, ended.stderr
-
-
-def refuse(*_: object) -> None:
-    raise ValueError("not today")
-
-
-def refuse_a_step(sharded: ZeroRedundancyOptimizer) -> None:
-    sharded.optim.register_step_pre_hook(refuse)
-    sharded.step()
-
-
-def step_with_other_members(sharded: ZeroRedundancyOptimizer) -> None:
-    sharded.param_groups[0]["params"].pop()
-    sharded.step()
-
-
-def refuse_to_load(sharded: ZeroRedundancyOptimizer) -> None:
-    sharded.consolidate_state_dict()
-    saved = [sharded.state_dict() if sharded.rank == 0 else None]
-    dist.broadcast_object_list(saved)
-    sharded.optim.register_load_state_dict_pre_hook(refuse)
-    sharded.load_state_dict(saved[0])
-
-
-def consolidate_an_object(sharded: ZeroRedundancyOptimizer) -> None:
-    for entries in sharded.optim.state.values():
-        entries["object"] = object()
-    sharded.consolidate_state_dict()
-
-
-def consolidate_a_part(sharded: ZeroRedundancyOptimizer) -> None:
-    if sharded.rank == 1:
-        sharded.optim.state.clear()
-    sharded.consolidate_state_dict()
-
-
-REFUSED: dict[str, Callable[[ZeroRedundancyOptimizer], object]] = {
-    "a step": refuse_a_step,
-    "a step with other members": step_with_other_members,
-    "a load": lambda sharded: sharded.load_state_dict({"state": {}, "param_groups": []}),
-    "a load by the class": refuse_to_load,
-    "a group": lambda sharded: sharded.add_param_group({"params": sharded.param_groups[0]["params"][:1]}),
-    "another optimizer": lambda sharded: ZeroRedundancyOptimizer(
-        sharded.param_groups[0]["params"], optim.Adam, lr=-1.0
-    ),
-    "another rank": lambda sharded: sharded.consolidate_state_dict(to=2),
-    "an object": consolidate_an_object,
-    "a part": consolidate_a_part,
-}
-
-
-@pytest.mark.ranks(2, backend="gloo")
-@pytest.mark.parametrize("name", REFUSED)
-def test_an_error_that_was_handled_keeps_nothing_alive(name: str) -> None:
-    model = small_model()
-    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, partition=cutting("split"))
-    set_gradients(model.parameters(), 0)
-    sharded.step()
-    gc.collect()
-    gc.disable()
-    try:
-        with contextlib.suppress(ValueError, RuntimeError):
-            REFUSED[name](sharded)
-            pytest.fail("nothing was refused")
-        held = weakref.ref(sharded), weakref.ref(model[2].weight)
-        del sharded, model
-        assert [ref() for ref in held] == [None, None]
-    finally:
-        gc.enable()

@@ -62,8 +62,10 @@ class Finding:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """What tells findings apart: what is not ordered, by call site."""
-        places = (place for place in (self.later, self.earlier) if place)
+        """What tells findings apart, by call site: what is not ordered, or which use of which memory."""
+        # Memory that a backward lets go of is freed by a thread of autograd or by the main one, whichever is later.
+        both = (self.later if self.kind == "race" else self.born, self.earlier)
+        places = (place for place in both if place)
         return (self.kind, *(text for place in places for text in (place.title, place.call_site)))
 
 
