@@ -62,9 +62,9 @@ class Finding:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """What tells findings apart, by call site: what is not ordered, or which use of which memory."""
-        # Memory that a backward lets go of is freed by a thread of autograd or by the main one, whichever is later.
-        both = (self.later if self.kind == "race" else self.born, self.earlier)
+        """What tells findings apart, by call site: two accesses, or the use after which ``record_stream`` is missing."""
+        # Which thread frees what a backward lets go of, and before which allocation, is a matter of timing.
+        both = (self.later, self.earlier) if self.kind == "race" else (self.earlier,)
         places = (place for place in both if place)
         return (self.kind, *(text for place in places for text in (place.title, place.call_site)))
 
