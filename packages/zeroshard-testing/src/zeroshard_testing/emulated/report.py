@@ -62,7 +62,7 @@ class Finding:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """What tells findings apart, by call site: two accesses, or the use after which ``record_stream`` is missing."""
+        """What tells findings apart, by call site: two accesses, or the use that lacks a ``record_stream``."""
         # Which thread frees what a backward lets go of, and before which allocation, is a matter of timing.
         both = (self.later, self.earlier) if self.kind == "race" else (self.earlier,)
         places = (place for place in both if place)
