@@ -59,8 +59,11 @@ class Verdict:
     @property
     def reports(self) -> frozenset[str]:
         """What is the same in all runs, whatever the timing."""
-        # Gloo's own words, and which ranks had stopped when another one looked, are a matter of time.
-        causes = (error.partition("gloo: ")[0] for error in self.errors if not error.endswith("(a consequence)"))
+        # Gloo's own words, and which ranks had stopped when another one looked, are a matter of time, and with the
+        # ranks before it the place where a heading is cut off.
+        causes = (
+            error.partition("gloo: ")[0][:_COMPARED] for error in self.errors if not error.endswith("(a consequence)")
+        )
         errors = (error for error in causes if "RaceError" not in error)
         return frozenset([*errors, *(" | ".join(finding) for finding in self.findings)])
 
@@ -194,10 +197,8 @@ def _verdict(element: ElementTree.Element) -> tuple[str, Verdict]:
     findings = (
         tuple(json.loads(one.get("value", ""))) for one in element.iter("property") if one.get("name") == "finding"
     )
-    # Which rank found it differs with the timing, and so does where a heading that begins with ranks is cut off.
-    errors = (
-        re.sub(r"^(?:\w+\.)*(\w+: )(?:rank \d+: )?", r"\1", error)[:_COMPARED] for error in _HEADING.findall(text)
-    )
+    # Which rank found it differs with the timing.
+    errors = (re.sub(r"^(?:\w+\.)*(\w+: )(?:rank \d+: )?", r"\1", error) for error in _HEADING.findall(text))
     name = f"{element.get('classname', '').rpartition('.')[2]}.{element.get('name')}"
     outcome = "passed" if found is None else found.tag
     return name, Verdict(outcome, text, frozenset(errors), frozenset(findings), float(element.get("time", 0)))
