@@ -1,4 +1,4 @@
-"""Parameters that lie in memory in unusual ways: stepped as by the unsharded optimizer, or refused on every rank."""
+"""Parameters that lie in memory in unusual ways are refused on every rank, as are conversions once there is state."""
 
 from __future__ import annotations
 
@@ -52,67 +52,8 @@ def windows(size: int) -> torch.Tensor:
     return values().view(-1)[: size * 8].as_strided((size, 16), (8, 1))
 
 
-RIGHT: dict[str, tuple[Callable[[], Tensors], Callable[[], Tensors]]] = {
-    "gaps": (lambda: side_by_side(pair(), 1)[:1], lambda: pair()[:1]),
-    "blocks of one matrix": (lambda: side_by_side(pair(), 1), pair),
-    "columns of one matrix in turn": (lambda: side_by_side(pair(), 2), pair),
-    "a conjugate view": (
-        lambda: [values(1, torch.complex64).conj().resolve_conj().conj()],
-        lambda: [values(1, torch.complex64)],
-    ),
-    "a negative view": (lambda: [torch._neg_view(-values())], lambda: [values()]),
-    "a negative view with gaps": (
-        lambda: [torch.complex(values(2), -values()).conj().imag],
-        lambda: [values()],
-    ),
-}
-"""What to lay out unusually, and the same values laid out as ever."""
-
-
 def module(tensors: Tensors) -> nn.ParameterList:
     return nn.ParameterList([nn.Parameter(torch.ones(40)), *map(nn.Parameter, tensors), nn.Parameter(torch.ones(70))])
-
-
-@pytest.mark.each_choice
-@pytest.mark.ranks(2, backend="gloo")
-@WHERE
-@VIEWS
-@pytest.mark.parametrize("name", RIGHT)
-def test_what_is_stepped_as_by_the_unsharded_optimizer(rank: int, where: str, as_bucket_view: bool, name: str) -> None:
-    unusual, usual = RIGHT[name]
-    ours = module(unusual() if where == "on all ranks" or rank == 1 else usual())
-    theirs = module(usual())
-    assert all(map(torch.equal, ours, theirs))
-    # Adam steps no conjugate views, sharded or not.
-    sharded = ZeroRedundancyOptimizer(
-        ours.parameters(), optim.SGD, parameters_as_bucket_view=as_bucket_view, lr=0.1, momentum=0.9
-    )
-    plain = optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9)
-    for step in range(3):
-        for params, optimizer in ((ours, sharded), (theirs, plain)):
-            set_gradients(params.parameters(), step)
-            optimizer.step()
-        assert all(map(torch.equal, ours, theirs)), f"after step {step}"
-
-
-CANNOT_BE_CUT = {
-    "gaps": "has gaps in memory",
-    "columns of one matrix in turn": "has gaps in memory",
-    "a conjugate view": "is a conjugate or negative view",
-    "a negative view": "is a conjugate or negative view",
-}
-
-
-@pytest.mark.ranks(2, backend="gloo")
-@WHERE
-@pytest.mark.parametrize("name", CANNOT_BE_CUT)
-def test_what_cannot_be_cut_is_refused(rank: int, where: str, name: str) -> None:
-    unusual, usual = RIGHT[name]
-    ours = module(unusual() if where == "on all ranks" or rank == 1 else usual())
-    words = rf"partition='split' cuts tensor 1 'param.1', which {CANNOT_BE_CUT[name]}; use partition='whole'"
-    with pytest.raises(ValueError, match=words) as caught:
-        ZeroRedundancyOptimizer(ours.parameters(), optim.Adam, partition=cutting("split"))
-    assert ("rank 1: " in str(caught.value)) == (where == "on rank 1")
 
 
 def distributed() -> torch.Tensor:
@@ -120,20 +61,41 @@ def distributed() -> torch.Tensor:
     return DTensor.from_local(values(), alone, [Replicate()], run_check=False)
 
 
-def overlapping(matrix: torch.Tensor) -> Tensors:
-    return [matrix[:, :100], matrix[:, 99:]]
+def overlapping() -> Tensors:
+    rows = torch.zeros(SHAPE[0] + 10, SHAPE[1])
+    return [rows[:100], rows[99:]]
 
 
-OVERLAP = "elements that share memory, as those of an expanded tensor do: give each its own"
+def sparse() -> torch.Tensor:
+    return torch.eye(SHAPE[0]).to_sparse()
+
+
+GAPS = r"has gaps in memory, or elements that share memory: call p.data = p.data.contiguous\(\) first"
+VIEW = r"is a conjugate or negative view: call p.data = p.data.resolve_conj\(\).resolve_neg\(\) first"
 REFUSED: dict[str, tuple[Callable[[], Tensors], Callable[[], Tensors], type[Exception], str]] = {
-    "expanded": (lambda: [values()[:1].expand(SHAPE)], lambda: [values()], ValueError, OVERLAP),
-    "expanded, one element": (lambda: [torch.zeros(1).expand(4)], lambda: [torch.zeros(4)], ValueError, OVERLAP),
-    "windows": (lambda: [windows(40)], lambda: [windows(40).clone()], ValueError, OVERLAP),
-    "columns that two have": (
-        lambda: overlapping(values()),
-        lambda: [tensor.clone() for tensor in overlapping(values())],
+    "gaps": (lambda: side_by_side(pair(), 1), pair, ValueError, f"parameter 1 of group 0.*{GAPS}"),
+    "columns in turn": (lambda: side_by_side(pair(), 2), pair, ValueError, GAPS),
+    "expanded": (lambda: [values()[:1].expand(SHAPE)], lambda: [values()], ValueError, GAPS),
+    "expanded, one element": (lambda: [torch.zeros(1).expand(4)], lambda: [torch.zeros(4)], ValueError, GAPS),
+    "windows": (lambda: [windows(40)], lambda: [windows(40).clone()], ValueError, GAPS),
+    "a conjugate view": (
+        lambda: [values(1, torch.complex64).conj()],
+        lambda: [values(1, torch.complex64)],
+        ValueError,
+        VIEW,
+    ),
+    "a negative view": (lambda: [torch._neg_view(-values())], lambda: [values()], ValueError, VIEW),
+    "rows that two have": (
+        overlapping,
+        lambda: [tensor.clone() for tensor in overlapping()],
         ValueError,
         "parameter 1 of group 0 and parameter 2 of group 0 share memory",
+    ),
+    "sparse": (
+        lambda: [sparse()],
+        lambda: [sparse().to_dense()],
+        ValueError,
+        "is a torch.sparse_coo tensor: sparse parameters are not supported",
     ),
     "a DTensor": (lambda: [distributed()], lambda: [values()], TypeError, "parameter 1 of group 0.* is a DTensor"),
 }
@@ -154,14 +116,14 @@ def test_what_is_refused_at_construction(
 ) -> None:
     *_, error, words = REFUSED[name]
     params = refused(name, unusual=where == "on all ranks" or rank == 1)
-    places = [param.data_ptr() for param in params]
+    places = [param.data_ptr() for param in params if not param.is_sparse]
     with pytest.raises(error, match=words) as caught:
         ZeroRedundancyOptimizer(
             params.parameters(), optim.Adam, partition=cutting(partition), parameters_as_bucket_view=as_bucket_view
         )
     assert ("rank 1: " in str(caught.value)) == (where == "on rank 1")
     assert "\n" not in str(caught.value)
-    assert [param.data_ptr() for param in params] == places
+    assert [param.data_ptr() for param in params if not param.is_sparse] == places
     dist.barrier()
 
 
@@ -191,7 +153,7 @@ def test_frozen_parameters_may_lie_anywhere_until_they_are_trained(rank: int) ->
     sharded = ZeroRedundancyOptimizer([*frozen, nn.Parameter(torch.ones(3))], optim.Adam)
     sharded.step()
     frozen[0].requires_grad_(rank == 0)
-    with pytest.raises(ValueError, match=f"rank 0: parameter 0 of group 0.*{OVERLAP}"):
+    with pytest.raises(ValueError, match=f"rank 0: parameter 0 of group 0.*{GAPS}"):
         sharded.step()
 
 
@@ -226,11 +188,6 @@ def test_data_that_is_read_otherwise_from_the_same_address(
     if where == "on all ranks" or rank == 1:
         weight.data = change(weight.data)
     set_gradients(ours.parameters(), 2)
-    if (name, where, partition) == ("transposed", "on all ranks", "whole"):
-        sharded.step()
-        assert_replicas_equal(ours.parameters())
-        assert weight.stride() == (1, SHAPE[0])
-        return
     sent = sharded.traffic.of("share").bytes_sent
     with pytest.raises((ValueError, DisagreementError), match=r"tensor 1 'param.1'|parameter 1 of group 0"):
         sharded.step()
@@ -246,36 +203,82 @@ def test_data_that_is_read_otherwise_from_the_same_address(
     assert_replicas_equal(ours.parameters())
 
 
-@pytest.mark.each_choice
 @pytest.mark.ranks(2, backend="gloo")
 @WHERE
 @EVERY_HOOK
-@pytest.mark.parametrize("when", ["from the start", "later"])
-def test_what_a_communication_hook_cannot_exchange_is_refused_on_every_rank(
-    rank: int, where: str, hook: str, when: str
-) -> None:
+def test_data_with_gaps_is_refused_with_a_communication_hook_too(rank: int, where: str, hook: str) -> None:
     model = nn.Linear(6, 6, bias=False)
-    before = model.weight.detach().clone()
     ddp = DistributedDataParallel(model)
-
-    def open_gaps() -> None:
-        if where == "on all ranks" or rank == 1:
-            model.weight.data = torch.stack([model.weight.data, model.weight.data], dim=-1)[..., 0]
-
-    def train() -> None:
-        register(hook, ddp, sharded)
-        for step in range(2):
-            if step == 1:
-                open_gaps()
-            sharded.zero_grad()
-            ddp(torch.ones(2, 6)).sum().backward()
-            sharded.step()
-
-    if when == "from the start":
-        open_gaps()
     sharded = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, lr=0.1, overlap_with_ddp=hook != "owner")
-    words = r"tensor 0 '(param.0|weight)' is sparse, has gaps in memory, or is a conjugate or negative view"
-    with pytest.raises(ValueError, match=words) as caught:
-        train()
+    register(hook, ddp, sharded)
+
+    def iterate() -> None:
+        sharded.zero_grad()
+        ddp(torch.ones(2, 6)).sum().backward()
+        sharded.step()
+
+    iterate()
+    if where == "on all ranks" or rank == 1:
+        model.weight.data = torch.stack([model.weight.data, model.weight.data], dim=-1)[..., 0]
+    with pytest.raises(ValueError, match=f"parameter 0 of group 0.*{GAPS}") as caught:
+        iterate()
     assert ("rank 1: " in str(caught.value)) == (where == "on rank 1")
-    assert when == "later" or torch.equal(model.weight, before)
+
+
+CONVERSIONS: dict[str, tuple[Callable[[nn.Module], object], Callable[[nn.Module], object]]] = {
+    "dtype": (nn.Module.double, nn.Module.float),
+    "memory format": (
+        lambda model: model.to(memory_format=torch.channels_last),
+        lambda model: model.to(memory_format=torch.contiguous_format),
+    ),
+}
+
+
+def convolutions() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(8, 16, 3), nn.Conv2d(16, 8, 3))
+
+
+@pytest.mark.each_choice
+@pytest.mark.ranks(2, backend="gloo")
+@PARTITIONS
+@VIEWS
+@WHERE
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_a_converted_model_is_refused_once_there_is_state(
+    rank: int, partition: str, as_bucket_view: bool, where: str, name: str
+) -> None:
+    ours, theirs = twins(convolutions)
+    sharded = ZeroRedundancyOptimizer(
+        ours.parameters(),
+        optim.Adam,
+        partition=cutting(partition),
+        parameters_as_bucket_view=as_bucket_view,
+    )
+    plain = optim.Adam(theirs.parameters())
+    convert, back = CONVERSIONS[name]
+
+    def step(number: int) -> None:
+        for module, optimizer in ((ours, sharded), (theirs, plain)):
+            set_gradients(module.parameters(), number)
+            optimizer.step()
+
+    step(0)
+    values = [param.detach().clone() for param in ours.parameters()]
+    converted = where == "on all ranks" or rank == 1
+    if converted:
+        convert(ours)
+    set_gradients(ours.parameters(), 1)
+    words = (
+        r"^(rank [01]: )?tensor \d 'param.\d' has optimizer state, and has changed its dtype, device or memory format"
+    )
+    for call in (sharded.step, lambda: sharded.load_state_dict(plain.state_dict())):
+        with pytest.raises(ValueError, match=words) as caught:
+            call()
+        assert "rank 0: " not in str(caught.value) or where == "on all ranks"
+    # Nothing has changed, and a model that comes back was not converted.
+    if converted:
+        back(ours)
+    assert all(map(torch.equal, ours.parameters(), values))
+    step(1)
+    assert_bitwise_equal(ours, theirs, "after the refused step")

@@ -103,40 +103,6 @@ def test_sparse_gradients(optimizer_class: type[optim.Optimizer]) -> None:
         assert_bitwise_equal(model, reference, f"after step {step}")
 
 
-# The emulated device has no sparse tensors.
-@pytest.mark.ranks(2, 3, backend="gloo")
-@pytest.mark.parametrize("as_bucket_view", [False, True], ids=["params", "views"])
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_parameters_that_are_sparse_tensors(rank: int, as_bucket_view: bool, momentum: float) -> None:
-    def mixture() -> torch.nn.Module:
-        torch.manual_seed(0)
-        sparse = [torch.eye(4 + i).to_sparse() for i in range(3)]
-        return torch.nn.ParameterList([torch.nn.Parameter(t) for t in (*sparse, torch.randn(5))])
-
-    # Sparse parameters cannot be deep-copied.
-    model, reference = mixture(), mixture()
-    sharded = ZeroRedundancyOptimizer(
-        model.parameters(), optim.SGD, lr=0.1, momentum=momentum, parameters_as_bucket_view=as_bucket_view
-    )
-    plain = optim.SGD(reference.parameters(), lr=0.1, momentum=momentum)
-    for step in range(STEPS):
-        for module in (model, reference):
-            for position, param in enumerate(module.parameters()):
-                grad = torch.zeros(param.shape)
-                # Elements appear that were not there before.
-                grad.view(-1)[(3 * step + position) % grad.numel()] = 1.0 + step
-                param.grad = grad.to_sparse() if param.is_sparse else grad
-        sharded.step()
-        plain.step()
-        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-            assert torch.equal(ours.detach().to_dense(), theirs.detach().to_dense()), f"after step {step}"
-    sharded.consolidate_state_dict()
-    if rank == 0 and momentum:
-        for index, entries in plain.state_dict()["state"].items():
-            saved = sharded.state_dict()["state"][index]["momentum_buffer"]
-            assert torch.equal(saved.to_dense(), entries["momentum_buffer"].to_dense())
-
-
 @pytest.mark.ranks(4, backend=EVERYWHERE)
 @pytest.mark.parametrize("partition", ["whole", "split", "hybrid"])
 @pytest.mark.parametrize("as_bucket_view", [False, True], ids=["params", "views"])

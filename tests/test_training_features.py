@@ -209,19 +209,6 @@ def test_channels_last(partition: str, as_bucket_view: bool) -> None:
     assert [param.stride() for param in pair[0].parameters()] == strides
 
 
-@pytest.mark.ranks(2, backend="gloo")
-@VIEWS
-def test_parameters_with_gaps_in_memory(as_bucket_view: bool) -> None:
-    def gaps() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.ParameterList([nn.Parameter(torch.randn(6, 8)[:, ::2]), nn.Parameter(torch.randn(5))])
-
-    pair = twins(gaps)
-    sharded = ZeroRedundancyOptimizer(pair[0].parameters(), optim.Adam, parameters_as_bucket_view=as_bucket_view)
-    plain = optim.Adam(pair[1].parameters())
-    run_steps(pair, (sharded, plain), range(3))
-
-
 @pytest.mark.exhaustive_at(4)
 @pytest.mark.ranks(2, 3, 4, backend="gloo")
 @PARTITIONS
@@ -516,66 +503,6 @@ def test_a_model_that_changes_its_dtype_or_memory_format(partition: str, as_buck
     for module in pair:
         module.to(memory_format=torch.channels_last)
     run_steps(pair, (sharded, plain), range(4, 6))
-
-
-@pytest.mark.ranks(2, backend="gloo")
-@PARTITIONS
-@VIEWS
-def test_tensors_keep_their_state_when_the_memory_format_changes(partition: str, as_bucket_view: bool) -> None:
-    pair = twins(convolutions)
-    sharded = ZeroRedundancyOptimizer(
-        pair[0].parameters(), optim.Adam, partition=cutting(partition), parameters_as_bucket_view=as_bucket_view
-    )
-    plain = optim.Adam(pair[1].parameters())
-    assert sharded.plan.is_cut(0) == (partition == "split")
-    run_steps(pair, (sharded, plain), range(2))
-    for module in pair:
-        module.to(memory_format=torch.channels_last)
-    run_steps(pair, (sharded, plain), range(2, 4))
-
-
-@pytest.mark.ranks(2, backend="gloo")
-@VIEWS
-@pytest.mark.parametrize("on_rank_1_alone", [False, True])
-def test_state_of_cut_tensors_does_not_outlive_rows_along_another_dimension(
-    rank: int, as_bucket_view: bool, on_rank_1_alone: bool
-) -> None:
-    def build(partition: str) -> ZeroRedundancyOptimizer:
-        return ZeroRedundancyOptimizer(
-            pair[0].parameters(), optim.Adam, partition=cutting(partition), parameters_as_bucket_view=as_bucket_view
-        )
-
-    def turn(module: nn.Module) -> None:
-        for param in module.parameters():
-            param.data = param.data.t().contiguous().t()
-
-    pair = twins(lambda: nn.Sequential(nn.Linear(64, 70, bias=False), nn.Linear(70, 64, bias=False)))
-    sharded, plain = build("split"), optim.Adam(pair[1].parameters())
-    run_steps(pair, (sharded, plain), range(2))
-    if rank == 1 or not on_rank_1_alone:
-        turn(pair[0])
-    set_gradients(pair[0].parameters(), 2)
-    added = {"params": [nn.Parameter(torch.ones(4))]}
-    blamed = "rank 1: " if on_rank_1_alone else ""
-    with pytest.raises(ValueError, match=rf"^{blamed}tensor 0 'param.0' is cut .*changed its memory format"):
-        sharded.add_param_group(added)
-    assert_bitwise_equal(*pair, "after the refused group")
-    if on_rank_1_alone:
-        for param in pair[0].parameters():
-            param.data = param.data.contiguous()
-        run_steps(pair, (sharded, plain), range(2, 4))
-        return
-    with pytest.raises(ValueError, match=r"^tensor 0 'param.0' is cut .*changed its memory format"):
-        sharded.step()
-    assert_bitwise_equal(*pair, "after the refused step")
-    # As the error says: the state is still whole, and fits a new optimizer.
-    sharded.consolidate_state_dict(to=0)
-    saved = [sharded.state_dict() if rank == 0 else None]
-    torch.distributed.broadcast_object_list(saved)
-    resumed = build("split")
-    resumed.load_state_dict(saved[0])
-    turn(pair[1])
-    run_steps(pair, (resumed, plain), range(2, 4))
 
 
 @pytest.mark.ranks(4, backend="gloo")

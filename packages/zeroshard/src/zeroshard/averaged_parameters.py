@@ -175,7 +175,7 @@ class _Averages:
     def entries(self, shard: LocalShard) -> Mapping[str, torch.Tensor]:
         """Return the average of a shard, and the count; nothing if it was never trainable."""
         if shard.index not in self._averages:
-            if shard.tensor.layout is not torch.strided or not shard.param.requires_grad:
+            if not shard.param.requires_grad:
                 return {}
             self._averages[shard.index], self._alike = shard.tensor.detach().clone(), None
         return {AVERAGE: self._averages[shard.index], COUNT: self.count}

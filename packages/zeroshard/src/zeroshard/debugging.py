@@ -56,5 +56,5 @@ def step_debugging(sharding: Sharding, metadata: StateMetadata, is_in_join: Call
     level = sharding.policy.debug_level
     if level == "OFF":
         return None
-    checks = InvariantChecks(sharding, metadata, is_in_join) if level == "DETAIL" else None
+    checks = InvariantChecks(sharding, is_in_join) if level == "DETAIL" else None
     return StepDebugging(sharding, metadata, checks)

@@ -74,7 +74,7 @@ class OptimizerDescription:
         tensors: the parameters.
         buckets: those of a communication hook in the last backward; empty without one.
         step_bytes: bytes of parameters that this rank sends in a step, counted once for each receiver, by the plan; the
-            padding of flat buffers comes on top. None if parameters are sparse, so that it depends on the gradients.
+            padding of flat buffers comes on top.
         backward_bytes: bytes of gradients that this rank sends to their owners in a backward that reduces.
         traffic: what was sent and received so far, by kind.
     """
@@ -88,7 +88,7 @@ class OptimizerDescription:
     state_bytes_here: int
     tensors: tuple[TensorDescription, ...]
     buckets: tuple[BucketDescription, ...]
-    step_bytes: int | None
+    step_bytes: int
     backward_bytes: int
     traffic: Mapping[str, Volume]
 
@@ -152,8 +152,7 @@ class OptimizerDescription:
             yield f"{what}: {size}"
 
     def _predictions(self) -> Iterator[tuple[str, str]]:
-        if self.step_bytes is not None:
-            yield "a step sends from here", _size(self.step_bytes)
+        yield "a step sends from here", _size(self.step_bytes)
         if self.buckets:
             yield "a backward sends from here", _size(self.backward_bytes)
 
@@ -205,7 +204,7 @@ def describe(sharding: Sharding, metadata: StateMetadata) -> OptimizerDescriptio
         _nbytes(local.optim.state),
         tensors,
         buckets,
-        step_bytes(plan, ranks.rank, shared_tensors(sharding)) if not sharding.sync.shares_sparse else None,
+        step_bytes(plan, ranks.rank, shared_tensors(sharding)),
         backward_bytes(plan, ranks.rank, [index for bucket in buckets for index in bucket.tensors]),
         dict(sharding.control.traffic.totals),
     )

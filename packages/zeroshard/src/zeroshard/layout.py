@@ -14,11 +14,11 @@ from typing import Literal, get_args
 import torch
 import torch.distributed as dist
 from zeroshard_comm import ShardingConfig
-from zeroshard_core import Cost, Plan, Strategy, TensorSpec, is_dense, partition, repartition
+from zeroshard_core import Cost, Plan, Strategy, TensorSpec, partition, repartition
 
 from zeroshard.coupling import Coupled
 from zeroshard.elementwise import OptimizerFactory, check_elementwise, name_of
-from zeroshard.memory import check_shared_memory, lies_flat
+from zeroshard.memory import check_memory
 from zeroshard.param_groups import ParamGroup, active_mask, parameters_of, specs_of
 
 Objects = Literal["refuse", "leave out"]
@@ -91,8 +91,8 @@ def first_layout(policy: Policy, groups: Sequence[ParamGroup], optimizer_name: s
     """Plan for the first time.
 
     Raises:
-        ValueError: if trainable parameters overlap in memory, if the strategy is unknown, or cuts tensors of an
-            optimizer that is not known to be elementwise, or tensors that are sparse or have gaps in memory.
+        ValueError: if trainable parameters overlap or have gaps in memory, if the strategy is unknown, or cuts tensors
+            of an optimizer that is not known to be elementwise.
     """
     if policy.objects not in get_args(Objects):
         raise ValueError(f"`objects` must be one of {get_args(Objects)}, but got {policy.objects!r}")
@@ -156,7 +156,7 @@ def _layout(
     # A tensor that was trainable once keeps its weight: its state is still held.
     weighs = [is_active or index in settled for index, is_active in enumerate(active)]
     specs = specs_of(groups, weighs, policy.names)
-    check_shared_memory(groups, active)
+    check_memory(groups, active)
     if old is None:
         plan = partition(specs, policy.world_size, strategy=policy.strategy, cost=policy.cost)
     else:
@@ -166,11 +166,6 @@ def _layout(
                     f"tensor {index} {now.name!r} has changed its shape from {before.shape} to {now.shape}; its "
                     f"optimizer state no longer fits, so build a new optimizer"
                 )
-            if policy.master_weights and before.dtype != now.dtype:
-                raise ValueError(
-                    f"tensor {index} {now.name!r} has changed its dtype from {before.dtype} to {now.dtype}; with "
-                    f"master_weights=True, convert the model before the optimizer is built"
-                )
         place = [
             index
             for index, spec in enumerate(specs)
@@ -179,20 +174,6 @@ def _layout(
         plan = repartition(old, specs, place=place, strategy=policy.strategy, cost=policy.cost)
     if any(len(plan.of_tensor(index)) > 1 for index in range(len(specs))):
         check_elementwise(policy.factory, policy.name, declared=policy.elementwise)
-    params = parameters_of(groups)
-    # A flat buffer takes over the values that a view shows; gaps it closes only after the shards have been made.
-    can_be_cut = is_dense if policy.as_bucket_view else lies_flat
-    for index, param in enumerate(params):
-        if plan.is_cut(index) and not can_be_cut(param):
-            if param.layout is not torch.strided:
-                what = "is sparse"
-            else:
-                what = "is a conjugate or negative view" if is_dense(param) else "has gaps in memory"
-            raise ValueError(
-                f"partition={policy.name!r} cuts tensor {index} {specs[index].name!r}, which {what}; use "
-                f"partition='whole'"
-            )
-    sparse = [index for index, param in enumerate(params) if param.layout is not torch.strided]
     newly = frozenset(index for index, is_heavy in enumerate(weighs) if is_heavy)
     declaration = ShardingConfig(
         plan,
@@ -203,7 +184,6 @@ def _layout(
             "coupled": policy.coupled,
             "master_weights": policy.master_weights,
             "TORCH_DISTRIBUTED_DEBUG=DETAIL": policy.debug_level == "DETAIL",
-            "sparse parameters": ", ".join(specs[index].name for index in sparse),
         },
         active,
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -138,10 +137,8 @@ class LocalOptimizer:
             group["params"] = [moved[tensor] for tensor in group["params"]]
         self.added.follow([*self.shards.values()])
 
-    def check_cut_dims(self, before: Plan, now: Plan) -> None:
-        """Raise if a cut tensor's rows lie along another dimension now, and this rank holds state for its part.
-
-        That state belongs to the old rows: it would be used for other elements.
+    def check_not_converted(self, before: Plan, now: Plan) -> None:
+        """Raise if a parameter was converted whose state, on this rank, was made for it as it was.
 
         Args:
             before: the plan that the shards were made for.
@@ -151,13 +148,13 @@ class LocalOptimizer:
             ValueError: naming the tensor.
         """
         for index, shard in self.shards.items():
-            if not shard.is_cut or before.tensors[index].cut_dim == now.tensors[index].cut_dim:
-                continue
-            if not all(map(_is_number, self.optim.state.get(shard.tensor, {}).values())):
+            old, new = before.tensors[index], now.tensors[index]
+            has_state = shard.rounded is not None or bool(self.optim.state.get(shard.tensor))
+            if has_state and (old.dtype, old.device, old.stride) != (new.dtype, new.device, new.stride):
                 raise ValueError(
-                    f"tensor {index} {now.tensors[index].name!r} is cut over several ranks, and has changed its memory "
-                    f"format: the optimizer state of its parts no longer fits. Call consolidate_state_dict(), build a "
-                    f"new optimizer for the converted model and load the state into that"
+                    f"tensor {index} {new.name!r} has optimizer state, and has changed its dtype, device or memory "
+                    f"format: convert the model before the optimizer is built, or convert it back before step() and "
+                    f"load_state_dict()"
                 )
 
     def check_gradients(self) -> None:
@@ -253,10 +250,7 @@ class LocalOptimizer:
         for shard in plan.of_rank(self._rank):
             number, param = params[shard.tensor]
             known = self.shards.get(shard.tensor)
-            if known is not None and not known.is_cut and shard.numel == param.numel():
-                # In another memory format it is still all of it.
-                known = replace(known, shard=shard)
-            elif known is None or known.shard != shard:
+            if known is None or known.shard != shard:
                 known = LocalShard.of(shard, param, detached=self._is_detached, master=self._with_masters)
             members[number].append(known)
         return members
@@ -344,8 +338,3 @@ def _membership(group: ParamGroup, shards: Sequence[LocalShard]) -> ParamGroup:
         names = {id(param): name for param, name in zip(group["params"], group["param_names"], strict=True)}
         found["param_names"] = [names[id(shard.param)] for shard in shards]
     return found
-
-
-def _is_number(value: object) -> bool:
-    """Whether a state entry is one value for the whole tensor, and not one per element."""
-    return value.dim() == 0 if isinstance(value, torch.Tensor) else isinstance(value, (int, float, str, type(None)))

@@ -31,10 +31,10 @@ class LocalShard:
     @classmethod
     def of(cls, shard: Shard, param: torch.Tensor, *, detached: bool, master: bool = False) -> LocalShard:
         """Make the tensor of a shard; ``master`` says whether to make a master weight where one is needed."""
-        if master and param.dtype in _HALF and param.layout is torch.strided:
+        if master and param.dtype in _HALF:
             rows = rows_of(shard, param)
             return cls(shard, param, torch.nn.Parameter(rows.float(), requires_grad=param.requires_grad), rows)
-        if shard.numel == param.numel() and not (detached and param.layout is torch.strided):
+        if shard.numel == param.numel() and not detached:
             return cls(shard, param, param)
         return cls(shard, param, torch.nn.Parameter(rows_of(shard, param), requires_grad=param.requires_grad))
 

@@ -42,7 +42,7 @@ class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):  # type:
         optimizer_class: the class of the local optimizer, or a ``functools.partial`` of it.
         process_group: the ranks that share the work; the default group if None.
         parameters_as_bucket_view: pack parameters into flat buffers, so that a step sends few large messages without
-            copying. ``param.data`` then points into a buffer, without gaps if it had some.
+            copying. ``param.data`` then points into a buffer.
         overlap_with_ddp: whether a communication hook of ``zeroshard_integrations.ddp`` steps it during backward.
         partition: ``"whole"`` (each tensor has one owner), ``"split"`` (large tensors are cut evenly; elementwise
             optimizers only), ``"hybrid"`` (whole, except tensors larger than a fair share; elementwise only), or a
@@ -120,7 +120,8 @@ class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):  # type:
     def step(self, closure: Closure | None = None, **kwargs: Any) -> Any:  # noqa: ANN401 - what the inner step takes and returns
         """Update this rank's shards and bring the new values to all ranks. Collective.
 
-        Parameters may have been frozen, unfrozen or converted since the last step, or their ``.data`` rebound.
+        Parameters may have been frozen or unfrozen since the last step, or their ``.data`` rebound; they may be converted
+        to another dtype, device or memory format only while they have no state.
 
         Args:
             closure: re-evaluates the model and returns the loss. Pass one on every rank or on none, unchecked.

@@ -111,7 +111,7 @@ def specs_of(
 
     Raises:
         TypeError: for an active parameter that is a DTensor.
-        ValueError: for a parameter in another layout than strided and COO.
+        ValueError: for a sparse parameter.
     """
     specs: list[TensorSpec] = []
     logical: dict[torch.device, str] = {}
@@ -119,10 +119,10 @@ def specs_of(
         names = group.get("param_names")
         for position, param in enumerate(group["params"]):
             index = len(specs)
-            if param.layout not in (torch.strided, torch.sparse_coo):
+            if param.layout is not torch.strided:
                 raise ValueError(
-                    f"{title_of(groups, index)}, of shape {tuple(param.shape)}, is a {param.layout} tensor; only "
-                    f"strided and sparse_coo parameters can be sharded"
+                    f"{title_of(groups, index)}, of shape {tuple(param.shape)}, is a {param.layout} tensor: sparse "
+                    f"parameters are not supported, only sparse gradients of dense ones"
                 )
             if active[index] and hasattr(param, "device_mesh"):
                 raise TypeError(

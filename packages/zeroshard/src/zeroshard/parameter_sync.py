@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Set
-from dataclasses import dataclass
-from functools import partial
 from itertools import groupby
 
 import torch
@@ -12,8 +10,6 @@ from zeroshard_comm import Broadcast, Control, ParameterBroadcaster, Segment, ch
 from zeroshard_core import BucketLayout, FlatBuffer, Plan, Slot, TensorSpec, bucket_layouts, storage_view
 
 from zeroshard.layout import same_place
-from zeroshard.memory import lies_flat
-from zeroshard.sparse_parameters import SparseParameter, share_sparse
 
 _Places = tuple[list[int], list[torch.Size], list[tuple[int, ...]]]
 
@@ -84,9 +80,6 @@ class ParameterSync:
         self._shared: list[torch.Tensor] = []
         self._broadcasters: list[ParameterBroadcaster] = []
         self._broadcasts: list[Broadcast] = []
-        self._loose: list[_Loose] = []
-        self._sparse: dict[torch.device, list[SparseParameter]] = {}
-        self._dense: list[torch.Tensor] = []
         self._found: _Places = ([], [], [])
 
     @property
@@ -95,18 +88,13 @@ class ParameterSync:
         return tuple(buffer.storage for buffer in self._buffers)
 
     @property
-    def shares_sparse(self) -> bool:
-        """Whether some active parameter is sparse, so that the bytes of a step depend on its gradient."""
-        return bool(self._sparse)
-
-    @property
     def broadcaster(self) -> ParameterBroadcaster | None:
-        """Brings all active parameters if they are on one device and without gaps; None if there is only one rank."""
+        """Brings all active parameters if they are on one device; None if there is only one rank."""
         return next(iter(self._broadcasters), None)
 
     def moved(self) -> bool:
         """Whether some ``.data`` was rebound since :meth:`follow`: to other memory, or with other sizes or strides."""
-        return _places(self._dense) != self._found
+        return _places(self._params) != self._found
 
     def follow(self, params: Sequence[torch.Tensor], plan: Plan, active: Sequence[bool]) -> None:
         """Lay out and prepare everything for these parameters and this plan.
@@ -122,18 +110,12 @@ class ParameterSync:
         if self._as_bucket_view:
             self._pack(plan, active)
         self._shared = [param for param, is_shared in zip(params, active, strict=True) if is_shared]
-        # A sparse parameter has no address, and is never viewed.
-        self._dense = [param for param in params if param.layout is torch.strided]
-        self._found = _places(self._dense)
-        self._broadcasters, self._loose, self._sparse = [], [], {}
+        self._found = _places(self._params)
+        self._broadcasters = []
         if self._ranks.world_size == 1:
             return
         by_device: dict[torch.device, list[Segment]] = {}
-        shared = [index for index, is_active in enumerate(active) if is_active]
-        for index in [index for index in shared if params[index].layout is not torch.strided]:
-            item = SparseParameter(plan.of_tensor(index)[0].rank, params[index])
-            self._sparse.setdefault(params[index].device, []).append(item)
-        for segment in self.segments(plan, [i for i in shared if params[i].layout is torch.strided]):
+        for segment in self.segments(plan, [index for index, is_active in enumerate(active) if is_active]):
             by_device.setdefault(segment.buffer.device, []).append(segment)
         self._broadcasters = [
             choose_broadcaster(self._control, segments, device) for device, segments in by_device.items()
@@ -150,9 +132,6 @@ class ParameterSync:
         Raises:
             PeerLostError: if a rank is gone.
         """
-        for item in self._loose:
-            if item.owner == self._ranks.rank:
-                item.copy.copy_(item.param)
         self._broadcasts = []
         for broadcaster in self._broadcasters:
             self._broadcasts.append(broadcaster.begin())
@@ -179,13 +158,6 @@ class ParameterSync:
         for broadcast in self._broadcasts:
             broadcast.wait()
         self._broadcasts = []
-        for item in self._loose:
-            if item.owner != self._ranks.rank:
-                item.param.copy_(item.copy)
-        for device, items in self._sparse.items():
-            # The buffers are temporary, so peers cannot read them later.
-            make = partial(choose_broadcaster, self._control, device=device, by_reading=False)
-            share_sparse(items, self._ranks.rank, make)
 
     def _pack(self, plan: Plan, active: Sequence[bool]) -> None:
         """Pack parameters that became active or were rebound; start over with those whose dtype or shape changed."""
@@ -207,12 +179,7 @@ class ParameterSync:
                 packed.update({i: plan.tensors[i] for i in members})
             else:
                 buffer.release([i for i in members if i not in rebound])
-        # With gaps too, which the buffer closes: ranks may differ in them, and must send the same messages.
-        wanted = [
-            i
-            for i, is_active in enumerate(active)
-            if is_active and i not in packed and self._params[i].layout is torch.strided
-        ]
+        wanted = [index for index, is_active in enumerate(active) if is_active and index not in packed]
         for layout in bucket_layouts(plan, tensors=wanted):
             members = [slot.tensor for slot in layout.slots]
             buffer = FlatBuffer(layout, plan.tensors, self._params[members[0]].device)
@@ -226,11 +193,10 @@ class ParameterSync:
 
         Args:
             plan: who owns what.
-            wanted: their indices, the same on every rank; none of them sparse.
+            wanted: their indices, the same on every rank.
 
         Returns:
-            In an order that depends only on plan and indices: a rank's parameters may have gaps in memory where those
-            of other ranks have none.
+            In an order that depends only on plan and indices.
         """
         chosen = frozenset(wanted)
         found: list[Segment] = []
@@ -242,24 +208,9 @@ class ParameterSync:
                 else:
                     found.append(Segment(owner, buffer.storage[start:stop]))
         for index in alone:
-            param, shards = self._params[index].detach(), plan.of_tensor(index)
-            if lies_flat(param):
-                flat = storage_view(param)
-                found += [Segment(shard.rank, flat[shard.flat]) for shard in shards]
-            else:
-                # Such a tensor travels as a contiguous copy.
-                self._loose.append(_Loose(shards[0].rank, param, param.new_empty(param.shape)))
-                found.append(Segment(shards[0].rank, self._loose[-1].copy.view(-1)))
+            flat = storage_view(self._params[index].detach())
+            found += [Segment(shard.rank, flat[shard.flat]) for shard in plan.of_tensor(index)]
         return found
-
-
-@dataclass(frozen=True, eq=False)
-class _Loose:
-    """A parameter without a flat view of its storage, and the contiguous copy that travels for it."""
-
-    owner: int
-    param: torch.Tensor
-    copy: torch.Tensor
 
 
 def _places(tensors: Sequence[torch.Tensor]) -> _Places:

@@ -126,7 +126,7 @@ class Sharding:
                 self.check_allowed()
                 append()
                 layout = next_layout(self.policy, layout, groups)
-                self.local.check_cut_dims(self.layout.plan, layout.plan)
+                self.local.check_not_converted(self.layout.plan, layout.plan)
                 self.local.dry_run(groups, layout.plan)
                 if self.buckets is not None:
                     self.buckets.check(parameters_of(groups), layout)
@@ -192,7 +192,7 @@ class Sharding:
             if layout.declaration.digest == self.layout.declaration.digest:
                 layout = self.layout
             else:
-                self.local.check_cut_dims(self.layout.plan, layout.plan)
+                self.local.check_not_converted(self.layout.plan, layout.plan)
         return layout
 
     def adopt(self, layout: Layout, groups: Sequence[ParamGroup]) -> None:

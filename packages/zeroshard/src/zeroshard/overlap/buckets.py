@@ -12,7 +12,6 @@ from zeroshard_core import Plan
 
 from zeroshard.layout import Layout
 from zeroshard.local_optimizer import LocalOptimizer
-from zeroshard.memory import lies_flat
 from zeroshard.overlap.accumulation import GradAccumulator
 from zeroshard.overlap.bucket import Bucket, BucketPhase, BucketState, Unbucketed, gradient_view
 from zeroshard.overlap.placeholder import GradPlaceholder
@@ -227,16 +226,11 @@ def common_device(params: Sequence[torch.Tensor], layout: Layout) -> torch.devic
     """Return the device of all parameters that take part.
 
     Raises:
-        ValueError: if they are on several, or one of them cannot be exchanged.
+        ValueError: if they are on several.
     """
     first: tuple[str, torch.device] | None = None
     for index, (param, is_active) in enumerate(zip(params, layout.active, strict=True)):
         title = f"tensor {index} {layout.plan.tensors[index].name!r}"
-        if is_active and not lies_flat(param):
-            raise ValueError(
-                f"{title} is sparse, has gaps in memory, or is a conjugate or negative view: it cannot be exchanged by "
-                f"a communication hook; make it contiguous, or train without a hook"
-            )
         if is_active and first is None:
             first = title, param.device
         if is_active and first is not None and param.device != first[1]:

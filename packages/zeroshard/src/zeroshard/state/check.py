@@ -193,7 +193,7 @@ def check_state_dict(
             _check_entries(by_tensor[index], param, where)
             if by_tensor[index]:
                 entries = added.checked(by_tensor[index], spec.shape, where)
-                schema.check(entries, spec, param.layout, saved_groups[spec.group], where)
+                schema.check(entries, spec, saved_groups[spec.group], where)
         elif spec.trainable and spec.group in stateful_groups and not (is_partial or by_name or metadata.lacks(index)):
             # By name they come from torch.distributed.checkpoint, which has refused this unless `strict` is False.
             raise ValueError(

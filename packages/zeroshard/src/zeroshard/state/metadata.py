@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -33,7 +34,8 @@ class StateMetadata:
     def __init__(self, sharding: Sharding, *, leaves_objects: bool) -> None:
         self._sharding, self._leaves_objects = sharding, leaves_objects
         self._described: dict[int, Described] = {}
-        self._told, self._seen = "{}", [0]
+        self._told = "{}"
+        self._seen: list[Any] = []
         self.keeps_none = False
         self.drop_consolidated()
 
@@ -57,32 +59,15 @@ class StateMetadata:
 
     def has_changed(self) -> bool:
         """Whether this rank's state has other entries than at the last exchange, or of another kind."""
-        seen = self._identities()
-        if seen == self._seen:
+        entries = self._entries()
+        if _are_same(self._seen, entries):
             return False
         try:
             is_new = self._mine() != self._told
         except Exception:  # noqa: BLE001 - whatever it is, the exchange raises it on every rank
             return True
-        self._seen = self._seen if is_new else seen
+        self._seen = self._seen if is_new else _remember(entries)
         return is_new
-
-    def difference(self) -> str | None:
-        """Name an entry of this rank's state that is not what was told at the last exchange; None if there is none.
-
-        New entries do not count, nor a tensor all of whose state was dropped: the next step makes it anew. Unlike
-        :meth:`has_changed`, this looks at every shape and dtype.
-        """
-        mine, tensors = json.loads(self._mine()), self._sharding.layout.plan.tensors
-        # In a closure, a step hides them from the class.
-        hidden = self._sharding.local.added.names
-        for index, entries in json.loads(self._told).items():
-            now = dict(mine.get(index) or entries)
-            for key, told in entries:
-                if now.get(key) != told and not (key in hidden and key not in now):
-                    is_now = f"is {now[key]} now" if key in now else "is gone"
-                    return f"{title_of(key, tensors[int(index)])} (tensor {index}) was {told}, and {is_now}"
-        return None
 
     def exchange(self, operation: str) -> None:
         """Tell all ranks which entries each rank has. Collective.
@@ -102,7 +87,7 @@ class StateMetadata:
             for index, entries in of_rank.items():
                 # Owners of parts of one tensor have the same entries.
                 described.setdefault(int(index), entries)
-        self._described, self._told, self._seen = described, mine, self._identities()
+        self._described, self._told, self._seen = described, mine, _remember(self._entries())
 
     def placeholders(self, index: int) -> dict[Key, Any]:
         """Return placeholders for the state of a parameter on other ranks, by its tensor index."""
@@ -139,20 +124,16 @@ class StateMetadata:
         is_kept = isinstance(value, str) or self._leaves_objects
         return torch.empty((), dtype=torch.uint8, device="cpu") if is_kept else value
 
-    def _identities(self) -> list[Any]:
-        """What differs if an entry was added, removed, or replaced by another object.
+    def _entries(self) -> list[Any]:
+        """This rank's state, flattened: its tensors, and the types of other values.
 
-        Values do not matter, and neither a tensor's shape nor its dtype is looked at, as that costs too much in a step.
+        Neither a tensor's shape nor its dtype is looked at, as that costs too much in a step.
         """
-        state = self._sharding.local.optim.state
-        return [
-            len(state),
-            *[
-                id(value) if isinstance(value, torch.Tensor) else _identity(value)
-                for entries in state.values()
-                for value in (entries.values() if isinstance(entries, dict) else (entries,))
-            ],
-        ]
+        found: list[Any] = []
+        for entries in self._sharding.local.optim.state.values():
+            for value in entries.values() if isinstance(entries, dict) else (entries,):
+                found += (value,) if isinstance(value, torch.Tensor) else _flattened(value)
+        return found
 
 
 def title_of(key: object, spec: TensorSpec) -> str:
@@ -160,12 +141,26 @@ def title_of(key: object, spec: TensorSpec) -> str:
     return f"state entry {key!r} of {spec.name!r}"
 
 
-def _identity(value: object) -> object:
+def _flattened(value: object) -> list[Any]:
+    """Return the tensors in a state entry, the types of its other values, and the keys and sizes of its containers."""
     if isinstance(value, Mapping):
-        return [(key, _identity(item)) for key, item in value.items()]
+        return [list(value), *[part for item in value.values() for part in _flattened(item)]]
     if isinstance(value, (list, tuple)):
-        return [_identity(item) for item in value]
-    return id(value) if isinstance(value, torch.Tensor) else type(value)
+        return [len(value), *[part for item in value for part in _flattened(item)]]
+    return [value if isinstance(value, torch.Tensor) else type(value)]
+
+
+def _remember(entries: Sequence[Any]) -> list[Any]:
+    """Refer to tensors weakly: an address may be used again, and a tensor that was replaced must be freed."""
+    return [weakref.ref(entry) if isinstance(entry, torch.Tensor) else entry for entry in entries]
+
+
+def _are_same(seen: Sequence[Any], entries: Sequence[Any]) -> bool:
+    """Whether :func:`_remember` has seen these very tensors, and equal other values."""
+    return len(seen) == len(entries) and all(
+        (type(old) is weakref.ref and old() is new) if isinstance(new, torch.Tensor) else old == new
+        for old, new in zip(seen, entries, strict=True)
+    )
 
 
 def _placeholder(

@@ -47,15 +47,12 @@ class StateSchema:
         self._applies |= class_of(policy.factory) in vars(optim).values()
         self._known: dict[tuple[str, int], dict[str, _Form] | None] = {}
 
-    def check(
-        self, entries: Mapping[str, Any], spec: TensorSpec, layout: torch.layout, group: Mapping[str, Any], where: str
-    ) -> None:
+    def check(self, entries: Mapping[str, Any], spec: TensorSpec, group: Mapping[str, Any], where: str) -> None:
         """Check the state of one tensor.
 
         Args:
             entries: its state.
             spec: the tensor.
-            layout: its layout, which entries with a value per element share, but for :data:`_MAY_BE_SPARSE`.
             group: the hyperparameters of its group.
             where: names the tensor in errors.
 
@@ -89,8 +86,8 @@ class StateSchema:
                 fits = isinstance(value, torch.Tensor) and value.shape == shape
                 wanted = f"{shape}" if isinstance(value, torch.Tensor) else "a tensor"
             is_known = key in _MAY_BE_SPARSE or isinstance(value, StatePlaceholder)
-            if fits and form == tuple(range(axes)) and value.layout != layout and not is_known:
-                fits, found, wanted = False, f"is a {value.layout} tensor", f"{layout}"
+            if fits and form == tuple(range(axes)) and value.layout != torch.strided and not is_known:
+                fits, found, wanted = False, f"is a {value.layout} tensor", "torch.strided"
             if not fits:
                 raise ValueError(f"{where}: entry {key!r} {found}, expected {wanted}")
 
