@@ -19,10 +19,10 @@ from zeroshard_comm import (
     PeerLostError,
     RankGroup,
     Traffic,
-    Words,
     choose_private_group,
 )
 from zeroshard_comm.packing import PACK_BELOW
+from zeroshard_comm.words import Words
 from zeroshard_core import Run
 from zeroshard_testing import Faults
 

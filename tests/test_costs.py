@@ -14,8 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 from training import cutting, set_gradients, twins
 from zeroshard import ZeroRedundancyOptimizer
-from zeroshard_comm import CHUNK_BYTES, RankGroup, all_read, word_ring
+from zeroshard_comm import CHUNK_BYTES, RankGroup, word_ring
 from zeroshard_comm.process_memory import SWITCH
+from zeroshard_comm.same_host import all_read
 
 pytestmark = pytest.mark.each_choice
 VIEWS = pytest.mark.parametrize("as_bucket_view", [False, True], ids=["params", "views"])

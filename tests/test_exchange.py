@@ -18,14 +18,12 @@ from zeroshard_comm import (
     ParameterBroadcaster,
     PeerLostError,
     RankGroup,
-    SameHostBroadcaster,
     Segment,
     agree,
-    all_read,
     choose_broadcaster,
-    connect,
     gather,
 )
+from zeroshard_comm.same_host import SameHostBroadcaster, all_read, connect
 from zeroshard_core import TensorSpec, partition
 
 DTYPES = [torch.float32, torch.bfloat16, torch.complex64, torch.int64, torch.bool, torch.float64]

@@ -20,14 +20,12 @@ from zeroshard_comm import (
     DisagreementError,
     PeerLostError,
     RankGroup,
-    SameHostReducer,
-    connect,
     transport,
 )
-from zeroshard_comm import all_read as all_ranks_read
 from zeroshard_comm.packing import CHUNK_BYTES
 from zeroshard_comm.process_memory import SWITCH
-from zeroshard_comm.same_host import scratch_memory
+from zeroshard_comm.same_host import SameHostReducer, connect, scratch_memory
+from zeroshard_comm.same_host import all_read as all_ranks_read
 from zeroshard_comm.transport import SameHostTransport
 from zeroshard_core import Run
 from zeroshard_testing import Faults

@@ -18,13 +18,11 @@ from zeroshard_comm.message_reducer import MessageReducer, MessageReduceWork
 from zeroshard_comm.messages import Message, receive, receive_text, send, send_text
 from zeroshard_comm.packing import PACK_BELOW
 from zeroshard_comm.process_group import GroupContext, RankGroup
-from zeroshard_comm.receive_window import Receive, ReceiveWindow
-from zeroshard_comm.same_host import WORTH_READING, SameHostBroadcaster, SameHostReducer, all_read, connect
+from zeroshard_comm.same_host import WORTH_READING
 from zeroshard_comm.sharding_config import ShardingConfig, agree, agreed, check_config, explain_configs
 from zeroshard_comm.state_transfer import CHUNK_BYTES, Manifest, gather
 from zeroshard_comm.traffic import Traffic, Volume
 from zeroshard_comm.transport import Transport, choose_transport
-from zeroshard_comm.words import Words
 
 __all__ = [
     "CHUNK_BYTES",
@@ -49,27 +47,20 @@ __all__ = [
     "PeerLostError",
     "Position",
     "RankGroup",
-    "Receive",
-    "ReceiveWindow",
-    "SameHostBroadcaster",
-    "SameHostReducer",
     "Segment",
     "ShardingConfig",
     "Traffic",
     "Transport",
     "Volume",
-    "Words",
     "agree",
     "agreed",
     "all_gather_float",
     "all_gather_text",
-    "all_read",
     "check_config",
     "choose_broadcaster",
     "choose_private_group",
     "choose_transport",
     "combine_disjoint",
-    "connect",
     "explain_configs",
     "gather",
     "receive",

@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
-from zeroshard_comm import Control, Position, RankGroup, ShardingConfig, Traffic, agreed, connect
+from zeroshard_comm import Control, Position, RankGroup, ShardingConfig, Traffic, agreed
+from zeroshard_comm.same_host import connect
 
 from zeroshard.elementwise import name_of
 from zeroshard.implementations import check_capture
