@@ -191,6 +191,24 @@ def test_a_placeholder_refuses_to_be_read(rank: int, read: Callable[[torch.Tenso
 
 @pytest.mark.ranks(2, backend="gloo")
 @PARTITIONS
+def test_state_that_is_changed_in_place(partition: str) -> None:
+    pair = Pair(partition)
+    pair.step()
+    with pytest.raises(RuntimeError, match=r"change what each rank holds, on every rank: .* optimizer.optim.state"):
+        for param in pair.model.parameters():
+            pair.sharded.state[param]["exp_avg"].mul_(0.5)
+    # As the error says; those that were changed before it must not be changed twice.
+    pair = Pair(partition)
+    pair.step()
+    for optimizer in (pair.sharded.optim, pair.plain):
+        for entries in optimizer.state.values():
+            entries["exp_avg"].mul_(0.5)
+    pair.step()
+    pair.check_equal()
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@PARTITIONS
 def test_what_a_rank_has_listed_is_loaded_on_the_same_rank(partition: str) -> None:
     pair = Pair(partition)
     for change in (lambda sd: sd, copy.deepcopy, lambda sd: moved(sd, "cpu"), dict):

@@ -6,7 +6,7 @@ import json
 
 import check_sources
 import pytest
-from check_sources import AIMS, check, main
+from check_sources import CEILINGS, Ceiling, check, count, main
 from module_imports import read_packages
 
 LINE = "number = 1\n"
@@ -14,7 +14,7 @@ LINE = "number = 1\n"
 
 @pytest.fixture
 def root(tmp_path):
-    for package in AIMS:
+    for package in CEILINGS:
         folder = tmp_path / "packages" / package.replace("_", "-") / "src" / package
         folder.mkdir(parents=True)
         (folder / "__init__.py").write_text('"""A package."""\n')
@@ -29,7 +29,8 @@ def violations(root):
         for name, source in sources.items():
             package = name.partition("/")[0]
             root.joinpath("packages", package.replace("_", "-"), "src", f"{name}.py").write_text(source)
-        return [violation.text for violation in check(read_packages(root, AIMS).values())]
+        modules = read_packages(root, CEILINGS).values()
+        return [violation.text for violation in check(modules, count(root, modules))]
 
     return found
 
@@ -93,21 +94,25 @@ def test_names_of_its_own_are_left_alone(violations, source):
     assert not violations({"zeroshard/_torch_private": home, "zeroshard/a": source})
 
 
-def test_the_lines_of_each_package_are_printed_beside_its_aim(root, monkeypatch, capsys):
-    aims = dict.fromkeys(AIMS, check_sources.Aim(1)) | {"zeroshard": check_sources.Aim(1, "written twice")}
-    monkeypatch.setattr(check_sources, "AIMS", aims)
-    (root / "packages" / "zeroshard" / "src" / "zeroshard" / "a.py").write_text(LINE * 9)
+def test_a_package_above_its_ceiling_is_told(root, monkeypatch, capsys):
+    ceilings = dict.fromkeys(CEILINGS, Ceiling(1)) | {"zeroshard": Ceiling(10, "written twice")}
+    monkeypatch.setattr(check_sources, "CEILINGS", ceilings)
+    source = root / "packages" / "zeroshard" / "src" / "zeroshard" / "a.py"
+    source.write_text(LINE * 9)
     assert main([str(root)]) == 0
-    rows = [line.split(maxsplit=4) for line in capsys.readouterr().out.splitlines()]
-    assert ["zeroshard", "10", "1", "9", "written twice"] in rows
-    assert ["zeroshard_core", "1", "1", "-"] in rows
+    rows = [line.split(maxsplit=3) for line in capsys.readouterr().out.splitlines()]
+    assert ["zeroshard", "10", "10", "written twice"] in rows
+    assert ["zeroshard_core", "1", "1"] in rows
+    source.write_text(LINE * 10)
+    assert main([str(root)]) == 1
+    assert "zeroshard has 11 lines, and its ceiling is 10: take something out of it" in capsys.readouterr().out
 
 
 def test_as_json_with_a_status_that_tells_of_violations(root, capsys):
     (root / "packages" / "zeroshard" / "src" / "zeroshard" / "a.py").write_text(LINE * 401)
     assert main([str(root), "--json"]) == 1
     told = json.loads(capsys.readouterr().out)
-    assert told["packages"]["zeroshard_core"] == {"lines": 1, "aim": AIMS["zeroshard_core"].lines, "reason": ""}
+    assert told["packages"]["zeroshard_core"] == {"lines": 1, "ceiling": CEILINGS["zeroshard_core"].lines, "reason": ""}
     assert [text.rpartition(": ")[2] for text in told["violations"]] == ["take something out of it"]
 
 

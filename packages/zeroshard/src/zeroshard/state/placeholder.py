@@ -118,9 +118,14 @@ class StatePlaceholder(TensorWithoutValues):
 
     def refusal(self, operation: str) -> RuntimeError:
         """Return the error for an operation, by its name."""
+        refused = f"{self._title} lies on other ranks, at least in part, and {operation} cannot be done with it here. "
+        if operation.partition("aten.")[2].partition(".")[0].endswith("_"):
+            return RuntimeError(
+                f"{refused}To change the state in place, change what each rank holds, on every rank: the tensors in "
+                f"optimizer.optim.state.values()"
+            )
         return RuntimeError(
-            f"{self._title} lies on other ranks, at least in part, and {operation} cannot be done with it here. "
-            f"torch.distributed.checkpoint saves it; its async_save() in a thread and not in another process, and with "
+            f"{refused}torch.distributed.checkpoint saves it; its async_save() in a thread and not in another process, and with "
             f"async_stager=DefaultStager(...) if it is given a storage_writer. For all values on one rank, call on all "
             f"ranks consolidate_state_dict(to=RANK), after which state_dict() has them there until the next step; or, "
             f"by name, zeroshard.full_optimizer_state_dict(model, optimizer)"
