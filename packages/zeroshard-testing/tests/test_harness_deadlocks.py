@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
+from zeroshard_testing import rank_inspector
 from zeroshard_testing.deadlock import find_deadlock
 from zeroshard_testing.issued import find_mismatch
 from zeroshard_testing.rank_state import Awaited, GroupState, Messages, Operation, RankState
@@ -173,3 +176,26 @@ def test_nothing_is_proven_of_the_group_that_is_made_for_a_test(suite: Callable[
     assert {name: case.kind for name, case in done.cases.items()} == {f"test_ends_at_once[{count}-gloo]": "passed"}, (
         done.text
     )
+
+
+def test_a_look_at_the_threads_keeps_nothing_alive() -> None:
+    class Model:
+        pass
+
+    ready, go = threading.Event(), threading.Event()
+    left = []
+
+    def use() -> weakref.ref[Model]:
+        model = Model()
+        ready.set()
+        go.wait()
+        return weakref.ref(model)
+
+    thread = threading.Thread(target=lambda: left.append(use()() is not None))
+    thread.start()
+    ready.wait()
+    looked = rank_inspector._what_threads_do()
+    go.set()
+    thread.join()
+    assert left == [False]
+    assert looked[thread.ident].is_idle

@@ -9,6 +9,7 @@ seems idle may go on by itself.
 from __future__ import annotations
 
 import functools
+import math
 import signal
 import sys
 import threading
@@ -18,7 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 from time import monotonic, time
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,7 +35,7 @@ from zeroshard_testing.wait_recorder import ANY_SOURCE, Wait, WaitRecorder
 
 # Bound now, as the clock is above: a test may put something else in their place.
 _ranks_of = dist.get_process_group_ranks
-_OWN_CODE = str(Path(__file__).parent)
+_OWN_CODE, _TORCH = str(Path(__file__).parent), str(Path(torch.__file__).parent)
 
 
 class RankInspector:
@@ -174,7 +175,7 @@ class RankInspector:
         marks: list[str] = []
         native: list[threading.Thread] = []
         threads = {thread.ident: thread for thread in threading.enumerate()}
-        for ident, frame in sys._current_frames().items():
+        for ident, doing in _what_threads_do().items():
             thread = threads.get(ident)
             is_main = thread is threading.main_thread()
             is_own = ident == threading.get_ident() or (thread is not None and thread.name.startswith(OWN_THREADS))
@@ -187,12 +188,12 @@ class RankInspector:
                     return None
                 awaited.append(found)
                 marks.append(f"wait {wait.serial}")
-            elif _waits_natively(frame) and thread is not None:
-                if self._gives_up_natively(frame):
+            elif doing.waits_natively and thread is not None:
+                if doing.time_limit < self._timeout or self._gives_up_natively():
                     return None
                 native.append(thread)
                 awaited.append(self._groups_begun.current.get(ident, Awaited("collective")))
-            elif not _is_idle(frame) or (is_main and _has_signal_handlers()):
+            elif not doing.is_idle or (is_main and _has_signal_handlers()):
                 return None
         if native:
             still = _stillness(native)
@@ -201,17 +202,12 @@ class RankInspector:
             marks.append(still)
         return tuple(awaited), "; ".join(marks)
 
-    def _gives_up_natively(self, frame: FrameType | None) -> bool:
+    def _gives_up_natively(self) -> bool:
         # Under torch's debug level DETAIL ranks wait within the call, before the flight recorder knows of it.
         for group in private.process_groups():
             pending = any(one.pending for one in list(self._waits.of_group(group).collectives.values()))
             if pending and private.timeout_of(group) < self._timeout:
                 return True
-        while frame is not None and frame.f_code.co_filename.startswith(str(Path(torch.__file__).parent)):
-            timeout = frame.f_locals.get("timeout")
-            if isinstance(timeout, timedelta) and timeout.total_seconds() < self._timeout:
-                return True
-            frame = frame.f_back
         return False
 
     def _awaited(self, wait: Wait) -> Awaited | None:
@@ -234,6 +230,32 @@ class RankInspector:
 def _rank_of(peer: int, group: dist.ProcessGroup) -> int:
     """Return a rank of a group as the default group numbers it."""
     return peer if peer == ANY_SOURCE else _ranks_of(group)[peer]
+
+
+class _Doing(NamedTuple):
+    """What a thread is doing: whether it is in native code of torch, which waits for so many seconds; or is idle."""
+
+    waits_natively: bool
+    time_limit: float
+    is_idle: bool
+
+
+def _what_threads_do() -> dict[int, _Doing]:
+    """Look at all threads, and keep none of their frames: these keep alive what a test has dropped."""
+    return {
+        ident: _Doing(_waits_natively(frame), _time_limit(frame), _is_idle(frame))
+        for ident, frame in sys._current_frames().items()
+    }
+
+
+def _time_limit(frame: FrameType | None) -> float:
+    """The shortest time limit, in seconds, of torch's functions that a thread is in."""
+    limit = math.inf
+    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+        timeout = frame.f_locals.get("timeout")
+        limit = min(limit, timeout.total_seconds()) if isinstance(timeout, timedelta) else limit
+        frame = frame.f_back
+    return limit
 
 
 def _waits_natively(frame: FrameType) -> bool:

@@ -120,7 +120,7 @@ class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):  # type:
     def step(self, closure: Closure | None = None, **kwargs: Any) -> Any:  # noqa: ANN401 - what the inner step takes and returns
         """Update this rank's shards and bring the new values to all ranks. Collective.
 
-        Parameters may have been frozen, unfrozen or rebound since the last step, and converted while they have no state.
+        Parameters may have been frozen, unfrozen or rebound since the last step, or converted while they had no state.
 
         Args:
             closure: re-evaluates the model and returns the loss. Pass one on every rank or on none, unchecked.
