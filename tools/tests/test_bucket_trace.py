@@ -84,6 +84,8 @@ def test_the_way_begins_at_the_hook_and_what_only_counts_is_not_on_it():
     assert all(isinstance(one, Passed) and min(one.functions.values()) > 0 for one in passed)
 
 
+# The other transport is drawn above; this one repeats it in a process of its own.
+@pytest.mark.exhaustive
 def test_the_way_by_memory_is_written_to_a_file(tmp_path):
     command = [sys.executable, "tools/bucket_trace.py", "--hook", "hook_with_zero_step", "--transport", "memory"]
 
