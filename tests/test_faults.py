@@ -234,7 +234,6 @@ def interrupt(*_: object) -> None:
 
 
 PLACES: dict[str, Callable[[ZeroRedundancyOptimizer], RemovableHandle]] = {
-    "before the step": lambda sharded: sharded.register_step_pre_hook(interrupt),
     "in the local step": lambda sharded: sharded.optim.register_step_pre_hook(interrupt),
     "after the local step": lambda sharded: sharded.optim.register_step_post_hook(interrupt),
 }

@@ -134,8 +134,8 @@ class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):  # type:
             DisagreementError, PeerLostError: if ranks differ in their parameters, or one is gone.
             RuntimeError: if a hook steps during backward, and there was not exactly one such backward since the last
                 step(), or hyperparameters have changed since; every further step() raises until a state is loaded.
-            Exception: an error of any rank, of its local step or of a step pre-hook, on every rank. Replicas are equal
-                then, except parameters that a rank has converted. After Ctrl-C in these, training can continue.
+            Exception: an error of any rank, on every rank, but errors of step hooks only where they occur. Replicas are
+                equal then, except parameters that a rank has converted.
         """
         return self._sharded.step(closure, kwargs)
 
@@ -163,20 +163,22 @@ class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):  # type:
         return self._sharded.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        """Register a hook that is called before each step, as in torch; its errors are raised on every rank.
+        """Register a hook that is called before each step, as in torch. Its errors are raised only where they occur.
 
-        Hooks after one that raised are not called. Errors of hooks for all optimizers
-        (``register_optimizer_step_pre_hook``) and of step post-hooks are raised only where they occur.
+        The other ranks then wait in their step for this rank's next call.
 
         Args:
             hook: called with the optimizer, and the positional and keyword arguments of its step; may return new ones.
+
+        Raises:
+            ValueError: if a communication hook steps during backward.
         """
         if self._overlap_with_ddp:
             raise ValueError(
                 "this optimizer is stepped during backward by its communication hook, and a step pre-hook would be "
                 "called after the step; use reduce_to_owner_hook"
             )
-        return super().register_step_pre_hook(_reporting(hook))
+        return super().register_step_pre_hook(hook)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, and choose their owners; others keep theirs. Collective, at any time.
@@ -275,24 +277,3 @@ class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):  # type:
         if self._sharded.load(read, from_rank):
             for post_hook in self._optimizer_load_state_dict_post_hooks.values():
                 post_hook(self)
-
-
-def _reporting(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a hook whose error the next step raises on every rank. It holds no reference to the optimizer."""
-
-    def reporting(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]] | None:  # noqa: ANN401 - as torch's hooks
-        sharded: ShardedOptimizer = optimizer._sharded
-        if sharded.hook_failure is not None:
-            return None
-        try:
-            changed = hook(optimizer, args, kwargs)
-            if changed is not None and not (isinstance(changed, tuple) and len(changed) == 2):
-                raise RuntimeError(
-                    f"a step pre-hook must return None or a tuple of (new_args, new_kwargs), but got {changed}"
-                )
-        except BaseException as error:  # noqa: BLE001 - every rank must hear of it, whatever it is, Ctrl-C too
-            sharded.hook_failure = error
-            return None
-        return changed
-
-    return reporting

@@ -46,7 +46,6 @@ class ShardedOptimizer:
         traffic: bytes, calls and waiting so far.
         follower: takes gradients bucket by bucket, once they come that way.
         joining: announces calls in Join contexts.
-        hook_failure: the error of a step pre-hook of the user.
 
     Raises:
         Exception: an error of any rank, on every rank.
@@ -62,7 +61,6 @@ class ShardedOptimizer:
         self.traffic = Traffic()
         self.sharding = Sharding(ranks, self.traffic, policy, defaults, read)
         self.follower: BackwardFollower | None = None
-        self.hook_failure: BaseException | None = None
         self._ranks = ranks
         self._metadata = StateMetadata(self.sharding, leaves_objects=policy.leaves_objects)
         if self.sharding.begins_with_state:
@@ -151,21 +149,20 @@ class ShardedOptimizer:
 
     def step(self, closure: Closure | None, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as the inner step
         """Make a step, or check the one that backward has made."""
-        failure, self.hook_failure = self.hook_failure, None
-        follower, loss = self.follower, None
-        may_be_torchs = follower is not None and not (closure or failure or follower.has_stepped)
+        follower, loss, failure = self.follower, None, None
+        may_be_torchs = follower is not None and not (closure or follower.has_stepped)
         if may_be_torchs and is_torchs_own_step(self.sharding, self._metadata):
             return self.init_state()
         if follower is not None and follower.mode is not StepMode.IN_STEP:
             # Nothing is sent here: Join contexts need not know, and errors are raised only on this rank.
-            return self._step_after_backward(follower, closure, arguments, failure)
+            return self._step_after_backward(follower, closure, arguments)
         if follower is not None and closure is not None:
             # Its backward reduces the gradients: once, before any shard is stepped.
             try:
                 with torch.enable_grad():
                     loss = closure()
             except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
-                failure = failure or error
+                failure = error
             closure = None
         call = Call.STEP if closure is None else Call.REFUSED
         self._announce(call, **arguments)
@@ -179,11 +176,7 @@ class ShardedOptimizer:
         return self._coordinator.step(self.sharding.groups, closure, arguments, problem)
 
     def _step_after_backward(
-        self,
-        follower: BackwardFollower,
-        closure: Closure | None,
-        arguments: Mapping[str, Any],
-        failure: BaseException | None,
+        self, follower: BackwardFollower, closure: Closure | None, arguments: Mapping[str, Any]
     ) -> None:
         """Do nothing, since backward has stepped; refuse arguments that come too late."""
         if closure is not None or arguments:
@@ -191,8 +184,6 @@ class ShardedOptimizer:
                 "this optimizer is stepped during backward by its communication hook, so step() takes neither a "
                 "closure nor arguments; call step() without them, or not at all, or use reduce_to_owner_hook"
             )
-        if failure is not None:
-            raise failure
         follower.on_step()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> torch.Tensor:
