@@ -22,6 +22,7 @@ from zeroshard_comm import (
     RankGroup,
     agreement,
     all_gather_float,
+    receive,
     word_ring,
 )
 from zeroshard_testing import Faults
@@ -251,24 +252,34 @@ def test_nobody_is_blamed_where_it_is_not_known_who_was_lost(rank: int, way: str
     control = Control(RankGroup.of())
     control.check_consistent("warming up")
     error = PeerLostError("some collective could not be finished") if rank == 1 else None
-    others = "lost another rank during" if way == "ring" else "another rank has lost a rank, whose process"
+    # The store of the ring knows who has closed its connections because it has lost another one.
+    others = "lost another rank during" if way == "ring" else "lost rank 1"
     told = "some collective" if rank == 1 else others
     with pytest.raises(PeerLostError, match=told):
         control.check_consistent("the end of step()", error=error)
 
 
-@pytest.mark.ranks(2, backend="gloo", checks="no:messages")
+@pytest.mark.ranks(3, backend="gloo", checks="no:messages")
 @pytest.mark.usefixtures("way")
-def test_nobody_waits_for_a_rank_that_has_lost_another_and_lives_on(rank: int) -> None:
+def test_nobody_waits_for_a_rank_that_has_lost_another_and_the_users_group_works_on(rank: int) -> None:
     control = Control(RankGroup.of())
     control.check_consistent("warming up")
-    if rank == 0:
-        with pytest.raises(PeerLostError):
+    control.check_consistent("connected")
+    with pytest.raises(PeerLostError):
+        if rank == 0:
             control.check_consistent("step()", error=PeerLostError("another one was lost"))
-    else:
-        # Not in an agreement: nothing could be told it.
-        with pytest.raises(RuntimeError, match=r"[Cc]losed|reset"):
-            dist.recv(torch.zeros(1), src=0)
+        else:
+            # Not in an agreement: nothing could be told it.
+            room = torch.zeros(1)
+            assert control.channel is not None
+            receive(control.channel, 0, room, 1, "a test").wait("a test")
+    with pytest.raises(PeerLostError):
+        control.check_consistent("step()")
+    with pytest.raises(PeerLostError, match=r"on a new process group\. They were closed after: .*lost"):
+        control.check_consistent("step()")
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total == 3
 
 
 @pytest.mark.ranks(2, backend="gloo")
@@ -331,9 +342,9 @@ def test_the_late_rank_alone_is_blamed_though_others_tell_later_than_this_one_lo
     if rank == 2:
         close = word_ring.WordRing.close
 
-        def close_later(ring: word_ring.WordRing) -> None:
+        def close_later(ring: word_ring.WordRing, **how: bool) -> None:
             time.sleep(0.4)
-            close(ring)
+            close(ring, **how)
 
         monkeypatch.setattr(word_ring.WordRing, "close", close_later)
     with pytest.raises(PeerLostError, match=f"rank {rank} lost rank 1 during") as raised:

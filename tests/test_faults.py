@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import signal
 import subprocess
 import sys
@@ -233,47 +234,97 @@ def interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-PLACES: dict[str, Callable[[ZeroRedundancyOptimizer], RemovableHandle]] = {
-    "in the local step": lambda sharded: sharded.optim.register_step_pre_hook(interrupt),
-    "after the local step": lambda sharded: sharded.optim.register_step_post_hook(interrupt),
+PLACES: dict[str, Callable[[optim.Optimizer, Callable[..., None]], RemovableHandle]] = {
+    "before the local step": lambda local, hook: local.register_step_pre_hook(hook),
+    "after the local step": lambda local, hook: local.register_step_post_hook(hook),
 }
 
 
-@pytest.mark.ranks(2, backend="gloo")
+class Interrupted:
+    """A sharded and an unsharded run that have taken two equal steps, of which the sharded one has a checkpoint."""
+
+    def __init__(self, hook: str) -> None:
+        self.hook = hook
+        self.model, self.reference = twins()
+        self.plain = optim.Adam(self.reference.parameters())
+        self.build()
+        for number in range(2):
+            self.iterate(number)
+        self.sharded.consolidate_state_dict()
+        self.saved = copy.deepcopy((self.model.state_dict(), self.sharded.state_dict()))
+
+    def build(self) -> None:
+        group = dist.new_group(timeout=timedelta(seconds=60))
+        self.ddp = DistributedDataParallel(self.model, process_group=group)
+        self.sharded = ZeroRedundancyOptimizer(self.model.parameters(), optim.Adam, process_group=group)
+        if self.hook == "owner":
+            register_reduce_to_owner(self.ddp, self.sharded)
+
+    def load(self) -> None:
+        self.model.load_state_dict(self.saved[0])
+        self.sharded.load_state_dict(self.saved[1] if self.sharded.rank == 0 else {}, from_rank=0)
+
+    def iterate(self, number: int) -> None:
+        inputs = torch.full((4, 40), 1.0 + number)
+        for module, optimizer in ((self.ddp, self.sharded), (self.reference, self.plain)):
+            optimizer.zero_grad()
+            module(inputs).square().mean().backward()
+            optimizer.step()
+
+
+# What was interrupted leaves messages without another end.
+@pytest.mark.each_choice
+@pytest.mark.ranks(2, backend="gloo", isolation="process", checks="no:messages")
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize("where", ["on all ranks", "on rank 1"])
-@pytest.mark.parametrize(
-    "as_bucket_view", [pytest.param(False, id="params"), pytest.param(True, id="views", marks=pytest.mark.exhaustive)]
-)
 @pytest.mark.parametrize("hook", ["none", "owner"])
 @pytest.mark.parametrize("place", PLACES)
-def test_the_step_after_one_that_was_interrupted_works(
-    rank: int, where: str, as_bucket_view: bool, hook: str, place: str
+def test_a_step_that_was_interrupted_breaks_the_optimizer_until_it_is_built_again(
+    rank: int, kind: type[BaseException], where: str, hook: str, place: str
 ) -> None:
-    model = small_model()
-    ddp = DistributedDataParallel(model)
-    sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, parameters_as_bucket_view=as_bucket_view)
-    if hook == "owner":
-        register_reduce_to_owner(ddp, sharded)
-    for step in range(5):
-        sharded.zero_grad()
-        ddp(torch.full((4, 40), 1.0 + step + rank)).square().mean().backward()
-        is_mine = step == 2 and (where == "on all ranks" or rank == 1)
-        handle = PLACES[place](sharded) if is_mine else None
-        before = [param.detach().clone() for param in model.parameters()]
-        if step == 2:
-            with pytest.raises(KeyboardInterrupt if is_mine else RuntimeError) as caught:
-                sharded.step()
-            told = "rank 1: step() was interrupted by KeyboardInterrupt: parameters are equal on all ranks"
-            assert is_mine or str(caught.value).startswith(told)
-        else:
-            sharded.step()
-        if handle is not None:
-            handle.remove()
-        assert_replicas_equal(model.parameters())
-        stays = step == 2 and (
-            place == "before the step" or (where == "on all ranks" and place != "after the local step")
-        )
-        assert all(map(torch.equal, before, model.parameters())) == stays
+    run = Interrupted(hook)
+    is_mine = where == "on all ranks" or rank == 1
+
+    def interrupted(*_: object) -> None:
+        raise kind
+
+    if is_mine:
+        PLACES[place](run.sharded.optim, interrupted)
+    with pytest.raises(kind if is_mine else PeerLostError):
+        run.iterate(2)
+    again = r"earlier call was not finished.*load a checkpoint and build the optimizer again, on a new process group"
+    for call in AFTER_AN_INTERRUPTION.values():
+        with pytest.raises(RuntimeError, match=rf"rank {rank}: an {again}"):
+            call(run.sharded)
+    assert len(run.sharded.state_dict()["state"]) == len(list(run.model.parameters()))
+    assert run.sharded.describe().rank == rank
+    # As the message says.
+    run.build()
+    run.load()
+    run.reference.load_state_dict(run.saved[0])
+    run.plain = optim.Adam(run.reference.parameters())
+    if rank == 0:
+        run.plain.load_state_dict(run.saved[1])
+    for number in (2, 3):
+        run.iterate(number)
+    assert_replicas_equal(run.model.parameters())
+    if rank == 0:
+        assert_bitwise_equal(run.model, run.reference, "after the optimizer was built again")
+
+
+@pytest.mark.ranks(1, backend="gloo")
+@pytest.mark.parametrize("hook", ["none", "owner"])
+def test_an_interruption_of_a_single_rank_breaks_nothing(hook: str) -> None:
+    run = Interrupted(hook)
+    handle = run.sharded.optim.register_step_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run.iterate(2)
+    handle.remove()
+    run.sharded.step()
+    run.plain.zero_grad()
+    run.reference(torch.full((4, 40), 3.0)).square().mean().backward()
+    run.plain.step()
+    assert_bitwise_equal(run.model, run.reference, "after the step that follows")
 
 
 AFTER_AN_INTERRUPTION: dict[str, Callable[[ZeroRedundancyOptimizer], object]] = {
@@ -322,7 +373,7 @@ def test_an_exchange_that_was_interrupted_says_what_to_do(rank: int, where: str,
         with pytest.raises(KeyboardInterrupt):
             sharded.step(interrupt if how == "in a closure" else None)
         for call in AFTER_AN_INTERRUPTION.values():
-            with pytest.raises(RuntimeError, match=rf"rank {rank} was interrupted by KeyboardInterrupt .*checkpoint"):
+            with pytest.raises(RuntimeError, match=rf"rank {rank}: an earlier call .*It was ended by: KeyboardInterrupt"):
                 call(sharded)
     else:
         with pytest.raises(PeerLostError, match="rank 0"):

@@ -24,6 +24,9 @@ USED: Mapping[str, str] = {
     "torch.distributed.ProcessGroup._device_types": "a group does not tell its timeout, but its backends do",
     "torch.distributed.ProcessGroup._get_backend": "the same; a public name has been there since 2.14 only",
     "torch._C._distributed_c10d.Backend.Options._timeout": "the same",
+    "torch.distributed.ProcessGroup._register_backend": "isend and irecv take a group, and not the gloo inside",
+    "torch.distributed.ProcessGroup._set_group_name": "by which zeroshard_testing matches the messages of ranks",
+    "torch.distributed.ProcessGroupGloo._set_default_timeout": "ranks that have just agreed connect within less",
     "torch.distributed.distributed_c10d._World.pg_names": "torch numbers a group that only its ranks make",
 }
 
@@ -79,6 +82,19 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
         if isinstance(timeout, timedelta):
             return timeout
     return None
+
+
+def group_of(gloo: dist.ProcessGroupGloo, store: dist.Store, name: str) -> dist.ProcessGroup:
+    """Return a group that torch does not list: of one backend, for CPU tensors."""
+    group = dist.ProcessGroup(store, gloo.rank(), gloo.size())
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+    group._set_group_name(name)
+    return group
+
+
+def set_timeout(gloo: dist.ProcessGroupGloo, timeout: timedelta) -> None:
+    """Let :func:`timeout_of` return another timeout; gloo itself takes it only where each wait is given it."""
+    gloo._set_default_timeout(timeout)
 
 
 def groups_here() -> int:

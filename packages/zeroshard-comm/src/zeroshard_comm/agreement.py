@@ -28,9 +28,8 @@ import torch
 
 from zeroshard_comm import word_ring
 from zeroshard_comm.errors import DifferentCallsError, DisagreementError, PeerLostError, builtin_name, rebuild_exception
-from zeroshard_comm.messages import cut_off
 from zeroshard_comm.process_group import RankGroup
-from zeroshard_comm.rounds import SOMEBODY, Rounds
+from zeroshard_comm.rounds import Rounds
 from zeroshard_comm.traffic import Traffic
 from zeroshard_comm.verdict import OWN, Explain, Reason, verdict
 from zeroshard_comm.word_ring import WordRing
@@ -93,9 +92,10 @@ class Position:
 class Control:
     """Agreements of the ranks of one process group.
 
-    Messages travel over gloo and CPU memory: over the group itself where it has gloo for CPU tensors, else over a gloo
-    group of the same ranks, with the same timeout, that is made once per process group (its construction is a
-    collective among only those ranks). So no agreement ever waits for an accelerator. With torch's ``fake`` backend
+    Messages travel over gloo and CPU memory, on connections of our own that are made once per process group, see
+    :class:`~zeroshard_comm.word_ring.WordRing`: so no agreement ever waits for an accelerator, and closing them closes
+    none of the user's. The first agreement comes before, since connecting waits for a rank that is gone: on the group
+    itself where it has gloo for CPU tensors, else on a gloo group that is made for it. With torch's ``fake`` backend
     nothing travels, and an agreement raises only what this rank itself found.
 
     One thread at a time may call methods of all objects of this class on one process group.
@@ -113,15 +113,24 @@ class Control:
     def __init__(self, ranks: RankGroup, traffic: Traffic | None = None) -> None:
         self.ranks = ranks
         self.traffic = traffic if traffic is not None else Traffic()
-        self.channel = _channel_of(ranks)
+        self._first = _first_channel_of(ranks)
         self.position: Position | None = None
         self.flagged = False
-        self._rounds = Rounds(self.channel or ranks, self.traffic)
 
     @property
     def alone(self) -> bool:
         """Whether there is no other rank to agree with: one rank, or a backend that moves no data."""
-        return self.channel is None or self.ranks.world_size == 1
+        return self._first is None
+
+    @property
+    def channel(self) -> RankGroup | None:
+        """The group that messages travel on now; None if there is no other rank."""
+        ring = self.ranks.context.ring
+        return ring.ranks if ring is not None else self._first
+
+    @property
+    def _rounds(self) -> Rounds:
+        return Rounds(self.channel or self.ranks, self.traffic)
 
     def check_consistent(
         self,
@@ -174,7 +183,8 @@ class Control:
             return error
         with self.ranks.context.one_at_a_time(operation):
             if isinstance(error, PeerLostError):
-                self._tell_of(error, operation)
+                # The others learn of it by their connections.
+                self.ranks.context.close(error)
                 return error
             combined = self._combine(operation, digest, failed=error is not None, flag=flag)
             self.flagged = bool(combined & _FLAG)
@@ -258,43 +268,19 @@ class Control:
     def _or(self, numbers: torch.Tensor, tag: int, operation: str) -> torch.Tensor:
         ring = self.ranks.context.ring
         started = time.perf_counter()
-        try:
-            # A ring needs few messages for one number, or two ranks, and else cuts more into a part for each rank.
-            if ring is None or (len(numbers) > 1 and self.ranks.world_size > _RING_OF_MANY):
-                return self._rounds.combine(numbers, tag, operation)
-            ring.combine(numbers, operation)
-        except PeerLostError:
-            if ring is not None:
-                self.cut_off()
-            raise
+        # A ring needs few messages for one number, or two ranks, and else cuts more into a part for each rank.
+        most = min(word_ring.MOST_RANKS, _RING_OF_MANY if len(numbers) > 1 else word_ring.MOST_RANKS)
+        if ring is None or self.ranks.world_size > most:
+            return self._rounds.combine(numbers, tag, operation)
+        ring.combine(numbers, operation)
         nbytes, waited = numbers.nbytes, time.perf_counter() - started
         self.traffic.add("control", sent=nbytes, received=nbytes, calls=1, waited=waited)
         return numbers
 
-    def cut_off(self) -> None:
-        """Let no rank wait for this one, which has lost another: all calls on the group raise, on every rank.
-
-        Call it where a :class:`~zeroshard_comm.PeerLostError` leaves this project: the process may live on.
-        """
-        if self.channel is not None:
-            if self.ranks.context.ring is not None:
-                self.ranks.context.ring.close()
-            cut_off(self.channel)
-
-    def _tell_of(self, error: PeerLostError, operation: str) -> None:
-        """Tell the others that a rank was lost; this one needs no answer."""
-        if self.ranks.context.ring is not None:
-            self.cut_off()
-            return
-        with suppress(PeerLostError):
-            lost = SOMEBODY if error.peer is None else 1 + error.peer
-            self._rounds.combine(torch.zeros(1, dtype=torch.int64, device="cpu"), TAG_WORD, operation, lost=lost)
-
     def _connect(self) -> None:
-        """From now on use a ring, if ranks are few: all have agreed in rounds."""
-        context, channel = self.ranks.context, self.channel
-        if context.ring is None and channel is not None and channel.world_size <= word_ring.MOST_RANKS:
-            context.ring = WordRing(channel)
+        """From now on use connections of our own: all have agreed."""
+        if self.ranks.context.ring is None and self._first is not None:
+            self.ranks.context.ring = WordRing(self._first)
 
     def _exchange_errors(
         self,
@@ -308,17 +294,16 @@ class Control:
     ) -> Exception:
         """Send this rank's text to rank 0, which decides what every rank raises."""
         mine = Reason(self.ranks.rank, operation, str(self.position or ""), digest, detail, error_type, message)
+        rounds = self._rounds
         if mine.rank:
-            self._rounds.send_text(
-                0, json.dumps([operation, mine.position, digest, detail, error_type, message]), operation
-            )
-            kind, message = json.loads(self._rounds.receive_text(0, operation))
+            rounds.send_text(0, json.dumps([operation, mine.position, digest, detail, error_type, message]), operation)
+            kind, message = json.loads(rounds.receive_text(0, operation))
         else:
             kind, message = self._decide(mine, operation, explain)
             for peer in self.ranks.peers:
                 # The others must still hear of it.
                 with suppress(PeerLostError):
-                    self._rounds.send_text(peer, json.dumps([kind, message]), operation)
+                    rounds.send_text(peer, json.dumps([kind, message]), operation)
         if kind == OWN:
             assert error is not None
             return error
@@ -361,8 +346,8 @@ def all_gather_text(control: Control, text: str, operation: str) -> list[str]:
     return [zlib.decompress(packed).decode() for packed in texts]
 
 
-def _channel_of(ranks: RankGroup) -> RankGroup | None:
-    """Find, or make, the gloo group that carries the messages of agreements."""
+def _first_channel_of(ranks: RankGroup) -> RankGroup | None:
+    """Find, or make, the gloo group that carries the messages of the first agreement."""
     if not ranks.moves_data() or ranks.world_size == 1:
         return None
     return ranks if ranks.sends_tagged(torch.device("cpu")) else ranks.private_group("gloo", "control")

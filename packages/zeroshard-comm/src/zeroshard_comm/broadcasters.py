@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch.distributed as dist
 
@@ -35,7 +36,11 @@ class _Packed(ParameterBroadcaster):
         # A single rank has nothing to send.
         pieces = [(segment.owner, segment.buffer) for segment in self.segments] if ranks.world_size > 1 else []
         self.messages = pack_pieces(pieces, pack_below)
-        self.unpacks = ranks.moves_data()
+
+    @property
+    def unpacks(self) -> bool:
+        """Whether messages carry values."""
+        return True
 
 
 class _Arriving(Broadcast):
@@ -129,6 +134,11 @@ class _Sent(_Arriving):
 
 class CollectiveBroadcaster(_Packed):
     """One broadcast for each message, all in flight at once, issued in one order by the thread that calls."""
+
+    @cached_property
+    def unpacks(self) -> bool:
+        """Whether messages carry values: not on torch's ``fake`` backend."""
+        return self.ranks.moves_data()
 
     def begin(self) -> Broadcast:
         """Issue nothing yet: collectives are issued in one order, when there are values to send."""

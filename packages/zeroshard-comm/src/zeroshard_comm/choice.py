@@ -35,7 +35,7 @@ def choose_broadcaster(
     if by_reading and all_read(ranks) and sum(segment.buffer.nbytes for segment in segments) >= WORTH_READING:
         return SameHostBroadcaster(control, segments)
     # No collectives: after one has failed, gloo delivers nothing any more, even between live ranks.
-    return MessageBroadcaster(ranks, segments, control.traffic)
+    return MessageBroadcaster(control.channel or ranks, segments, control.traffic)
 
 
 def choose_private_group(ranks: RankGroup, device: torch.device) -> RankGroup:

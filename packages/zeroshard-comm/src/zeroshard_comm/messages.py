@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -14,8 +13,6 @@ from zeroshard_comm.process_group import RankGroup
 
 TAG_LENGTH = 0x5A530002
 TAG_TEXT = 0x5A530003
-TAG_NOTHING = 0x5A530005
-"""Of messages that are never sent."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,7 +39,7 @@ class Message:
         Raises:
             PeerLostError: if the peer is gone, or was too late.
         """
-        wait_for(self.work, self.peer, self.ranks.rank, operation, timeout)
+        wait_for(self.work, self.peer, self.ranks.rank, operation, timeout or self.ranks.timeout)
 
 
 def send(ranks: RankGroup, peer: int, buffer: torch.Tensor, tag: int, operation: str) -> Message:
@@ -101,21 +98,3 @@ def receive_text(ranks: RankGroup, peer: int, operation: str) -> str:
     data = torch.zeros(int(length), dtype=torch.uint8, device="cpu")
     receive(ranks, peer, data, TAG_TEXT, operation).wait(operation)
     return bytes(data.tolist()).decode()
-
-
-def cut_off(ranks: RankGroup) -> None:
-    """Close this rank's connections, as if it had ended: it has lost a rank, and others may wait for it.
-
-    Nothing can be sent on the group any more, neither by this project nor by its user.
-
-    Args:
-        ranks: the group; gloo, for CPU tensors.
-    """
-    for peer in ranks.peers:
-        # gloo has no call for that, but closes all connections when a wait ends by its timeout; where they are closed
-        # already, this raises at once.
-        room = torch.empty(1, dtype=torch.uint8, device="cpu")
-        with suppress(RuntimeError):
-            work = dist.irecv(room, group=ranks.group, group_src=peer, tag=TAG_NOTHING)
-            if work is not None:
-                work.wait(timedelta(milliseconds=1))

@@ -8,27 +8,25 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Protocol
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from zeroshard_comm._torch_private import timeout_of
+from zeroshard_comm.errors import PeerLostError
+
+if TYPE_CHECKING:
+    from zeroshard_comm.word_ring import WordRing
 
 _TAG_SHIFT, _TAG_OFFSETS = 12, 1 << 16
 
-
-class Ring(Protocol):
-    """Combines numbers of all ranks; see :class:`zeroshard_comm.word_ring.WordRing`."""
-
-    def combine(self, numbers: torch.Tensor, operation: str) -> None:
-        """Replace numbers by those of all ranks."""
-
-    def close(self) -> None:
-        """Let all others know that a rank was lost."""
+_TAG_NOTHING = 0x5A530005
+"""Of messages that are never sent."""
 
 
 @dataclass
@@ -39,21 +37,22 @@ class GroupContext:
         readable: the processes of peers whose memory this rank reads: all peers if every rank can read every other,
             else none; None before they have tried.
         unread: whether peers may be reading gradients of this rank.
-        ring: combines words of all ranks, once they have agreed for the first time and are few.
+        ring: connections of our own, once all ranks have agreed for the first time.
+        closed: why this rank has closed its connections in our own groups, if it has.
         abandoned: messages that are no longer waited for after a rank was lost, and their buffers.
         optimizers: how many were built on the group.
     """
 
     readable: Mapping[int, int] | None = None
     unread: bool = False
-    ring: Ring | None = None
+    ring: WordRing | None = None
+    closed: str = ""
     abandoned: list[object] = field(default_factory=list)
     optimizers: int = 0
     _private: dict[tuple[str, str], RankGroup] = field(default_factory=dict)
     _tags: int = 0
     _busy: threading.Lock = field(default_factory=threading.Lock)
     _doing: str = ""
-    _interrupted_by: str = ""
 
     def number_optimizer(self) -> int:
         """Return the number of a further optimizer, from 1."""
@@ -74,13 +73,16 @@ class GroupContext:
     def one_at_a_time(self, operation: str) -> Iterator[None]:
         """Let one thread agree with the other ranks: two would take each other's messages.
 
+        If a rank is lost, or this one is interrupted, for example by Ctrl-C, this rank closes its connections.
+
         Raises:
-            RuntimeError: if another thread is about to, or an earlier agreement was interrupted, for example by Ctrl-C.
+            PeerLostError: if this rank has closed its connections before.
+            RuntimeError: if another thread is in an agreement.
         """
-        if self._interrupted_by:
-            raise RuntimeError(
-                f"{operation}: this rank was interrupted by {self._interrupted_by} while it agreed with the others, "
-                f"who may have gone on or not. End all ranks, and start again from a checkpoint"
+        if self.closed:
+            raise PeerLostError(
+                f"{operation}: this rank has closed its connections to the other ranks: load a checkpoint and build "
+                f"the optimizer again, on a new process group. They were closed after: {self.closed}"
             )
         if not self._busy.acquire(blocking=False):
             raise RuntimeError(
@@ -91,11 +93,26 @@ class GroupContext:
         try:
             yield
         except BaseException as error:
-            if not isinstance(error, Exception):
-                self._interrupted_by = type(error).__name__
+            if isinstance(error, PeerLostError) or not isinstance(error, Exception):
+                self.close(error)
             raise
         finally:
             self._busy.release()
+
+    def close(self, error: BaseException) -> None:
+        """Close this rank's connections in our own groups, so that no rank waits for it there though it lives on.
+
+        Every exchange of ours on the process group then raises, on every rank. The user's group is unchanged.
+
+        Args:
+            error: what has happened: another rank was lost, or this one was interrupted.
+        """
+        if not self.closed:
+            self.closed = str(error) or type(error).__name__
+            if self.ring is not None:
+                self.ring.close(has_lost_another=isinstance(error, PeerLostError))
+            for ranks in self._private.values():
+                ranks.close_connections()
 
 
 _contexts: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupContext] = weakref.WeakKeyDictionary()
@@ -160,6 +177,17 @@ class RankGroup:
             made[backend, purpose] = RankGroup.of(group)
         return made[backend, purpose]
 
+    def close_connections(self) -> None:
+        """Close this rank's connections of a gloo group, as if it had ended; a no-op for other backends."""
+        for peer in self.peers if self.sends_tagged(torch.device("cpu")) else ():
+            # gloo has no call for that, but closes all connections when a wait ends by its timeout; where they are
+            # closed already, this raises at once.
+            with suppress(RuntimeError):
+                room = torch.empty(1, dtype=torch.uint8, device="cpu")
+                work = dist.irecv(room, group=self.group, group_src=peer, tag=_TAG_NOTHING)
+                if work is not None:
+                    work.wait(timedelta(milliseconds=1))
+
     def subgroup(self, size: int) -> RankGroup:
         """Cut the group into groups of ``size`` consecutive group ranks, and make the one that this rank is in.
 
@@ -180,7 +208,7 @@ class RankGroup:
         group = dist.new_group(members, timeout=self.timeout, backend=backend, use_local_synchronization=True)
         return RankGroup.of(group)
 
-    @property
+    @cached_property
     def timeout(self) -> timedelta | None:
         """The timeout of the group's operations; None if its backends do not tell."""
         return timeout_of(self.group)

@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch
 
 from zeroshard_comm.errors import PeerLostError
-from zeroshard_comm.messages import Message, cut_off, receive, receive_text, send, send_text
+from zeroshard_comm.messages import Message, receive, receive_text, send, send_text
 from zeroshard_comm.process_group import RankGroup
 from zeroshard_comm.traffic import Traffic
 
@@ -20,9 +20,6 @@ _TELLING = timedelta(seconds=1)
 
 _SENDING = timedelta(seconds=8)
 """How long a send may take whose receive has been posted: gloo may never report one to a rank that is gone."""
-
-SOMEBODY = 1 << 32
-"""Used for the lost rank if it is unknown."""
 
 
 class Rounds:
@@ -37,7 +34,7 @@ class Rounds:
         self._channel, self._traffic = channel, traffic
         self._lost: dict[int, PeerLostError] = {}
 
-    def combine(self, numbers: torch.Tensor, tag: int, operation: str, *, lost: int = 0) -> torch.Tensor:
+    def combine(self, numbers: torch.Tensor, tag: int, operation: str) -> torch.Tensor:
         """Return the bitwise OR over all ranks. Collective, in log2 N rounds of one message sent and one received.
 
         In round k each rank sends what it has to the rank 2^k further on. A rank that has lost another one says so in
@@ -47,11 +44,11 @@ class Rounds:
             numbers: 64-bit integers, as many on every rank.
             tag: of the messages.
             operation: what the ranks are doing, for messages of errors.
-            lost: 1 + a rank that this one has lost before, or :data:`SOMEBODY`.
 
         Raises:
             PeerLostError: if a rank is gone.
         """
+        lost = 0  # or 1 + a rank
         rank, size = self._channel.rank, self._channel.world_size
         mine = torch.cat([torch.tensor([lost], dtype=torch.int64, device="cpu"), numbers])
         started = time.perf_counter()
@@ -87,12 +84,11 @@ class Rounds:
         if lost:
             # They may arrive when this object is gone, or never.
             self._channel.context.abandoned += sends
-            cut_off(self._channel)
         calls = 2 * math.ceil(math.log2(size))
         nbytes = mine.nbytes * calls // 2
         self._traffic.add("control", sent=nbytes, received=nbytes, calls=calls, waited=time.perf_counter() - started)
         if lost:
-            raise self._error_for(None if lost == SOMEBODY else lost - 1, operation)
+            raise self._error_for(lost - 1, operation)
         return mine[1:]
 
     def _issued(
@@ -104,15 +100,12 @@ class Rounds:
             self._lost[peer] = error
             return None
 
-    def _error_for(self, peer: int | None, operation: str) -> PeerLostError:
-        """Make the error for a rank that was lost, by this rank or another one; None if it is not known which."""
-        if peer in self._lost:
-            return self._lost.pop(peer)
-        who = "a rank" if peer is None else f"rank {peer}"
-        return PeerLostError(
-            f"rank {self._channel.rank} could not finish {operation}: another rank has lost {who}, whose process has "
-            f"ended, was cut off, or did not call {operation} within the process group's timeout. Look at the output "
-            f"of {who if peer is not None else 'all ranks'} first"
+    def _error_for(self, peer: int, operation: str) -> PeerLostError:
+        """Make the error for a rank that was lost, by this rank or another one."""
+        return self._lost.get(peer) or PeerLostError(
+            f"rank {self._channel.rank} could not finish {operation}: another rank has lost rank {peer}, whose process "
+            f"has ended, was cut off, or did not call {operation} within the process group's timeout. Look at the "
+            f"output of rank {peer} first"
         )
 
     def send_text(self, peer: int, text: str, operation: str) -> None:

@@ -54,18 +54,18 @@ class Transport(ABC):
 
 
 class MessageTransport(Transport):
-    """Tagged messages, which never mix with the collectives that others issue on the same group.
+    """Tagged messages on the channel of the ranks' agreements.
 
     Args:
-        control: has the group, whose backend matches messages by tag, and the traffic.
+        control: has the channel, and the traffic.
         overlaps: whether another thread adds up values that arrive, and buckets are sent one by one: for much data.
     """
 
     def __init__(self, control: Control, *, overlaps: bool) -> None:
         self.uses_thread = self.shares_buckets = overlaps
-        self._ranks, self._traffic = control.ranks, control.traffic
+        self._ranks, self._traffic = control.channel or control.ranks, control.traffic
         self.tags = control.ranks.context.allocate_tags()
-        self._window = ReceiveWindow(control.ranks, WINDOW_BYTES)
+        self._window = ReceiveWindow(self._ranks, WINDOW_BYTES)
 
     def reducer(self, runs: Sequence[Run], bucket: torch.Tensor, tensors: int) -> GradientReducer:
         """Make one that sends every owner its part."""

@@ -1,9 +1,9 @@
-"""Numbers of all ranks, combined by one all-reduce on a gloo group of our own: for agreements of few ranks.
+"""Connections of our own between the ranks of a process group: what closes them closes none of the user's.
 
-It costs a fraction of the processor time of messages in rounds, since gloo keeps what it needs between the same ranks.
-But it is a ring: its latency grows with the number of ranks, and when a rank is lost, only its neighbours see the
-all-reduce fail. So a rank that sees it fail closes its connections, and the failure travels on, rank by rank; after it
-the group is of no use.
+Messages travel on them, and numbers of few ranks are combined by one all-reduce. It costs a fraction of the processor
+time of messages in rounds, since gloo keeps what it needs between the same ranks. But it is a ring: its latency grows
+with the number of ranks, and when a rank is lost, only its neighbours see the all-reduce fail. So a rank that sees it
+fail closes its connections, and the failure travels on, rank by rank; after it they are of no use.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch exports it unseen
 
+from zeroshard_comm._torch_private import group_of, set_timeout
 from zeroshard_comm.errors import PeerLostError, lost
 from zeroshard_comm.process_group import RankGroup
 
 MOST_RANKS = 16
-"""Above, rounds of messages are faster."""
+"""Above, rounds of messages are faster than an all-reduce."""
 
 _MEETING = timedelta(seconds=30)
 """Time to connect, for ranks that have just agreed."""
@@ -31,10 +32,13 @@ _REPORTING = 1.0
 
 
 class WordRing:
-    """Combines numbers by a bitwise OR. Making one is collective, among ranks that have just agreed to.
+    """Carries messages, and combines numbers by a bitwise OR. Making one is collective, among ranks that just agreed.
 
     Args:
         channel: the ranks, on a group with gloo for CPU tensors.
+
+    Attributes:
+        ranks: the same ranks, on these connections: a group that torch does not list, and only carries messages.
 
     Raises:
         PeerLostError: if a rank has been lost meanwhile.
@@ -52,6 +56,10 @@ class WordRing:
             self._group = dist.ProcessGroupGloo(store, channel.rank, channel.world_size, timeout=min(timeout, _MEETING))
         except RuntimeError as failure:
             raise lost(failure, None, channel.rank, "connect()") from failure
+        # Ranks may be later than that from now on.
+        set_timeout(self._group, timeout)
+        group = group_of(self._group, store, f"{channel.group.group_name} zeroshard")
+        self.ranks = RankGroup(group, channel.rank, channel.world_size)
         self._options = dist.AllreduceOptions()
         self._options.reduceOp = dist.ReduceOp(dist.ReduceOp.BOR)
         self._options.timeout = timeout
@@ -93,13 +101,12 @@ class WordRing:
             else:
                 return None
 
-    def close(self) -> None:
-        """Close this rank's connections, so that all others learn that a rank was lost."""
+    def close(self, *, has_lost_another: bool = True) -> None:
+        """Close this rank's connections, so that all others learn that a rank was lost: this one or another."""
         if not self._is_closed:
             self._is_closed = True
-            # Else the others would take this rank for the one that is lost.
             with suppress(RuntimeError):
-                if self._store is not None:
+                if self._store is not None and has_lost_another:
                     self._store.set(f"rank {self._rank}", "")
             for peer in self._peers:
                 # gloo has no call for that, but closes all connections when a wait ends by its timeout.

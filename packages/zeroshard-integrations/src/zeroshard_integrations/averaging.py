@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
-from zeroshard_comm import Control, PeerLostError, RankGroup, ShardingConfig, agreed
+from zeroshard_comm import Control, PeerLostError, RankGroup, ShardingConfig, agreed, choose_private_group
 from zeroshard_comm._torch_private import foreach_copy_, groups_here
 from zeroshard_comm.errors import lost
 from zeroshard_core import TensorSpec, partition
@@ -97,8 +97,8 @@ class HierarchicalModelAverager(ModelAverager):
         if (control := next(due, None)) is not None:
             try:
                 _average_over(control, params, buffers, self.step)
-            except PeerLostError:
-                control.cut_off()
+            except PeerLostError as error:
+                control.ranks.context.close(error)
                 raise
         self.step += 1
 
@@ -301,7 +301,7 @@ def _average_over(control: Control, params: Params, buffers: Sequence[torch.Tens
             # Before the sum, which float16 may not hold.
             mean /= ranks.world_size
             try:
-                dist.all_reduce(mean, group=ranks.group)
+                dist.all_reduce(mean, group=choose_private_group(ranks, mean.device).group)
             except RuntimeError as failure:
                 raise lost(failure, None, ranks.rank, _AVERAGE) from failure
             if flat is not None:

@@ -33,8 +33,6 @@ from zeroshard_testing.rank_state import Awaited, GroupState, Messages, RankStat
 from zeroshard_testing.stacks import OWN_THREADS, python_stacks
 from zeroshard_testing.wait_recorder import ANY_SOURCE, Wait, WaitRecorder
 
-# Bound now, as the clock is above: a test may put something else in their place.
-_ranks_of = dist.get_process_group_ranks
 _OWN_CODE, _TORCH = str(Path(__file__).parent), str(Path(torch.__file__).parent)
 
 
@@ -106,7 +104,7 @@ class RankInspector:
         if world is not None and (world.rank(), world.size()) != self._place:
             return self._destroyed
         states = {}
-        for group in private.process_groups():
+        for group in (*private.process_groups(), *self._waits.unlisted()):
             try:
                 key = self._key_of(group)
                 states[key] = self._of_group(key, group, recorded)
@@ -138,7 +136,7 @@ class RankInspector:
     def _of_group(self, key: str, group: dist.ProcessGroup, recorded: list[private.Recorded] | None) -> GroupState:
         record = self._waits.of_group(group)
         issued = self._waits.collectives_in(group)
-        here = [one for one in recorded or () if one.group == group.group_name]
+        here = [one for one in recorded or () if one.group == group.group_name and not record.unlisted]
         # For collectives of C++ whose timeout has passed, it is unknown how they ended.
         late = time() if self._ended is None else self._ended
         expired = {one.number for one in here if one.created + one.timeout < late} - record.collectives.keys()
@@ -224,7 +222,21 @@ class RankInspector:
         group = issued.group()
         if group is None:
             return None
-        return Awaited(issued.kind, self._key_of(group), _rank_of(issued.peer, group), issued.tag, issued.number)
+        try:
+            return Awaited(issued.kind, self._key_of(group), _rank_of(issued.peer, group), issued.tag, issued.number)
+        except (KeyError, ValueError):
+            return None
+
+
+def _ranks_of(group: dist.ProcessGroup) -> list[int]:
+    """Return the members of a group, as the default group numbers them; KeyError if they are not known."""
+    try:
+        return dist.get_process_group_ranks(group)
+    except KeyError:
+        # Not listed by torch.
+        if group.size() != dist.get_world_size():
+            raise
+        return list(range(group.size()))
 
 
 def _rank_of(peer: int, group: dist.ProcessGroup) -> int:

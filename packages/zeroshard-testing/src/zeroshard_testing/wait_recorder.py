@@ -26,7 +26,7 @@ import torch.distributed as dist
 # torch exports these unseen by type checkers.
 from torch.distributed import Store, Work  # type: ignore[attr-defined]
 
-from zeroshard_testing._torch_private import FUTURE, sequence_number, timeout_of
+from zeroshard_testing._torch_private import FUTURE, process_groups, sequence_number, timeout_of
 from zeroshard_testing.faults import Faults
 from zeroshard_testing.rank_state import Operation
 
@@ -72,7 +72,8 @@ class GroupRecord:
     """What was issued in one process group from Python, and what of it has ended with an exception.
 
     Messages are by kind, peer and tag, the latest collectives by number. Some collectives take two of the group's
-    sequence numbers: ``numbers`` is how many all of them took. The checksum is of all of them, in order.
+    sequence numbers: ``numbers`` is how many all of them took. The checksum is of all of them, in order. A group that is
+    unlisted was made past torch's list of groups, and only its messages are looked at.
     """
 
     key: str = ""
@@ -82,6 +83,7 @@ class GroupRecord:
     failed_collectives: set[int] = field(default_factory=set)
     numbers: int = 0
     checksum: int = 0
+    unlisted: bool = False
     _issuing: threading.RLock = field(default_factory=threading.RLock)
 
     @contextmanager
@@ -125,11 +127,18 @@ class WaitRecorder:
 
     def of_group(self, group: dist.ProcessGroup) -> GroupRecord:
         """Return the record of a group."""
-        return self._groups.get(group) or self._groups.setdefault(group, GroupRecord())
+        found = self._groups.get(group)
+        return found or self._groups.setdefault(group, GroupRecord(unlisted=group not in process_groups()))
+
+    def unlisted(self) -> list[dist.ProcessGroup]:
+        """Return the groups with messages that torch does not list."""
+        return [group for group, record in list(self._groups.items()) if record.unlisted]
 
     def collectives_in(self, group: dist.ProcessGroup) -> int:
         """Return how many collectives were issued in a group, from C++ too; raises if the backend does not count."""
         record = self.of_group(group)
+        if record.unlisted:
+            return 0
         with record.no_message_half_counted():
             # The group numbers collectives and messages alike.
             return sequence_number(group) - sum(messages.count for messages in record.messages.values())

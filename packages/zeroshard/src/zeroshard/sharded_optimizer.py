@@ -159,7 +159,7 @@ class ShardedOptimizer:
         if follower is not None and closure is not None:
             # Its backward reduces the gradients: once, before any shard is stepped.
             try:
-                with torch.enable_grad():
+                with self._coordinator.guard.exchange(), torch.enable_grad():
                     loss = closure()
             except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
                 failure = error
@@ -170,7 +170,7 @@ class ShardedOptimizer:
         return result if loss is None else loss
 
     def apply_step(
-        self, arguments: Mapping[str, Any], closure: Closure | None = None, problem: BaseException | None = None
+        self, arguments: Mapping[str, Any], closure: Closure | None = None, problem: Exception | None = None
     ) -> Any:  # noqa: ANN401 - as the inner step
         """Make a step; see :meth:`StepCoordinator.step`."""
         return self._coordinator.step(self.sharding.groups, closure, arguments, problem)
@@ -203,14 +203,9 @@ class ShardedOptimizer:
     def apply_clipping(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> torch.Tensor:
         """Like :meth:`clip_grad_norm_`, for gradients that lie at their owners."""
         assert self.follower is not None
-        return clip_over_ranks(
-            self.sharding.control,
-            self.follower.scheduler,
-            max_norm,
-            norm_type,
-            self.sharding.params[0].dtype,
-            error_if_nonfinite=error_if_nonfinite,
-        )
+        control, source, dtype = self.sharding.control, self.follower.scheduler, self.sharding.params[0].dtype
+        with self._coordinator.guard.exchange():
+            return clip_over_ranks(control, source, max_norm, norm_type, dtype, error_if_nonfinite=error_if_nonfinite)
 
     def train_or_eval(self, name: str) -> Callable[[], Any]:
         """Return a function that calls this method of the local optimizer on all ranks; AttributeError if none."""

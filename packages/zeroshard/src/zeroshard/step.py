@@ -94,7 +94,7 @@ class StepCoordinator:
         groups: Sequence[ParamGroup],
         closure: Closure | None,
         arguments: Mapping[str, Any],
-        problem: BaseException | None = None,
+        problem: Exception | None = None,
     ) -> Any:  # noqa: ANN401 - what the inner step returns
         """Follow the model, update this rank's shards, and bring every rank the others'. Collective.
 
@@ -113,15 +113,11 @@ class StepCoordinator:
             PeerLostError: if a rank is gone.
             Exception: an error of any rank, on every rank. Replicas are equal then, except parameters that a rank has
                 converted or exchanged.
-            BaseException: an interruption of this rank, such as Ctrl-C. Before and in the local step the others
-                raise a RuntimeError, and training can continue; otherwise every further call raises.
+            BaseException: an interruption of this rank, such as Ctrl-C. The others lose this rank, and every further
+                call raises.
         """
         with self.guard.exchange():
-            try:
-                failure = self.guard.as_error(problem) if problem is not None else None
-                return self._step(groups, closure, arguments, failure)
-            finally:
-                failure = problem = None
+            return self._step(groups, closure, arguments, problem)
 
     def observe_early(self, groups: Sequence[ParamGroup]) -> bool:
         """Follow what the user did since the last step, before shards are stepped during a backward.
@@ -146,7 +142,6 @@ class StepCoordinator:
         arguments: Mapping[str, Any],
         problem: Exception | None,
     ) -> Any:  # noqa: ANN401 - what the inner step returns
-        """Like :meth:`step`; an interruption of the local step is raised as an error."""
         sharding, source = self.sharding, self.source
         if source is not None:
             problem = source.end_abandoned() or problem
@@ -164,7 +159,7 @@ class StepCoordinator:
             except (PeerLostError, DifferentCallsError) as error:
                 if source is not None and source.steps_early:
                     # Messages sent early will not be waited for.
-                    self.guard.break_off(error)
+                    self.guard.mark_broken(error)
                 raise
             except Exception:
                 # A hook may have stepped and sent buckets on some ranks; the others wait for the rest of them.
@@ -188,11 +183,8 @@ class StepCoordinator:
                 watched = self._watched(closure, groups, agreement, debugging) if closure is not None else None
                 with record_function("zeroshard::update"):
                     result = sharding.local.step(watched, arguments)
-        except BaseException as error:
-            # Peers wait for this rank's share, or for messages of its closure, and must learn of the error.
-            if closure is not None and not isinstance(error, Exception):
-                raise
-            failure = self.guard.as_error(error)
+        except Exception as error:  # noqa: BLE001 - peers wait for this rank's share, and must learn of the error
+            failure = error
         if failure is not None and agreement.has_failed:
             raise failure
         agreement.reach(failure)
@@ -267,9 +259,9 @@ class StepCoordinator:
                         raise
             if verdict is not None:
                 raise verdict
-        except BaseException as error:
+        except Exception as error:
             if self.source is not None and (isinstance(error, PeerLostError) or error is not verdict):
-                self.guard.break_off(error)
+                self.guard.mark_broken(error)
             # The others may be lost because of this rank's error, e.g. in collectives of a closure that raised here.
             if failure is not None and isinstance(error, PeerLostError):
                 raise failure from error

@@ -109,7 +109,7 @@ class BackwardFollower:
         Raises:
             DisagreementError: if ranks have other buckets.
             PeerLostError: if a rank is gone.
-            RuntimeError: if an earlier backward or step could not be finished.
+            RuntimeError: if an earlier call was not finished.
             ValueError: if the optimizer does not have a parameter of the bucket, or its gradients cannot be sent.
         """
         self._coordinator.guard.check()
@@ -229,6 +229,6 @@ class BackwardFollower:
                 "in DistributedDataParallel needs an optimizer and a backward of its own"
             )
         if error is not None:
-            self._coordinator.guard.break_off(error)
+            self._coordinator.guard.mark_broken(error)
             raise error
         return replace(bucket, index=len(before), announced=bucket.index)

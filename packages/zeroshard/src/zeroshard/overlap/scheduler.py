@@ -125,7 +125,7 @@ class BucketScheduler:
                 self._queue.then(partial(self._step_early, other))
             return done
         except BaseException as error:
-            self._guard.break_off(error)
+            self._guard.mark_broken(error)
             raise
 
     def _expect_parameters(self, bucket: Bucket, state: BucketState) -> None:
@@ -152,7 +152,7 @@ class BucketScheduler:
             with record_function("zeroshard::norms"):
                 self.operations.renew(self.buckets.arrived, agreed=self.buckets.transport.settles)
         except BaseException as error:
-            self._guard.break_off(error)
+            self._guard.mark_broken(error)
             raise
         finally:
             self.gradients.in_backward = False
@@ -171,11 +171,11 @@ class BucketScheduler:
         assert buffer is not None
         try:
             self._queue.keep(buffer)
-            if not self._guard.is_broken:
+            if self._guard.broken is None:
                 with record_function(f"zeroshard::reduce bucket {state.index}"):
                     self._take_in(state, work.finish(), result)
         except BaseException as error:
-            self._guard.break_off(error)
+            self._guard.mark_broken(error)
             raise
         finally:
             # Even after an error, which is raised at the end of backward: DDP would wait for ever.
@@ -209,7 +209,7 @@ class BucketScheduler:
 
     def _step_early(self, state: BucketState) -> None:
         """Step a bucket during backward, and share it, even after a failure: all ranks have agreed to."""
-        if not self._all_may_step or self._guard.is_broken:
+        if not self._all_may_step or self._guard.broken:
             return
         if self._may_step:
             state.step_early()
@@ -261,7 +261,7 @@ class BucketScheduler:
         if not self.gradients.in_backward:
             return None
         error = self._unended()
-        if self._guard.is_broken:
+        if self._guard.broken:
             raise error
         self.on_backward_end()
         return error
@@ -281,6 +281,6 @@ class BucketScheduler:
             f"again from a checkpoint"
         )
         if not arrived or not arrived[-1].is_last:
-            self._guard.break_off(error)
-            self._control.cut_off()
+            self._guard.mark_broken(error)
+            self._control.ranks.context.close(error)
         return error
