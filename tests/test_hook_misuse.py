@@ -97,7 +97,7 @@ def test_different_ranks_inside_of_a_hook_with_a_state_of_its_own(rank: int, wor
 
 # ---------------------------------------------------------------------- loops that do not step once per backward
 
-TOLD = r"(?s)(?=.*no_sync)(?=.*reduce_to_owner_hook)"
+TOLD = r"(?=(?s:.*)no_sync)(?=(?s:.*)reduce_to_owner_hook)"
 
 
 def skip_a_step(twins: Twins, *, wrong: bool) -> None:
@@ -146,6 +146,53 @@ def test_step_refuses_what_backward_has_stepped_otherwise(
     for number in (6, 7):
         twins.iterate(number)
         twins.check(f"after a state was loaded, in iteration {number}")
+
+
+TOO_LATE: dict[str, Callable[[Twins], object]] = {
+    "a second step()": lambda twins: twins.optimizer.step(),
+    "a gradient to None": lambda twins: setattr(next(twins.ddp.parameters()), "grad", None),
+    "a gradient to zero": lambda twins: next(twins.ddp.parameters()).grad.zero_(),  # type: ignore[union-attr]
+    "zero_grad()": lambda twins: twins.optimizer.zero_grad(),
+    "zero_grad() to zeros": lambda twins: twins.ddp.zero_grad(set_to_none=False),
+}
+
+
+@pytest.mark.ranks(1, 2, backend="gloo")
+@STEPPING_HOOKS
+@pytest.mark.parametrize("iterations", [0, 2], ids=["at first", "later"])
+@pytest.mark.parametrize("what", TOO_LATE)
+def test_what_comes_between_a_backward_that_has_stepped_and_its_step_is_refused(
+    hook: str, iterations: int, what: str
+) -> None:
+    twins = Twins(hook, process_group=group_of())
+    for number in range(iterations):
+        twins.iterate(number)
+    twins.optimizer.zero_grad()
+    twins.backward(twins.ddp, 3)
+    TOO_LATE[what](twins)
+    told = "called again with the same gradients" if what == "a second step()" else "was removed or set to zero after"
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=f"{told}.*{TOLD}"):
+            twins.optimizer.step()
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@STEPPING_HOOKS
+@pytest.mark.parametrize("when", ["before the backward", "after the step"])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_may_be_dropped_before_a_backward_and_after_its_step(
+    hook: str, when: str, *, set_to_none: bool
+) -> None:
+    twins = Twins(hook)
+    for number in range(4):
+        for ddp, optimizer in twins.sides:
+            if when == "before the backward":
+                optimizer.zero_grad(set_to_none)
+            twins.backward(ddp, number)
+            optimizer.step()
+            if when == "after the step":
+                optimizer.zero_grad(set_to_none)
+        twins.check(f"after iteration {number}")
 
 
 @pytest.mark.ranks(2, backend="gloo")

@@ -180,6 +180,8 @@ class BackwardFollower:
     def on_step(self) -> None:
         """Check a call of ``step()`` after a backward that has stepped: there must be one such backward per call.
 
+        Nothing may have happened in between that a step after it would have seen.
+
         Raises:
             RuntimeError: if it was not, from then on until a state is loaded; or if gradients were never reduced.
         """
@@ -196,11 +198,15 @@ class BackwardFollower:
             found = f"{backwards} backwards have stepped since the last call of step()"
         elif backwards and not self.has_same_hyperparameters():
             found = "a hyperparameter was changed after the backward that has stepped with it"
+        elif backwards and (dropped := self.scheduler.gradients.dropped()):
+            found = f"the gradient of {dropped} was removed or set to zero after the backward that has stepped with it"
+        elif not backwards and self.scheduler.gradients.holds_any:
+            found = "step() was called again with the same gradients, and no backward has stepped in between"
         if found:
             guard.refuse_loop(
                 f"{found}: this communication hook steps during backward, which is for exactly one backward outside of "
-                f"no_sync() per step(). Accumulate under no_sync(), and change hyperparameters after step(); or use "
-                f"reduce_to_owner_hook, which leaves stepping to step(). Parameters are not those of a run without "
+                f"no_sync() per step(). Accumulate under no_sync(), and change hyperparameters and gradients after step(); "
+                f"or use reduce_to_owner_hook, which leaves stepping to step(). Parameters are not those of a run without "
                 f"sharding any more: load a state before you go on"
             )
             guard.check_loop()
