@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import copy
+import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from ddp_training import HOOKS, Twins
+from ddp_training import HOOKS, Twins, batch
 from torch import nn, optim
 from training import EVERYWHERE
-from zeroshard_comm import PeerLostError
-from zeroshard_testing import Faults, assert_replicas_equal
+from zeroshard_testing import assert_replicas_equal
 
 pytestmark = [pytest.mark.each_choice, pytest.mark.usefixtures("tensors_on_the_device")]
 
@@ -87,31 +88,98 @@ class Thawed(Twins):
 
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
-@pytest.mark.parametrize("what", ["nothing", "group", "checkpoint"])
-def test_gradients_follow_their_tensors_to_other_owners(what: str) -> None:
+@pytest.mark.parametrize("what", ["nothing", "checkpoint"])
+def test_parameters_that_were_unfrozen_have_other_owners_before_the_backward(what: str) -> None:
     twins = Thawed()
     before, given = twins.optimizer.plan.owners, copy.deepcopy(twins.plain.state_dict())
     for ddp, optimizer in twins.sides:
         twins.backward(ddp, 0)
-        if what == "group":
-            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3, dtype=torch.float64))]})
-        elif what == "checkpoint":
+        if what == "checkpoint":
             optimizer.load_state_dict(copy.deepcopy(given))
         optimizer.step()
-    assert twins.optimizer.plan.owners[:4] != before
+    assert twins.optimizer.plan.owners != before
     twins.check("after the step")
 
 
-# What was interrupted leaves messages without another end. By collectives no message is sent that could be.
-@pytest.mark.ranks(2, backend="gloo", isolation="process", checks="no:messages")
-def test_no_rank_waits_for_one_that_is_interrupted_while_gradients_move(rank: int, faults: Faults) -> None:
-    twins = Thawed()
+def unfreeze(twins: Twins) -> None:
+    twins.ddp.requires_grad_(True)
+    twins.optimizer.step()
+
+
+def add_group(twins: Twins) -> None:
+    twins.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3, dtype=torch.float64))]})
+
+
+def thawing() -> Twins:
+    """Two layers are frozen, and in no bucket's gradients yet."""
+    settings, unused = {"momentum": 0.9}, {"find_unused_parameters": True}
+    twins = Twins("owner", model=four_layers, optimizer=optim.SGD, settings=settings, groups=frozen_at_first, ddp=unused)
+    twins.iterate(5)
+    twins.optimizer.zero_grad()
+    twins.plain.zero_grad()
     twins.backward(twins.ddp, 0)
-    faults.raise_(0, at="send", error=KeyboardInterrupt())
-    with pytest.raises(PeerLostError if rank else KeyboardInterrupt):
-        twins.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3, dtype=torch.float64))]})
-    with pytest.raises(RuntimeError, match="lost rank 0" if rank else "was interrupted by Keyboard"):
+    return twins
+
+
+GROWTH = pytest.mark.parametrize("grow", [unfreeze, add_group])
+TOO_EARLY = r"added or unfrozen after a backward\(\) and before its step\(\).*call step\(\) or zero_grad\(\) before"
+
+
+@pytest.mark.ranks(2, backend=EVERYWHERE)
+@GROWTH
+@pytest.mark.parametrize("where", ["on all ranks", "on rank 1"])
+def test_parameters_that_are_added_or_unfrozen_between_backward_and_step_are_refused(
+    rank: int, grow: Callable[[Twins], None], where: str
+) -> None:
+    twins = thawing()
+    params, owners = list(twins.ddp.parameters()), twins.optimizer.plan.owners
+    before = [param.detach().clone() for param in params]
+    with pytest.raises(RuntimeError, match=TOO_EARLY):
+        if where == "on all ranks" or rank == 1:
+            grow(twins)
+        elif grow is unfreeze:
+            twins.optimizer.step()
+        else:
+            # Another group, which is not looked at.
+            add_group(twins)
+    assert all(map(torch.equal, before, params))
+    assert twins.optimizer.plan.owners == owners
+    assert len(twins.optimizer.param_groups) == 1
+    # What was refused can be done after the step.
+    for param in params[:2]:
+        param.requires_grad_(False)
+    twins.optimizer.step()
+    twins.backward(twins.plain_ddp, 0)
+    twins.plain.step()
+    twins.check("after the step")
+    grow(twins)
+
+
+@pytest.mark.ranks(2, backend=EVERYWHERE)
+@GROWTH
+@pytest.mark.parametrize("ended_by", ["step()", "zero_grad()", "zero_grad() to zeros", "a skipped step"])
+def test_what_ends_the_time_in_which_parameters_may_not_be_added_or_unfrozen(
+    grow: Callable[[Twins], None], ended_by: str
+) -> None:
+    twins = thawing()
+    if ended_by == "step()":
         twins.optimizer.step()
+    elif ended_by == "a skipped step":
+        twins.optimizer.zero_grad()
+        scaler = torch.amp.GradScaler(torch.get_default_device().type)
+        scaler.scale(twins.ddp(batch(1)).square().mean() * math.inf).backward()
+        scaler.step(twins.optimizer)
+        scaler.update()
+    else:
+        twins.optimizer.zero_grad(set_to_none=ended_by == "zero_grad()")
+    grow(twins)
+    assert_replicas_equal(twins.ddp.parameters())
+    twins.ddp.requires_grad_(True)
+    for number in range(2, 4):
+        twins.optimizer.zero_grad()
+        twins.backward(twins.ddp, number)
+        twins.optimizer.step()
+        assert_replicas_equal(twins.ddp.parameters())
 
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)

@@ -118,6 +118,7 @@ class BackwardFollower:
         if bucket.index == 0:
             check_capture(self._coordinator.sharding.control.ranks, bucket.params)
             self._is_own = bucket.is_own
+            self._coordinator.take_over_unfrozen(self._coordinator.sharding.groups)
             self.scheduler.gradients.divides_by_running = self._joining.divides_by_running
             # A rank that has run out of data takes part in a backward only at the others' next call.
             self.scheduler.operations.takes_norms = self._joining.exchange is None

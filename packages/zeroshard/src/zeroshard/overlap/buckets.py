@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
-from zeroshard_comm import Control, Segment, agreed, choose_broadcaster, choose_transport
-from zeroshard_core import Plan
+from zeroshard_comm import Control, agreed, choose_transport
 
 from zeroshard.layout import Layout
 from zeroshard.local_optimizer import LocalOptimizer
@@ -68,18 +67,21 @@ class Buckets:
         self._is_new = self._is_expected = False
         self._alike = 0
         local.detach_shards()
-        self._layout = layout
+        self._params, self._layout = list(params), layout
         self.follow(params, layout)
 
     def follow(self, params: Sequence[torch.Tensor], layout: Layout) -> None:
-        """Take over another layout, or parameters that have moved in memory. Collective if a reduced tensor moves.
+        """Take over another layout, or parameters that have moved in memory.
 
         Raises:
-            PeerLostError: if a rank is gone.
-            ValueError: if parameters cannot be exchanged in buckets.
+            RuntimeError, ValueError: as :meth:`check`.
         """
         self.check(params, layout)
-        self._move_gradients(self._layout.plan, layout.plan)
+        before, now = self._layout.plan, layout.plan
+        for tensor in self.unstepped:
+            # Of a step that was skipped, since `check` has let them pass.
+            if before.of_tensor(tensor) != now.of_tensor(tensor):
+                self._params[tensor].grad = None
         self._params, self._layout = list(params), layout
         self._gradients.operations.follow(layout.plan)
         self._gradients.follow(self._params, layout.plan, self._local)
@@ -91,27 +93,22 @@ class Buckets:
         """Raise the errors of :meth:`follow` that may occur on one rank only, before the ranks agree on a layout.
 
         Raises:
+            RuntimeError: if parameters are new or unfrozen, and owners may change, while gradients wait for a step.
             ValueError: if parameters cannot be exchanged in buckets.
         """
+        had = self._layout.active
+        grows = len(params) > len(had) or any(now and not before for now, before in zip(layout.active, had, strict=False))
+        if grows and self.unstepped and not self._gradients.operations.skips_step:
+            tensor = self.unstepped[0]
+            raise RuntimeError(
+                f"parameters were added or unfrozen after a backward() and before its step(), and the gradient of tensor "
+                f"{tensor} {layout.plan.tensors[tensor].name!r} lies at its owner: call step() or zero_grad() before"
+            )
         if common_device(params, layout) != self.device:
             raise ValueError(
                 f"parameters were on {self.device} when the communication hook began to work, and have been moved: "
                 f"move the model before DistributedDataParallel and the optimizer are built"
             )
-
-    def _move_gradients(self, before: Plan, now: Plan) -> None:
-        """Send gradients that were reduced by one plan to the owners that are going to step them."""
-        segments = [
-            Segment(shard.rank, state.buffer[offset + shard.flat.start : offset + shard.flat.stop])
-            for state in self.arrived
-            # Tensors that move are active for the first time: they have no gradient in buckets that were stepped.
-            if state.buffer is not None and state.phase is not BucketPhase.STEPPED
-            for tensor, offset in zip(state.tensors, state.offsets, strict=True)
-            if before.of_tensor(tensor) != now.of_tensor(tensor)
-            for shard in before.of_tensor(tensor)
-        ]
-        if segments and self._control.ranks.world_size > 1:
-            choose_broadcaster(self._control, segments, self.device, by_reading=False).broadcast()
 
     def _lay_out_rest(self) -> None:
         states = list(self.by_index.values())
@@ -129,6 +126,17 @@ class Buckets:
     def arrived(self) -> Sequence[BucketState]:
         """The buckets that have come in this backward, or in the last one, in order."""
         return [self.by_index[index] for index in self.order if index in self.by_index]
+
+    @property
+    def unstepped(self) -> Sequence[int]:
+        """The tensors with reduced gradients that wait for a step."""
+        return [
+            tensor
+            for state in self.arrived
+            if state.buffer is not None and state.phase is not BucketPhase.STEPPED
+            for tensor, param in zip(state.tensors, state.params, strict=True)
+            if tensor not in state.zeroed and (type(param.grad) is GradPlaceholder or self._gradients.is_replaced(param))
+        ]
 
     def check_rest(self) -> None:
         """Raise if a parameter that is in no bucket has a gradient: nobody reduced it, so it differs between ranks.

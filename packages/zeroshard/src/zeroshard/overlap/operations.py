@@ -32,11 +32,13 @@ class GradOperations:
     Attributes:
         norms, steps_early: as given.
         takes_norms: whether norms are exchanged at the end of this backward; BackwardFollower sets it.
+        found_inf: what a GradScaler has found in the gradients of the last backward; None before it has looked.
     """
 
     def __init__(self, norms: GradNorms | None, *, steps_early: bool) -> None:
         self.norms, self.steps_early, self.takes_norms = norms, steps_early, False
         self._done: dict[int, str] = {}
+        self.found_inf: torch.Tensor | None = None
         self._clamped: set[int] = set()
         self._zeroed: set[int] = set()
 
@@ -144,6 +146,11 @@ class GradOperations:
     # ------------------------------------------------------------------ what the next step compares
 
     @property
+    def skips_step(self) -> bool:
+        """Whether a GradScaler skips the next step; the host may wait for an accelerator."""
+        return self.found_inf is not None and bool(self.found_inf)
+
+    @property
     def in_words(self) -> Mapping[str, str]:
         """What was done to each gradient since it was reduced, for the agreement of a step."""
         return {f"what was done to the gradient of tensor {tensor}": done for tensor, done in self._done.items()}
@@ -179,6 +186,7 @@ class GradOperations:
         """
         self._clamped.clear()
         self._zeroed.clear()
+        self.found_inf = None
         if self.norms is not None:
             self.norms.are_known = False
             if self.takes_norms:

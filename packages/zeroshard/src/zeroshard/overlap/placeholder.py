@@ -296,6 +296,7 @@ def _unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse
         # What the owner finds, the others may not know.
         amp_unscale_(owned, torch.zeros_like(found_inf), inverse)
     for gradient, operations in zip(held, followers[::2], strict=True):
+        operations.found_inf = found_inf
         operations.scaled(gradient._tensor, "unscale", inverse)
 
 
