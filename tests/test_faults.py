@@ -373,7 +373,9 @@ def test_an_exchange_that_was_interrupted_says_what_to_do(rank: int, where: str,
         with pytest.raises(KeyboardInterrupt):
             sharded.step(interrupt if how == "in a closure" else None)
         for call in AFTER_AN_INTERRUPTION.values():
-            with pytest.raises(RuntimeError, match=rf"rank {rank}: an earlier call .*It was ended by: KeyboardInterrupt"):
+            with pytest.raises(
+                RuntimeError, match=rf"rank {rank}: an earlier call .*It was ended by: KeyboardInterrupt"
+            ):
                 call(sharded)
     else:
         with pytest.raises(PeerLostError, match="rank 0"):

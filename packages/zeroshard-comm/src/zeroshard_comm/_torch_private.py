@@ -10,6 +10,7 @@ import pkgutil
 from collections.abc import Mapping
 from datetime import timedelta
 from types import FunctionType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -84,7 +85,7 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     return None
 
 
-def group_of(gloo: dist.ProcessGroupGloo, store: dist.Store, name: str) -> dist.ProcessGroup:
+def group_of(gloo: dist.ProcessGroupGloo, store: Any, name: Any) -> dist.ProcessGroup:  # noqa: ANN401 - torch's stubs lack both
     """Return a group that torch does not list: of one backend, for CPU tensors."""
     group = dist.ProcessGroup(store, gloo.rank(), gloo.size())
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)

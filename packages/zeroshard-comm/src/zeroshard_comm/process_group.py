@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,13 +20,19 @@ import torch.distributed as dist
 from zeroshard_comm._torch_private import timeout_of
 from zeroshard_comm.errors import PeerLostError
 
-if TYPE_CHECKING:
-    from zeroshard_comm.word_ring import WordRing
-
 _TAG_SHIFT, _TAG_OFFSETS = 12, 1 << 16
 
 _TAG_NOTHING = 0x5A530005
 """Of messages that are never sent."""
+
+
+class _Ring(Protocol):
+    """Connections of our own; it is a :class:`zeroshard_comm.word_ring.WordRing`."""
+
+    ranks: RankGroup
+
+    def combine(self, numbers: torch.Tensor, operation: str) -> None: ...
+    def close(self, *, has_lost_another: bool = True) -> None: ...
 
 
 @dataclass
@@ -45,7 +51,7 @@ class GroupContext:
 
     readable: Mapping[int, int] | None = None
     unread: bool = False
-    ring: WordRing | None = None
+    ring: _Ring | None = None
     closed: str = ""
     abandoned: list[object] = field(default_factory=list)
     optimizers: int = 0

@@ -72,8 +72,8 @@ class GroupRecord:
     """What was issued in one process group from Python, and what of it has ended with an exception.
 
     Messages are by kind, peer and tag, the latest collectives by number. Some collectives take two of the group's
-    sequence numbers: ``numbers`` is how many all of them took. The checksum is of all of them, in order. A group that is
-    unlisted was made past torch's list of groups, and only its messages are looked at.
+    sequence numbers: ``numbers`` is how many all of them took. The checksum is of all of them, in order. Of an unlisted
+    group, which torch does not know by rank, only messages are looked at.
     """
 
     key: str = ""

@@ -165,8 +165,6 @@ class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):  # type:
     def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """Register a hook that is called before each step, as in torch. Its errors are raised only where they occur.
 
-        The other ranks then wait in their step for this rank's next call.
-
         Args:
             hook: called with the optimizer, and the positional and keyword arguments of its step; may return new ones.
 

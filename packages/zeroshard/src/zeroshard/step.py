@@ -122,9 +122,7 @@ class StepCoordinator:
             return self._step(groups, closure, arguments, problem)
 
     def take_over_unfrozen(self, groups: Sequence[ParamGroup]) -> None:
-        """Choose the owners of parameters that were unfrozen, before their gradients are sent. Collective if there are.
-
-        Gradients that wait for a step are not sent again: then the step refuses.
+        """Choose the owners of unfrozen parameters before their gradients are sent. Collective if there are some.
 
         Raises:
             DisagreementError: if ranks have unfrozen other parameters.
@@ -134,6 +132,7 @@ class StepCoordinator:
         if not any(now and not before for now, before in zip(active, sharding.layout.active, strict=True)):
             return
         if self.source is None or self.source.has_unstepped:
+            # The step refuses that.
             return
         layout, problem = self._observe(groups, in_backward=True)
         check_config(sharding.control, "backward()", layout.declaration, error=problem)

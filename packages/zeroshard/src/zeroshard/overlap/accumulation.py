@@ -52,8 +52,6 @@ class GradAccumulator:
         """Carried tensors whose next values are in a bucket, so the accumulation continues."""
         self._touched, self._kept = set[int](), set[int]()
         """Tensors to which this rank has added; and those that keep what was reduced, the same on every rank."""
-        self._held: Sequence[int] = ()
-        """Tensors that had a gradient at the end of the last backward."""
         self._replaced: dict[int, int] = {}
         """By tensor, the address of the gradient by which DDP replaced its placeholder in a forward."""
 
@@ -109,8 +107,6 @@ class GradAccumulator:
             for param, placeholder in zip(state.params, placeholders, strict=True):
                 if param.grad is not None:
                     param.grad = placeholder
-        tensors = [tensor for state in states for tensor in state.tensors]
-        self._held = [tensor for tensor in tensors if self._params[tensor].grad is not None]
         for tensor in self._touched:
             self.placeholders[tensor]._local = None
         self._touched.clear()
@@ -156,19 +152,6 @@ class GradAccumulator:
             if self._replaced.get(tensor) != grad.data_ptr():
                 raise self.unreduced(tensor)
         return tuple([is_present and grad is not None for is_present, grad in zip(state.present, grads, strict=True)])
-
-    @property
-    def holds_any(self) -> bool:
-        """Whether the gradient of any parameter is a placeholder."""
-        return any(type(param.grad) is GradPlaceholder for param in self._params)
-
-    def dropped(self) -> str:
-        """Name a tensor whose gradient was removed or set to zero since the last backward; empty if there is none."""
-        for tensor in self._held:
-            is_there = type(self._params[tensor].grad) is GradPlaceholder or tensor in self._replaced
-            if not is_there or self.is_zeroed(tensor):
-                return f"tensor {tensor} {self._plan.tensors[tensor].name!r}"
-        return ""
 
     def check_reduced(self) -> None:
         """Raise a RuntimeError if gradients were accumulated on this rank before the first reduction."""

@@ -16,6 +16,7 @@ from zeroshard.overlap.bucket import Bucket
 from zeroshard.overlap.buckets import common_device
 from zeroshard.overlap.norms import GradNorms
 from zeroshard.overlap.operations import GradOperations
+from zeroshard.overlap.placeholder import GradPlaceholder
 from zeroshard.overlap.scheduler import BucketScheduler, StepMode
 from zeroshard.step import StepCoordinator
 
@@ -192,6 +193,7 @@ class BackwardFollower:
         refusal = self._refusal or self.scheduler.gradients.refusal
         if refusal:
             raise RuntimeError(refusal)
+        dropped = self._dropped()
         self.scheduler.check_gradients()
         backwards, self._backwards_since_step = self._backwards_since_step, 0
         found = ""
@@ -199,18 +201,27 @@ class BackwardFollower:
             found = f"{backwards} backwards have stepped since the last call of step()"
         elif backwards and not self.has_same_hyperparameters():
             found = "a hyperparameter was changed after the backward that has stepped with it"
-        elif backwards and (dropped := self.scheduler.gradients.dropped()):
+        elif backwards and dropped:
             found = f"the gradient of {dropped} was removed or set to zero after the backward that has stepped with it"
-        elif not backwards and self.scheduler.gradients.holds_any:
+        elif not backwards and any(type(param.grad) is GradPlaceholder for param in self._coordinator.sharding.params):
             found = "step() was called again with the same gradients, and no backward has stepped in between"
         if found:
             guard.refuse_loop(
                 f"{found}: this communication hook steps during backward, which is for exactly one backward outside of "
-                f"no_sync() per step(). Accumulate under no_sync(), and change hyperparameters and gradients after step(); "
-                f"or use reduce_to_owner_hook, which leaves stepping to step(). Parameters are not those of a run without "
-                f"sharding any more: load a state before you go on"
+                f"no_sync() per step(). Accumulate under no_sync(), and change hyperparameters and gradients after "
+                f"step(); or use reduce_to_owner_hook, which leaves stepping to step(). Parameters are not those of a "
+                f"run without sharding any more: load a state before you go on"
             )
             guard.check_loop()
+
+    def _dropped(self) -> str:
+        """Name a tensor whose gradient was removed or set to zero since the backward that has stepped, if there is."""
+        for state in self.scheduler.buckets.arrived:
+            for tensor, param, present in zip(state.tensors, state.params, state.present, strict=True):
+                is_there = type(param.grad) is GradPlaceholder or self.scheduler.gradients.is_replaced(param)
+                if present and (tensor in state.zeroed or not is_there):
+                    return f"tensor {tensor} {self._coordinator.sharding.layout.plan.tensors[tensor].name!r}"
+        return ""
 
     def begin_anew(self) -> None:
         """Forget how step() was called: a state has been loaded."""

@@ -97,12 +97,15 @@ class Buckets:
             ValueError: if parameters cannot be exchanged in buckets.
         """
         had = self._layout.active
-        grows = len(params) > len(had) or any(now and not before for now, before in zip(layout.active, had, strict=False))
+        grows = len(params) > len(had) or any(
+            now and not before for now, before in zip(layout.active, had, strict=False)
+        )
         if grows and self.unstepped and not self._gradients.operations.skips_step:
             tensor = self.unstepped[0]
             raise RuntimeError(
-                f"parameters were added or unfrozen after a backward() and before its step(), and the gradient of tensor "
-                f"{tensor} {layout.plan.tensors[tensor].name!r} lies at its owner: call step() or zero_grad() before"
+                f"parameters were added or unfrozen after a backward() and before its step(), and the gradient of "
+                f"tensor {tensor} {layout.plan.tensors[tensor].name!r} lies at its owner: call step() or zero_grad() "
+                f"before"
             )
         if common_device(params, layout) != self.device:
             raise ValueError(
@@ -135,7 +138,8 @@ class Buckets:
             for state in self.arrived
             if state.buffer is not None and state.phase is not BucketPhase.STEPPED
             for tensor, param in zip(state.tensors, state.params, strict=True)
-            if tensor not in state.zeroed and (type(param.grad) is GradPlaceholder or self._gradients.is_replaced(param))
+            if tensor not in state.zeroed
+            and (type(param.grad) is GradPlaceholder or self._gradients.is_replaced(param))
         ]
 
     def check_rest(self) -> None:
