@@ -15,7 +15,7 @@ from torch import nn, optim
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from training import assert_bitwise_equal, cutting, small_model
-from zeroshard import ZeroRedundancyOptimizer
+from zeroshard import StepMode, ZeroRedundancyOptimizer
 from zeroshard_integrations.ddp import hook_with_zero_step, hook_with_zero_step_interleaved, reduce_to_owner_hook
 from zeroshard_testing import assert_replicas_equal
 
@@ -63,6 +63,7 @@ class Twins:
         process_group: dist.ProcessGroup | None = None,
         parameters_as_bucket_view: bool = False,
         exact: bool = True,
+        norms: bool | tuple[float, ...] = True,
     ) -> None:
         arguments = {"gradient_as_bucket_view": True, "bucket_cap_mb": MANY_BUCKETS, **(ddp or {})}
         keywords = {"lr": 1e-2, **(settings or {})}
@@ -78,6 +79,8 @@ class Twins:
             parameters_as_bucket_view=parameters_as_bucket_view,
             **keywords,
         )
+        if norms is not True:
+            self.optimizer.follow_backward(StepMode.IN_STEP, norms=norms)
         self.register(hook, inner, inner_state())
         twin = copy.deepcopy(made)
         self.plain_ddp = DistributedDataParallel(twin, process_group=process_group, **arguments)

@@ -17,6 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from training import small_model
 
 ACCELERATORS = ["nccl", "emulated"]
+BOTH = (2.0, float("inf"))
 EVERY_HOOK = pytest.mark.parametrize("hook", HOOKS)
 STEPPING_HOOKS = pytest.mark.parametrize("hook", HOOKS[1:])
 PARTITIONS = pytest.mark.parametrize("partition", ["whole", "split"])
@@ -107,6 +108,7 @@ CHANGES: dict[str, Callable[[list[nn.Parameter]], object]] = {
     "clipped by value": lambda params: nn.utils.clip_grad_value_(params, 1e-3),
     "multiplied": lambda params: torch._foreach_mul_([param.grad for param in params], 2.0),
     "asked for norms": lambda params: nn.utils.get_total_norm([param.grad for param in params]),
+    "asked for the largest": lambda params: [param.grad.norm(float("inf")) for param in params],
     "set to zero, and asked": lambda params: [param.grad.zero_().norm() for param in params],
 }
 
@@ -117,7 +119,7 @@ CHANGES: dict[str, Callable[[list[nn.Parameter]], object]] = {
 def test_the_host_never_waits_for_what_is_done_to_gradients(
     device: torch.device, host_never_waits: Callable[[], AbstractContextManager[None]], partition: str, change: str
 ) -> None:
-    twins = settled(twins_on(device, "owner", partition=partition))
+    twins = settled(twins_on(device, "owner", partition=partition, norms=BOTH))
     inputs, params = batch(3).to(device), list(twins.ddp.parameters())
     with host_never_waits():
         twins.ddp(inputs).square().mean().backward()
@@ -128,7 +130,7 @@ def test_the_host_never_waits_for_what_is_done_to_gradients(
 @pytest.mark.ranks(2, backend=ACCELERATORS)
 @PARTITIONS
 def test_norms_follow_factors_and_what_becomes_infinite(device: torch.device, partition: str) -> None:
-    twins = settled(twins_on(device, "owner", partition=partition))
+    twins = settled(twins_on(device, "owner", partition=partition, norms=BOTH))
     twins.plain.zero_grad()
     for ddp, _ in twins.sides:
         twins.backward(ddp, 3, loss)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from zeroshard_integrations.ddp import register_reduce_to_owner
 from zeroshard_integrations.join import Join
 
 INF = math.inf
+BOTH = (2.0, INF)
 pytestmark = [pytest.mark.each_choice, pytest.mark.usefixtures("tensors_on_the_device")]
 PARTITIONS = pytest.mark.parametrize("partition", ["whole", "split"])
 FOREACH = pytest.mark.parametrize("foreach", [None, True, False])
@@ -28,9 +31,11 @@ def clip_by_norm(params: list[nn.Parameter], order: float = 2.0, foreach: bool |
     return nn.utils.clip_grad_norm_(params, 0.01, order, foreach=foreach)
 
 
-def reduced(partition: str = "whole", seed: int = 0) -> tuple[Twins, list[nn.Parameter], list[nn.Parameter]]:
+def reduced(
+    partition: str = "whole", seed: int = 0, norms: bool | tuple[float, ...] = True
+) -> tuple[Twins, list[nn.Parameter], list[nn.Parameter]]:
     """Twins after a backward of each, and the parameters of both."""
-    twins = Twins("owner", partition=partition)
+    twins = Twins("owner", partition=partition, norms=norms)
     for ddp, _ in twins.sides:
         twins.backward(ddp, seed)
     ours, theirs = (list(ddp.parameters()) for ddp, _ in twins.sides)
@@ -51,7 +56,8 @@ def assert_same(actual: torch.Tensor, expected: torch.Tensor, partition: str = "
 @pytest.mark.parametrize("order", [2.0, INF])
 @FOREACH
 def test_clipping_by_the_norm(partition: str, order: float, foreach: bool | None) -> None:
-    twins = Twins("owner", partition=partition, exact=partition == "whole")
+    asked = BOTH if order == INF else True
+    twins = Twins("owner", partition=partition, exact=partition == "whole", norms=asked)
     for number in range(3):
         norms = []
         for ddp, optimizer in twins.sides:
@@ -66,7 +72,7 @@ def test_clipping_by_the_norm(partition: str, order: float, foreach: bool | None
 @pytest.mark.ranks(3, backend=EVERYWHERE)
 @PARTITIONS
 def test_every_rank_has_the_same_bits(partition: str, world_size: int) -> None:
-    _, ours, theirs = reduced(partition)
+    _, ours, theirs = reduced(partition, norms=BOTH)
     found = torch.stack([param.grad.norm(order) for param in ours for order in (2, INF)])
     everybodys = [torch.empty_like(found) for _ in range(world_size)]
     dist.all_gather(everybodys, found)
@@ -106,7 +112,7 @@ READS: list[Callable[[torch.Tensor], torch.Tensor]] = [
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_ways_to_ask_for_a_norm() -> None:
-    _, ours, theirs = reduced()
+    _, ours, theirs = reduced(norms=BOTH)
     for read in READS:
         for param, other in zip(ours, theirs, strict=True):
             assert_same(read(param.grad), read(other.grad))
@@ -122,7 +128,12 @@ def test_ways_to_ask_for_a_norm() -> None:
         (lambda params: params[0].grad.norm(dtype=torch.float32), "another dtype"),
         (lambda params: params[0].grad.mul_(torch.ones(40)), "another tensor than a number"),
         (lambda params: torch.ones_like(params[0]).mul_(params[0].grad), "another tensor than a number"),
-        (lambda params: params[0].grad.add_(1.0), "it has norms of order 2 and inf"),
+        (lambda params: params[0].grad.add_(1.0), r"adding cannot.*every rank knows its norm, p\.grad\.norm\(\)"),
+        (lambda params: params[0].grad.norm(INF), r"norm of order inf.*norms=\(2, math\.inf\)"),
+        (lambda params: clip_by_norm(params, INF), r"clip_grad_norm_\(max_norm, norm_type=inf\), or register"),
+        (lambda params: params[0].grad.isfinite().all(), r"p\.grad\.norm\(\), which is finite if all values are"),
+        (lambda params: params[0].grad.isnan().any(), r"aten\.isnan.*p\.grad\.norm\(\), which is finite"),
+        (lambda params: params[0].grad.abs().max(), r"aten\.abs.*largest magnitude, p\.grad\.norm\(math\.inf\)"),
     ],
 )
 def test_one_rank_alone_is_refused_by_name_and_none_hangs(
@@ -152,7 +163,7 @@ def test_one_rank_alone_may_ask(rank: int) -> None:
 @pytest.mark.parametrize("value", [math.nan, INF, -INF])
 @pytest.mark.parametrize("order", [2.0, INF])
 def test_what_is_not_finite_on_one_rank(rank: int, partition: str, value: float, order: float) -> None:
-    twins = Twins("owner", partition=partition)
+    twins = Twins("owner", partition=partition, norms=BOTH if order == INF else True)
     for ddp, optimizer in twins.sides:
         optimizer.zero_grad()
         inputs = torch.full((8, 40), value if rank == 1 else 0.5, dtype=torch.float64)
@@ -217,7 +228,7 @@ def test_mixed_dtypes_and_missing_gradients(rank: int, partition: str, clip: Cal
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_norms_follow_what_is_done_to_gradients() -> None:
-    twins, ours, theirs = reduced()
+    twins, ours, theirs = reduced(norms=BOTH)
     for change in (
         lambda grad: grad.mul_(-0.25),
         lambda grad: torch._foreach_mul_([grad], torch.tensor(0.5)),
@@ -340,15 +351,17 @@ def test_torchs_grad_scaler(rank: int, partition: str, clips: bool) -> None:
 
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
-def test_a_norm_that_overflows_is_of_finite_values() -> None:
+@pytest.mark.parametrize("norms", [True, BOTH])
+def test_a_norm_that_overflows_is_of_finite_values(norms: bool | tuple[float, ...]) -> None:
     model = nn.Linear(4, 1, bias=False).half()
     ddp = DistributedDataParallel(model)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=1.0)
-    register_reduce_to_owner(ddp, optimizer)
+    register_reduce_to_owner(ddp, optimizer, norms=norms)
     ddp(torch.full((1, 4), 6e4, dtype=torch.float16)).sum().backward()
     grad, found = model.weight.grad, torch.zeros(1)
     assert grad.norm() == INF
-    assert grad.norm(INF) == torch.tensor(6e4, dtype=torch.float16)
+    if norms == BOTH:
+        assert grad.norm(INF) == torch.tensor(6e4, dtype=torch.float16)
     torch._amp_foreach_non_finite_check_and_unscale_([grad], found, torch.tensor([0.25]))
     assert found == 0
     assert grad.norm() == 3e4
@@ -373,12 +386,118 @@ def test_without_norms_torchs_clipping_is_refused_and_ours_is_not() -> None:
 
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
+@pytest.mark.parametrize("where", [(0, 1), (1,)], ids=["on all ranks", "on rank 1"])
+@pytest.mark.parametrize("norms", [1, 2, (), (1,), (2, 3), (2, "inf"), "inf", None], ids=str)
+def test_other_norms_are_refused_on_every_rank(rank: int, norms: Any, where: tuple[int, ...]) -> None:
+    model = nn.Linear(4, 3)
+    ddp = DistributedDataParallel(model)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=1.0)
+    with pytest.raises(ValueError, match=re.escape(f"norms={norms!r} is not supported: pass True for norms of order")):
+        register_reduce_to_owner(ddp, optimizer, norms=norms if rank in where else True)
+
+
+@pytest.mark.ranks(2, backend=EVERYWHERE)
+def test_the_largest_magnitude_alone() -> None:
+    _, ours, theirs = reduced(norms=(INF,))
+    assert_same(ours[0].grad.norm(INF), theirs[0].grad.norm(INF))
+    with pytest.raises(RuntimeError, match=r"a norm of order 2\.0 cannot be done.*norms=\(2, math\.inf\)"):
+        ours[0].grad.norm()
+    found = torch.zeros(1)
+    torch._amp_foreach_non_finite_check_and_unscale_([ours[0].grad], found, torch.ones(1))
+    assert found == 0
+
+
+class Given(nn.Module):
+    """The gradients of its parameters are given, the same on every rank."""
+
+    def __init__(self, gradients: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.gradients = gradients
+        self.params = nn.ParameterList([torch.zeros_like(gradient) for gradient in gradients])
+
+    def forward(self) -> torch.Tensor:
+        return torch.stack([(p * g).sum().float() for p, g in zip(self.params, self.gradients, strict=True)]).sum()
+
+
+def given(gradients: list[torch.Tensor], partition: str, norms: bool | tuple[float, ...] = BOTH) -> list[GradPlaceholder]:
+    """Return the placeholders of gradients of these values."""
+    model = Given(gradients)
+    ddp = DistributedDataParallel(model)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.0, partition=cutting(partition))
+    register_reduce_to_owner(ddp, optimizer, norms=norms)
+    ddp().backward()
+    # The optimizer knows what its placeholders stand for.
+    KEPT.append(optimizer)
+    return [param.grad for param in model.params]
+
+
+KEPT: list[ZeroRedundancyOptimizer] = []
+ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+"""Thousands of roundings in the dtype in which torch adds up; in half precision, that of the result."""
+
+
+@pytest.mark.ranks(1, 2, 4, backend=EVERYWHERE)
+@PARTITIONS
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+def test_norms_are_those_in_float64_but_for_roundings(partition: str, dtype: torch.dtype) -> None:
+    generator = torch.Generator(torch.get_default_device()).manual_seed(1)
+    shapes = [(64, 40), (3,), (1, 300), (0, 3), (), (7, 5, 9)]
+    sizes = (1.0, 1e3, 1e-3, 1.0, 0.0, 1e2)
+    values = [
+        torch.randn(shape, generator=generator).mul(size).to(dtype) for shape, size in zip(shapes, sizes, strict=True)
+    ]
+    for grad, value in zip(given(values, partition), values, strict=True):
+        rounding = ROUNDING[dtype]
+        expected = value.double().norm()
+        torch.testing.assert_close(grad.norm().double(), expected, rtol=rounding, atol=0)
+        if value.numel():
+            torch.testing.assert_close(grad.norm(INF), value.norm(INF), rtol=0, atol=0)
+
+
+@pytest.mark.ranks(1, 2, backend=EVERYWHERE)
+@PARTITIONS
+@pytest.mark.parametrize("special", [INF, -INF, math.nan, 0.0])
+@pytest.mark.parametrize("norms", [True, BOTH], ids=str)
+def test_what_is_not_finite_is_so_on_every_rank(
+    partition: str, special: float, norms: bool | tuple[float, ...]
+) -> None:
+    values = torch.ones(64, 40)
+    values[3, 7] = special
+    grad, other = given([values, torch.ones(4)], partition, norms)
+    for order in (2.0, INF) if norms == BOTH else (2.0,):
+        torch.testing.assert_close(grad.norm(order), values.norm(order), rtol=1e-6, atol=0, equal_nan=True)
+    found = torch.zeros(1)
+    torch._amp_foreach_non_finite_check_and_unscale_([other, grad], found, torch.ones(1))
+    assert bool(found) == (not math.isfinite(special))
+
+
+@pytest.mark.ranks(2, backend=EVERYWHERE)
+def test_squares_of_parts_do_not_overflow_where_those_of_the_parts_elements_do_not() -> None:
+    values = torch.zeros(64, 40)
+    # The square of one is finite in float32, and the sum of both is not.
+    values[0, 0] = values[-1, -1] = 1.5e19
+    cut, whole = given([values], "split"), given([values], "whole")
+    torch.testing.assert_close(cut[0].norm(), values.double().norm().float(), rtol=1e-6, atol=0)
+    assert whole[0].norm() == values.norm() == INF
+
+
+@pytest.mark.ranks(2, backend=EVERYWHERE)
+@pytest.mark.parametrize("norms", [True, BOTH], ids=str)
+def test_a_scaler_finds_infinities_by_the_norm_that_it_has(norms: bool | tuple[float, ...]) -> None:
+    # Finite values, of which the 2-norm is not.
+    (grad,) = given([torch.full((4,), 1e20)], "whole", norms)
+    found = torch.zeros(1)
+    torch._amp_foreach_non_finite_check_and_unscale_([grad], found, torch.ones(1))
+    assert found == (0 if norms == BOTH else 1)
+
+
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_ranks_that_differ_in_norms_are_told_so(rank: int) -> None:
     model = nn.Linear(4, 3)
     ddp = DistributedDataParallel(model)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=1.0)
     register_reduce_to_owner(ddp, optimizer, norms=rank == 0)
-    with pytest.raises(DisagreementError, match="norms is True on rank 0 and False on rank 1"):
+    with pytest.raises(DisagreementError, match=r"norms is \[2\.0\] on rank 0 and \[\] on rank 1"):
         ddp(torch.ones(2, 4)).sum().backward()
 
 

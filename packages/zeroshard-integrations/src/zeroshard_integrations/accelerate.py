@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from accelerate import Accelerator
@@ -29,6 +29,8 @@ class ZeroShardPlugin:
 
     Args:
         accelerator: has no other parallelism than DistributedDataParallel. It may have a single process.
+        norms: as for :func:`~zeroshard_integrations.ddp.register_reduce_to_owner`; ``(2, math.inf)`` for
+            ``accelerator.clip_grad_norm_(..., norm_type=math.inf)``.
 
     Raises:
         ValueError: if the accelerator uses another parallelism.
@@ -39,9 +41,9 @@ class ZeroShardPlugin:
         model, optimizer, batches = ZeroShardPlugin(accelerator).prepare(model, optimizer, batches)
     """
 
-    def __init__(self, accelerator: Accelerator) -> None:
+    def __init__(self, accelerator: Accelerator, *, norms: bool | Sequence[float] = True) -> None:
         check_parallelism(accelerator)
-        self._accelerator = accelerator
+        self._accelerator, self._norms = accelerator, norms
         self._optimizers: list[ZeroRedundancyOptimizer] = []
         accelerator.register_save_state_pre_hook(self._before_saving)
 
@@ -69,7 +71,7 @@ class ZeroShardPlugin:
         prepared = self._accelerator.prepare(*objects, **options)
         for each in prepared if len(objects) > 1 else [prepared]:
             if isinstance(each, nn.Module):
-                reduce_to_owners(each, optimizers)
+                reduce_to_owners(each, optimizers, norms=self._norms)
         self._optimizers += optimizers
         return prepared
 
@@ -85,18 +87,21 @@ class ZeroShardPlugin:
             check_whole([optimizer.state_dict() for optimizer in self._optimizers])
 
 
-def reduce_to_owners(model: nn.Module, optimizers: Iterable[ZeroRedundancyOptimizer]) -> None:
+def reduce_to_owners(
+    model: nn.Module, optimizers: Iterable[ZeroRedundancyOptimizer], *, norms: bool | Sequence[float] = True
+) -> None:
     """Register the communication hook on what Accelerate has wrapped, for those optimizers that have its parameters.
 
     Args:
         model: of ``accelerator.prepare()``: DistributedDataParallel, compiled or not, or a model that was not wrapped,
             which is left alone.
         optimizers: may have nothing to do with the model.
+        norms: as for :func:`~zeroshard_integrations.ddp.register_reduce_to_owner`.
     """
     owners = [optimizer for optimizer in optimizers if _shares_parameters(model, optimizer)]
     # Under torch.compile, DistributedDataParallel is a child of the model.
     for ddp in [module for module in model.modules() if isinstance(module, DistributedDataParallel)] if owners else []:
-        register_reduce_to_owner(ddp, owners)
+        register_reduce_to_owner(ddp, owners, norms=norms)
 
 
 def check_parallelism(accelerator: Accelerator) -> None:

@@ -32,9 +32,9 @@ def reduce_to_owner_hook(state: ZeroRedundancyOptimizer, bucket: GradBucket) -> 
 
     Register it with the optimizer as its state: ``ddp.register_comm_hook(optimizer, reduce_to_owner_hook)``. Then train
     as usual; ``optimizer.step()`` updates this rank's shards and brings the new values to all ranks. Before that,
-    ``.grad`` of every parameter is a :class:`zeroshard.GradPlaceholder`: it cannot be read, but its norms of order 2
-    and inf can, and its owner multiplies or clamps it. So torch's ``clip_grad_norm_``, ``clip_grad_value_`` and
-    ``GradScaler`` work as usual; what they do must be done on every rank.
+    ``.grad`` of every parameter is a :class:`zeroshard.GradPlaceholder`: it cannot be read, but its 2-norm can, and its
+    owner multiplies or clamps it. So torch's ``clip_grad_norm_``, ``clip_grad_value_`` and ``GradScaler`` work as
+    usual; what they do must be done on every rank.
 
     Gradients are averaged over the ranks, as DDP does. ``no_sync()`` accumulates on each rank and sends nothing;
     several backwards before a step add up.
@@ -112,7 +112,7 @@ def register_reduce_to_owner(
     ddp: DistributedDataParallel,
     optimizer: ZeroRedundancyOptimizer | Sequence[ZeroRedundancyOptimizer],
     *,
-    norms: bool = True,
+    norms: bool | Sequence[float] = True,
 ) -> None:
     """Register :func:`reduce_to_owner_hook`, with its conditions checked at once.
 
@@ -120,13 +120,16 @@ def register_reduce_to_owner(
         ddp: the model.
         optimizer: has all parameters that DDP reduces, and the same ranks. Several optimizers have them together, each
             its own: in the same order on every rank. They may step at different times, but not inside Join.
-        norms: whether every rank learns the norms of all gradients at the end of each backward. Without them torch's
-            ``clip_grad_norm_`` and ``GradScaler`` are refused; the optimizer's own ``clip_grad_norm_`` is not.
+        norms: which norms of all gradients every rank learns at the end of each backward: True for those of order 2,
+            ``(2, math.inf)`` for the largest magnitudes too. With False torch's ``clip_grad_norm_`` and ``GradScaler``
+            are refused; the optimizer's own ``clip_grad_norm_``, which takes every order, is not. A ``GradScaler``
+            finds infinities by the norm: with order 2 alone it also skips a step whose norm overflows the gradient's
+            dtype (above 1.8e19 in float32), though all values are finite.
 
     Raises:
         TypeError: if it is no sharded optimizer.
         ValueError: if no optimizer has a parameter, or two have, if one has other ranks, or was built with
-            ``overlap_with_ddp=True``, or if DDP has ``mixed_precision``.
+            ``overlap_with_ddp=True``, if DDP has ``mixed_precision``, or if ``norms`` is anything else.
     """
     optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
     for each in optimizers:

@@ -38,6 +38,8 @@ class ZeroShardStrategy(DDPStrategy):
     or several, each of its own. The size of their state is logged where the model summary is.
 
     Args:
+        norms: as for :func:`~zeroshard_integrations.ddp.register_reduce_to_owner`; ``(2, math.inf)`` for
+            ``grad_norm(module, "inf")``.
         **options: of Lightning's ``DDPStrategy``, which passes what it does not know to DistributedDataParallel.
 
     Raises:
@@ -45,10 +47,14 @@ class ZeroShardStrategy(DDPStrategy):
         ValueError: likewise, if the optimizer lacks a parameter, or has other ranks than the model.
     """
 
+    def __init__(self, *, norms: bool | Sequence[float] = True, **options: Any) -> None:  # noqa: ANN401 - passed on
+        super().__init__(**options)
+        self._norms = norms
+
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         """Register the hook; Lightning calls this when the model is wrapped, and has itself no later place for it."""
         super().setup_optimizers(trainer)
-        _register_hook(self.model, self.optimizers, "configure_optimizers() returned", self.global_rank)
+        _register_hook(self.model, self.optimizers, "configure_optimizers() returned", self.global_rank, self._norms)
         if any(isinstance(callback, ModelSummary) for callback in trainer.callbacks):
             for optimizer in self.optimizers:
                 rank_zero_info(_describe_state(optimizer))
@@ -74,8 +80,13 @@ class FabricZeroShardStrategy(FabricDDPStrategy):
     ``fabric.setup(model, optimizer)`` receives the model and its optimizers together.
 
     Args:
+        norms: as for :class:`ZeroShardStrategy`; ``(2, math.inf)`` for ``fabric.clip_gradients(..., norm_type="inf")``.
         **options: of Fabric's ``DDPStrategy``, which passes what it does not know to DistributedDataParallel.
     """
+
+    def __init__(self, *, norms: bool | Sequence[float] = True, **options: Any) -> None:  # noqa: ANN401 - passed on
+        super().__init__(**options)
+        self._norms = norms
 
     def setup_module_and_optimizers(
         self,
@@ -90,7 +101,7 @@ class FabricZeroShardStrategy(FabricDDPStrategy):
             ValueError: if the optimizers lack a parameter, or have other ranks than the model.
         """
         ddp = self.setup_module(module)
-        _register_hook(ddp, optimizers, "setup() received", self.global_rank)
+        _register_hook(ddp, optimizers, "setup() received", self.global_rank, self._norms)
         return (ddp, optimizers, *scheduler)
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:  # noqa: ARG002 - Fabric's signature
@@ -141,7 +152,9 @@ def _builder(kind: Callable[..., Optimizer], group: dict[str, Any]) -> Callable[
     return lambda params: kind([{**group, "params": params}])
 
 
-def _register_hook(ddp: DistributedDataParallel, optimizers: Sequence[Any], source: str, rank: int) -> None:
+def _register_hook(
+    ddp: DistributedDataParallel, optimizers: Sequence[Any], source: str, rank: int, norms: bool | Sequence[float]
+) -> None:
     for optimizer in optimizers:
         if not isinstance(optimizer, ZeroRedundancyOptimizer):
             name = type(optimizer).__name__
@@ -149,7 +162,7 @@ def _register_hook(ddp: DistributedDataParallel, optimizers: Sequence[Any], sour
                 f"rank {rank}: strategy={NAME!r} trains with zeroshard.ZeroRedundancyOptimizer, but {source} "
                 f"{name}: build ZeroRedundancyOptimizer(params, {name}, ...) instead, or use strategy='ddp'"
             )
-    register_reduce_to_owner(ddp, optimizers)
+    register_reduce_to_owner(ddp, optimizers, norms=norms)
 
 
 def _check_saved(checkpoint: object, *, is_saved_here: bool, broadcast: Callable[[str], str]) -> None:

@@ -147,18 +147,24 @@ class OptimizerInterface:
 
     @disable_dynamo
     def follow_backward(
-        self, mode: StepMode, names: Mapping[torch.Tensor, str] = MappingProxyType({}), *, norms: bool = True
+        self,
+        mode: StepMode,
+        names: Mapping[torch.Tensor, str] = MappingProxyType({}),
+        *,
+        norms: bool | Sequence[float] = True,
     ) -> BackwardFollower:
         """Take gradients bucket by bucket from now on: for communication hooks. Collective, the first time.
 
         Args:
             mode: when shards are stepped.
             names: the model's names, for errors about parameters without names; the same on all ranks.
-            norms: whether every rank learns the norms of all gradients at the end of each backward, so that torch's
-                functions for clipping work. The first call decides; there are none if shards are stepped during it.
+            norms: which norms of all gradients every rank learns at the end of each backward, so that torch's
+                functions for clipping work: True for order 2, False for none, or a tuple of 2, ``math.inf`` or both.
+                The first call decides; there are none if shards are stepped during it.
 
         Raises:
-            ValueError: if gradients are taken in another way already, or parameters cannot be exchanged in buckets.
+            ValueError: if gradients are taken in another way already, parameters cannot be exchanged in buckets, or
+                norms of other orders are asked for.
         """
         return self._sharded.follow_backward(mode, names, norms=norms)
 

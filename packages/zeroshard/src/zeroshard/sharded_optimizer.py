@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -229,11 +229,13 @@ class ShardedOptimizer:
         self._coordinator.guard.check()
         self.joining.announce(call, **arguments)
 
-    def follow_backward(self, mode: StepMode, names: Mapping[torch.Tensor, str], *, norms: bool) -> BackwardFollower:
+    def follow_backward(
+        self, mode: StepMode, names: Mapping[torch.Tensor, str], *, norms: bool | Sequence[float]
+    ) -> BackwardFollower:
         """Take gradients bucket by bucket from now on."""
         if self.follower is None:
             self.sharding.name(names)
-            self.follower = BackwardFollower(self._coordinator, self.joining, mode, takes_norms=norms)
+            self.follower = BackwardFollower(self._coordinator, self.joining, mode, norms=norms)
         elif self.follower.mode is not mode:
             raise ValueError(
                 f"a communication hook steps this optimizer {self.follower.mode.value!r} already, and cannot step it "

@@ -14,7 +14,7 @@ from zeroshard._torch_private import disable_dynamo
 from zeroshard.implementations import check_capture
 from zeroshard.overlap.bucket import Bucket
 from zeroshard.overlap.buckets import common_device
-from zeroshard.overlap.norms import GradNorms
+from zeroshard.overlap.norms import GradNorms, norm_orders
 from zeroshard.overlap.operations import GradOperations
 from zeroshard.overlap.placeholder import GradPlaceholder
 from zeroshard.overlap.scheduler import BucketScheduler, StepMode
@@ -41,11 +41,11 @@ class BackwardFollower:
         coordinator: makes the steps of the optimizer.
         joining: announces calls in Join contexts.
         mode: when shards are stepped; also an attribute.
-        takes_norms: whether every rank learns the norms of gradients at the end of each backward.
+        norms: which norms of gradients every rank learns at the end of each backward; see :func:`norm_orders`.
 
     Raises:
         RuntimeError: if the group has no backend for the device that parameters are on.
-        ValueError: if parameters cannot be exchanged in buckets; on every rank.
+        ValueError: if parameters cannot be exchanged in buckets, or norms of other orders are asked for; on every rank.
     """
 
     def __init__(
@@ -54,16 +54,17 @@ class BackwardFollower:
         joining: _Participant,
         mode: StepMode,
         *,
-        takes_norms: bool,
+        norms: bool | Sequence[float],
     ) -> None:
         self._coordinator, self._joining, self.mode = coordinator, joining, mode
         sharding, guard = coordinator.sharding, coordinator.guard
-        norms = None
+        grad_norms = None
         with agreed(sharding.control, "a communication hook's first call"):
             device = common_device(sharding.params, sharding.layout)
-            if takes_norms and mode is StepMode.IN_STEP:
-                norms = GradNorms(sharding.control, device)
-        operations = GradOperations(norms, steps_early=mode is not StepMode.IN_STEP)
+            orders = norm_orders(norms)
+            if orders and mode is StepMode.IN_STEP:
+                grad_norms = GradNorms(sharding.control, device, orders)
+        operations = GradOperations(grad_norms, steps_early=mode is not StepMode.IN_STEP)
         self.scheduler = BucketScheduler(
             sharding.control, guard, sharding.local, sharding.sync, sharding.params, sharding.layout, mode, operations
         )

@@ -31,12 +31,14 @@ class GradOperations:
 
     Attributes:
         norms, steps_early: as given.
+        orders: of the norms that are exchanged.
         takes_norms: whether norms are exchanged at the end of this backward; BackwardFollower sets it.
         found_inf: what a GradScaler has found in the gradients of the last backward; None before it has looked.
     """
 
     def __init__(self, norms: GradNorms | None, *, steps_early: bool) -> None:
         self.norms, self.steps_early, self.takes_norms = norms, steps_early, False
+        self.orders: Sequence[float] = norms.orders if norms is not None else ()
         self._done: dict[int, str] = {}
         self.found_inf: torch.Tensor | None = None
         self._clamped: set[int] = set()
@@ -55,9 +57,10 @@ class GradOperations:
                 "reduce_to_owner_hook for that"
             )
         return (
-            "it has norms of order 2 and inf, and can be multiplied by a number or clamped in place, as torch's "
-            "functions for clipping do; to change gradients in another way, do it in a hook of the tensor, or train "
-            "without a communication hook"
+            "every rank knows its norm, p.grad.norm(), which is finite if all values are, and its largest magnitude, "
+            "p.grad.norm(math.inf), with register_reduce_to_owner(..., norms=(2, math.inf)); it can be multiplied by a "
+            "number or clamped in place, as torch's functions for clipping do; to change gradients in another way, do "
+            "it in a hook of the tensor, or train without a communication hook"
         )
 
     @property

@@ -222,8 +222,10 @@ def _norm(
     operations = gradient.operations("a norm", changes=False)
     if (dim is not None and len(dim) < gradient.dim()) or keepdim or dtype not in (None, gradient.dtype):
         raise gradient.refusal("a norm over some dimensions, or in another dtype,")
-    if order not in (2, INF):
+    if order not in operations.orders and not gradient.is_zero():
         advice = f"call optimizer.clip_grad_norm_(max_norm, norm_type={order})"
+        if order in (2, INF):
+            advice += ", or register the hook by register_reduce_to_owner(ddp, optimizer, norms=(2, math.inf))"
         raise gradient.refusal(f"a norm of order {order}", advice)
     return operations.norm(gradient._tensor, order, gradient.device).to(device=gradient.device, dtype=gradient.dtype)
 
@@ -285,9 +287,12 @@ def _unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse
     held = [gradient for gradient in gradients if isinstance(gradient, GradPlaceholder)]
     # All of them, or none.
     followers = [gradient.operations("unscaling", changes=changes) for gradient in held for changes in (True, False)]
-    # A 2-norm in half precision may overflow.
-    largest = torch.stack([_norm(gradient, INF).to(found_inf.device) for gradient in held])
-    found_inf.copy_(torch.maximum(found_inf, (~largest.isfinite().all()).to(found_inf.dtype)))
+    # In float64: norms in half precision may overflow.
+    norms = torch.stack([
+        known.norm(gradient._tensor, max(known.orders, default=INF), gradient.device).to(found_inf.device)
+        for gradient, known in zip(held, followers[1::2], strict=True)
+    ])
+    found_inf.copy_(torch.maximum(found_inf, (~norms.isfinite().all()).to(found_inf.dtype)))
     values = [gradient for gradient in gradients if not isinstance(gradient, GradPlaceholder)]
     if values:
         amp_unscale_(values, found_inf, inverse)
