@@ -328,7 +328,7 @@ def test_the_largest_gradient_a_plateau_and_an_average_of_the_model():
         torch.manual_seed(0)
         model = nn.Linear(8, 8)
         ours, plain = ZeroRedundancyOptimizer(model.parameters(), optim.Adam), optim.Adam(model.parameters())
-        preparing = ZeroShardPlugin(accelerator) if is_sharded else accelerator
+        preparing = ZeroShardPlugin(accelerator, norms=(2, float("inf"))) if is_sharded else accelerator
         prepared, optimizer = preparing.prepare(model, ours if is_sharded else plain)
         scheduler = accelerator.prepare(optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0))
         averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
