@@ -219,6 +219,56 @@ def test_what_a_scheduler_changes_after_step_is_right(hook: str) -> None:
         twins.check(f"after iteration {number}")
 
 
+# ---------------------------------------------------------------------- gradients that are not what was reduced
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@WHERE
+@pytest.mark.parametrize("how", ["assigned", "made under no_sync()"])
+def test_a_gradient_that_was_replaced_is_told_so_on_every_rank(rank: int, where: str, how: str) -> None:
+    twins = Twins("owner", process_group=group_of())
+    twins.iterate(0)
+    twins.optimizer.zero_grad()
+    twins.backward(twins.ddp, 1)
+    param = next(twins.ddp.parameters())
+    if where == "on all ranks" or rank == 1:
+        if how == "assigned":
+            param.grad = torch.ones_like(param)
+        else:
+            twins.optimizer.zero_grad()
+            with twins.ddp.no_sync():
+                twins.backward(twins.ddp, 2)
+    with pytest.raises(RuntimeError, match=r"tensor \d .* was replaced after backward\(\) had reduced it"):
+        twins.optimizer.step()
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@WHERE
+def test_a_second_backward_over_one_forward_is_told_so_on_every_rank(rank: int, where: str) -> None:
+    twins = Twins("owner", process_group=group_of())
+    twins.iterate(0)
+    twins.optimizer.zero_grad()
+    loss = twins.ddp(batch(1)).square().mean()
+    loss.backward(retain_graph=True)
+    if where == "on all ranks" or rank == 1:
+        loss.backward()
+    with pytest.raises(RuntimeError, match=r"another one added to it under no_sync\(\) or over the same forward"):
+        twins.optimizer.step()
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_a_copy_of_ddp_is_refused_and_one_of_its_module_is_not() -> None:
+    twins = Twins("owner")
+    twins.iterate(0)
+    with pytest.raises(TypeError, match=r"copies the state of its communication hook.*AveragedModel\(ddp\.module\)"):
+        optim.swa_utils.AveragedModel(twins.ddp)
+    averaged = optim.swa_utils.AveragedModel(twins.ddp.module)
+    for number in range(3):
+        twins.iterate(number)
+        averaged.update_parameters(twins.ddp.module)
+    twins.check("after averaging")
+
+
 # ---------------------------------------------------------------------- parameters that DDP does not reduce
 
 

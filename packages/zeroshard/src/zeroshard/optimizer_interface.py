@@ -203,10 +203,14 @@ class OptimizerInterface:
         Raises:
             TypeError: always.
         """
+        advice = (
+            ". Copying a DistributedDataParallel model copies the state of its communication hook, this optimizer: copy "
+            "the module instead, as in AveragedModel(ddp.module)"
+        )
         raise TypeError(
             "a ZeroRedundancyOptimizer cannot be pickled or deep-copied: it holds a process group and only this rank's "
             "share of the state. Save its state with consolidate_state_dict() and state_dict(), and load that into a "
-            "new one"
+            "new one" + (advice if self.takes_buckets else "")
         )
 
     def _all_params(self) -> list[torch.Tensor]:

@@ -161,11 +161,24 @@ class GradAccumulator:
 
     def unreduced(self, tensor: int) -> RuntimeError:
         """Return the error for a gradient that was never reduced."""
+        title = f"the gradient of tensor {tensor} {self._plan.tensors[tensor].name!r}"
+        if type(self._params[tensor].grad) is GradPlaceholder:
+            return RuntimeError(
+                f"{title} has not been reduced: after the backward() that reduced it, another one added to it under "
+                f"no_sync() or over the same forward, which DistributedDataParallel does not reduce. Make the last "
+                f"backward() before step() outside of no_sync(), over a forward of its own"
+            )
+        if not self.is_used(tensor):
+            return RuntimeError(
+                f"{title} was replaced after backward() had reduced it: .grad is a tensor of this rank alone, which was "
+                f"assigned, or made after zero_grad() by a backward that DistributedDataParallel did not reduce, as "
+                f"under no_sync(). Multiply or clamp the gradient in place, or change it in a hook of the tensor"
+            )
         return RuntimeError(
-            f"the gradient of tensor {tensor} {self._plan.tensors[tensor].name!r} has not been reduced: the last "
-            f"backward() before step() was under no_sync(), and must not be; or DistributedDataParallel waits for a "
-            f"parameter that it did not use, which needs find_unused_parameters=True, or that was frozen since the "
-            f"model was wrapped, which must then be wrapped anew"
+            f"{title} has not been reduced: the last backward() before step() was under no_sync(), and must not be; or "
+            f"DistributedDataParallel waits for a parameter that it did not use, which needs "
+            f"find_unused_parameters=True, or that was frozen since the model was wrapped, which must then be wrapped "
+            f"anew"
         )
 
     def is_used(self, tensor: int) -> bool:
