@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from training import EVERYWHERE
 from zeroshard import GradPlaceholder
+from zeroshard_integrations.ddp import register_reduce_to_owner
 
 pytestmark = [pytest.mark.each_choice, pytest.mark.usefixtures("tensors_on_the_device")]
 EVERY_HOOK = pytest.mark.parametrize("hook", HOOKS)
@@ -60,6 +61,48 @@ def test_several_backwards_before_a_step_add_up(partition: str, views: bool) -> 
                     twins.backward(ddp, 10 * number + part)
             optimizer.step()
         twins.check(f"after iteration {number}")
+
+
+class Backwards(nn.Module):
+    """Calls its layers in the order opposite to that of its parameters, by which DDP first makes its buckets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(40, 40) for _ in range(6))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        for layer in reversed(self.layers):
+            inputs = layer(inputs).tanh()
+        return inputs
+
+
+class Registered(Twins):
+    """With the hook registered by the function that also installs what knows of a rebuild."""
+
+    def register(self, hook: str, inner: object, inner_state: object) -> None:
+        register_reduce_to_owner(self.ddp, self.optimizer)
+
+
+@pytest.mark.ranks(2, 3, backend=EVERYWHERE)
+@PARTITIONS
+@VIEWS
+def test_carried_gradients_follow_their_parameters_into_the_buckets_that_ddp_rebuilds(
+    partition: str, views: bool
+) -> None:
+    arguments = {"gradient_as_bucket_view": views, "bucket_cap_mb": 0.02}
+    twins = Registered("owner", model=Backwards, partition=partition, ddp=arguments, exact=False)
+    buckets = []
+    for part in range(3):
+        for ddp, _ in twins.sides:
+            twins.backward(ddp, part)
+        buckets.append([bucket.tensors for bucket in twins.optimizer.describe().buckets])
+    # DDP has rebuilt them in the second forward, before anything was stepped.
+    assert buckets[0] != buckets[1] == buckets[2]
+    assert sorted(map(sorted, buckets[0])) != sorted(map(sorted, buckets[1]))
+    for _, optimizer in twins.sides:
+        optimizer.step()
+    twins.check("after the rebuild")
 
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
