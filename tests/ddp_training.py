@@ -16,7 +16,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 from training import assert_bitwise_equal, cutting, small_model
 from zeroshard import StepMode, ZeroRedundancyOptimizer
-from zeroshard_integrations.ddp import hook_with_zero_step, hook_with_zero_step_interleaved, reduce_to_owner_hook
+from zeroshard_integrations.ddp import (
+    hook_with_zero_step,
+    hook_with_zero_step_interleaved,
+    register_reduce_to_owner,
+)
 from zeroshard_testing import assert_replicas_equal
 
 HOOKS = ("owner", "behind", "interleaved")
@@ -34,7 +38,7 @@ def register(
     inner_state: object = None,
 ) -> None:
     if hook == "owner":
-        ddp.register_comm_hook(optimizer, reduce_to_owner_hook)
+        register_reduce_to_owner(ddp, optimizer)
     elif hook == "behind":
         ddp.register_comm_hook(inner_state, hook_with_zero_step(inner, ddp, optimizer))
     else:

@@ -128,7 +128,7 @@ class Uneven:
         self.schedulers = [optim.lr_scheduler.ExponentialLR(each, 0.9) for each in both] or [None, None]
 
     def train(self, script: Script, join: Any = Join) -> Any:
-        """Run a script on ranks, in torch's context or ours, and return it."""
+        """Run a script on ranks, in a context, and return it."""
         loop = OnRanks(self)
         context = join([self.ddp, self.optimizer], **{"divide_by_initial_world_size": self.divide, **self.arguments})
         with context, suppress(LeftError):

@@ -8,11 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn, optim
-from torch.distributed.algorithms.join import Join, Joinable
+from torch.distributed.algorithms.join import Joinable
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.nn.parallel import DistributedDataParallel
 from training import assert_bitwise_equal, cutting, set_gradients, small_model, twins
 from zeroshard import ZeroRedundancyOptimizer
+from zeroshard_integrations.join import Join
 
 TUTORIAL = """
 import torch

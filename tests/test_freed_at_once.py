@@ -12,7 +12,6 @@ from ddp_by_collectives import STEPPING, without_tags
 from ddp_training import MANY_BUCKETS, batch, register
 from join_training import HOOKS
 from torch import nn, optim
-from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.nn.parallel import DistributedDataParallel
 from training import small_model
 from zeroshard import ZeroRedundancyOptimizer
@@ -81,17 +80,12 @@ def test_after_training(hook: str, by: str) -> None:
 
 
 @pytest.mark.ranks(2, backend="gloo")
-@pytest.mark.parametrize(
-    ("context", "hook"),
-    [(context, hook) for context in ("torchs", "ours") for hook in HOOKS],
-)
+@pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("fails", [False, True])
-def test_after_a_join_context(context: str, hook: str, fails: bool) -> None:
-    join: Any = {"torchs": TorchJoin, "ours": Join}[context]
-
+def test_after_a_join_context(hook: str, fails: bool) -> None:
     def use() -> References:
         ddp, optimizer = made(hook, small_model())
-        with contextlib.suppress(ZeroDivisionError), join([ddp, optimizer]):
+        with contextlib.suppress(ZeroDivisionError), Join([ddp, optimizer]):
             train(ddp, optimizer)
             if fails:
                 raise ZeroDivisionError
@@ -100,18 +94,3 @@ def test_after_a_join_context(context: str, hook: str, fails: bool) -> None:
     use()
     with without_collector():
         assert left(use()) == []
-
-
-@pytest.mark.ranks(2, backend="gloo")
-@pytest.mark.parametrize("hook", ["none", *HOOKS[1:]])
-def test_what_torchs_join_has_left_by_an_exception_is_freed_at_all(hook: str) -> None:
-    # The collector does not see through DDP's reducer.
-    ddp, optimizer = made(hook, small_model())
-    with contextlib.suppress(ZeroDivisionError), TorchJoin([ddp, optimizer]):
-        train(ddp, optimizer)
-        raise ZeroDivisionError
-    seen = references(ddp, optimizer)
-    del ddp, optimizer
-    for _ in range(3):
-        gc.collect()
-    assert left(seen) == []

@@ -7,7 +7,6 @@ Where something is refused, an error says what it is and what to do; nobody wait
 import copy
 import re
 from collections.abc import Callable
-from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,14 +17,11 @@ import torch.distributed as dist
 from ddp_training import HOOKS, Twins, batch, register
 from torch import nn, optim
 from torch._dynamo.convert_frame import input_codes
-from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch exports it unseen
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from training import small_model
 from zeroshard import ZeroRedundancyOptimizer
-from zeroshard_integrations.ddp import reduce_to_owner_hook
 from zeroshard_testing import assert_replicas_equal
 
 pytestmark = pytest.mark.each_choice
@@ -68,31 +64,6 @@ def test_a_model_and_an_optimizer_of_different_ranks(rank: int, world_size: int,
     theirs, ours = map(dist.get_process_group_ranks, (of_model, of_optimizer))
     with pytest.raises(ValueError, match=re.escape(f"works on the ranks {theirs}, and the optimizer on {ours}")):
         train()
-
-
-@pytest.mark.ranks(2, backend="gloo")
-@pytest.mark.parametrize("narrow", ["optimizer", "model", "neither"])
-def test_different_ranks_inside_of_a_hook_with_a_state_of_its_own(rank: int, world_size: int, narrow: str) -> None:
-    everyone, half = group_of(), half_of(rank, world_size)
-    of_optimizer, of_model = (half if narrow == name else everyone for name in ("optimizer", "model"))
-    model = small_model().double()
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, process_group=of_optimizer, lr=0.1)
-    if narrow == "neither":
-        # Another one of the same parameters, which is no longer used.
-        retired = DistributedDataParallel(model, process_group=half)
-        retired.register_comm_hook(None, fp16_compress_hook)
-    ddp = DistributedDataParallel(model, process_group=of_model)
-
-    def counting(state: tuple[Any, list[int]], bucket: GradBucket) -> Future[torch.Tensor]:
-        state[1].append(bucket.index())
-        return reduce_to_owner_hook(state[0], bucket)
-
-    ddp.register_comm_hook((optimizer, []), counting)
-    backward = ddp(batch(0)).sum().backward
-    theirs, ours = map(dist.get_process_group_ranks, (of_model, of_optimizer))
-    refusal = re.escape(f"works on the ranks {theirs}, and the optimizer on {ours}")
-    with nullcontext() if narrow == "neither" else pytest.raises(ValueError, match=refusal):
-        backward()
 
 
 # ---------------------------------------------------------------------- loops that do not step once per backward

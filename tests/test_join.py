@@ -27,20 +27,17 @@ from join_training import (
     usual,
 )
 from torch import nn, optim
-from torch.distributed.algorithms.join import Join as TorchJoin
 from training import small_model
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_integrations.join import Join
 from zeroshard_testing import assert_replicas_equal
 
-CONTEXTS: dict[str, Any] = {"ours": Join, "torchs": TorchJoin}
-EVERY_CONTEXT = pytest.mark.parametrize("context", CONTEXTS)
 EVERY_HOOK = pytest.mark.parametrize("hook", HOOKS)
 EVERY_PARTITION = pytest.mark.parametrize("partition", PARTITIONS)
 EVERY_MEAN = pytest.mark.parametrize("divide", [True, False], ids=["of all", "of those that run"])
 
 
-# ---------------------------------------------------------------------- in our context and in torch's
+# ---------------------------------------------------------------------- one forward, backward and step
 
 
 class Normed(nn.Module):
@@ -70,21 +67,18 @@ GAPS: list[Callable[[int], list[int]]] = [
     lambda ranks: [1 + 10 * rank // (ranks - 1) for rank in range(ranks)],
     lambda ranks: [0, *[3 + rank for rank in range(1, ranks)]],
 ]
-COMBINATIONS = list(product(CONTEXTS, HOOKS, PARTITIONS, [True, False], range(len(MODELS)), ("Adam", "SGD")))
+COMBINATIONS = list(product(HOOKS, PARTITIONS, [True, False], range(len(MODELS)), ("Adam", "SGD")))
 
 
 @pytest.mark.each_choice
 @pytest.mark.ranks(2, 3, 4, backend="gloo")
-@EVERY_CONTEXT
 @EVERY_HOOK
 @EVERY_PARTITION
 @EVERY_MEAN
 @pytest.mark.parametrize("kind", range(len(MODELS)), ids=[model.__name__ for model, _ in MODELS])
 @pytest.mark.parametrize("optimizer", ["Adam", "SGD"])
-def test_every_combination(
-    world_size: int, context: str, hook: str, partition: str, divide: bool, kind: int, optimizer: str
-) -> None:
-    place = COMBINATIONS.index((context, hook, partition, divide, kind, optimizer)) + world_size
+def test_every_combination(world_size: int, hook: str, partition: str, divide: bool, kind: int, optimizer: str) -> None:
+    place = COMBINATIONS.index((hook, partition, divide, kind, optimizer)) + world_size
     model, options = MODELS[kind]
     uneven = Uneven(
         GAPS[place % len(GAPS)](world_size),
@@ -95,7 +89,7 @@ def test_every_combination(
         divide=divide,
         ddp=options,
     )
-    uneven.check(usual, CONTEXTS[context])
+    uneven.check(usual)
     if model is Normed:
         assert_replicas_equal(uneven.ddp.module.buffers())
         assert uneven.ddp.module.seen == max(uneven.lengths)
@@ -103,10 +97,9 @@ def test_every_combination(
 
 @pytest.mark.each_choice
 @pytest.mark.ranks(2, 3, backend="gloo")
-@EVERY_CONTEXT
 @EVERY_HOOK
 @EVERY_ENDING
-def test_clipping_and_schedules(world_size: int, context: str, hook: str, ending: int) -> None:
+def test_clipping_and_schedules(world_size: int, hook: str, ending: int) -> None:
     def clipped(loop: Loop, number: int) -> None:
         loop.zero()
         loop.backward(number)
@@ -114,40 +107,37 @@ def test_clipping_and_schedules(world_size: int, context: str, hook: str, ending
         loop.step()
 
     script = clipped if hook in HOOKS[:2] else usual
-    Uneven(lengths_of(world_size)[ending], hook, schedule=True).check(script, CONTEXTS[context])
+    Uneven(lengths_of(world_size)[ending], hook, schedule=True).check(script)
 
 
 @pytest.mark.each_choice
 @pytest.mark.ranks(4, backend="gloo")
-@EVERY_CONTEXT
 @EVERY_HOOK
 @EVERY_PARTITION
-def test_on_subgroups(rank: int, context: str, hook: str, partition: str) -> None:
+def test_on_subgroups(rank: int, hook: str, partition: str) -> None:
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     numbers = [[3, 5], [4, 2]][rank % 2]
-    Uneven(numbers, hook, group=groups[rank % 2], partition=partition, divide=False).check(usual, CONTEXTS[context])
+    Uneven(numbers, hook, group=groups[rank % 2], partition=partition, divide=False).check(usual)
 
 
 @pytest.mark.each_choice
 @pytest.mark.ranks(2, backend="gloo")
-@EVERY_CONTEXT
 @EVERY_HOOK
 @pytest.mark.parametrize("options", [{"gradient_as_bucket_view": False}, {"static_graph": True}], ids=str)
 @pytest.mark.parametrize("numbers", [[3, 6], [4, 1]], ids=str)
-def test_other_kinds_of_ddp(context: str, hook: str, options: dict[str, bool], numbers: list[int]) -> None:
-    Uneven(numbers, hook, ddp=options).check(usual, CONTEXTS[context])
+def test_other_kinds_of_ddp(hook: str, options: dict[str, bool], numbers: list[int]) -> None:
+    Uneven(numbers, hook, ddp=options).check(usual)
 
 
 @pytest.mark.each_choice
 @pytest.mark.ranks(2, 3, backend="gloo")
-@EVERY_CONTEXT
 @pytest.mark.parametrize("hook", HOOKS[1:])
 @EVERY_ENDING
-def test_gradients_that_travel_by_collectives(world_size: int, context: str, hook: str, ending: int) -> None:
+def test_gradients_that_travel_by_collectives(world_size: int, hook: str, ending: int) -> None:
     with without_tags():
         uneven = Uneven(lengths_of(world_size)[ending], hook, divide=ending != 1, partition="split")
         uneven.optimizer.follow_backward(STEPPING[hook])
-    uneven.check(usual, CONTEXTS[context])
+    uneven.check(usual)
 
 
 def own_mean(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -158,32 +148,29 @@ def own_mean(state: object, bucket: dist.GradBucket) -> torch.futures.Future[tor
 
 @pytest.mark.each_choice
 @pytest.mark.ranks(2, backend="gloo")
-@EVERY_CONTEXT
 @pytest.mark.parametrize("hook", ["behind", "interleaved"])
-def test_hooks_that_reduce_on_all_ranks(context: str, hook: str) -> None:
+def test_hooks_that_reduce_on_all_ranks(hook: str) -> None:
     uneven = Uneven([2, 5], "none", divide=False)
     uneven.optimizer = ZeroRedundancyOptimizer(
         uneven.ddp.parameters(), optim.Adam, overlap_with_ddp=True, lr=1e-2, weight_decay=0.01
     )
     register(hook, uneven.ddp, uneven.optimizer, own_mean)
-    uneven.check(usual, CONTEXTS[context])
+    uneven.check(usual)
 
 
 @pytest.mark.ranks(1, backend="gloo")
 @EVERY_HOOK
 def test_one_rank(hook: str) -> None:
-    for join in CONTEXTS.values():
-        Uneven([4], hook).check(usual, join)
+    Uneven([4], hook).check(usual)
 
 
 @pytest.mark.ranks(2, backend="gloo")
-@EVERY_CONTEXT
-def test_a_model_with_the_plain_optimizer(rank: int, context: str) -> None:
+def test_a_model_with_the_plain_optimizer(rank: int) -> None:
     # The others' steps are not shadowed; the model is brought along at the end.
     for divide in (True, False):
         uneven = Uneven([2, 5], divide=divide)
         plain = optim.Adam(uneven.ddp.parameters(), lr=1e-2, weight_decay=0.01)
-        with CONTEXTS[context]([uneven.ddp], divide_by_initial_world_size=divide):
+        with Join([uneven.ddp], divide_by_initial_world_size=divide):
             for number in range(uneven.lengths[rank]):
                 plain.zero_grad()
                 uneven.loss(uneven.ddp, inputs(number, rank)).backward()
@@ -193,8 +180,7 @@ def test_a_model_with_the_plain_optimizer(rank: int, context: str) -> None:
 
 
 @pytest.mark.ranks(2, 3, backend="gloo")
-@EVERY_CONTEXT
-def test_an_optimizer_without_a_model(rank: int, world_size: int, context: str) -> None:
+def test_an_optimizer_without_a_model(rank: int, world_size: int) -> None:
     model, plain = (small_model().double() for _ in range(2))
     sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, lr=1e-2)
     reference = optim.Adam(plain.parameters(), lr=1e-2)
@@ -205,7 +191,7 @@ def test_an_optimizer_without_a_model(rank: int, world_size: int, context: str) 
         optimizer.step()
 
     numbers = lengths_of(world_size)[0]
-    with CONTEXTS[context]([sharded]):
+    with Join([sharded]):
         for number in range(numbers[rank]):
             iterate(model, sharded, number)
     for number in range(max(numbers)):
@@ -215,9 +201,8 @@ def test_an_optimizer_without_a_model(rank: int, world_size: int, context: str) 
 
 
 @pytest.mark.ranks(2, backend="gloo")
-@EVERY_CONTEXT
 @EVERY_HOOK
-def test_several_blocks_of_which_one_is_disabled(context: str, hook: str) -> None:
+def test_several_blocks_of_which_one_is_disabled(hook: str) -> None:
     def script(loop: Loop, number: int) -> None:
         loop.backward(number)
         loop.step()
@@ -226,7 +211,7 @@ def test_several_blocks_of_which_one_is_disabled(context: str, hook: str) -> Non
     uneven = Uneven([1, 4], hook)
     for numbers in ([1, 4], [2, 2], [0, 3], [3, 1]):
         uneven.lengths, uneven.arguments = numbers, {"enable": False} if numbers == [2, 2] else {}
-        uneven.check(script, CONTEXTS[context])
+        uneven.check(script)
 
 
 # ---------------------------------------------------------------------- the block itself

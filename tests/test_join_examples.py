@@ -138,8 +138,7 @@ def test_ddp_and_zero(rank: int, module: str, zero: str) -> None:
             run(WITH_ZERO.format(module=module, zero=zero))
         return
     if module == MODULES[0] and zero == "zeroshard":
-        # Nothing sets gradients to zero, which torch's Join cannot tell a rank that has run out.
-        with pytest.raises(RuntimeError, match=r"call zero_grad\(\) in every iteration"):
+        with pytest.raises(RuntimeError, match=r"use zeroshard_integrations\.join\.Join, which takes the same"):
             run(WITH_ZERO.format(module=module, zero=zero))
         return
     torch.manual_seed(0)
@@ -171,11 +170,9 @@ def test_the_counter(rank: int, world_size: int, module: str) -> None:
 @pytest.mark.ranks(2, backend="gloo")
 @pytest.mark.parametrize("announced_by", MODULES)
 def test_a_joinable_of_torchs_in_a_block_of_ours_beside_a_model(rank: int, announced_by: str) -> None:
-    # Written for one Join, and used in the other.
-    other = MODULES[1 - MODULES.index(announced_by)]
     counting = run(COUNTER.format(module=announced_by))
     assert issubclass(counting["Counter"], TorchJoinable)
-    training = run(WITH_ZERO.format(module=other, zero="zeroshard").replace("5 + rank", "2"))
+    training = run(WITH_ZERO.format(module=MODULES[1], zero="zeroshard").replace("5 + rank", "2"))
     counter = counting["Counter"]()
     with training["Join"]([counter, training["model"], training["optim"]]):
         for _ in range(2 + 3 * rank):

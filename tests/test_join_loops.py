@@ -20,17 +20,14 @@ from join_training import (
     windows,
 )
 from torch import nn, optim
-from torch.distributed.algorithms.join import Join as TorchJoin
 from zeroshard_integrations.join import Join
 
-CONTEXTS: dict[str, Any] = {"ours": Join, "torchs": TorchJoin}
-EVERY_CONTEXT = pytest.mark.parametrize("context", CONTEXTS)
 EVERY_HOOK = pytest.mark.parametrize("hook", HOOKS)
 EVERY_PARTITION = pytest.mark.parametrize("partition", PARTITIONS)
 EVERY_MEAN = pytest.mark.parametrize("divide", [True, False], ids=["of all", "of those that run"])
 
 
-# ---------------------------------------------------------------------- loops of every form, in ours
+# ---------------------------------------------------------------------- loops of every form
 
 
 def to_zero(loop: Loop, number: int) -> None:
@@ -265,8 +262,7 @@ class Scaled(optim.SGD):
 
 
 @pytest.mark.ranks(2, backend="gloo")
-@EVERY_CONTEXT
-def test_arguments_of_steps_and_hyperparameters(context: str) -> None:
+def test_arguments_of_steps_and_hyperparameters() -> None:
     def script(loop: Loop, number: int) -> None:
         loop.zero()
         loop.backward(number)
@@ -278,9 +274,8 @@ def test_arguments_of_steps_and_hyperparameters(context: str) -> None:
 
     for hook, numbers in product(HOOKS[:2], ([2, 5], [5, 2])):
         uneven = Uneven(numbers, hook, optimizer=(Scaled, {"lr": 0.1}))
-        uneven.check(script, CONTEXTS[context])
-        if context == "ours":
-            assert uneven.optimizer.param_groups[0]["notes"] == uneven.plain.param_groups[0]["notes"]
+        uneven.check(script)
+        assert uneven.optimizer.param_groups[0]["notes"] == uneven.plain.param_groups[0]["notes"]
 
 
 @pytest.mark.each_choice

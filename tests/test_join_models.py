@@ -21,12 +21,10 @@ from join_training import (
     windows,
 )
 from torch import nn, optim
-from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.utils.checkpoint import checkpoint
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_integrations.join import Join
 
-EVERY_CONTEXT = pytest.mark.parametrize("join", [Join, TorchJoin], ids=["ours", "torchs"])
 EVERY_HOOK = pytest.mark.parametrize("hook", HOOKS)
 EVERY_MEAN = pytest.mark.parametrize("divide", [True, False], ids=["of all", "of those that run"])
 UNUSED = {"find_unused_parameters": True, "broadcast_buffers": False}
@@ -183,8 +181,7 @@ def test_freezing_and_unfreezing() -> None:
 
 
 @pytest.mark.ranks(2, backend="gloo")
-@EVERY_CONTEXT
-def test_sparse_gradients_of_a_rank_that_had_batches(join: Any) -> None:
+def test_sparse_gradients_of_a_rank_that_had_batches() -> None:
     def table() -> nn.Module:
         torch.manual_seed(0)
         return nn.Embedding(20, 3, sparse=True)
@@ -193,7 +190,7 @@ def test_sparse_gradients_of_a_rank_that_had_batches(join: Any) -> None:
         result: torch.Tensor = model((batch[:, 0].abs() * 19 % 20).long()).square().mean()
         return result
 
-    Uneven([2, 5], model=table, loss=loss, optimizer="SGD without decay").check(usual, join)
+    Uneven([2, 5], model=table, loss=loss, optimizer="SGD without decay").check(usual)
 
 
 @pytest.mark.ranks(2, backend="gloo")
@@ -234,13 +231,11 @@ def take_turn(
         model.requires_grad_(True)
 
 
-def check_turns(parts: Sequence[Uneven], turns: Callable[[int], list[Turn]], join: Any = Join) -> None:
+def check_turns(parts: Sequence[Uneven], turns: Callable[[int], list[Turn]]) -> None:
     """Train several models, on ranks and in one process."""
     lengths, rank, divide = parts[0].lengths, parts[0].rank, parts[0].divide
     models, optimizers = [part.ddp for part in parts], [part.optimizer for part in parts]
-    # Ranks without data follow torch's list in its order.
-    pairs = [each for pair in zip(models, optimizers, strict=True) for each in pair]
-    with join(pairs if join is TorchJoin else [*models, *optimizers], divide_by_initial_world_size=divide):
+    with Join([*models, *optimizers], divide_by_initial_world_size=divide):
         for number in range(lengths[rank]):
             for turn in turns(number):
                 take_turn(models, optimizers, turn, 1, [inputs(number, rank)])
@@ -299,21 +294,15 @@ def test_models_with_a_common_loss(world_size: int, hook: str, divide: bool, end
 
 @pytest.mark.each_choice
 @pytest.mark.ranks(2, backend="gloo")
-@EVERY_CONTEXT
 @EVERY_HOOK
 @pytest.mark.parametrize("numbers", [[2, 5], [5, 2]], ids=str)
-def test_models_that_have_nothing_in_common(join: Any, hook: str, numbers: list[int]) -> None:
+def test_models_that_have_nothing_in_common(hook: str, numbers: list[int]) -> None:
     def alone(index: int) -> Turn:
         return lambda models, batch: models[index](batch).square().mean(), (0, 1)[index : index + 1]
 
-    # In any order, the second alone from time to time; in torch's each has its turn.
+    # In any order, the second alone from time to time.
     parts = [Uneven(numbers, hook), Uneven(numbers, hook, optimizer="SGD")]
-    order = (1, 0) if join is Join else (0, 1)
-    check_turns(
-        parts,
-        lambda number: [alone(each) for each in (order if join is TorchJoin or number % 2 else (1,))],
-        join,
-    )
+    check_turns(parts, lambda number: [alone(each) for each in ((1, 0) if number % 2 else (1,))])
 
 
 @pytest.mark.ranks(2, backend="gloo")

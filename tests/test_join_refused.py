@@ -16,6 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from zeroshard_comm import DisagreementError
+from zeroshard_integrations.ddp import register_reduce_to_owner
 from zeroshard_integrations.join import Join
 
 EVERY_HOOK = pytest.mark.parametrize("hook", HOOKS)
@@ -195,14 +196,68 @@ def test_what_is_refused_at_once() -> None:
     ):
         with pytest.raises(error, match=match):
             Join(joinables)
-    for inner in (Join, TorchJoin):
-        with (
-            pytest.raises(RuntimeError, match="in a Join block already"),
-            Join([uneven.ddp, uneven.optimizer]),
-            inner([uneven.ddp, uneven.optimizer]),
-        ):
-            pass
-        uneven.check(usual)
+    with (
+        pytest.raises(RuntimeError, match="in a Join block already"),
+        Join([uneven.ddp, uneven.optimizer]),
+        Join([uneven.ddp, uneven.optimizer]),
+    ):
+        pass
+    uneven.check(usual)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@EVERY_HOOK
+@pytest.mark.parametrize("enable", [True, False])
+def test_torchs_join(hook: str, enable: bool) -> None:
+    uneven = short([2, 3], hook)
+    match = "torch's Join does not support zeroshard's optimizer: use zeroshard_integrations.join.Join, which takes the"
+    with pytest.raises(RuntimeError, match=match):
+        TorchJoin([uneven.ddp, uneven.optimizer], enable=enable)
+    uneven.check(usual)
+
+
+LEFT_OUT = (
+    r"the optimizer of its communication hook is not, .*: use zeroshard_integrations.join.Join\(\[ddp, optimizer\]\)"
+)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.parametrize("numbers", [[2, 2], [0, 2], [2, 0]], ids=str)
+def test_torchs_join_of_the_model_alone(rank: int, numbers: list[int]) -> None:
+    # As Accelerate's join_uneven_inputs([ddp]) enters it. A rank without data raises too: it does not wait for steps.
+    uneven = short(numbers, seconds=60)
+    register_reduce_to_owner(uneven.ddp, uneven.optimizer)
+    reached = []
+    with pytest.raises(RuntimeError, match=LEFT_OUT), TorchJoin([uneven.ddp]):
+        for number in range(numbers[rank]):
+            uneven.loss(uneven.ddp, inputs(number, rank)).backward()
+            reached.append("backward")
+            uneven.optimizer.step()
+            reached.append("step")
+    assert reached == ["backward"] * bool(numbers[rank])
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.parametrize("hook", HOOKS[2:])
+@pytest.mark.parametrize("numbers", [[2, 2], [0, 2]], ids=str)
+def test_torchs_join_of_the_model_alone_with_a_hook_that_steps(rank: int, hook: str, numbers: list[int]) -> None:
+    uneven = short(numbers, hook, seconds=60)
+    before = [param.clone() for param in uneven.ddp.parameters()]
+    with pytest.raises(RuntimeError, match=LEFT_OUT), TorchJoin([uneven.ddp]):
+        for number in range(numbers[rank]):
+            uneven.loss(uneven.ddp, inputs(number, rank)).backward()
+    assert all(map(torch.equal, before, uneven.ddp.parameters()))
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_the_optimizer_steps_again_after_torchs_join_of_the_model_alone(rank: int) -> None:
+    uneven = short([3, 3], "owner")
+    with TorchJoin([uneven.ddp]):
+        uneven.loss(uneven.ddp, inputs(0, rank)).backward()
+        with pytest.raises(RuntimeError, match=LEFT_OUT):
+            uneven.optimizer.step()
+        uneven.optimizer.zero_grad()
+    uneven.check(usual)
 
 
 @pytest.mark.ranks(2, backend="gloo")
@@ -304,16 +359,6 @@ def test_leaving_after_the_first_forward(hook: str) -> None:
     # Its calls are zero, the forward, the backward, step.
     with pytest.raises(ValueError, match="leave the loop before that, or after the backward"):
         Uneven([4, 4], hook, calls=[2, 99]).train(usual)
-
-
-@pytest.mark.ranks(2, backend="gloo")
-def test_gradients_that_are_never_zero_in_torchs_with_the_owner_hook(rank: int) -> None:
-    def script(loop: Loop, number: int) -> None:
-        loop.backward(number)
-        loop.step()
-
-    with pytest.raises(RuntimeError, match=r"zero_grad\(\)" if rank else ""):
-        short([2, 4], "owner").train(script, TorchJoin)
 
 
 @pytest.mark.ranks(2, backend="gloo")

@@ -17,7 +17,6 @@ import torch
 from stand_ins import WRAPPERS, CopyingWrapper, DelegatingWrapper, ForwardingWrapper, ScheduleFree
 from torch import nn, optim
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.nn.parallel import DistributedDataParallel
 from training import assert_bitwise_equal, assert_same_state, set_gradients, small_model, twins
 from zeroshard import StepMode, ZeroRedundancyOptimizer
@@ -211,22 +210,22 @@ def test_a_hook_that_steps_may_be_made_with_a_wrapper_that_does_not_live(kind: A
 
 @pytest.mark.ranks(2, backend="gloo")
 @pytest.mark.parametrize(
-    ("registered", "joined", "join"),
+    ("registered", "joined"),
     [
-        (CopyingWrapper, DelegatingWrapper, Join),
-        (DelegatingWrapper, CopyingWrapper, TorchJoin),
-        (ForwardingWrapper, CopyingWrapper, Join),
+        (CopyingWrapper, DelegatingWrapper),
+        (DelegatingWrapper, CopyingWrapper),
+        (ForwardingWrapper, CopyingWrapper),
     ],
 )
 def test_a_hook_and_a_join_block_may_know_one_optimizer_by_two_wrappers(
-    rank: int, registered: Any, joined: Any, join: Any
+    rank: int, registered: Any, joined: Any
 ) -> None:
     ddp = DistributedDataParallel(small_model())
     optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optim.SGD, lr=0.1)
     ddp.register_comm_hook(registered(optimizer), reduce_to_owner_hook)
     wrapper = joined(optimizer)
     before = [param.clone() for param in ddp.parameters()]
-    with join([ddp, wrapper]):
+    with Join([ddp, wrapper]):
         for number in range(2 + rank):
             wrapper.zero_grad()
             ddp(torch.ones(4, 40)).square().mean().backward()

@@ -1,10 +1,10 @@
-"""Time what a Join block costs while all ranks have data: none, ours and torch's around one training loop.
+"""Time what a Join block costs while all ranks have data: one training loop without and with it.
 
 Every contender trains the quickstart's GPT with a sharded optimizer of its own, stays in its block for the whole run,
-and takes turns with the others in every round. The difference of whole iterations drowns in their noise, so what the
-training thread spends inside each Join's own calls is measured as well, on the clock and in processor time: telling the
-others, waiting for the answer, and for torch's also DDP's message about synchronization, which ours includes. On the
-clock, what a rank waits for a slower one counts, which without Join it waits in the reduction of gradients.
+and takes turns with the other in every round. The difference of whole iterations drowns in their noise, so what the
+training thread spends inside Join's own calls is measured as well, on the clock and in processor time: telling the
+others, and waiting for the answer. On the clock, what a rank waits for a slower one counts, which without Join it waits
+in the reduction of gradients.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from progress_bar import calls
 from rich.console import Console
 from rich.table import Table
 from spawned import machine, on_ranks
-from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.nn.parallel import DistributedDataParallel
 from workloads import workload
 from zeroshard import ZeroRedundancyOptimizer
@@ -41,7 +40,6 @@ WARM_UP = 3
 CONTENDERS: dict[str, Callable[[list[Any]], AbstractContextManager[Any]]] = {
     "no Join": lambda _: nullcontext(),
     "ours": Join,
-    "torch's": TorchJoin,
 }
 BASE = "no Join"
 CALLS: dict[str, list[tuple[type, str]]] = {
@@ -50,10 +48,6 @@ CALLS: dict[str, list[tuple[type, str]]] = {
         (JoinContext, "_optimizer_calls"),
         (DDPModel, "_first_gradient"),
         (DDPModel, "_ends"),
-    ],
-    "torch's": [
-        (TorchJoin, "notify_join_context"),
-        (DistributedDataParallel, "_check_global_requires_backward_grad_sync"),
     ],
 }
 """Per contender, the functions in which its training thread does what a Join block asks for."""
@@ -129,10 +123,7 @@ class _Clock:
         self.turns: list[list[float]] = []
         self._depth = 0
         for owner, name in functions:
-            found = owner.__dict__[name]
-            is_static = isinstance(found, staticmethod)
-            wrapped = self._wrapped(found.__func__ if is_static else found)
-            setattr(owner, name, staticmethod(wrapped) if is_static else wrapped)
+            setattr(owner, name, self._wrapped(owner.__dict__[name]))
 
     def begin(self) -> None:
         """Begin another turn."""

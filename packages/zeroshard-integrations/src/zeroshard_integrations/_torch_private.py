@@ -31,6 +31,7 @@ USED: Mapping[str, str] = {
     f"{_REDUCER}._get_zeros_like_grad_buckets": "a part of a backward that a rank without data must take part in",
     f"{_REDUCER}._run_comm_hook": "the same",
     f"{_REDUCER}._push_all_rebuilt_params": "the same",
+    f"{_REDUCER}._get_local_used_map": "the same",
     f"{_REDUCER}._set_forward_pass_work_handle": "by how many ranks gradients are divided",
     "torch._C._distributed_c10d._create_work_from_future": "the number of ranks, in the form in which DDP takes it",
 }
@@ -95,6 +96,12 @@ def run_comm_hook(ddp: DistributedDataParallel, bucket: GradBucket) -> Future[An
 def push_rebuilt_params(ddp: DistributedDataParallel) -> None:
     """Tell DDP, which rebuilds its buckets in the order in which gradients came, that all of them have come."""
     ddp.reducer._push_all_rebuilt_params()
+
+
+def local_used_map(ddp: DistributedDataParallel) -> torch.Tensor | None:
+    """Return DDP's own counts of who has used each parameter, int32, 1-D; None if it does not count."""
+    found: torch.Tensor | None = ddp.reducer._get_local_used_map()
+    return found
 
 
 def divide_by(ddp: DistributedDataParallel, ranks: int, *, initial: bool) -> None:

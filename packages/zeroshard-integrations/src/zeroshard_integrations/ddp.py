@@ -7,7 +7,6 @@ compute.
 """
 
 # No `from __future__ import annotations`: DDP compares the hooks' annotations with the types themselves.
-import gc
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -74,13 +73,7 @@ def reduce_to_owner_hook(state: ZeroRedundancyOptimizer, bucket: GradBucket) -> 
             f"the state of reduce_to_owner_hook is a zeroshard.ZeroRedundancyOptimizer, and not a "
             f"{type(state).__name__}; for several optimizers call register_reduce_to_owner(ddp, optimizers)"
         )
-    follower = state.follow_backward(StepMode.IN_STEP)
-    # A hook does not know DDP's ranks. Looking it up is slow, so only do it if there are several process groups.
-    if dist.get_pg_count() > 1 and isinstance(bucket, GradBucket) and bucket.index() == 0:
-        params = bucket.parameters()
-        for ddp in () if follower.knows(params) else _models_of(state, params[0]):
-            _check_model(ddp, state)
-    return _receive([follower], bucket)
+    return _receive([state.follow_backward(StepMode.IN_STEP)], bucket)
 
 
 def _is_sharded(optimizer: object) -> bool:
@@ -93,19 +86,6 @@ class _Several(tuple[ZeroRedundancyOptimizer, ...]):
 
     Each optimizer takes in every bucket, with its own parameters alone.
     """
-
-
-def _models_of(optimizer: ZeroRedundancyOptimizer, param: torch.Tensor) -> list[DistributedDataParallel]:
-    """Find the models whose communication hook has an optimizer as its state, among tracked objects.
-
-    A hook of the user's may have anything as its state. So if there are none, these are all models with a hook and the
-    parameter; or none, if one of them has the optimizer's process group.
-    """
-    found = [item for item in gc.get_objects() if issubclass(type(item), DistributedDataParallel) and comm_hooks(item)]
-    registered = [ddp for ddp in found if any(state is optimizer for _, state in comm_hooks(ddp))]
-    holders = [ddp for ddp in found if any(param is other for other in ddp.parameters())]
-    is_plain = registered or any(ddp.process_group is optimizer.process_group for ddp in holders)
-    return registered if is_plain else holders
 
 
 def register_reduce_to_owner(
@@ -146,7 +126,7 @@ def register_reduce_to_owner(
         _check_model(ddp, each)
     _check_parameters(ddp, optimizers)
     for each in optimizers:
-        each.follow_backward(StepMode.IN_STEP, _names_of(ddp), norms=norms)
+        each.follow_backward(StepMode.IN_STEP, _names_of(ddp), norms=norms).joining.models.add(ddp)
     ddp.register_comm_hook(optimizers[0] if len(optimizers) == 1 else _Several(optimizers), reduce_to_owner_hook)
 
 
@@ -237,6 +217,7 @@ def _stepping(
     _check_model(ddp, zero)
     _check_parameters(ddp, [zero])
     follower = zero.follow_backward(mode, _names_of(ddp))
+    follower.joining.models.add(ddp)
     # DDP keeps the hook: a reference to the optimizer from there would be a cycle through C++.
     reduces_elsewhere = hook is not allreduce_hook
     sharded_of, group = weakref.ref(zero._sharded), zero.process_group

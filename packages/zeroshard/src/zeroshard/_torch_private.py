@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch.distributed.algorithms.join import Joinable, _JoinConfig
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from zeroshard_comm._torch_private import check_names
@@ -40,7 +39,6 @@ USED: Mapping[str, str] = {
     "torch.utils._python_dispatch.TorchDispatchMode": "sees the random numbers that an optimizer draws",
     "torch.distributed.algorithms.join.Joinable._join_config": "how a joinable learns whether it is in a Join context",
     "torch.distributed.algorithms.join._JoinConfig": "the same; what a joinable outside of any context has",
-    "torch.distributed.Reducer._get_local_used_map": "torch's Join does not clear it where a rank has run out of data",
 }
 
 check_names("zeroshard", USED, TESTED_WITH)
@@ -99,9 +97,3 @@ def join_config(joinable: Joinable) -> JoinConfig:
 def set_join_config(joinable: Joinable, config: JoinConfig | None) -> None:
     """Tell a joinable that it is in a Join context, or with None that it is in none."""
     joinable._join_config = _IN_NO_CONTEXT if config is None else config
-
-
-def local_used_map(ddp: DistributedDataParallel) -> torch.Tensor | None:
-    """Return DDP's own counts of who has used each parameter, int32, 1-D; None if it does not count."""
-    found: torch.Tensor | None = ddp.reducer._get_local_used_map()
-    return found

@@ -6,7 +6,6 @@ first rank that has data sends such ranks the values that the call needs, and th
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -15,19 +14,15 @@ from enum import IntEnum
 from typing import Any, Protocol
 
 import torch
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
+from torch.distributed.algorithms.join import Joinable
 from zeroshard_comm import Control, DisagreementError, PeerLostError, agreed
 
-from zeroshard._torch_private import JoinConfig, foreach_norm, join_config, local_used_map, set_join_config
+from zeroshard._torch_private import join_config
 from zeroshard.local_optimizer import NOT_SYNCED
 from zeroshard.overlap.backward import BackwardFollower
 from zeroshard.overlap.placeholder import GradPlaceholder
 from zeroshard.sharding import Sharding
 from zeroshard.state.serialization import receive_value, send_value, write_value
-
-_USE_OURS = "use zeroshard_integrations.join.Join in place of torch's"
 
 
 class Call(IntEnum):
@@ -111,7 +106,7 @@ def exchange(control: Control, mine: Announcement, error: Exception | None = Non
         control.check_consistent("leaving Join", error=error)
     made = answers[running[0]] if running else Announcement(Call.JOINED)
     for rank, answer in enumerate(answers):
-        if running and answer != made and (rank in running or answer.place not in (0, made.place)):
+        if rank in running and answer != made:
             raise DisagreementError(
                 f"inside Join, rank {running[0]} is about to make a {made}, and rank {rank} a {answer}: ranks that "
                 f"still have data must make the same calls in the same order, and decide about no_sync() and step() "
@@ -132,21 +127,27 @@ class Participant:
     Attributes:
         exchange: announces a call in the context that the optimizer is in; None outside. Contexts change these.
         divides_by_running: whether a hook of zeroshard averages gradients over the ranks that still have data.
-        problem: returns why ranks without data cannot take part in a step, if they cannot.
+        models: those that a communication hook was registered with.
     """
 
     def __init__(self, sharding: Sharding) -> None:
         self._sharding = sharding
+        self.models: weakref.WeakSet[Joinable] = weakref.WeakSet()
         self.leave()
 
     def leave(self) -> None:
         """Leave a context."""
         self.exchange: Callable[[Call], Attendance | None] | None = None
-        self.problem: Callable[[], Exception | None] = lambda: None
         self.divides_by_running = False
 
     def announce(self, call: Call, **arguments: Any) -> None:  # noqa: ANN401 - of any call
-        """Announce a call, and send its values to ranks that have run out of data. Collective; a no-op outside."""
+        """Announce a call, and send its values to ranks that have run out of data. Collective; a no-op outside.
+
+        Raises:
+            RuntimeError: if a model is in a Join context, and the optimizer is not.
+        """
+        if self.exchange is None and any(join_config(model).enable for model in self.models):
+            raise self.left_out()
         if self.exchange is None or self._sharding.control.alone:
             return
         attendance = self.exchange(call)
@@ -157,6 +158,14 @@ class Participant:
         """Announce a backward during which shards are stepped, or its end; or take part in one of the others."""
         self.announce(Call.END if ends else Call.BACKWARD if is_own else Call.JOINED)
 
+    @staticmethod
+    def left_out() -> RuntimeError:
+        """Return the error for a model that is in a Join context without its optimizer."""
+        return RuntimeError(
+            "the model is in a Join block, and the optimizer of its communication hook is not, so ranks without data "
+            "take no part in step(): use zeroshard_integrations.join.Join([ddp, optimizer])"
+        )
+
     def hand_over(self, attendance: Attendance, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """Send ranks without data what a call needs, and return its arguments; or raise on all ranks. Collective."""
         control, source, call = self._sharding.control, attendance.running[0], attendance.made.call
@@ -165,9 +174,6 @@ class Participant:
             if call is Call.REFUSED:
                 what = "add_param_group(), load_state_dict(), train(), eval() and step(closure)"
                 raise RuntimeError(f"{what} need all ranks, and one has run out of data: call them outside of Join")
-            problem = self.problem() if call is Call.STEP and rank in attendance.running else None
-            if problem is not None:
-                raise problem
             if rank == source:
                 common = self._describe(call, arguments)
                 written = {peer: {**common, **self._tensors_for(peer, call)} for peer in attendance.joined}
@@ -280,120 +286,3 @@ def end_backward(sharded: _Sharded) -> None:
     follower = sharded.follower
     if follower is not None and follower.in_backward and not sharded.steps_early:
         follower.on_backward_end()
-
-
-class OptimizerJoinHook(JoinHook):
-    """The hook of an optimizer for torch's Join, which does not say who has run out, nor which joinables there are.
-
-    So each iteration is one forward and one reducing backward of each model, and one ``step()`` of each optimizer.
-    """
-
-    def __init__(self, public: Callable[[], Any], *, divide_by_running: bool) -> None:
-        if type(join_config(public())) is not JoinConfig:
-            raise RuntimeError("this optimizer is in a Join block already, and blocks cannot be nested: leave it first")
-        self._public = public
-        self._control, params = self._sharded.sharding.control, set(self._sharded.sharding.params)
-        self._number = 1 + getattr(self._control.position, "optimizer", 0)
-        self._has_forward, self._kept = False, list[torch.Tensor]()
-        # torch does not tell a joinable which others there are.
-        found = [item for item in gc.get_objects() if issubclass(type(item), DistributedDataParallel) and vars(item)]
-        self._models = weakref.WeakSet([model for model in found if not params.isdisjoint(model.parameters())])
-        self._handles: list[RemovableHandle] = []
-        for model in self._models:
-            self._handles.append(model.register_forward_pre_hook(_weakly(self._forward_begins)))
-            self._handles.append(model.register_forward_hook(_weakly(self._forward_ends)))
-        trained = [param for param in params if param.requires_grad]
-        if trained and self._sharded.follower is None:
-            begins = _weakly(self._backward_begins)
-            self._handles.append(torch.autograd.graph.register_multi_grad_hook(trained, begins, mode="any"))
-        joining = self._sharded.joining
-        # torch does not report that a block ended with an error: weakly, so that a dropped hook is not called.
-        joining.exchange, joining.problem = _weakly(self._exchange), _weakly(self._problem)
-        joining.divides_by_running = divide_by_running
-        self._clear_used_maps()
-        super().__init__()
-
-    def main_hook(self) -> None:
-        """Take part in the others' calls of the optimizer, up to their step. Collective."""
-        self._check_order()
-        call = Call.JOINED
-        while call not in (Call.STEP, Call.END):
-            attendance = self._exchange(Call.JOINED)
-            follow(self._sharded, attendance)
-            call = attendance.made.call
-        self._sharded.joining.drop_gradients()
-        self._clear_used_maps()
-
-    def post_hook(self, is_last_joiner: bool) -> None:  # noqa: ARG002 - torch's signature
-        """Leave the context."""
-        for handle in self._handles:
-            handle.remove()
-        self._sharded.joining.leave()
-        set_join_config(self._public(), None)
-
-    @property
-    def _sharded(self) -> _Sharded:
-        found: _Sharded = self._public()._sharded
-        return found
-
-    def _exchange(self, call: Call) -> Attendance:
-        public: Joinable = self._public()
-        if not join_config(public).enable:
-            return Attendance(Announcement(call), (self._control.ranks.rank,))
-        if call in (Call.STEP, Call.END):
-            self._has_forward = False
-            self._clear_used_maps()
-        if call is Call.STEP:
-            Join.notify_join_context(public)
-        return exchange(self._control, Announcement(call, self._number))
-
-    def _check_order(self) -> None:
-        if join_config(self._public()).is_first_joinable and self._models:
-            raise ValueError(
-                "the optimizer comes before its model in Join, so a rank without data would step before it has "
-                "gradients: write Join([ddp, optimizer])"
-            )
-
-    def _forward_begins(self, *_: object) -> None:
-        if not join_config(self._public()).enable or self._control.alone:
-            return
-        self._check_order()
-        if self._has_forward:
-            error = RuntimeError(
-                f"a second forward without step() inside torch's Join, whose ranks without data would wait for that: "
-                f"to accumulate gradients, to leave out steps or to evaluate, {_USE_OURS}"
-            )
-            fail(self._control, error)
-            raise error
-
-    def _forward_ends(self, *_: object) -> None:
-        # Not after a forward in which torch has raised.
-        self._has_forward = True
-
-    def _backward_begins(self, _: torch.Tensor) -> None:
-        """Keep the norms of gradients to which a backward adds, without waiting for a device."""
-        if self._sharded.follower is not None or not join_config(self._public()).enable:
-            return
-        grads = [param.grad for param in self._sharded.sharding.params if param.grad is not None]
-        values = [grad if grad.layout is torch.strided else grad.coalesce().values() for grad in grads]
-        self._kept = list(foreach_norm(values, 1.0)) if values else []
-
-    def _problem(self) -> Exception | None:
-        if not any(map(bool, self._kept)):
-            return None
-        return RuntimeError(
-            f"a backward has added to gradients that were not set to zero, and a rank has run out of data in torch's "
-            f"Join, which does not count them: call zero_grad() in every iteration, or {_USE_OURS}"
-        )
-
-    def _clear_used_maps(self) -> None:
-        """Clear this rank's used parameters for DDP's next reduction: torch leaves the others' in the map."""
-        for used in [local_used_map(model) for model in self._models if model.find_unused_parameters]:
-            if used is not None:
-                used.zero_()
-
-
-def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls a method while its object lives, and does not keep the object."""
-    reference = weakref.WeakMethod(method)
-    return lambda *arguments: found(*arguments) if (found := reference()) is not None else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from types import MappingProxyType
@@ -10,14 +9,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.join import JoinHook
 from torch.optim import Optimizer
 from zeroshard_comm import Traffic
 from zeroshard_core import Plan
 
 from zeroshard._torch_private import disable_dynamo
 from zeroshard.description import OptimizerDescription
-from zeroshard.joining import OptimizerJoinHook
 from zeroshard.local_optimizer import sync_groups
 from zeroshard.overlap.backward import BackwardFollower
 from zeroshard.overlap.scheduler import StepMode
@@ -94,22 +91,16 @@ class OptimizerInterface:
         """Wrap :meth:`step` as torch does, so that torch.compile does not trace it."""
         return disable_dynamo(Optimizer.profile_hook_step(func))
 
-    def join_hook(self, **kwargs: Any) -> JoinHook:  # noqa: ANN401 - shared by all joinables
-        """Return the hook by which ``Join`` lets a rank without data take part in the others' steps.
-
-        Training continues as if such a rank contributed zero gradients; it also gets hyperparameters that the others
-        change. If DistributedDataParallel reduces the gradients, its model comes first:
-        ``Join([ddp, optimizer])``.
-
-        Args:
-            **kwargs: arguments for all joinables of the context. ``divide_by_initial_world_size=False`` averages
-                gradients over the ranks that still have data, also with the hooks of ``zeroshard_integrations.ddp``.
+    def join_hook(self, **kwargs: Any) -> NoReturn:  # noqa: ANN401, ARG002 - shared by all joinables
+        """Refuse torch's ``Join``; the one of ``zeroshard_integrations.join`` does not call this.
 
         Raises:
-            RuntimeError: if the optimizer is in a context of ``zeroshard_integrations.join`` already.
+            RuntimeError: always.
         """
-        divide_by_running = not kwargs.get("divide_by_initial_world_size", True)
-        return OptimizerJoinHook(weakref.ref(self), divide_by_running=divide_by_running)
+        raise RuntimeError(
+            "torch's Join does not support zeroshard's optimizer: use zeroshard_integrations.join.Join, which takes "
+            "the same arguments"
+        )
 
     @property
     def join_device(self) -> torch.device:

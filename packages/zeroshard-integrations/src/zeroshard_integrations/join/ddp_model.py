@@ -18,7 +18,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch 
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 from zeroshard import GradPlaceholder
-from zeroshard._torch_private import local_used_map, version_of
+from zeroshard._torch_private import version_of
 from zeroshard.sharded_optimizer import ShardedOptimizer
 from zeroshard_core import is_dense
 
@@ -28,6 +28,7 @@ from zeroshard_integrations._torch_private import (
     forget_join,
     has_comm_hook,
     has_rebuilt_buckets,
+    local_used_map,
     params_for_reducer,
     prepare_forward,
     push_rebuilt_params,

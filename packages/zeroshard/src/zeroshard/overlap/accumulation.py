@@ -143,15 +143,19 @@ class GradAccumulator:
         Raises:
             RuntimeError: if a gradient was accumulated on this rank and never reduced.
         """
-        grads = list(map(_grad_of, state.params))
-        if not self._touched and all(map(is_, grads, map(self.placeholders.__getitem__, state.tensors))):
+        if not self._touched and self.has_placeholders(state):
             return state.present
+        grads = list(map(_grad_of, state.params))
         for grad, tensor in zip(grads, state.tensors, strict=True):
             if grad is None or (type(grad) is GradPlaceholder and grad._local is None):
                 continue
             if self._replaced.get(tensor) != grad.data_ptr():
                 raise self.unreduced(tensor)
         return tuple([is_present and grad is not None for is_present, grad in zip(state.present, grads, strict=True)])
+
+    def has_placeholders(self, state: BucketState) -> bool:
+        """Whether the placeholders of a bucket are the gradients of all its parameters."""
+        return all(map(is_, map(_grad_of, state.params), map(self.placeholders.__getitem__, state.tensors)))
 
     def check_reduced(self) -> None:
         """Raise a RuntimeError if gradients were accumulated on this rank before the first reduction."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableSet, Sequence
 from dataclasses import replace
 from typing import Protocol
 
 import torch
+from torch.distributed.algorithms.join import Joinable
 from torch.futures import Future
 from zeroshard_comm import agreed
 
@@ -28,7 +29,10 @@ class _Participant(Protocol):
 
     @property
     def exchange(self) -> object: ...
+    @property
+    def models(self) -> MutableSet[Joinable]: ...
     def announce_backward(self, *, is_own: bool = True, ends: bool = False) -> None: ...
+    def left_out(self) -> RuntimeError: ...
 
 
 class BackwardFollower:
@@ -39,7 +43,7 @@ class BackwardFollower:
 
     Args:
         coordinator: makes the steps of the optimizer.
-        joining: announces calls in Join contexts.
+        joining: announces calls in Join contexts; also an attribute.
         mode: when shards are stepped; also an attribute.
         norms: which norms of gradients every rank learns at the end of each backward; see :func:`norm_orders`.
 
@@ -56,7 +60,7 @@ class BackwardFollower:
         *,
         norms: bool | Sequence[float],
     ) -> None:
-        self._coordinator, self._joining, self.mode = coordinator, joining, mode
+        self._coordinator, self.joining, self.mode = coordinator, joining, mode
         sharding, guard = coordinator.sharding, coordinator.guard
         grad_norms = None
         with agreed(sharding.control, "a communication hook's first call"):
@@ -87,11 +91,6 @@ class BackwardFollower:
         """Whether the optimizer has a parameter."""
         return param in self.scheduler.gradients.index_of
 
-    def knows(self, params: Sequence[torch.Tensor]) -> bool:
-        """Whether the first bucket of the last backward had these parameters."""
-        known = self.scheduler.buckets.by_index.get(0)
-        return known is not None and known.has(params)
-
     @disable_dynamo
     def on_bucket(
         self, bucket: Bucket, reduce: Callable[[], Future[torch.Tensor]] | None = None
@@ -111,7 +110,7 @@ class BackwardFollower:
         Raises:
             DisagreementError: if ranks have other buckets.
             PeerLostError: if a rank is gone.
-            RuntimeError: if an earlier call was not finished.
+            RuntimeError: if an earlier call was not finished, or the model is in a Join context without the optimizer.
             ValueError: if the optimizer does not have a parameter of the bucket, or its gradients cannot be sent.
         """
         self._coordinator.guard.check()
@@ -121,13 +120,18 @@ class BackwardFollower:
             check_capture(self._coordinator.sharding.control.ranks, bucket.params)
             self._is_own = bucket.is_own
             self._coordinator.take_over_unfrozen(self._coordinator.sharding.groups)
-            self.scheduler.gradients.divides_by_running = self._joining.divides_by_running
+            self.scheduler.gradients.divides_by_running = self.joining.divides_by_running
             # A rank that has run out of data takes part in a backward only at the others' next call.
-            self.scheduler.operations.takes_norms = self._joining.exchange is None
+            self.scheduler.operations.takes_norms = self.joining.exchange is None
             if self.mode is not StepMode.IN_STEP:
-                self._joining.announce_backward(is_own=bucket.is_own)
+                self.joining.announce_backward(is_own=bucket.is_own)
                 may_step = self._coordinator.observe_early(self._coordinator.sharding.groups)
-        return self.scheduler.on_bucket(bucket, reduce=reduce, may_step=may_step)
+        done = self.scheduler.on_bucket(bucket, reduce=reduce, may_step=may_step)
+        if bucket.is_last and not bucket.is_own and self.joining.exchange is None:
+            # This rank is in torch's Join of the model alone. The others have data, and raise in step().
+            self.on_backward_end()
+            raise self.joining.left_out()
+        return done
 
     @disable_dynamo
     def on_backward_end(self) -> None:
@@ -149,7 +153,7 @@ class BackwardFollower:
         try:
             self._refusal = "the last backward was left by an exception"
             if self._is_own:
-                self._joining.announce_backward(ends=True)
+                self.joining.announce_backward(ends=True)
             coordinator.step(coordinator.sharding.groups, None, {}, problem)
             self._refusal = ""
         except Exception as error:
@@ -218,6 +222,8 @@ class BackwardFollower:
     def _dropped(self) -> str:
         """Name a tensor whose gradient was removed or set to zero since the backward that has stepped, if there is."""
         for state in self.scheduler.buckets.arrived:
+            if not state.zeroed and self.scheduler.gradients.has_placeholders(state):
+                continue
             for tensor, param, present in zip(state.tensors, state.params, state.present, strict=True):
                 is_there = type(param.grad) is GradPlaceholder or self.scheduler.gradients.is_replaced(param)
                 if present and (tensor in state.zeroed or not is_there):

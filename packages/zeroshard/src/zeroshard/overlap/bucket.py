@@ -109,14 +109,10 @@ class BucketState:
         self._views: tuple[int, dict[int, torch.Tensor]] = (0, {})
         self.take(bucket)
 
-    def has(self, params: Sequence[torch.Tensor]) -> bool:
-        """Whether it has these parameters, and no others."""
-        return len(self.params) == len(params) and all(map(is_, self.params, params))
-
     def fits(self, bucket: Bucket) -> bool:
         """Whether a bucket has the same parameters, at the same places: other optimizers' may have moved them."""
         is_alike = not bucket.is_part or (bucket.buffer.numel() == self._length and bucket.offsets == self.offsets)
-        return is_alike and self.has(bucket.params)
+        return is_alike and len(self.params) == len(bucket.params) and all(map(is_, self.params, bucket.params))
 
     def take(self, bucket: Bucket) -> None:
         """Take over the buffer of a further backward; the parameters are the same."""
