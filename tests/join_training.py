@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from itertools import product
+from itertools import count, product
 from typing import Any
 
 import pytest
@@ -351,6 +351,31 @@ class InOneProcess:
 
     def use(self, act: Callable[[ZeroRedundancyOptimizer], object]) -> None:
         self._call()
+
+
+class Windows:
+    """Notes whether a loop is in a window of ``no_sync()``, and does nothing else."""
+
+    is_open = False
+
+    def backward(self, number: int, *, reduces: bool = True, forwards: int = 1) -> None:
+        self.is_open = not reduces
+
+    def zero(self, *, to_none: bool = True, some: bool = False) -> None:
+        self.is_open = self.is_open and some
+
+    def __getattr__(self, _: str) -> Callable[..., None]:
+        return lambda *_, **__: None
+
+
+def whole(script: Script, length: int) -> int:
+    """The number of iterations, ``length`` or a few more, after which no window is open."""
+    loop: Any = Windows()
+    for number in count():
+        if number >= length and not loop.is_open:
+            break
+        script(loop, number)
+    return number
 
 
 Loop = OnRanks | InOneProcess

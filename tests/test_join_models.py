@@ -18,6 +18,7 @@ from join_training import (
     inputs,
     lengths_of,
     usual,
+    whole,
     windows,
 )
 from torch import nn, optim
@@ -141,7 +142,8 @@ def test_unused_parameters(world_size: int, hook: str, divide: bool, ending: int
     least = 2 if hook == "owner" else 0
     numbers = [max(number, least) for number in lengths_of(world_size)[ending]]
     for script in scripts:
-        Uneven(numbers, hook, model=Branches, ddp=UNUSED, divide=divide).check(script)
+        lengths = [whole(script, number) for number in numbers]
+        Uneven(lengths, hook, model=Branches, ddp=UNUSED, divide=divide).check(script)
 
 
 class Switched(Branches):
@@ -204,7 +206,7 @@ def test_a_static_graph_that_a_rank_knows_from_a_block_before(hook: str) -> None
 @pytest.mark.ranks(2, backend="gloo")
 def test_communication_hooks_of_ddp_in_cpp() -> None:
     for numbers in lengths_of(2):
-        uneven = Uneven(numbers)
+        uneven = Uneven([whole(windows(3), number) for number in numbers])
         uneven.ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
         uneven.check(windows(3))
 
@@ -352,7 +354,8 @@ class Checkpointed(nn.Module):
 @pytest.mark.parametrize("script", [usual, windows(2)], ids=["usual", "windows"])
 @pytest.mark.parametrize("numbers", [[2, 5], [6, 3]], ids=str)
 def test_checkpoints(hook: str, reentrant: bool, script: Script, numbers: list[int]) -> None:
-    uneven = Uneven(numbers, hook, model=lambda: Checkpointed(reentrant))
+    lengths = [whole(script, number) for number in numbers]
+    uneven = Uneven(lengths, hook, model=lambda: Checkpointed(reentrant))
     # The reference differentiates by `torch.autograd.grad`, which reentrant checkpoints do not support.
     uneven.plain_model.reentrant = False
     uneven.check(script)

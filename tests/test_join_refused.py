@@ -40,29 +40,31 @@ def reduced_and_then_not(loop: Loop, number: int) -> None:
     loop.zero()
 
 
-def changed_in_a_window(loop: Loop, number: int) -> None:
-    loop.backward(number, reduces=False)
-    loop.scale(0.5)
-    loop.backward(number + 50)
-    loop.step()
-    loop.zero()
-
-
 @pytest.mark.ranks(3, backend="gloo")
 @pytest.mark.parametrize(
     ("hook", "script"),
     [
         ("none", reduced_and_then_not),
-        ("none", changed_in_a_window),
         ("owner", windows(2, reduces=True)),
     ],
-    ids=["reduced and not", "changed", "two batches are too few"],
+    ids=["reduced and not", "two batches are too few"],
 )
 def test_gradients_of_which_nobody_knows_a_part(hook: str, script: Script) -> None:
     # Nothing is refused while all have data.
     Uneven([3, 3, 3], hook).check(script)
     for numbers in ([1, 4, 4], [4, 4, 0]):
         short(numbers, hook).refuse(script, UNKNOWN)
+
+
+@pytest.mark.ranks(3, backend="gloo")
+@EVERY_HOOK
+def test_a_rank_that_runs_out_in_a_window(hook: str) -> None:
+    for numbers, steps in (([1, 4, 4], 0), ([4, 4, 3], 2)):
+        uneven = short(numbers, hook)
+        match = f"rank {numbers.index(min(numbers))}: this rank has run out of data in a window of no_sync"
+        uneven.refuse(windows(2), match, error=ValueError, until=steps)
+    # The last ranks may: their window is not stepped.
+    Uneven([2, 3, 3], hook).check(windows(2))
 
 
 @pytest.mark.ranks(2, backend="gloo")

@@ -23,9 +23,8 @@ from zeroshard_integrations.join.ddp_model import DDPModel, Held
 
 _TORCH_ZERO = "torch.distributed.optim.zero_redundancy_optimizer"  # importing it warns
 _UNKNOWN = (
-    "gradients that were reduced and others of no_sync() were added, or gradients were changed between backwards of "
-    "one window, or kept from before the block, and a rank has run out of data, whose part of them nobody knows: call "
-    "zero_grad() before a window, and change gradients only after the backward that reduces"
+    "gradients that were reduced and others of no_sync() were added, or gradients were kept from before the block, and "
+    "a rank has run out of data, whose part of them nobody knows: call zero_grad() before a window"
 )
 
 
@@ -171,22 +170,21 @@ class JoinContext:
     ) -> None:
         """Send ranks without data the gradients to which the others add, or which they keep at the end."""
         is_joined = self._rank in joined
-        mine = [-1, -1] if is_joined else [model.held, model.window]
+        mine = [-1, 0] if is_joined else [model.held, int(model.in_window)]
         told = self._control.all_gather_ints(mine, "a backward inside Join")
         held = max(told[rank][0] for rank in running)
         source = next(rank for rank in running if told[rank][0] == held)
         if held == Held.UNKNOWN:
             raise RuntimeError(_UNKNOWN)
         model.held = Held(held)
-        if held == Held.REDUCED or (held == Held.NOTHING and is_over):
+        if held == Held.REDUCED or (is_over and not told[source][1]):
             if self._rank == source:
                 for peer in joined:
                     send_value(self._control, peer, model.told_gradients())
             elif is_joined:
                 model.take_gradients(receive_value(self._control, source))
-        elif is_joined and (held != Held.LOCAL or told[source][1] != model.window):
+        elif is_joined:
             model.drop_gradients()
-        model.window = told[source][1]
 
     def follow(self) -> None:
         """Take part in what the others do until all have left their loops; raise what they raise. Collective."""

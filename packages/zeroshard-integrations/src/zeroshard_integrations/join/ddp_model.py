@@ -1,7 +1,7 @@
 """A model in DistributedDataParallel inside a Join context: where its backwards begin, and those of the others.
 
-The backward of a rank without data is DDP's own: buckets of zeros, reduced as the others reduce theirs. Here they hold
-what the rank has accumulated and not reduced, if the others' step is to use that.
+The backward of a rank without data is DDP's own: buckets of zeros, reduced as the others reduce theirs; or of gradients
+that were reduced before, to which the others add.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch 
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 from zeroshard import GradPlaceholder
-from zeroshard._torch_private import version_of
 from zeroshard.sharded_optimizer import ShardedOptimizer
 from zeroshard_core import is_dense
 
@@ -39,16 +38,14 @@ from zeroshard_integrations._torch_private import (
 
 
 class Held(IntEnum):
-    """The gradients to which a backward adds; the highest value of any rank counts."""
+    """The gradients to which a backward, or a window of ``no_sync()``, adds; the highest value of any rank counts."""
 
     NOTHING = 0
     """All are None or zero."""
     REDUCED = 1
     """Gradients that earlier backwards have reduced, the same on every rank."""
-    LOCAL = 2
-    """Gradients that this rank has accumulated under ``no_sync()``."""
-    UNKNOWN = 3
-    """Both, or gradients that were changed in between, so that a joined rank's part of them is unknown."""
+    UNKNOWN = 2
+    """Gradients that were reduced, at the begin of a window; or others. What a joined rank had of them is unknown."""
 
 
 class DDPModel:
@@ -66,8 +63,8 @@ class DDPModel:
         in_backward: whether a backward has begun on this rank that has not come to its end.
         watches_all: whether to follow, from the next forward on, when all gradients of a backward are there.
         has_all: whether they are.
-        held: what the gradients are.
-        window: how often a backward under ``no_sync()`` has begun with no gradients.
+        held: what the gradients are, or were at the begin of the window.
+        in_window: whether backwards under ``no_sync()`` have come that none has reduced.
     """
 
     def __init__(
@@ -80,7 +77,7 @@ class DDPModel:
     ) -> None:
         self.ddp, self._owner, self._begins = ddp, owner, begins
         self.takes_buckets, self.divides_by_running = owner is not None, divides_by_running
-        self.in_backward, self.has_all, self.watches_all, self.window = False, True, False, 0
+        self.in_backward, self.has_all, self.watches_all, self.in_window = False, True, False, False
         self._reduces = self._has_run = False
         self._watched: tuple[bool, list[int]] = False, []
         self._trained: list[torch.Tensor] = []
@@ -88,7 +85,6 @@ class DDPModel:
         self._watch()
         # It is not known whether these were reduced.
         self.held = Held.UNKNOWN if self._grads() else Held.NOTHING
-        self._marks: list[tuple[int, int]] = []
         self._works: list[Any] = []
 
     def leave(self) -> None:
@@ -135,29 +131,26 @@ class DDPModel:
             return
         self._reduces, self.has_all = False, False
         self._begins(self)
-        self.held = Held.REDUCED
+        self.held, self.in_window = Held.REDUCED, False
 
     def _last_gradient(self, _: Sequence[torch.Tensor | None]) -> None:
         self.has_all = True
 
     def _ends(self) -> None:
         self.in_backward, self.has_all = False, True
-        if self.held is Held.LOCAL:
-            self._marks = self._marked()
 
     def look(self, *, is_local: bool) -> None:
         """Find out to which gradients a backward adds, one under ``no_sync()`` if ``is_local``."""
-        if self.held is Held.LOCAL and self._marked() == self._marks:
+        if self.in_window and self.held is Held.NOTHING:
             return
-        grads = self._grads()
         if any(map(self._is_replaced, self.ddp.module.parameters())):
             # DDP has just rebuilt its buckets, and each owner has put its own parts into them.
             self.held = Held.UNKNOWN
-        elif all(map(self._is_zero, grads)):
-            self.held = Held.LOCAL if is_local else Held.NOTHING
-            self.window += is_local
+        elif all(map(self._is_zero, self._grads())):
+            self.held = Held.NOTHING
         elif is_local or self.held is not Held.REDUCED:
             self.held = Held.UNKNOWN
+        self.in_window = is_local
 
     def _grads(self) -> list[torch.Tensor]:
         return [param.grad for param in self.ddp.module.parameters() if param.grad is not None]
@@ -172,13 +165,14 @@ class DDPModel:
         follower = self._owner.follower if self._owner is not None else None
         return follower is not None and follower.scheduler.gradients.is_replaced(param)
 
-    def _marked(self) -> list[tuple[int, int]]:
-        """A value that changes if a gradient is written or replaced."""
-        return [(id(grad), version_of(grad)) for grad in self._grads()]
-
     def problem(self) -> Exception | None:
-        """Return why this rank cannot take part, if it cannot: DDP has not seen enough of the model."""
+        """Return why this rank cannot take part, if it cannot: in a window, or DDP has not seen enough of the model."""
         ddp, found = self.ddp, ""
+        if self.in_window and not all(map(self._is_zero, self._grads())):
+            return ValueError(
+                "this rank has run out of data in a window of no_sync(), and others go on: a window must end with a "
+                "backward that reduces, on every rank; give every rank whole windows, or zero_grad() the rest"
+            )
         if ddp.static_graph and not has_rebuilt_buckets(ddp) and not self._has_run:
             found = "learns a static_graph in the first batch: give every rank one, or leave static_graph out"
         if self._reduces and not has_rebuilt_buckets(ddp) and not ddp.find_unused_parameters:

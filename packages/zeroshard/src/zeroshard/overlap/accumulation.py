@@ -16,7 +16,7 @@ from zeroshard_core import Plan
 
 from zeroshard._torch_private import in_autograd
 from zeroshard.local_optimizer import LocalOptimizer
-from zeroshard.overlap.bucket import Bucket, BucketPhase, BucketState, gradient_view
+from zeroshard.overlap.bucket import Bucket, BucketPhase, BucketState
 from zeroshard.overlap.operations import GradOperations
 from zeroshard.overlap.placeholder import GradPlaceholder
 
@@ -262,26 +262,20 @@ class GradAccumulator:
             self._kept.add(tensor)
 
     def contribute(self, bucket: Bucket) -> Bucket:
-        """Fill a bucket for a rank without a backward of its own: with gradients it has accumulated, and not reduced.
+        """Prepare a bucket of zeros of a rank without a backward of its own.
 
         Gradients that were reduced before and not stepped yet are carried by their owners, as in other backwards.
         """
-        present: list[bool] = []
-        for param, place in zip(bucket.params, bucket.gradients, strict=True):
-            grad = values = param.grad
-            if isinstance(grad, GradPlaceholder):
-                if not self.is_used(grad._tensor):
-                    self.carry(grad._tensor)
-                    self.deliver(grad._tensor)
-                values, grad._local = grad._local, None
-            if values is not None:
-                offset = int(place.storage_offset()) - int(bucket.buffer.storage_offset())
-                gradient_view(bucket.buffer, offset, param.shape, param.stride()).copy_(values)
-            present.append(values is not None)
+        for param in bucket.params:
             # Whoever takes the bucket refuses parameters that the optimizer does not have.
             tensor = self.index_of.get(param)
-            param.grad = param.grad if tensor is None else self.placeholders[tensor]
-        return replace(bucket, present=tuple(present), is_own=False)
+            if tensor is None:
+                continue
+            if isinstance(param.grad, GradPlaceholder) and not self.is_used(tensor):
+                self.carry(tensor)
+                self.deliver(tensor)
+            param.grad = self.placeholders[tensor]
+        return replace(bucket, present=(False,) * len(bucket.params), is_own=False)
 
     def is_replaced(self, param: torch.Tensor) -> bool:
         """Whether DDP has put a kept gradient into a new bucket since the last backward; see :meth:`replace`."""
