@@ -419,7 +419,9 @@ class Given(nn.Module):
         return torch.stack([(p * g).sum().float() for p, g in zip(self.params, self.gradients, strict=True)]).sum()
 
 
-def given(gradients: list[torch.Tensor], partition: str, norms: bool | tuple[float, ...] = BOTH) -> list[GradPlaceholder]:
+def given(
+    gradients: list[torch.Tensor], partition: str, norms: bool | tuple[float, ...] = BOTH
+) -> list[GradPlaceholder]:
     """Return the placeholders of gradients of these values."""
     model = Given(gradients)
     ddp = DistributedDataParallel(model)

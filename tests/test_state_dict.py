@@ -197,7 +197,7 @@ def test_state_that_is_changed_in_place(partition: str) -> None:
     pair.step()
     entries = [pair.sharded.state[param]["exp_avg"] for param in pair.model.parameters()]
     others = next(entry for entry in entries if isinstance(entry, StatePlaceholder))
-    with pytest.raises(RuntimeError, match="change what each rank holds, on every rank: .* optimizer.optim.state"):
+    with pytest.raises(RuntimeError, match=r"change what each rank holds, on every rank: .* optimizer\.optim\.state"):
         others.mul_(0.5)
     # As the error says.
     for optimizer in (pair.sharded.optim, pair.plain):

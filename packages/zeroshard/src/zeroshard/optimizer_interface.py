@@ -195,8 +195,8 @@ class OptimizerInterface:
             TypeError: always.
         """
         advice = (
-            ". Copying a DistributedDataParallel model copies the state of its communication hook, this optimizer: copy "
-            "the module instead, as in AveragedModel(ddp.module)"
+            ". Copying a DistributedDataParallel model copies the state of its communication hook, this optimizer: "
+            "copy the module instead, as in AveragedModel(ddp.module)"
         )
         raise TypeError(
             "a ZeroRedundancyOptimizer cannot be pickled or deep-copied: it holds a process group and only this rank's "

@@ -174,7 +174,7 @@ class GradAccumulator:
             )
         if not self.is_used(tensor):
             return RuntimeError(
-                f"{title} was replaced after backward() had reduced it: .grad is a tensor of this rank alone, which was "
+                f"{title} was replaced after backward() had reduced it: .grad is a tensor of this rank alone, "
                 f"assigned, or made after zero_grad() by a backward that DistributedDataParallel did not reduce, as "
                 f"under no_sync(). Multiply or clamp the gradient in place, or change it in a hook of the tensor"
             )

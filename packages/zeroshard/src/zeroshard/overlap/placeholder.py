@@ -288,10 +288,12 @@ def _unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse
     # All of them, or none.
     followers = [gradient.operations("unscaling", changes=changes) for gradient in held for changes in (True, False)]
     # In float64: norms in half precision may overflow.
-    norms = torch.stack([
-        known.norm(gradient._tensor, max(known.orders, default=INF), gradient.device).to(found_inf.device)
-        for gradient, known in zip(held, followers[1::2], strict=True)
-    ])
+    norms = torch.stack(
+        [
+            known.norm(gradient._tensor, max(known.orders, default=INF), gradient.device).to(found_inf.device)
+            for gradient, known in zip(held, followers[1::2], strict=True)
+        ]
+    )
     found_inf.copy_(torch.maximum(found_inf, (~norms.isfinite().all()).to(found_inf.dtype)))
     values = [gradient for gradient in gradients if not isinstance(gradient, GradPlaceholder)]
     if values:
