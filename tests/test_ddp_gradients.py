@@ -7,15 +7,17 @@ import copy
 import functools
 import pickle
 import weakref
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from ddp_training import HOOKS, Twins, assert_close, not_freed
+from ddp_training import HOOKS, Twins, assert_close, batch, not_freed
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from training import EVERYWHERE
 from zeroshard import GradPlaceholder
-from zeroshard_integrations.ddp import register_reduce_to_owner
+from zeroshard_integrations.ddp import reduce_to_owner_hook
 
 pytestmark = [pytest.mark.each_choice, pytest.mark.usefixtures("tensors_on_the_device")]
 EVERY_HOOK = pytest.mark.parametrize("hook", HOOKS)
@@ -77,13 +79,6 @@ class Backwards(nn.Module):
         return inputs
 
 
-class Registered(Twins):
-    """With the hook registered by the function that also installs what knows of a rebuild."""
-
-    def register(self, hook: str, inner: object, inner_state: object) -> None:
-        register_reduce_to_owner(self.ddp, self.optimizer)
-
-
 @pytest.mark.ranks(2, 3, backend=EVERYWHERE)
 @PARTITIONS
 @VIEWS
@@ -91,7 +86,7 @@ def test_carried_gradients_follow_their_parameters_into_the_buckets_that_ddp_reb
     partition: str, views: bool
 ) -> None:
     arguments = {"gradient_as_bucket_view": views, "bucket_cap_mb": 0.02}
-    twins = Registered("owner", model=Backwards, partition=partition, ddp=arguments, exact=False)
+    twins = Twins("owner", model=Backwards, partition=partition, ddp=arguments, exact=False)
     buckets = []
     for part in range(3):
         for ddp, _ in twins.sides:
@@ -103,6 +98,49 @@ def test_carried_gradients_follow_their_parameters_into_the_buckets_that_ddp_reb
     for _, optimizer in twins.sides:
         optimizer.step()
     twins.check("after the rebuild")
+
+
+class BareTwins(Twins):
+    """Of which the hook was registered without the model."""
+
+    def register(self, hook: str, inner: Callable[..., Any], inner_state: object) -> None:
+        self.ddp.register_comm_hook(self.optimizer, reduce_to_owner_hook)
+
+
+@pytest.mark.ranks(2, backend=EVERYWHERE)
+@VIEWS
+def test_a_hook_that_was_registered_without_the_model(views: bool) -> None:
+    twins = BareTwins("owner", ddp={"gradient_as_bucket_view": views}, exact=False)
+    for number in range(5):
+        for ddp, optimizer in twins.sides:
+            optimizer.zero_grad()
+            # Gradients are kept from the third forward on, when DDP has rebuilt its buckets; without views always.
+            for part in range(2 if number > 1 or not views else 1):
+                twins.backward(ddp, 10 * number + part)
+            optimizer.step()
+        twins.check(f"after iteration {number}")
+
+
+@pytest.mark.ranks(2, backend=EVERYWHERE)
+def test_gradients_that_are_kept_while_ddp_rebuilds_its_buckets_without_the_model() -> None:
+    twins = BareTwins("owner")
+    twins.backward(twins.ddp, 0)
+    match = r"second forward, call zero_grad\(\) before that, or register the hook by register_reduce_to_owner\("
+    with pytest.raises(RuntimeError, match=match):
+        twins.backward(twins.ddp, 1)
+
+
+@pytest.mark.ranks(2, backend=EVERYWHERE)
+def test_gradients_are_not_copied_between_forward_and_backward() -> None:
+    # Of a model whose buckets are never rebuilt.
+    twins = Twins("owner", ddp={"find_unused_parameters": True})
+    twins.iterate(0)
+    loss = twins.ddp(batch(1)).square().mean()
+    param = next(twins.ddp.parameters())
+    with pytest.raises(RuntimeError, match="copying cannot be done with it: it has norms"):
+        torch.empty_like(param).copy_(param.grad)
+    twins.optimizer.zero_grad()
+    loss.backward()
 
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
@@ -227,7 +265,8 @@ def test_clipping_by_the_norm_over_all_ranks(partition: str, norm_type: float) -
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_clipping_without_a_hook_is_that_of_torch() -> None:
-    twins = Twins("owner")
+    # Before its first bucket this one has no effect.
+    twins = BareTwins("owner")
     ours, theirs = twins.ddp.module, twins.plain_ddp.module
     for model in (ours, theirs):
         for number, param in enumerate(model.parameters()):

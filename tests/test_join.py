@@ -221,6 +221,7 @@ def test_several_blocks_of_which_one_is_disabled(hook: str) -> None:
 @pytest.mark.parametrize("hook", HOOKS[:2])
 def test_the_block_tells_who_runs_and_leaves_nothing_behind(rank: int, hook: str) -> None:
     uneven, filters, seen = Uneven([2, 5], hook, divide=False), list(warnings.filters), []
+    hooks = list(uneven.ddp._forward_hooks)
     joinables: list[Any] = [uneven.ddp, uneven.optimizer]
     with Join(joinables, enable=False, divide_by_initial_world_size=False):
         pass
@@ -242,7 +243,7 @@ def test_the_block_tells_who_runs_and_leaves_nothing_behind(rank: int, hook: str
     assert not uneven.ddp._join_config.enable
     assert not uneven.optimizer._join_config.enable
     assert not uneven.optimizer._sharded.joining.divides_by_running
-    assert not uneven.ddp._forward_hooks
+    assert list(uneven.ddp._forward_hooks) == hooks
     assert all(not param._backward_hooks for param in uneven.ddp.parameters())
     if rank == 0:
         # The others take no part in it.

@@ -18,10 +18,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.futures import Future, collect_all
 from torch.nn.parallel import DistributedDataParallel
 from zeroshard import BackwardFollower, Bucket, StepMode, ZeroRedundancyOptimizer
-from zeroshard._torch_private import in_autograd
+from zeroshard._torch_private import disable_dynamo, in_autograd
 from zeroshard.sharded_optimizer import ShardedOptimizer
 
-from zeroshard_integrations._torch_private import comm_hooks, queue_callback
+from zeroshard_integrations._torch_private import comm_hooks, has_rebuilt_buckets, queue_callback
 
 Hook = Callable[[Any, GradBucket], Future[torch.Tensor]]
 
@@ -125,9 +125,10 @@ def register_reduce_to_owner(
             )
         _check_model(ddp, each)
     _check_parameters(ddp, optimizers)
-    for each in optimizers:
-        each.follow_backward(StepMode.IN_STEP, _names_of(ddp), norms=norms).joining.models.add(ddp)
+    names = _names_of(ddp)
+    followers = [each.follow_backward(StepMode.IN_STEP, names, norms=norms) for each in optimizers]
     ddp.register_comm_hook(optimizers[0] if len(optimizers) == 1 else _Several(optimizers), reduce_to_owner_hook)
+    _follow_forwards(ddp, followers)
 
 
 def hook_with_zero_step(
@@ -217,7 +218,7 @@ def _stepping(
     _check_model(ddp, zero)
     _check_parameters(ddp, [zero])
     follower = zero.follow_backward(mode, _names_of(ddp))
-    follower.joining.models.add(ddp)
+    _follow_forwards(ddp, [follower])
     # DDP keeps the hook: a reference to the optimizer from there would be a cycle through C++.
     reduces_elsewhere = hook is not allreduce_hook
     sharded_of, group = weakref.ref(zero._sharded), zero.process_group
@@ -231,6 +232,26 @@ def _stepping(
 
     _stepped_by[step_in_backward] = sharded_of
     return step_in_backward
+
+
+def _follow_forwards(ddp: DistributedDataParallel, followers: Sequence[BackwardFollower]) -> None:
+    """Let optimizers know their model, and when it may rebuild its buckets, which copies gradients: in its forwards."""
+
+    @disable_dynamo
+    def begin(module: DistributedDataParallel, _: object) -> None:
+        for each in followers:
+            each.scheduler.gradients.in_rebuild = not has_rebuilt_buckets(module)
+
+    @disable_dynamo
+    def end(*_: object) -> None:
+        for each in followers:
+            each.scheduler.gradients.in_rebuild = False
+
+    end()
+    for follower in followers:
+        follower.joining.models.add(ddp)
+    ddp.register_forward_pre_hook(begin)
+    ddp.register_forward_hook(end, always_call=True)
 
 
 def _receive(

@@ -18,6 +18,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch 
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 from zeroshard import GradPlaceholder
+from zeroshard.overlap.accumulation import GradAccumulator
 from zeroshard.sharded_optimizer import ShardedOptimizer
 from zeroshard_core import is_dense
 
@@ -143,7 +144,8 @@ class DDPModel:
         """Find out to which gradients a backward adds, one under ``no_sync()`` if ``is_local``."""
         if self.in_window and self.held is Held.NOTHING:
             return
-        if any(map(self._is_replaced, self.ddp.module.parameters())):
+        gradients = self._accumulator
+        if gradients is not None and any(map(gradients.is_replaced, self.ddp.module.parameters())):
             # DDP has just rebuilt its buckets, and each owner has put its own parts into them.
             self.held = Held.UNKNOWN
         elif all(map(self._is_zero, self._grads())):
@@ -161,9 +163,10 @@ class DDPModel:
         values = grad if grad.layout is torch.strided else grad.coalesce().values()
         return not bool(values.any())
 
-    def _is_replaced(self, param: torch.Tensor) -> bool:
+    @property
+    def _accumulator(self) -> GradAccumulator | None:
         follower = self._owner.follower if self._owner is not None else None
-        return follower is not None and follower.scheduler.gradients.is_replaced(param)
+        return follower.scheduler.gradients if follower is not None else None
 
     def problem(self) -> Exception | None:
         """Return why this rank cannot take part, if it cannot: in a window, or DDP has not seen enough of the model."""
@@ -207,7 +210,12 @@ class DDPModel:
 
     def follow_forward(self, *, reduces: bool, with_grad: bool) -> None:
         """Do what DDP does in a forward, without data. Collective."""
+        gradients = self._accumulator
+        if gradients is not None:
+            gradients.in_rebuild = True
         prepare_forward(self.ddp, with_grad=with_grad)
+        if gradients is not None:
+            gradients.in_rebuild = False
         self.ddp.require_forward_param_sync = reduces
 
     def follow_backward(self, running: int) -> None:

@@ -36,6 +36,7 @@ class GradAccumulator:
         index_of: the tensor index of each parameter.
         placeholders: the placeholder of each gradient, by tensor.
         in_backward: whether a backward is producing buckets; changed by the scheduler.
+        in_rebuild: whether DDP may be rebuilding its buckets, in a forward; None if the model is not known.
         refusal: why the current backward cannot add to gradients, if it cannot.
         divides_by_running: whether gradients are averaged over the ranks that still have data.
     """
@@ -45,6 +46,7 @@ class GradAccumulator:
         self.index_of: dict[torch.Tensor, int] = {}
         self.placeholders: list[GradPlaceholder] = []
         self.in_backward, self.divides_by_running, self.refusal = False, False, ""
+        self.in_rebuild: bool | None = None
         self._params: Sequence[torch.Tensor] = ()
         self._place: dict[int, tuple[BucketState, int]] = {}
         self._carried: dict[int, torch.Tensor] = {}

@@ -10,10 +10,8 @@ clipping and its GradScaler do: each rank knows its norms, and its owners scale 
 from __future__ import annotations
 
 import math
-import sys
 import weakref
 from collections.abc import Sequence
-from types import FrameType
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -45,6 +43,8 @@ class _Accumulator(Protocol):
 
     @property
     def in_backward(self) -> bool: ...
+    @property
+    def in_rebuild(self) -> bool | None: ...
     @property
     def operations(self) -> GradOperations: ...
     def owned(self, tensor: int) -> torch.Tensor | None: ...
@@ -193,12 +193,18 @@ def _add(gradient: torch.Tensor, other: torch.Tensor, **options: object) -> torc
     return gradient
 
 
+_COPYING = (
+    "if DistributedDataParallel copies it to rebuild its buckets, in its second forward, call zero_grad() before that, "
+    "or register the hook by register_reduce_to_owner(ddp, optimizer), which knows when that is"
+)
+
+
 def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     """Move this rank's own values, as DDP does between a gradient and its bucket; nothing else may."""
     held = target if isinstance(target, GradPlaceholder) else source
     assert isinstance(held, GradPlaceholder)
-    if not (held._accumulator.in_backward or in_autograd() or _is_rebuild()):
-        raise held.refusal("copying")
+    if not (held._accumulator.in_backward or in_autograd() or held._accumulator.in_rebuild):
+        raise held.refusal("copying", _COPYING if held._accumulator.in_rebuild is None else "")
     if isinstance(target, GradPlaceholder):
         # DDP copies the bucket back after the reduction, but the values stay in the bucket.
         target._local = None
@@ -305,19 +311,6 @@ def _unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse
     for gradient, operations in zip(held, followers[::2], strict=True):
         operations.found_inf = found_inf
         operations.scaled(gradient._tensor, "unscale", inverse)
-
-
-_REBUILDERS = frozenset({"torch.nn.parallel.distributed", "zeroshard_integrations._torch_private"})
-
-
-def _is_rebuild() -> bool:
-    """Whether DDP is at work in a forward: it rebuilds its buckets then, from C++ that one of these modules called."""
-    frame: FrameType | None = sys._getframe()
-    for _ in range(8):
-        frame = frame.f_back if frame is not None else None
-        if frame is not None and frame.f_globals.get("__name__") in _REBUILDERS:
-            return True
-    return False
 
 
 GradPlaceholder.allowed = {
