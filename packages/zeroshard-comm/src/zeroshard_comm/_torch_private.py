@@ -27,7 +27,6 @@ USED: Mapping[str, str] = {
     "torch._C._distributed_c10d.Backend.Options._timeout": "the same",
     "torch.distributed.ProcessGroup._register_backend": "isend and irecv take a group, and not the gloo inside",
     "torch.distributed.ProcessGroup._set_group_name": "by which zeroshard_testing matches the messages of ranks",
-    "torch.distributed.ProcessGroupGloo._set_default_timeout": "ranks that have just agreed connect within less",
     "torch.distributed.distributed_c10d._World.pg_names": "torch numbers a group that only its ranks make",
 }
 
@@ -91,11 +90,6 @@ def group_of(gloo: dist.ProcessGroupGloo, store: Any, name: Any) -> dist.Process
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
     group._set_group_name(name)
     return group
-
-
-def set_timeout(gloo: dist.ProcessGroupGloo, timeout: timedelta) -> None:
-    """Let :func:`timeout_of` return another timeout; gloo itself takes it only where each wait is given it."""
-    gloo._set_default_timeout(timeout)
 
 
 def groups_here() -> int:

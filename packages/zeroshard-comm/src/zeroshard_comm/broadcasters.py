@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections.abc import Sequence
-from functools import cached_property
 
 import torch.distributed as dist
 
@@ -22,7 +21,9 @@ _OPERATION = "a step"
 
 
 class _Packed(ParameterBroadcaster):
-    """Packs small segments into ``messages``."""
+    """Packs small segments into ``messages``, which carry values if it ``unpacks`` them."""
+
+    unpacks = True
 
     def __init__(
         self,
@@ -36,11 +37,6 @@ class _Packed(ParameterBroadcaster):
         # A single rank has nothing to send.
         pieces = [(segment.owner, segment.buffer) for segment in self.segments] if ranks.world_size > 1 else []
         self.messages = pack_pieces(pieces, pack_below)
-
-    @property
-    def unpacks(self) -> bool:
-        """Whether messages carry values."""
-        return True
 
 
 class _Arriving(Broadcast):
@@ -135,13 +131,9 @@ class _Sent(_Arriving):
 class CollectiveBroadcaster(_Packed):
     """One broadcast for each message, all in flight at once, issued in one order by the thread that calls."""
 
-    @cached_property
-    def unpacks(self) -> bool:
-        """Whether messages carry values: not on torch's ``fake`` backend."""
-        return self.ranks.moves_data()
-
     def begin(self) -> Broadcast:
         """Issue nothing yet: collectives are issued in one order, when there are values to send."""
+        self.unpacks = self.ranks.moves_data()
         return _Issued(self)
 
 

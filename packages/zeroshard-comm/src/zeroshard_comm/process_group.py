@@ -134,11 +134,13 @@ class RankGroup:
         group: torch's process group.
         rank: this process's rank in the group (group rank).
         world_size: number of ranks in the group.
+        wait: how long operations may take, if it is not the timeout of the group.
     """
 
     group: dist.ProcessGroup
     rank: int
     world_size: int
+    wait: timedelta | None = None
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None = None) -> RankGroup:
@@ -217,7 +219,7 @@ class RankGroup:
     @cached_property
     def timeout(self) -> timedelta | None:
         """The timeout of the group's operations; None if its backends do not tell."""
-        return timeout_of(self.group)
+        return self.wait or timeout_of(self.group)
 
     @property
     def peers(self) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch exports it unseen
 
-from zeroshard_comm._torch_private import group_of, set_timeout
+from zeroshard_comm._torch_private import group_of
 from zeroshard_comm.errors import PeerLostError, lost
 from zeroshard_comm.process_group import RankGroup
 
@@ -56,10 +56,9 @@ class WordRing:
             self._group = dist.ProcessGroupGloo(store, channel.rank, channel.world_size, timeout=min(timeout, _MEETING))
         except RuntimeError as failure:
             raise lost(failure, None, channel.rank, "connect()") from failure
-        # Ranks may be later than that from now on.
-        set_timeout(self._group, timeout)
         group = group_of(self._group, store, f"{channel.group.group_name} zeroshard")
-        self.ranks = RankGroup(group, channel.rank, channel.world_size)
+        # Ranks may be later than that from now on.
+        self.ranks = RankGroup(group, channel.rank, channel.world_size, timeout)
         self._options = dist.AllreduceOptions()
         self._options.reduceOp = dist.ReduceOp(dist.ReduceOp.BOR)
         self._options.timeout = timeout

@@ -59,6 +59,7 @@ class RankInspector:
         """Say that a test begins, which may take that many seconds, on one of so many ranks."""
         self._place = (rank, world_size)
         self._groups_begun.forget()
+        self._waits.forget_unlisted()
         self._journal.run = run
         self._timeout = timeout
         self._deadline = monotonic() + timeout

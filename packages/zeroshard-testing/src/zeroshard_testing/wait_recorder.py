@@ -134,6 +134,11 @@ class WaitRecorder:
         """Return the groups with messages that torch does not list."""
         return [group for group, record in list(self._groups.items()) if record.unlisted]
 
+    def forget_unlisted(self) -> None:
+        """Forget the messages of groups that torch does not list: those of an earlier test may have the same names."""
+        for group in self.unlisted():
+            self._groups.pop(group, None)
+
     def collectives_in(self, group: dist.ProcessGroup) -> int:
         """Return how many collectives were issued in a group, from C++ too; raises if the backend does not count."""
         record = self.of_group(group)

@@ -19,12 +19,13 @@ class ExchangeGuard:
 
     Attributes:
         broken: the error that every further call raises; None if all exchanges were completed.
+        refused: why the training loop was refused, until a state is loaded; else empty.
     """
 
     def __init__(self, control: Control) -> None:
         self._control = control
         self.broken: RuntimeError | None = None
-        self._misuse = ""
+        self.refused = ""
 
     def check(self) -> None:
         """Raise if an exchange was left incomplete on this rank.
@@ -67,18 +68,6 @@ class ExchangeGuard:
             raise
 
     def check_loop(self) -> None:
-        """Raise if the training loop was refused, until a state is loaded.
-
-        Raises:
-            RuntimeError: with what to do.
-        """
-        if self._misuse:
-            raise RuntimeError(self._misuse)
-
-    def refuse_loop(self, message: str) -> None:
-        """Let :meth:`check_loop` raise from now on, until :meth:`accept_loop` is called."""
-        self._misuse = message
-
-    def accept_loop(self) -> None:
-        """Begin anew: a state has been loaded."""
-        self._misuse = ""
+        """Raise a RuntimeError if the training loop was refused."""
+        if self.refused:
+            raise RuntimeError(self.refused)

@@ -133,7 +133,8 @@ class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):  # type:
         Raises:
             DisagreementError, PeerLostError: if ranks differ in their parameters, or one is gone.
             RuntimeError: if a hook steps during backward, and there was not exactly one such backward since the last
-                step(), or hyperparameters have changed since; every further step() raises until a state is loaded.
+                step(), or hyperparameters or gradients have changed since; then until a state is loaded. With any hook,
+                if parameters were unfrozen since a backward. After Ctrl-C in a collective call: build a new optimizer.
             Exception: an error of any rank, on every rank, but errors of step hooks only where they occur. Replicas are
                 equal then, except parameters that a rank has converted.
         """
@@ -167,9 +168,6 @@ class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):  # type:
 
         Args:
             hook: called with the optimizer, and the positional and keyword arguments of its step; may return new ones.
-
-        Raises:
-            ValueError: if a communication hook steps during backward.
         """
         if self._overlap_with_ddp:
             raise ValueError(
@@ -179,13 +177,14 @@ class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):  # type:
         return super().register_step_pre_hook(hook)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters, and choose their owners; others keep theirs. Collective, at any time.
+        """Add a group of parameters, and choose their owners; others keep theirs. Collective.
 
         Args:
             param_group: a dict with ``"params"`` and hyperparameters; not modified.
 
         Raises:
             TypeError, ValueError: if it is not such a dict, or a parameter is in a group already.
+            RuntimeError: with a hook, between a backward that reduces and its step().
             DisagreementError: if ranks add different groups; none does then.
         """
         register = super().add_param_group

@@ -18,7 +18,7 @@ from zeroshard.debugging import StepDebugging
 from zeroshard.exchange_guard import ExchangeGuard
 from zeroshard.layout import Layout, check_unchanged
 from zeroshard.local_optimizer import Closure, sync_groups
-from zeroshard.param_groups import ParamGroup, active_mask
+from zeroshard.param_groups import ParamGroup
 from zeroshard.sharding import Sharding
 from zeroshard.state.metadata import StateMetadata
 from zeroshard.stepped_in_parts import may_step_in_parts
@@ -58,8 +58,6 @@ class _GradientSource(Protocol):
     def steps_early(self) -> bool: ...
     @property
     def has_buckets(self) -> bool: ...
-    @property
-    def has_unstepped(self) -> bool: ...
     @property
     def operations(self) -> _Operations: ...
     @property
@@ -120,24 +118,6 @@ class StepCoordinator:
         """
         with self.guard.exchange():
             return self._step(groups, closure, arguments, problem)
-
-    def take_over_unfrozen(self, groups: Sequence[ParamGroup]) -> None:
-        """Choose the owners of unfrozen parameters before their gradients are sent. Collective if there are some.
-
-        Raises:
-            DisagreementError: if ranks have unfrozen other parameters.
-            PeerLostError: if a rank is gone.
-        """
-        sharding, active = self.sharding, active_mask(self.sharding.params)
-        if not any(now and not before for now, before in zip(active, sharding.layout.active, strict=True)):
-            return
-        if self.source is None or self.source.has_unstepped:
-            # The step refuses that.
-            return
-        layout, problem = self._observe(groups, in_backward=True)
-        check_config(sharding.control, "backward()", layout.declaration, error=problem)
-        if layout is not sharding.layout:
-            sharding.adopt(layout, groups)
 
     def observe_early(self, groups: Sequence[ParamGroup]) -> bool:
         """Follow what the user did since the last step, before shards are stepped during a backward.

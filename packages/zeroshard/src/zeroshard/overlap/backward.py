@@ -19,6 +19,7 @@ from zeroshard.overlap.norms import GradNorms, norm_orders
 from zeroshard.overlap.operations import GradOperations
 from zeroshard.overlap.placeholder import GradPlaceholder
 from zeroshard.overlap.scheduler import BucketScheduler, StepMode
+from zeroshard.param_groups import active_mask
 from zeroshard.step import StepCoordinator
 
 
@@ -119,7 +120,7 @@ class BackwardFollower:
         if bucket.index == 0:
             check_capture(self._coordinator.sharding.control.ranks, bucket.params)
             self._is_own = bucket.is_own
-            self._coordinator.take_over_unfrozen(self._coordinator.sharding.groups)
+            self._take_over_unfrozen()
             self.scheduler.gradients.divides_by_running = self.joining.divides_by_running
             # A rank that has run out of data takes part in a backward only at the others' next call.
             self.scheduler.operations.takes_norms = self.joining.exchange is None
@@ -132,6 +133,18 @@ class BackwardFollower:
             self.on_backward_end()
             raise self.joining.left_out()
         return done
+
+    def _take_over_unfrozen(self) -> None:
+        """Choose the owners of unfrozen parameters before their gradients are sent. Collective if there are some."""
+        sharding = self._coordinator.sharding
+        active = zip(active_mask(sharding.params), sharding.layout.active, strict=True)
+        # With gradients that wait for a step, the step refuses.
+        if any(now and not before for now, before in active) and not self.scheduler.buckets.unstepped:
+            with agreed(sharding.control, "backward()") as declared:
+                layout = sharding.update_layout(sharding.groups)
+                declared.set(layout.declaration)
+            if layout is not sharding.layout:
+                sharding.adopt(layout, sharding.groups)
 
     @disable_dynamo
     def on_backward_end(self) -> None:
@@ -211,7 +224,7 @@ class BackwardFollower:
         elif not backwards and any(type(param.grad) is GradPlaceholder for param in self._coordinator.sharding.params):
             found = "step() was called again with the same gradients, and no backward has stepped in between"
         if found:
-            guard.refuse_loop(
+            guard.refused = (
                 f"{found}: this communication hook steps during backward, which is for exactly one backward outside of "
                 f"no_sync() per step(). Accumulate under no_sync(), and change hyperparameters and gradients after "
                 f"step(); or use reduce_to_owner_hook, which leaves stepping to step(). Parameters are not those of a "
@@ -232,7 +245,7 @@ class BackwardFollower:
 
     def begin_anew(self) -> None:
         """Forget how step() was called: a state has been loaded."""
-        self._coordinator.guard.accept_loop()
+        self._coordinator.guard.refused = ""
         self._backwards_since_step, self._refusal = 0, ""
 
     def _numbered(self, bucket: Bucket) -> Bucket:

@@ -225,11 +225,6 @@ class BucketScheduler:
         return bool(self.buckets.by_index)
 
     @property
-    def has_unstepped(self) -> bool:
-        """Whether reduced gradients wait for a step."""
-        return bool(self.buckets.unstepped)
-
-    @property
     def has_parts(self) -> bool:
         """Whether parts are stepped one by one."""
         return self.steps_early or self.buckets.transport.shares_buckets
