@@ -223,7 +223,7 @@ class Buckets:
                 **layout.declaration.settings,
                 "tags of hooks, in the order of their first backward": f"{self.transport.tags:#x}",
                 f"bucket {bucket.index}": lies,
-                "norms": list(self._gradients.operations.orders),
+                "norms": ", ".join(map(str, self._gradients.operations.orders)),
             }
             declared.set(replace(layout.declaration, settings=settings))
         _logger.debug("bucket %d of %d bytes has the tensors %s", bucket.index, bucket.buffer.nbytes, tensors)

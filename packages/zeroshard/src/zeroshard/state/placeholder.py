@@ -127,8 +127,8 @@ class StatePlaceholder(TensorWithoutValues):
         return RuntimeError(
             f"{refused}torch.distributed.checkpoint saves it; its async_save() in a thread and not in another process, "
             f"and with async_stager=DefaultStager(...) if it is given a storage_writer. For all values on one rank, "
-            f"call on all ranks consolidate_state_dict(to=RANK), after which state_dict() has them there until the next "
-            f"step; or, by name, zeroshard.full_optimizer_state_dict(model, optimizer)"
+            f"call on all ranks consolidate_state_dict(to=RANK), after which state_dict() has them there until the "
+            f"next step; or, by name, zeroshard.full_optimizer_state_dict(model, optimizer)"
         )
 
 
