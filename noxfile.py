@@ -67,11 +67,11 @@ SMOKE: dict[str, str] = {
     ),
     "zeroshard-integrations": (
         "import torch, torch.distributed as dist; from zeroshard import ZeroRedundancyOptimizer;"
-        "from zeroshard_integrations.ddp import reduce_to_owner_hook;"
+        "from zeroshard_integrations.ddp import register_reduce_to_owner;"
         "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1);"
         "m = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1, bias=False));"
         "o = ZeroRedundancyOptimizer(m.parameters(), torch.optim.SGD, lr=1.0);"
-        "m.register_comm_hook(o, reduce_to_owner_hook); w = m.module.weight.item();"
+        "register_reduce_to_owner(m, o); w = m.module.weight.item();"
         "m(torch.ones(1, 1)).sum().backward(); o.step(); assert m.module.weight.item() == w - 1;"
         "dist.destroy_process_group()"
     ),

@@ -48,7 +48,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_core import STRATEGIES
-from zeroshard_integrations.ddp import hook_with_zero_step, reduce_to_owner_hook
+from zeroshard_integrations.ddp import hook_with_zero_step, register_reduce_to_owner
 
 # At the end, for modules beside the benchmarks are named as they please.
 sys.path.append(str(Path(__file__).parent / "bench"))
@@ -275,7 +275,7 @@ def _train(hook: str, partition: str) -> list[tuple[str, str]]:
         ddp.parameters(), torch.optim.AdamW, overlap_with_ddp=hook != HOOKS[0], partition=STRATEGIES[partition], lr=1e-3
     )
     if hook == HOOKS[0]:
-        ddp.register_comm_hook(optimizer, reduce_to_owner_hook)
+        register_reduce_to_owner(ddp, optimizer)
     else:
         ddp.register_comm_hook(None, hook_with_zero_step(allreduce_hook, ddp, optimizer))
     for iteration in range(_ITERATIONS_BEFORE + 1):

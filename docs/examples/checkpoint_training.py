@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 from zeroshard import ZeroRedundancyOptimizer
-from zeroshard_integrations.ddp import reduce_to_owner_hook
+from zeroshard_integrations.ddp import register_reduce_to_owner
 
 
 def build(kind: str) -> tuple[nn.Module, Optimizer]:
@@ -20,7 +20,7 @@ def build(kind: str) -> tuple[nn.Module, Optimizer]:
     if kind == "sharded":
         ddp = DistributedDataParallel(model)
         optimizer = ZeroRedundancyOptimizer(ddp.parameters(), AdamW, lr=1e-3)
-        ddp.register_comm_hook(optimizer, reduce_to_owner_hook)
+        register_reduce_to_owner(ddp, optimizer)
         return ddp, optimizer
     if kind == "plain":
         ddp = DistributedDataParallel(model)

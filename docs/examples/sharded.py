@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 from zeroshard import ZeroRedundancyOptimizer
-from zeroshard_integrations.ddp import reduce_to_owner_hook
+from zeroshard_integrations.ddp import register_reduce_to_owner
 
 STEPS, ROWS, CONTEXT = 50, 48, 16
 checkpoint = Path(sys.argv[1])
@@ -32,7 +32,7 @@ model = nn.Sequential(
 )
 ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
 optimizer = ZeroRedundancyOptimizer(ddp.parameters(), AdamW, lr=1e-3)
-ddp.register_comm_hook(optimizer, reduce_to_owner_hook)
+register_reduce_to_owner(ddp, optimizer)
 
 first, losses = 0, []
 if checkpoint.exists():

@@ -24,7 +24,7 @@ from zeroshard_comm import Traffic
 from zeroshard_integrations.ddp import (
     hook_with_zero_step,
     hook_with_zero_step_interleaved,
-    reduce_to_owner_hook,
+    register_reduce_to_owner,
 )
 
 DDP = "ddp"
@@ -157,10 +157,6 @@ def _ours(
     return _trainer(model, wrapped, optimizer, optimizer.traffic)
 
 
-def _reduce_to_owner(wrapped: DistributedDataParallel, optimizer: zeroshard.ZeroRedundancyOptimizer) -> None:
-    wrapped.register_comm_hook(optimizer, reduce_to_owner_hook)
-
-
 def _step_in_hook(
     wrapped: DistributedDataParallel,
     optimizer: zeroshard.ZeroRedundancyOptimizer,
@@ -185,7 +181,7 @@ def _trainer(
 
 _WAYS: dict[str, tuple[str, Callable[..., None] | None]] = {
     "step": ("step() after DDP's all-reduce", None),
-    "owner": ("gradients reduced to their owners, then step()", _reduce_to_owner),
+    "owner": ("gradients reduced to their owners, then step()", register_reduce_to_owner),
     "overlap": (
         "stepped in the hook, bucket by bucket after all buckets",
         partial(_step_in_hook, maker=hook_with_zero_step),

@@ -29,14 +29,17 @@ Hook = Callable[[Any, GradBucket], Future[torch.Tensor]]
 def reduce_to_owner_hook(state: ZeroRedundancyOptimizer, bucket: GradBucket) -> Future[torch.Tensor]:
     """Send each gradient to the rank that owns it, while backward computes.
 
-    Register it with the optimizer as its state: ``ddp.register_comm_hook(optimizer, reduce_to_owner_hook)``. Then train
-    as usual; ``optimizer.step()`` updates this rank's shards and brings the new values to all ranks. Before that,
-    ``.grad`` of every parameter is a :class:`zeroshard.GradPlaceholder`: it cannot be read, but its 2-norm can, and its
-    owner multiplies or clamps it. So torch's ``clip_grad_norm_``, ``clip_grad_value_`` and ``GradScaler`` work as
-    usual; what they do must be done on every rank.
+    Register it by :func:`register_reduce_to_owner`. Then train as usual; ``optimizer.step()`` updates this rank's
+    shards and brings the new values to all ranks. Before that, ``.grad`` of every parameter is a
+    :class:`zeroshard.GradPlaceholder`: it cannot be read, but its 2-norm can, and its owner multiplies or clamps it. So
+    torch's ``clip_grad_norm_``, ``clip_grad_value_`` and ``GradScaler`` work as usual; what they do must be done on
+    every rank.
 
     Gradients are averaged over the ranks, as DDP does. ``no_sync()`` accumulates on each rank and sends nothing;
     several backwards before a step add up.
+
+    ``ddp.register_comm_hook(optimizer, reduce_to_owner_hook)`` works too, with fewer checks; gradients then cannot be
+    kept over the second forward of a model with ``gradient_as_bucket_view=True``, in which DDP rebuilds its buckets.
 
     Args:
         state: the optimizer; it has all parameters that DDP reduces, and the same ranks.
@@ -55,12 +58,12 @@ def reduce_to_owner_hook(state: ZeroRedundancyOptimizer, bucket: GradBucket) -> 
         >>> import torch.distributed as dist
         >>> from torch.nn.parallel import DistributedDataParallel
         >>> from zeroshard import ZeroRedundancyOptimizer
-        >>> from zeroshard_integrations.ddp import reduce_to_owner_hook
+        >>> from zeroshard_integrations.ddp import register_reduce_to_owner
         >>> store = dist.FileStore(tempfile.mkstemp()[1], 1)
         >>> dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         >>> ddp = DistributedDataParallel(torch.nn.Linear(4, 4), gradient_as_bucket_view=True)
         >>> optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=1e-3)
-        >>> ddp.register_comm_hook(optimizer, reduce_to_owner_hook)
+        >>> register_reduce_to_owner(ddp, optimizer)
         >>> ddp(torch.ones(1, 4)).sum().backward()
         >>> norm = optimizer.clip_grad_norm_(1.0)
         >>> optimizer.step()
