@@ -12,6 +12,7 @@ import torch
 from ddp_training import HOOKS, Twins, batch
 from torch import nn, optim
 from training import EVERYWHERE
+from zeroshard_comm import DisagreementError
 from zeroshard_testing import assert_replicas_equal
 
 pytestmark = [pytest.mark.each_choice, pytest.mark.usefixtures("tensors_on_the_device")]
@@ -121,6 +122,17 @@ def thawing() -> Twins:
     twins.plain.zero_grad()
     twins.backward(twins.ddp, 0)
     return twins
+
+
+@pytest.mark.ranks(2, backend=EVERYWHERE)
+def test_parameters_that_one_rank_alone_has_unfrozen_before_the_backward(rank: int) -> None:
+    twins = thawing()
+    twins.optimizer.step()
+    twins.optimizer.zero_grad()
+    if rank == 1:
+        twins.ddp.requires_grad_(True)
+    with pytest.raises(DisagreementError, match="tensor 0 .*trainable False here, True there"):
+        twins.backward(twins.ddp, 1)
 
 
 GROWTH = pytest.mark.parametrize("grow", [unfreeze, add_group])

@@ -106,6 +106,19 @@ def test_a_parameter_that_one_rank_has_changed(rank: int, world_size: int, hook:
     found(training, f"tensor {changed} '{name}'", "rank 1 changed it since the last step", kind=DisagreementError)
 
 
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.parametrize("hook", ["behind", "interleaved"])
+def test_a_parameter_that_one_rank_has_changed_after_the_backward_that_stepped(rank: int, hook: str) -> None:
+    training = Training(hook)
+    training.iterate(3)
+    training.backward()
+    with torch.no_grad():
+        if rank == 1:
+            training.params[0].view(-1)[0].add_(1e-9)
+    training.optimizer.step()
+    found(training, "tensor 0 ", "rank 1 changed it since the last step", kind=DisagreementError)
+
+
 @pytest.mark.ranks(3, backend="gloo")
 def test_a_parameter_that_is_different_from_the_start(rank: int) -> None:
     training = Training("none")

@@ -135,11 +135,14 @@ class BackwardFollower:
         return done
 
     def _take_over_unfrozen(self) -> None:
-        """Choose the owners of unfrozen parameters before their gradients are sent. Collective if there are some."""
+        """Choose the owners of unfrozen parameters before their gradients are sent. Collective if some were frozen."""
         sharding = self._coordinator.sharding
+        if all(sharding.layout.active):
+            return
         active = zip(active_mask(sharding.params), sharding.layout.active, strict=True)
         # With gradients that wait for a step, the step refuses.
-        if any(now and not before for now, before in active) and not self.scheduler.buckets.unstepped:
+        grows = any(now and not before for now, before in active) and not self.scheduler.buckets.unstepped
+        if sharding.control.any_raised(grows, "backward()"):
             with agreed(sharding.control, "backward()") as declared:
                 layout = sharding.update_layout(sharding.groups)
                 declared.set(layout.declaration)
