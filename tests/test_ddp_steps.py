@@ -131,7 +131,7 @@ def test_parameters_that_one_rank_alone_has_unfrozen_before_the_backward(rank: i
     twins.optimizer.zero_grad()
     if rank == 1:
         twins.ddp.requires_grad_(True)
-    with pytest.raises(DisagreementError, match="tensor 0 .*trainable False here, True there"):
+    with pytest.raises(DisagreementError, match=r"tensor 0 .*trainable False here, True there"):
         twins.backward(twins.ddp, 1)
 
 
