@@ -191,7 +191,10 @@ class Monitor:
         timed_out = all(outcome.is_clean for outcome in self._outcomes.values())
         out = self._out()
         seen = self._snapshots.details(out)
-        for slot in out:
+        # They were asked for their stacks: one that has ended meanwhile was not stopped.
+        self._launcher.take_news()
+        self._notice_deaths()
+        for slot in self._out():
             if slot in self._importing:
                 summary = "was still importing the test's module"
             elif timed_out:

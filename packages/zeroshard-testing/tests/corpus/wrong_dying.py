@@ -45,6 +45,15 @@ def test_killed_all(rank):
     kill()
 
 
+@says(r"ranks 0, 1 w(as|ere) killed by SIGKILL before")
+def test_killed_all_one_of_them_later(rank):
+    dist.barrier()
+    if rank == 0:
+        # With the interpreter's lock held, so that no thread answers questions.
+        ctypes.PyDLL(None).usleep(200_000)
+    kill()
+
+
 @pytest.mark.ranks(4)
 @says(r"rank 2 was killed by SIGKILL before it reported")
 def test_killed_one_of_four(rank):
