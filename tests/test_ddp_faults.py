@@ -18,7 +18,7 @@ from training import assert_bitwise_equal, small_model
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard.overlap.norms import GradNorms
 from zeroshard_comm import DisagreementError, PeerLostError
-from zeroshard_integrations.ddp import register_reduce_to_owner
+from zeroshard_integrations.ddp import reduce_to_owner_hook, register_reduce_to_owner
 from zeroshard_testing import Faults
 
 EVERY_HOOK = pytest.mark.parametrize("hook", HOOKS)
@@ -186,7 +186,8 @@ def test_models_and_hooks_that_do_not_fit(rank: int, hook: str) -> None:
     without_overlap = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, lr=0.1)
     partly = ZeroRedundancyOptimizer(list(model.parameters())[:-1], optim.SGD, lr=0.1, overlap_with_ddp=True)
     if hook == "owner":
-        register(hook, ddp, partly)
+        # Without the model, this shows in its first backward.
+        ddp.register_comm_hook(partly, reduce_to_owner_hook)
         with pytest.raises(ValueError, match="that the optimizer does not have"):
             ddp(torch.ones(2, 40)).sum().backward()
         return

@@ -9,6 +9,7 @@ compute.
 # No `from __future__ import annotations`: DDP compares the hooks' annotations with the types themselves.
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -239,22 +240,23 @@ def _stepping(
 
 def _follow_forwards(ddp: DistributedDataParallel, followers: Sequence[BackwardFollower]) -> None:
     """Let optimizers know their model, and when it may rebuild its buckets, which copies gradients: in its forwards."""
-
-    @disable_dynamo
-    def begin(module: DistributedDataParallel, _: object) -> None:
-        for each in followers:
-            each.scheduler.gradients.in_rebuild = not has_rebuilt_buckets(module)
-
-    @disable_dynamo
-    def end(*_: object) -> None:
-        for each in followers:
-            each.scheduler.gradients.in_rebuild = False
-
-    end()
     for follower in followers:
         follower.joining.models.add(ddp)
-    ddp.register_forward_pre_hook(begin)
-    ddp.register_forward_hook(end, always_call=True)
+        follower.scheduler.gradients.in_rebuild = False
+    ddp.register_forward_pre_hook(partial(_forward_begins, followers))
+    ddp.register_forward_hook(partial(_forward_ends, followers), always_call=True)
+
+
+@disable_dynamo
+def _forward_begins(followers: Sequence[BackwardFollower], ddp: DistributedDataParallel, _: object) -> None:
+    for follower in followers:
+        follower.scheduler.gradients.in_rebuild = not has_rebuilt_buckets(ddp)
+
+
+@disable_dynamo
+def _forward_ends(followers: Sequence[BackwardFollower], *_: object) -> None:
+    for follower in followers:
+        follower.scheduler.gradients.in_rebuild = False
 
 
 def _receive(

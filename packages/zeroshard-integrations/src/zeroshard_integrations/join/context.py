@@ -19,7 +19,7 @@ from zeroshard_comm import Control, RankGroup, agreed
 
 from zeroshard_integrations._torch_private import divide_by
 from zeroshard_integrations.ddp import optimizers_of_hooks
-from zeroshard_integrations.join.ddp_model import DDPModel, Held
+from zeroshard_integrations.join.ddp_model import DDPModel
 
 _TORCH_ZERO = "torch.distributed.optim.zero_redundancy_optimizer"  # importing it warns
 _UNKNOWN = (
@@ -165,26 +165,22 @@ class JoinContext:
                 optimizer.joining.hand_over(attendance, {})
         self._is_told = False
 
-    def _hand_over_gradients(
-        self, model: DDPModel, running: Sequence[int], joined: Sequence[int], *, is_over: bool = False
-    ) -> None:
+    def _hand_over_gradients(self, model: DDPModel, running: Sequence[int], joined: Sequence[int]) -> None:
         """Send ranks without data the gradients to which the others add, or which they keep at the end."""
         is_joined = self._rank in joined
-        mine = [-1, 0] if is_joined else [model.held, int(model.in_window)]
+        mine = [0, 0] if is_joined else [int(not model.is_known), int(model.in_window)]
         told = self._control.all_gather_ints(mine, "a backward inside Join")
-        held = max(told[rank][0] for rank in running)
-        source = next(rank for rank in running if told[rank][0] == held)
-        if held == Held.UNKNOWN:
+        if any(is_unknown for is_unknown, _ in told):
             raise RuntimeError(_UNKNOWN)
-        model.held = Held(held)
-        if held == Held.REDUCED or (is_over and not told[source][1]):
-            if self._rank == source:
-                for peer in joined:
-                    send_value(self._control, peer, model.told_gradients())
-            elif is_joined:
-                model.take_gradients(receive_value(self._control, source))
+        if any(in_window for _, in_window in told):
+            # To zeros, at its begin.
+            if is_joined:
+                model.drop_gradients()
         elif is_joined:
-            model.drop_gradients()
+            model.take_gradients(receive_value(self._control, running[0]))
+        elif self._rank == running[0]:
+            for peer in joined:
+                send_value(self._control, peer, model.told_gradients())
 
     def follow(self) -> None:
         """Take part in what the others do until all have left their loops; raise what they raise. Collective."""
@@ -199,7 +195,7 @@ class JoinContext:
             for model in self._models.values():
                 if self._rank in last:
                     model.look(is_local=False)
-                self._hand_over_gradients(model, last, before, is_over=True)
+                self._hand_over_gradients(model, last, before)
         # Errors of hooks from here on are raised only on this rank.
         self._is_told = True
         for hook in self._hooks.values():
@@ -219,7 +215,7 @@ class JoinContext:
             self._prepare_backward(model, attendance)
             # Other ranks cannot be told of an error from here on: they are in their backward.
             self._is_told = True
-            model.follow_backward(len(attendance.running))
+            model.follow_backward()
             self._is_told = False
         elif made.place in self._optimizers:
             follow(self._optimizers[made.place]._sharded, attendance)

@@ -7,7 +7,6 @@ that were reduced before, to which the others add.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from enum import IntEnum
 from typing import Any
 
 import torch
@@ -38,17 +37,6 @@ from zeroshard_integrations._torch_private import (
 )
 
 
-class Held(IntEnum):
-    """The gradients to which a backward, or a window of ``no_sync()``, adds; the highest value of any rank counts."""
-
-    NOTHING = 0
-    """All are None or zero."""
-    REDUCED = 1
-    """Gradients that earlier backwards have reduced, the same on every rank."""
-    UNKNOWN = 2
-    """Gradients that were reduced, at the begin of a window; or others. What a joined rank had of them is unknown."""
-
-
 class DDPModel:
     """One model of a context, on one rank; only the context uses it.
 
@@ -64,8 +52,8 @@ class DDPModel:
         in_backward: whether a backward has begun on this rank that has not come to its end.
         watches_all: whether to follow, from the next forward on, when all gradients of a backward are there.
         has_all: whether they are.
-        held: what the gradients are, or were at the begin of the window.
         in_window: whether backwards under ``no_sync()`` have come that none has reduced.
+        is_known: whether the gradients are the same on every rank, or in a window, were zero at its begin.
     """
 
     def __init__(
@@ -84,8 +72,8 @@ class DDPModel:
         self._trained: list[torch.Tensor] = []
         self._handles: list[RemovableHandle] = []
         self._watch()
-        # It is not known whether these were reduced.
-        self.held = Held.UNKNOWN if self._grads() else Held.NOTHING
+        # Those from before the block may not have been reduced.
+        self.is_known = not self._grads()
         self._works: list[Any] = []
 
     def leave(self) -> None:
@@ -132,7 +120,7 @@ class DDPModel:
             return
         self._reduces, self.has_all = False, False
         self._begins(self)
-        self.held, self.in_window = Held.REDUCED, False
+        self.is_known, self.in_window = True, False
 
     def _last_gradient(self, _: Sequence[torch.Tensor | None]) -> None:
         self.has_all = True
@@ -142,16 +130,14 @@ class DDPModel:
 
     def look(self, *, is_local: bool) -> None:
         """Find out to which gradients a backward adds, one under ``no_sync()`` if ``is_local``."""
-        if self.in_window and self.held is Held.NOTHING:
+        if self.in_window and self.is_known:
             return
         gradients = self._accumulator
         if gradients is not None and any(map(gradients.is_replaced, self.ddp.module.parameters())):
             # DDP has just rebuilt its buckets, and each owner has put its own parts into them.
-            self.held = Held.UNKNOWN
-        elif all(map(self._is_zero, self._grads())):
-            self.held = Held.NOTHING
-        elif is_local or self.held is not Held.REDUCED:
-            self.held = Held.UNKNOWN
+            self.is_known = False
+        elif is_local or not self.is_known:
+            self.is_known = all(map(self._is_zero, self._grads()))
         self.in_window = is_local
 
     def _grads(self) -> list[torch.Tensor]:
@@ -218,26 +204,24 @@ class DDPModel:
             gradients.in_rebuild = False
         self.ddp.require_forward_param_sync = reduces
 
-    def follow_backward(self, running: int) -> None:
+    def follow_backward(self) -> None:
         """Begin to take part in a reduction of gradients, with what is in ``.grad``. Collective."""
         ddp = self.ddp
         # With a communication hook, it is the hook that divides.
-        share = 1 if has_comm_hook(ddp) else running if self.divides_by_running else ddp.process_group.size()
-        used = [int(param.grad is not None) for param in params_for_reducer(ddp)]
+        share = 1 if has_comm_hook(ddp) else ddp.process_group.size()
         buckets = buckets_of_zeros(ddp)
         # What was reduced is the same on all ranks, and adds up to itself only where all count.
-        counts_running = self.divides_by_running and not has_comm_hook(ddp)
-        holds = not self.takes_buckets and not (counts_running and self.held is Held.REDUCED)
+        holds = not self.takes_buckets and (has_comm_hook(ddp) or not self.divides_by_running)
         for bucket in buckets if holds else ():
             _fill(bucket, share)
         self._works = [run_comm_hook(ddp, bucket) for bucket in buckets]
         counts = local_used_map(ddp)
         if ddp.find_unused_parameters and counts is not None:
-            counts.copy_(torch.tensor(used if len(used) == len(counts) else [0] * len(counts), device="cpu"))
+            # What nobody uses keeps the gradient that it has.
+            counts.zero_()
             self._works.append(dist.all_reduce(counts, group=ddp.process_group, async_op=True))
         if not self.takes_buckets:
             self.drop_gradients()
-        self.held = Held.NOTHING
         push_rebuilt_params(ddp)
 
     def end_backward(self) -> None:
