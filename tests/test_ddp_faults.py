@@ -62,6 +62,21 @@ def _train_on(twins: Twins) -> None:
         twins.optimizer.zero_grad()
 
 
+# What was interrupted leaves messages without another end.
+@pytest.mark.ranks(2, backend="gloo", isolation="process", checks="no:messages")
+@EVERY_HOOK
+def test_no_rank_waits_for_one_that_is_interrupted_in_backward(rank: int, hook: str, faults: Faults) -> None:
+    twins = Twins(hook, process_group=dist.new_group(timeout=timedelta(minutes=10)))
+    twins.iterate(0)
+    twins.iterate(1)
+    faults.raise_(0, "send", KeyboardInterrupt())
+    twins.optimizer.zero_grad()
+    with pytest.raises(PeerLostError if rank else KeyboardInterrupt):
+        twins.backward(twins.ddp, 2)
+    with pytest.raises(RuntimeError, match="load a checkpoint and build the optimizer again, on a new process group"):
+        twins.optimizer.step()
+
+
 class Layers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
