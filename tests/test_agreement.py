@@ -189,7 +189,10 @@ def test_nobody_waits_for_a_rank_that_is_killed_between_two_rounds(
 
 @pytest.mark.exhaustive_at(4)
 @pytest.mark.ranks(4, 5, backend="gloo")
-def test_a_ring_misses_a_rank_that_is_killed_while_numbers_travel_in_rounds(rank: int, faults: Faults) -> None:
+def test_a_ring_misses_a_rank_that_is_killed_while_numbers_travel_in_rounds(
+    rank: int, faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agreement, "_MOST_NUMBERS", 1)
     control = Control(RankGroup.of())
     control.check_consistent("warming up")
     assert control.ranks.context.ring is not None

@@ -244,5 +244,6 @@ def count_words(world_size: int, way: str, most: int, hook: str, monkeypatch: py
 def words_of_norms(world_size: int, most: int, tensors: int) -> tuple[int, int]:
     """Calls and bytes by which every rank learns a number of each tensor."""
     rounds, numbers = math.ceil(math.log2(world_size)), tensors + 1
-    # A ring of more than two ranks would cut the numbers into a part for each.
-    return (1, 8 * numbers) if most >= world_size == 2 else (2 * rounds, 8 * (1 + numbers) * rounds)
+    # Few ranks send all of them to every other.
+    few = (1, 8 * numbers * (world_size - 1))
+    return few if most >= world_size else (2 * rounds, 8 * (1 + numbers) * rounds)

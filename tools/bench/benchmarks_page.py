@@ -95,7 +95,7 @@ collective up to 16 ranks, and above by one message in each of log2 N rounds. `t
 With a hook that reduces gradients to their owners what ranks tell each other of a bucket travels with its gradients, at
 no further message; where memory is read, there is one further word for each bucket, and one for all of them. With norms
 there is a word at the end of backward, unless memory is read, and one exchange of a number for each tensor and order:
-one collective of two ranks, or messages in log2 N rounds.
+one collective up to 16 ranks, and above, or for more than 1,024 numbers, messages in log2 N rounds.
 """
 
 

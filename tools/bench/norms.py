@@ -50,7 +50,11 @@ class Model:
     def build(self) -> nn.Module:
         """Return the model, with the same weights on every rank."""
         torch.manual_seed(0)
-        return nn.Sequential(*[nn.Linear(self.width, self.width, bias=self.bias) for _ in range(self.layers)])
+        made = nn.Sequential(*[nn.Linear(self.width, self.width, bias=self.bias) for _ in range(self.layers)])
+        for layer in made:
+            # By nn.Linear's own weights values vanish over 200 layers, and denormal numbers take longer.
+            nn.init.normal_(layer.weight, std=self.width**-0.5)
+        return made
 
 
 MODELS = {

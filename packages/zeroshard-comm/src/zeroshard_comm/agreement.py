@@ -4,9 +4,9 @@ A rank that finds its input bad must not simply raise: its peers would wait for 
 object begins with an *agreement*. The ranks combine one 64-bit word: 31 bits of a digest of what each is about to do,
 the complement of these bits, one bit that says "failed", and one for a yes-or-no question of the caller. After a
 bitwise OR no bit is set in the digest and at the same bit of the complement exactly if all digests are equal. Few ranks
-combine their words by one all-reduce, see :mod:`zeroshard_comm.word_ring`; the first agreement, those of many ranks,
-and all that is longer than a word travel in rounds of doubling distance: in round k each rank sends what it has to the
-rank 2^k further on, so after log2 N rounds, of one message sent and one received, every rank has the words of all (the
+combine their words by one collective, see :mod:`zeroshard_comm.word_ring`; the first agreement, those of many ranks, and
+more than 1,024 words travel in rounds of doubling distance: in round k each rank sends what it has to the rank 2^k
+further on, so after log2 N rounds, of one message sent and one received, every rank has the words of all (the
 dissemination barrier: D. Hensgen, R. Finkel, U. Manber, Two algorithms for barrier synchronization, 1988). Only after a
 difference texts follow: to rank 0, which decides, and back.
 
@@ -37,8 +37,8 @@ from zeroshard_comm.word_ring import WordRing
 TAG_WORD = 0x5A530001
 TAG_INTS = 0x5A530004
 
-_RING_OF_MANY = 2
-"""Up to so many ranks a ring is faster than rounds, also for more numbers than one."""
+_MOST_NUMBERS = 1024
+"""More numbers than that travel in rounds, which send them to fewer ranks."""
 
 _DIGEST_BITS = 31
 _DIGEST = (1 << _DIGEST_BITS) - 1
@@ -268,12 +268,13 @@ class Control:
     def _or(self, numbers: torch.Tensor, tag: int, operation: str) -> torch.Tensor:
         ring = self.ranks.context.ring
         started = time.perf_counter()
-        # A ring needs few messages for one number, or two ranks, and else cuts more into a part for each rank.
-        most = min(word_ring.MOST_RANKS, _RING_OF_MANY if len(numbers) > 1 else word_ring.MOST_RANKS)
-        if ring is None or self.ranks.world_size > most:
+        is_small = self.ranks.world_size <= word_ring.MOST_RANKS and len(numbers) <= _MOST_NUMBERS
+        # To send all numbers to every rank pays off while they are few.
+        if ring is None or not is_small:
             return self._rounds.combine(numbers, tag, operation)
         ring.combine(numbers, operation)
         nbytes, waited = numbers.nbytes, time.perf_counter() - started
+        nbytes *= len(self.ranks.peers) if len(numbers) > 1 else 1
         self.traffic.add("control", sent=nbytes, received=nbytes, calls=1, waited=waited)
         return numbers
 

@@ -1,8 +1,9 @@
 """Connections of our own between the ranks of a process group: what closes them closes none of the user's.
 
-Messages travel on them, and numbers of few ranks are combined by one all-reduce. It costs a fraction of the processor
-time of messages in rounds, since gloo keeps what it needs between the same ranks. But it is a ring: its latency grows
-with the number of ranks, and when a rank is lost, only its neighbours see the all-reduce fail. So a rank that sees it
+Messages travel on them, and numbers of few ranks are combined by one collective, at a fraction of the processor time of
+messages in rounds, since gloo keeps what it needs between the same ranks. One number travels by an all-reduce. Several
+are sent from every rank to every other, since a ring would cut them into a part for each rank, and take twice as many
+messages, one after the other. When a rank is lost, only its neighbours see an all-reduce fail. So a rank that sees it
 fail closes its connections, and the failure travels on, rank by rank; after it they are of no use.
 """
 
@@ -62,6 +63,8 @@ class WordRing:
         self._options = dist.AllreduceOptions()
         self._options.reduceOp = dist.ReduceOp(dist.ReduceOp.BOR)
         self._options.timeout = timeout
+        self._to_all = dist.AllToAllOptions()
+        self._to_all.timeout = timeout
 
     def combine(self, numbers: torch.Tensor, operation: str) -> None:
         """Replace numbers by their OR over all ranks. Collective.
@@ -76,9 +79,16 @@ class WordRing:
         failure: RuntimeError | None = None
         if not self._is_closed:
             # As the group it has its own methods; the stubs do not know of them.
-            work = self._group.allreduce([numbers], self._options)  # type: ignore[attr-defined]
+            if len(numbers) == 1:
+                work = self._group.allreduce([numbers], self._options)  # type: ignore[attr-defined]
+            else:
+                rows = numbers.repeat(1 + len(self._peers), 1)
+                everyones = torch.empty_like(rows)
+                work = self._group.alltoall_base(everyones, rows, [], [], self._to_all)  # type: ignore[attr-defined]
             failure = self._failure_of(work)
             if failure is None:
+                for row in everyones if len(numbers) > 1 else ():
+                    numbers |= row
                 return
         raise self._lost(operation, failure) from failure
 
