@@ -499,7 +499,7 @@ def test_ranks_that_differ_in_norms_are_told_so(rank: int) -> None:
     ddp = DistributedDataParallel(model)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=1.0)
     register_reduce_to_owner(ddp, optimizer, norms=rank == 0)
-    with pytest.raises(DisagreementError, match="norms is '2.0' on rank 0 and '' on rank 1"):
+    with pytest.raises(DisagreementError, match=r"norms is '2\.0' on rank 0 and '' on rank 1"):
         ddp(torch.ones(2, 4)).sum().backward()
 
 

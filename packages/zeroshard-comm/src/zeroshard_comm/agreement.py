@@ -4,8 +4,8 @@ A rank that finds its input bad must not simply raise: its peers would wait for 
 object begins with an *agreement*. The ranks combine one 64-bit word: 31 bits of a digest of what each is about to do,
 the complement of these bits, one bit that says "failed", and one for a yes-or-no question of the caller. After a
 bitwise OR no bit is set in the digest and at the same bit of the complement exactly if all digests are equal. Few ranks
-combine their words by one collective, see :mod:`zeroshard_comm.word_ring`; the first agreement, those of many ranks, and
-more than 1,024 words travel in rounds of doubling distance: in round k each rank sends what it has to the rank 2^k
+combine their words by one collective, see :mod:`zeroshard_comm.word_ring`; the first agreement, those of many ranks,
+and more than 1,024 words travel in rounds of doubling distance: in round k each rank sends what it has to the rank 2^k
 further on, so after log2 N rounds, of one message sent and one received, every rank has the words of all (the
 dissemination barrier: D. Hensgen, R. Finkel, U. Manber, Two algorithms for barrier synchronization, 1988). Only after a
 difference texts follow: to rank 0, which decides, and back.
