@@ -58,7 +58,7 @@ class GradAccumulator:
         """By tensor, the address of the gradient by which DDP replaced its placeholder in a forward."""
 
     def follow(self, params: Sequence[torch.Tensor], plan: Plan, local: LocalOptimizer) -> None:
-        """Make placeholders for parameters that are new, or have been converted."""
+        """Make placeholders for parameters."""
         self._params, self._plan, self._local = params, plan, local
         self.index_of = {param: index for index, param in enumerate(params)}
         names = [spec.name for spec in plan.tensors]
@@ -168,24 +168,7 @@ class GradAccumulator:
     def unreduced(self, tensor: int) -> RuntimeError:
         """Return the error for a gradient that was never reduced."""
         title = f"the gradient of tensor {tensor} {self._plan.tensors[tensor].name!r}"
-        if type(self._params[tensor].grad) is GradPlaceholder:
-            return RuntimeError(
-                f"{title} has not been reduced: after the backward() that reduced it, another one added to it under "
-                f"no_sync() or over the same forward, which DistributedDataParallel does not reduce. Make the last "
-                f"backward() before step() outside of no_sync(), over a forward of its own"
-            )
-        if not self.is_used(tensor):
-            return RuntimeError(
-                f"{title} was replaced after backward() had reduced it: .grad is a tensor of this rank alone, "
-                f"assigned, or made after zero_grad() by a backward that DistributedDataParallel did not reduce, as "
-                f"under no_sync(). Multiply or clamp the gradient in place, or change it in a hook of the tensor"
-            )
-        return RuntimeError(
-            f"{title} has not been reduced: the last backward() before step() was under no_sync(), and must not be; or "
-            f"DistributedDataParallel waits for a parameter that it did not use, which needs "
-            f"find_unused_parameters=True, or that was frozen since the model was wrapped, which must then be wrapped "
-            f"anew"
-        )
+        return _unreduced(title, self._params[tensor].grad, is_used=self.is_used(tensor))
 
     def is_used(self, tensor: int) -> bool:
         """Whether the reduced gradient of a tensor was stepped or set to zero, so that nothing is added to it."""
@@ -282,3 +265,23 @@ class GradAccumulator:
     def is_replaced(self, param: torch.Tensor) -> bool:
         """Whether DDP has put a kept gradient into a new bucket since the last backward; see :meth:`replace`."""
         return self.index_of.get(param) in self._replaced
+
+
+def _unreduced(title: str, grad: torch.Tensor | None, *, is_used: bool) -> RuntimeError:
+    if type(grad) is GradPlaceholder:
+        return RuntimeError(
+            f"{title} has not been reduced: after the backward() that reduced it, another one added to it under "
+            f"no_sync() or over the same forward, which DistributedDataParallel does not reduce. Make the last "
+            f"backward() before step() outside of no_sync(), over a forward of its own"
+        )
+    if not is_used:
+        return RuntimeError(
+            f"{title} was replaced after backward() had reduced it: .grad is a tensor of this rank alone, assigned, or "
+            f"made after zero_grad() by a backward that DistributedDataParallel did not reduce, as under no_sync(). "
+            f"Multiply or clamp the gradient in place, or change it in a hook of the tensor"
+        )
+    return RuntimeError(
+        f"{title} has not been reduced: the last backward() before step() was under no_sync(), and must not be; or "
+        f"DistributedDataParallel waits for a parameter that it did not use, which needs find_unused_parameters=True, "
+        f"or that was frozen since the model was wrapped, which must then be wrapped anew"
+    )
