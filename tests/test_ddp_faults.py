@@ -4,7 +4,6 @@
 import copy
 import threading
 import time
-from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -16,8 +15,8 @@ from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 from training import assert_bitwise_equal, small_model
 from zeroshard import ZeroRedundancyOptimizer
-from zeroshard.overlap.norms import GradNorms
-from zeroshard_comm import DisagreementError, PeerLostError
+from zeroshard.overlap import norms
+from zeroshard_comm import DisagreementError, PeerLostError, combine_disjoint
 from zeroshard_integrations.ddp import reduce_to_owner_hook, register_reduce_to_owner
 from zeroshard_testing import Faults
 
@@ -137,17 +136,17 @@ def test_a_rank_that_is_lost_before_norms_are_exchanged(
     twins = Twins("owner", process_group=short_group())
     twins.iterate(0)
     twins.iterate(1)
-    exchange = GradNorms.exchange
 
-    def exchange_late(norms: GradNorms, gradients: Mapping[int, torch.Tensor], **options: Any) -> None:
+    def combine_late(*arguments: Any) -> torch.Tensor:
         if lost == "killed":
             faults.kill(1, "send#1")
+            dist.isend(torch.zeros(1), 0)
         else:
             time.sleep(2 * SHORT.total_seconds())
-        exchange(norms, gradients, **options)
+        return combine_disjoint(*arguments)
 
     if rank == 1:
-        monkeypatch.setattr(GradNorms, "exchange", exchange_late)
+        monkeypatch.setattr(norms, "combine_disjoint", combine_late)
     twins.optimizer.zero_grad()
     with pytest.raises(PeerLostError, match=r"the end of backward\(\)"):
         twins.backward(twins.ddp, 2)

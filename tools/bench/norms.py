@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -51,9 +51,9 @@ class Model:
         """Return the model, with the same weights on every rank."""
         torch.manual_seed(0)
         made = nn.Sequential(*[nn.Linear(self.width, self.width, bias=self.bias) for _ in range(self.layers)])
-        for layer in made:
+        for param in made.parameters():
             # By nn.Linear's own weights values vanish over 200 layers, and denormal numbers take longer.
-            nn.init.normal_(layer.weight, std=self.width**-0.5)
+            nn.init.normal_(param, std=self.width**-0.5)
         return made
 
 
@@ -131,16 +131,25 @@ def _compared(times: Times, name: str, in_a_row: int) -> dict[str, float]:
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     quartiles = f"{row['low']:.3f} - {row['high']:.3f}"
-    return row["partition"], row["contender"], f"{row['ms']:.1f}", f"{row['without']:.1f}", f"{row['ratio']:.3f}", quartiles
+    return (
+        row["partition"],
+        row["contender"],
+        f"{row['ms']:.1f}",
+        f"{row['without']:.1f}",
+        f"{row['ratio']:.3f}",
+        quartiles,
+    )
 
 
-def _contest(model: str, partition: str, rounds: int, iterations: int) -> Times:
+def _contest(model: str, partition: Literal["whole", "split"], rounds: int, iterations: int) -> Times:
     turns = {name: _turn(MODELS[model], partition, contender, iterations) for name, contender in CONTENDERS.items()}
     with calls(f"{partition}, turns", len(CONTENDERS) * (rounds + WARM_UP)) as advance:
         return take_turns(turns, rounds, warm_up=WARM_UP, advance=advance, processor_time=True)
 
 
-def _turn(model: Model, partition: str, contender: Contender, iterations: int) -> Callable[[], object]:
+def _turn(
+    model: Model, partition: Literal["whole", "split"], contender: Contender, iterations: int
+) -> Callable[[], object]:
     module = model.build()
     ddp = DistributedDataParallel(module, gradient_as_bucket_view=True)
     optimizer = ZeroRedundancyOptimizer(module.parameters(), torch.optim.SGD, lr=1e-3, partition=partition)
