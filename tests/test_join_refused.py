@@ -15,8 +15,9 @@ from torch import nn, optim
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
+from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_comm import DisagreementError
-from zeroshard_integrations.ddp import register_reduce_to_owner
+from zeroshard_integrations.ddp import reduce_to_owner_hook, register_reduce_to_owner
 from zeroshard_integrations.join import Join
 
 EVERY_HOOK = pytest.mark.parametrize("hook", HOOKS)
@@ -54,6 +55,15 @@ def test_gradients_of_which_nobody_knows_a_part(hook: str, script: Script) -> No
     Uneven([3, 3, 3], hook).check(script)
     for numbers in ([1, 4, 4], [4, 4, 0]):
         short(numbers, hook).refuse(script, UNKNOWN)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.parametrize("numbers", [[2, 4], [1, 4], [0, 4]], ids=str)
+def test_gradients_that_are_kept_while_ddp_rebuilds_its_buckets_without_the_model(numbers: list[int]) -> None:
+    uneven = short(numbers)
+    uneven.ddp.register_comm_hook(uneven.optimizer, reduce_to_owner_hook)
+    with pytest.raises(RuntimeError, match="register the hook by register_reduce_to_owner"):
+        uneven.train(windows(2, reduces=True))
 
 
 @pytest.mark.ranks(3, backend="gloo")
@@ -225,16 +235,22 @@ LEFT_OUT = (
 
 @pytest.mark.ranks(2, backend="gloo")
 @pytest.mark.parametrize("numbers", [[2, 2], [0, 2], [2, 0]], ids=str)
-def test_torchs_join_of_the_model_alone(rank: int, numbers: list[int]) -> None:
+@pytest.mark.parametrize("optimizers", [1, 2])
+def test_torchs_join_of_the_model_alone(rank: int, numbers: list[int], optimizers: int) -> None:
     # As Accelerate's join_uneven_inputs([ddp]) enters it. A rank without data raises too: it does not wait for steps.
     uneven = short(numbers, seconds=60)
-    register_reduce_to_owner(uneven.ddp, uneven.optimizer)
+    params = list(uneven.ddp.parameters())
+    each = [
+        ZeroRedundancyOptimizer(params[place::optimizers], optim.SGD, process_group=uneven.group, lr=0.1)
+        for place in range(optimizers)
+    ]
+    register_reduce_to_owner(uneven.ddp, each)
     reached = []
     with pytest.raises(RuntimeError, match=LEFT_OUT), TorchJoin([uneven.ddp]):
         for number in range(numbers[rank]):
             uneven.loss(uneven.ddp, inputs(number, rank)).backward()
             reached.append("backward")
-            uneven.optimizer.step()
+            each[-1].step()
             reached.append("step")
     assert reached == ["backward"] * bool(numbers[rank])
 

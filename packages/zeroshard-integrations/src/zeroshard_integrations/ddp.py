@@ -278,12 +278,18 @@ def _receive(
         present=tuple([param.grad is not None for param in params]),
         announced=bucket.index(),
     )
-    if len(followers) == 1:
-        return _hand_over(followers[0], found, reduce)
-    # A parameter that no optimizer has goes to the first one, which raises an error for it on every rank.
-    owner_of = [next((each for each in followers if each.has(param)), followers[0]) for param in params]
-    done = [_hand_over(each, found.only([owner is each for owner in owner_of]), reduce) for each in followers]
-    return collect_all(done).then(lambda _: found.buffer)
+    parts = [found]
+    if len(followers) > 1:
+        # A parameter that no optimizer has goes to the first one, which raises an error for it on every rank.
+        owner_of = [next((each for each in followers if each.has(param)), followers[0]) for param in params]
+        parts = [found.only([owner is each for owner in owner_of]) for each in followers]
+    done = [_hand_over(each, part, reduce) for each, part in zip(followers, parts, strict=True)]
+    if found.is_last and not in_autograd() and followers[0].joining.exchange is None:
+        # This rank is in torch's Join of the model alone. The others have data, and raise in step().
+        for each in followers:
+            each.on_backward_end()
+        raise followers[0].joining.left_out()
+    return done[0] if len(done) == 1 else collect_all(done).then(lambda _: found.buffer)
 
 
 def _hand_over(

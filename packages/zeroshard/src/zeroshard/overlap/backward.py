@@ -127,12 +127,7 @@ class BackwardFollower:
             if self.mode is not StepMode.IN_STEP:
                 self.joining.announce_backward(is_own=bucket.is_own)
                 may_step = self._coordinator.observe_early(self._coordinator.sharding.groups)
-        done = self.scheduler.on_bucket(bucket, reduce=reduce, may_step=may_step)
-        if bucket.is_last and not bucket.is_own and self.joining.exchange is None:
-            # This rank is in torch's Join of the model alone. The others have data, and raise in step().
-            self.on_backward_end()
-            raise self.joining.left_out()
-        return done
+        return self.scheduler.on_bucket(bucket, reduce=reduce, may_step=may_step)
 
     def _take_over_unfrozen(self) -> None:
         """Choose the owners of unfrozen parameters before their gradients are sent. Collective if some were frozen."""
