@@ -102,26 +102,26 @@ one collective up to 16 ranks, and above, or for more than 1,024 numbers, messag
 _NORMS = """
 ## Norms
 
-With `reduce_to_owner_hook` every rank learns the norms of all gradients at the end of backward, for torch's
-`clip_grad_norm_`; `norms=False` leaves that out. A chain of 200 matrices of 10,000 elements, 64 rows, all ranks on two
-cores: with larger matrices, or more rows, the share falls.
+With `reduce_to_owner_hook` every rank learns the 2-norms of all gradients at the end of backward, for torch's
+`clip_grad_norm_`; `norms=False` leaves that out, and `norms=(2, math.inf)` adds the largest magnitudes. Processor time of
+all threads of a rank, in an iteration with SGD on 64 rows, all ranks on two cores that other programs use too. Ratios are
+medians of 15 rounds, with quartiles.
 
-| ranks | norms | iteration | without | / without |
-| ---: | --- | ---: | ---: | ---: |
+| model | ranks | partition | | iteration | without norms | ratio |
+| --- | ---: | --- | --- | ---: | ---: | ---: |
 {rows}
 
-Command: `python tools/bench/norms.py --ranks N --json docs/measured/norms-N.json`
+Command: `python tools/bench/norms.py --model MODEL --ranks N --json docs/measured/norms-MODEL-N.json`
 """
 
 
 def norms_of(found: Sequence[Mapping[str, Any]]) -> str:
     """Return the section about norms, from what norms.py has written."""
     rows = [
-        f"| {run['ranks']} | {name} | {1e3 * timing['median_a'] / run['in_a_row']:.1f} ms | "
-        f"{1e3 * timing['median_b'] / run['in_a_row']:.1f} ms | "
-        f"{timing['ratio']:.3f} ({timing['low']:.3f} - {timing['high']:.3f}) |"
+        f"| {run['title']} | {run['ranks']} | {row['partition']} | {row['contender']} | {row['ms']:.1f} ms | "
+        f"{row['without']:.1f} ms | {row['ratio']:.3f} ({row['low']:.3f} - {row['high']:.3f}) |"
         for run in found
-        for name, timing in run["ratios"].items()
+        for row in run["rows"]
     ]
     return _NORMS.format(rows="\n".join(rows))
 
