@@ -118,7 +118,8 @@ class GroupContext:
             if self.ring is not None:
                 self.ring.close(has_lost_another=isinstance(error, PeerLostError))
             for ranks in self._private.values():
-                ranks.close_connections()
+                if ranks.sends_tagged(torch.device("cpu")):
+                    ranks.close_connections()
 
 
 _contexts: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupContext] = weakref.WeakKeyDictionary()
@@ -186,8 +187,8 @@ class RankGroup:
         return made[backend, purpose]
 
     def close_connections(self) -> None:
-        """Close this rank's connections of a gloo group, as if it had ended; a no-op for other backends."""
-        for peer in self.peers if self.sends_tagged(torch.device("cpu")) else ():
+        """Close this rank's connections of a gloo group, as if it had ended."""
+        for peer in self.peers:
             # gloo has no call for that, but closes all connections when a wait ends by its timeout; where they are
             # closed already, this raises at once.
             with suppress(RuntimeError):

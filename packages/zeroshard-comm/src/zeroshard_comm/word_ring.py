@@ -117,10 +117,7 @@ class WordRing:
             with suppress(RuntimeError):
                 if self._store is not None and has_lost_another:
                     self._store.set(f"rank {self._rank}", "")
-            for peer in self._peers:
-                # gloo has no call for that, but closes all connections when a wait ends by its timeout.
-                with suppress(RuntimeError):
-                    self._receive(peer).wait(timedelta(milliseconds=1))
+            self.ranks.close_connections()
 
     def _receive(self, peer: int) -> dist.Work:
         room = torch.empty(1, dtype=torch.uint8, device="cpu")
