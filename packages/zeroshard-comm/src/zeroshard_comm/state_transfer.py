@@ -86,8 +86,7 @@ def gather(
 
 
 def _send_all(control: Control, manifest: Manifest, target: int, operation: str, chunk_bytes: int) -> None:
-    channel = control.channel
-    assert channel is not None
+    assert control.channel is not None
     failure: Exception | None = None
     sizes: list[int] = []
     text = _NOTHING_TO_SAY
@@ -96,8 +95,10 @@ def _send_all(control: Control, manifest: Manifest, target: int, operation: str,
         text = json.dumps({"description": manifest.description, "sizes": sizes})
     except Exception as error:  # noqa: BLE001 - whatever it is, every rank must hear of it before it is raised
         failure = error
-    described = send_text(channel, target, text, operation)
+    described = send_text(control.channel, target, text, operation)
     control.check_consistent(f"{operation}: making room", error=failure)
+    # Another one, if these ranks had not agreed before.
+    channel = control.channel
     started = time.perf_counter()
     in_flight: deque[tuple[Message, torch.Tensor]] = deque()
     for tensor in manifest.tensors:
