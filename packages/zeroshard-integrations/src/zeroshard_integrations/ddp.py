@@ -9,7 +9,6 @@ compute.
 # No `from __future__ import annotations`: DDP compares the hooks' annotations with the types themselves.
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -243,18 +242,19 @@ def _follow_forwards(ddp: DistributedDataParallel, followers: Sequence[BackwardF
     for follower in followers:
         follower.joining.models.add(ddp)
         follower.scheduler.gradients.in_rebuild = False
-    ddp.register_forward_pre_hook(partial(_forward_begins, followers))
-    ddp.register_forward_hook(partial(_forward_ends, followers), always_call=True)
+    # Functions: a copy of the model would copy the arguments of a partial.
+    ddp.register_forward_pre_hook(lambda module, _: _forward_begins(followers, module))
+    ddp.register_forward_hook(lambda *_: _forward_ends(followers), always_call=True)
 
 
 @disable_dynamo
-def _forward_begins(followers: Sequence[BackwardFollower], ddp: DistributedDataParallel, _: object) -> None:
+def _forward_begins(followers: Sequence[BackwardFollower], ddp: DistributedDataParallel) -> None:
     for follower in followers:
         follower.scheduler.gradients.in_rebuild = not has_rebuilt_buckets(ddp)
 
 
 @disable_dynamo
-def _forward_ends(followers: Sequence[BackwardFollower], *_: object) -> None:
+def _forward_ends(followers: Sequence[BackwardFollower]) -> None:
     for follower in followers:
         follower.scheduler.gradients.in_rebuild = False
 
