@@ -208,6 +208,23 @@ def test_state_that_is_changed_in_place(partition: str) -> None:
 
 
 @pytest.mark.ranks(2, backend="gloo")
+def test_an_entry_at_the_address_of_another_one_is_a_change() -> None:
+    pair = Pair()
+    pair.step()
+    metadata, shard = pair.sharded._sharded._metadata, next(iter(pair.sharded._sharded.sharding.local.shards.values()))
+    entries, shape = pair.sharded.optim.state[shard.tensor], (*shard.tensor.shape, 2)
+    assert not metadata.has_changed()
+    address, kept = id(entries["exp_avg"]), []
+    entries["exp_avg"] = None
+    # Held, so that the next one lies elsewhere.
+    while id(found := torch.zeros(shape)) != address and len(kept) < 10_000:
+        kept.append(found)
+    assert id(found) == address
+    entries["exp_avg"] = found
+    assert metadata.has_changed()
+
+
+@pytest.mark.ranks(2, backend="gloo")
 @PARTITIONS
 def test_what_a_rank_has_listed_is_loaded_on_the_same_rank(partition: str) -> None:
     pair = Pair(partition)
