@@ -191,9 +191,8 @@ class Monitor:
         timed_out = all(outcome.is_clean for outcome in self._outcomes.values())
         out = self._out()
         seen = self._snapshots.details(out)
-        # They were asked for their stacks: one that has ended meanwhile was not stopped.
-        self._launcher.take_news()
-        self._notice_deaths()
+        if not timed_out:
+            self._notice_ends(out)
         for slot in self._out():
             if slot in self._importing:
                 summary = "was still importing the test's module"
@@ -203,6 +202,19 @@ class Monitor:
                 summary = "was stopped: still running when another rank had failed"
             kind = kinds.TIMED_OUT if timed_out else kinds.STOPPED
             self._outcomes[slot] = Outcome(kind, summary, seen.get(slot, ""))
+
+    def _notice_ends(self, slots: Sequence[int]) -> None:
+        """Take in what became of ranks while they were asked for their stacks: one that has ended was not stopped."""
+        for slot in slots:
+            while readable_channels([self._workers[slot].channel], 0) and self._read(slot):
+                pass
+        deadline = time.monotonic() + _STATUS_TIMEOUT
+        self._launcher.take_news()
+        self._notice_deaths()
+        while self._ended and time.monotonic() < deadline:
+            readable_channels(self._launcher.news, deadline - time.monotonic())
+            self._launcher.take_news()
+            self._notice_deaths()
 
 
 def describe_exit(status: int) -> str:

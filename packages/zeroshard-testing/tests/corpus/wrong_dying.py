@@ -45,13 +45,15 @@ def test_killed_all(rank):
     kill()
 
 
-@says(r"ranks 0, 1 w(as|ere) killed by SIGKILL before")
-def test_killed_all_one_of_them_later(rank):
-    dist.barrier()
+@says(r"ranks 0, 1 w(as|ere) killed by SIGALRM before")
+def test_killed_all_one_of_them_while_the_harness_asks_for_its_stack(rank):
     if rank == 0:
-        # With the interpreter's lock held, so that no thread answers questions.
-        ctypes.PyDLL(None).usleep(200_000)
-    kill()
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        dist.send(torch.ones(1), 1)
+        # With the interpreter's lock held, so that no thread answers.
+        ctypes.PyDLL(None).sleep(20)
+    dist.recv(torch.ones(1), 0)
+    kill(signal.SIGALRM)
 
 
 @pytest.mark.ranks(4)
