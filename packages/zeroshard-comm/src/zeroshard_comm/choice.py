@@ -13,17 +13,13 @@ from zeroshard_comm.process_group import RankGroup
 from zeroshard_comm.same_host import WORTH_READING, SameHostBroadcaster, all_read
 
 
-def choose_broadcaster(
-    control: Control, segments: Sequence[Segment], device: torch.device, *, by_reading: bool = True
-) -> ParameterBroadcaster:
+def choose_broadcaster(control: Control, segments: Sequence[Segment], device: torch.device) -> ParameterBroadcaster:
     """Choose the fastest broadcaster that works for tensors on ``device``, for the thread that calls a step.
 
     Args:
         control: the channel, and the group.
         segments: the same on all ranks, as for :class:`~zeroshard_comm.ParameterBroadcaster`.
-        device: where they are.
-        by_reading: whether peers may read the segments until the ranks agree once more; else an owner may write to
-            them when its broadcast has ended.
+        device: where they are. Peers may read the segments until the ranks agree once more.
 
     Raises:
         RuntimeError: if the group has no backend for this device type.
@@ -32,7 +28,7 @@ def choose_broadcaster(
     if not ranks.sends_tagged(device):
         check_backend(ranks, device)
         return CollectiveBroadcaster(ranks, segments, control.traffic)
-    if by_reading and all_read(ranks) and sum(segment.buffer.nbytes for segment in segments) >= WORTH_READING:
+    if all_read(ranks) and sum(segment.buffer.nbytes for segment in segments) >= WORTH_READING:
         return SameHostBroadcaster(control, segments)
     # No collectives: after one has failed, gloo delivers nothing any more, even between live ranks.
     return MessageBroadcaster(control.channel or ranks, segments, control.traffic)
