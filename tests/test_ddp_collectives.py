@@ -22,7 +22,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 from training import cutting
 from zeroshard import ZeroRedundancyOptimizer
-from zeroshard.overlap.side_stream import SideStream
+from zeroshard.grads.stream import SideStream
 from zeroshard_comm import PeerLostError
 from zeroshard_testing import Faults
 
@@ -290,7 +290,7 @@ def test_what_is_done_on_the_side_stream(hook: str, monkeypatch: pytest.MonkeyPa
             assert log.count("begin") == log.count("end") + 1
             log.append("keep")
 
-    monkeypatch.setattr("zeroshard.overlap.worker.SideStream", Noted)
+    monkeypatch.setattr("zeroshard.grads.stream.SideStream", Noted)
     twins = CollectiveTwins(hook)
     issued = Issued(monkeypatch, log)
     for number in range(4):

@@ -15,7 +15,7 @@ from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 from training import assert_bitwise_equal, small_model
 from zeroshard import ZeroRedundancyOptimizer
-from zeroshard.overlap import norms
+from zeroshard.grads import norms
 from zeroshard_comm import DisagreementError, PeerLostError, combine_disjoint
 from zeroshard_integrations.ddp import reduce_to_owner_hook, register_reduce_to_owner
 from zeroshard_testing import Faults

@@ -19,7 +19,8 @@ from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from training import cutting, set_gradients, small_model
-from zeroshard import OptimizerDescription, ZeroRedundancyOptimizer, debugging, description, invariants
+from zeroshard import OptimizerDescription, ZeroRedundancyOptimizer
+from zeroshard.debug import checks
 from zeroshard_comm import DisagreementError, ParameterBroadcaster
 from zeroshard_testing import assert_replicas_equal
 
@@ -316,13 +317,13 @@ class Operations(TorchDispatchMode):
 @BOTH
 def test_calls_and_operations_of_a_step(hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
     digests = Counter[str]()
-    digest_of = invariants.digest_of
+    digest_of = checks.digest_of
 
     def counted(tensor: torch.Tensor | None) -> int:
         digests[level] += 1
         return digest_of(tensor)
 
-    monkeypatch.setattr(invariants, "digest_of", counted)
+    monkeypatch.setattr(checks, "digest_of", counted)
     words, operations = {}, {}
     for level in ("OFF", "INFO", "DETAIL"):
         training = Training(hook, level)
@@ -345,7 +346,7 @@ def test_calls_and_operations_of_a_step(hook: str, monkeypatch: pytest.MonkeyPat
 @pytest.mark.ranks(2, backend="gloo")
 @BOTH
 def test_off_calls_nothing_of_this(hook: str) -> None:
-    files = {module.__file__ for module in (debugging, description, invariants)}
+    files = {module.__file__ for module in (checks, describe)}
     called: set[str] = set()
 
     def note(frame: Any, event: str, _: object) -> None:
@@ -372,10 +373,10 @@ def test_off_calls_nothing_of_this(hook: str) -> None:
 def test_a_log_after_the_first_step_and_after_changes(
     rank: int, world_size: int, hook: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, logger="zeroshard.debugging")
+    caplog.set_level(logging.INFO, logger="zeroshard.debug.checks")
 
     def logged() -> list[str]:
-        texts = [record.getMessage() for record in caplog.records if record.name == "zeroshard.debugging"]
+        texts = [record.getMessage() for record in caplog.records if record.name == "zeroshard.debug.checks"]
         caplog.clear()
         return texts
 

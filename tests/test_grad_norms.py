@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from training import EVERYWHERE, cutting
 from zeroshard import GradPlaceholder, ZeroRedundancyOptimizer
-from zeroshard.overlap.norms import GradNorms
+from zeroshard.grads.norms import GradNorms
 from zeroshard_comm import DisagreementError
 from zeroshard_integrations.ddp import register_reduce_to_owner
 from zeroshard_integrations.join import Join

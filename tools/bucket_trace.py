@@ -168,9 +168,7 @@ def _train(what: str, partition: str) -> list[tuple[str, str, str]]:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS)))
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    optimizer = ZeroRedundancyOptimizer(
-        ddp.parameters(), torch.optim.AdamW, partition=STRATEGIES[partition], lr=1e-3
-    )
+    optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, partition=STRATEGIES[partition], lr=1e-3)
     if has_hook:
         register_reduce_to_owner(ddp, optimizer)
     for iteration in range(_ITERATIONS_BEFORE + 1):

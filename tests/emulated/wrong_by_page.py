@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from zeroshard import ZeroRedundancyOptimizer
-from zeroshard.overlap.side_stream import SideStream
+from zeroshard.grads.stream import SideStream
 
 STEPS = 6
 """More than two, for DistributedDataParallel makes its buckets anew after the first, and the host waits there."""

@@ -59,7 +59,7 @@ def optimizer_page(
     for one in missing:
         typer.echo(
             f"error: {one.trial.package}.{one.trial.title} couples tensors from step {one.first_step} on, and the "
-            f"table in zeroshard/coupling.py lacks it",
+            f"table in zeroshard/plan/eligibility.py lacks it",
             err=True,
         )
     raise typer.Exit(1 if missing else 0)

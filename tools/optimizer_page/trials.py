@@ -13,8 +13,7 @@ from typing import Any, cast
 
 import torch
 from zeroshard import check_optimizer
-from zeroshard.coupling import COUPLED, check_uncoupled
-from zeroshard.elementwise import check_shardable
+from zeroshard.plan.eligibility import COUPLED, check_shardable, check_uncoupled
 
 PACKAGES: Mapping[str, str] = {
     "torch.optim": "torch",

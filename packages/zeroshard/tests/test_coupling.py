@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn, optim
-from zeroshard.coupling import COUPLED, check_uncoupled
+from zeroshard.plan.eligibility import COUPLED, check_uncoupled
 
 
 def named(module: str, name: str, base: type = optim.Optimizer) -> type:

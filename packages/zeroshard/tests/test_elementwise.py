@@ -8,7 +8,7 @@ import inspect
 import pytest
 import torch
 from torch import nn, optim
-from zeroshard.elementwise import ELEMENTWISE, check_shardable, is_elementwise
+from zeroshard.plan.eligibility import ELEMENTWISE, check_shardable, is_elementwise
 
 NOT_ELEMENTWISE = {optim.LBFGS, optim.SparseAdam, optim.Adafactor, optim.Muon}
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from zeroshard.overlap.norms import _largest, _norms, norm_orders
+from zeroshard.grads.norms import _largest, _norms, norm_orders
 
 INF = math.inf
 DTYPES = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 1e-5, torch.float16: 1e-5}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn, optim
 from zeroshard import OptimizerCheck, check_optimizer
-from zeroshard.optimizer_check import _STEPS
+from zeroshard.plan.optimizer_check import _STEPS
 
 Step = Callable[["Toy", list[nn.Parameter], Any], None]
 

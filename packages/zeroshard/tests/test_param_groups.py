@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from zeroshard.param_groups import read_group, read_groups, specs_of
+from zeroshard.plan.groups import read_group, read_groups, specs_of
 
 
 def parameter(*shape: int) -> nn.Parameter:

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import nn, optim
-from zeroshard.local_optimizer import LocalOptimizer, PartialStepper
-from zeroshard.stepped_in_parts import may_step_in_parts
+from zeroshard.local.optimizer import LocalOptimizer, PartialStepper
+from zeroshard.plan.eligibility import may_step_in_parts
 from zeroshard_core import TensorSpec, partition
 
 

@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from zeroshard.overlap.side_stream import SideStream
+from zeroshard.grads.stream import SideStream
 
 
 def test_on_the_cpu_there_is_none() -> None:

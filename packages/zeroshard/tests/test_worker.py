@@ -6,7 +6,7 @@ import threading
 import time
 
 import pytest
-from zeroshard.overlap.worker import Worker
+from zeroshard.grads.stream import Worker
 
 
 def test_jobs_run_in_order_in_another_thread() -> None:

@@ -1,16 +1,16 @@
 """Sharded optimizer state for data-parallel training with PyTorch."""
 
-from zeroshard.averaged_parameters import AveragedParameters
-from zeroshard.description import BucketDescription, OptimizerDescription, TensorDescription
-from zeroshard.elementwise import ELEMENTWISE
-from zeroshard.full_state_dict import full_optimizer_state_dict
+from zeroshard.debug.describe import BucketDescription, OptimizerDescription, TensorDescription
+from zeroshard.grads.bucket import Bucket
+from zeroshard.grads.exchange import BackwardFollower
+from zeroshard.grads.placeholder import GradPlaceholder
+from zeroshard.grads.scheduler import StepMode
+from zeroshard.local.averages import AveragedParameters
 from zeroshard.optimizer import ZeroRedundancyOptimizer
-from zeroshard.optimizer_check import OptimizerCheck, check_optimizer
-from zeroshard.overlap.backward import BackwardFollower
-from zeroshard.overlap.bucket import Bucket
-from zeroshard.overlap.placeholder import GradPlaceholder
-from zeroshard.overlap.scheduler import StepMode
-from zeroshard.state.partial import check_whole
+from zeroshard.plan.eligibility import ELEMENTWISE
+from zeroshard.plan.optimizer_check import OptimizerCheck, check_optimizer
+from zeroshard.state.full_state_dict import full_optimizer_state_dict
+from zeroshard.state.listing import check_whole
 
 __all__ = [
     "ELEMENTWISE",

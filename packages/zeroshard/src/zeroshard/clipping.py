@@ -14,13 +14,13 @@ from zeroshard._torch_private import foreach_mul_, foreach_norm
 
 
 class _Operations(Protocol):
-    """What is done to gradients; it is a :class:`zeroshard.overlap.operations.GradOperations`."""
+    """What is done to gradients; it is a :class:`zeroshard.grads.operations.GradOperations`."""
 
     def clipped(self, factor: float) -> None: ...
 
 
 class _Source(Protocol):
-    """Where gradients are; it is a :class:`zeroshard.overlap.scheduler.BucketScheduler`."""
+    """Where gradients are; it is a :class:`zeroshard.grads.scheduler.BucketScheduler`."""
 
     @property
     def operations(self) -> _Operations: ...

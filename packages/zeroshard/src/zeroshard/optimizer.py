@@ -13,16 +13,15 @@ from torch.utils.hooks import RemovableHandle
 from zeroshard_comm import RankGroup
 from zeroshard_core import Cost, Strategy, numel
 
-from zeroshard.coupling import Coupled
-from zeroshard.elementwise import OptimizerFactory, check_shardable
 from zeroshard.known_to_torch import register
-from zeroshard.layout import Objects, Policy
-from zeroshard.local_optimizer import Closure, sync_groups
+from zeroshard.local.optimizer import Closure, sync_groups
 from zeroshard.optimizer_interface import OptimizerInterface
-from zeroshard.param_groups import ParamGroup, read_group, read_groups
+from zeroshard.plan.eligibility import Coupled, OptimizerFactory, check_shardable
+from zeroshard.plan.groups import ParamGroup, read_group, read_groups
+from zeroshard.plan.layout import Objects, Policy
 from zeroshard.sharded_optimizer import ShardedOptimizer
+from zeroshard.state.listing import StateDict
 from zeroshard.state.names import Keys, check_keys, key_by_index, key_by_name
-from zeroshard.state.partial import StateDict
 
 
 class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):  # type: ignore[misc] # torch annotates `state` narrowly

@@ -14,10 +14,10 @@ from zeroshard_comm import Traffic
 from zeroshard_core import Plan
 
 from zeroshard._torch_private import disable_dynamo
-from zeroshard.description import OptimizerDescription
-from zeroshard.local_optimizer import sync_groups
-from zeroshard.overlap.backward import BackwardFollower
-from zeroshard.overlap.scheduler import StepMode
+from zeroshard.debug.describe import OptimizerDescription
+from zeroshard.grads.exchange import BackwardFollower
+from zeroshard.grads.scheduler import StepMode
+from zeroshard.local.optimizer import sync_groups
 from zeroshard.sharded_optimizer import ShardedOptimizer
 
 

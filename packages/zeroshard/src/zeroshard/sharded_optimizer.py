@@ -12,24 +12,24 @@ import torch
 from zeroshard_comm import RankGroup, Traffic
 
 from zeroshard.clipping import clip_over_ranks
-from zeroshard.debugging import step_debugging
-from zeroshard.description import OptimizerDescription, describe
-from zeroshard.joining import Call, Participant
-from zeroshard.layout import Policy
-from zeroshard.local_optimizer import Closure
-from zeroshard.overlap.backward import BackwardFollower
-from zeroshard.overlap.scheduler import StepMode
-from zeroshard.param_groups import ParamGroup
+from zeroshard.debug.checks import step_debugging
+from zeroshard.debug.describe import OptimizerDescription, describe
+from zeroshard.grads.exchange import BackwardFollower
+from zeroshard.grads.scheduler import StepMode
+from zeroshard.join import Call, Participant
+from zeroshard.local.optimizer import Closure
+from zeroshard.local.train_mode import TrainMode
+from zeroshard.plan.groups import ParamGroup
+from zeroshard.plan.layout import Policy
 from zeroshard.sharding import Sharding
 from zeroshard.state.consolidate import consolidate, pack_groups
 from zeroshard.state.initialize import init_state, is_torchs_own_step
+from zeroshard.state.listing import StateDict, list_state
 from zeroshard.state.load import load
 from zeroshard.state.metadata import StateMetadata
-from zeroshard.state.partial import StateDict, list_state
 from zeroshard.state.schema import StateSchema
 from zeroshard.state.view import StateView
 from zeroshard.step import StepCoordinator
-from zeroshard.train_mode import TrainMode
 
 
 class ShardedOptimizer:

@@ -11,25 +11,25 @@ import torch
 from zeroshard_comm import Control, Position, RankGroup, ShardingConfig, Traffic, agreed
 from zeroshard_comm.same_host import connect
 
-from zeroshard.elementwise import name_of
-from zeroshard.implementations import check_capture
-from zeroshard.layout import Layout, Policy, first_layout, next_layout, renamed, same_place, same_shards
-from zeroshard.local_optimizer import LocalOptimizer, sync_groups
-from zeroshard.param_groups import Hyperparameters, ParamGroup, active_mask, check_members, parameters_of, settings_of
-from zeroshard.parameter_sync import ParameterSync
+from zeroshard.local.optimizer import LocalOptimizer, sync_groups
+from zeroshard.param_buffers import ParameterSync
+from zeroshard.plan.eligibility import check_capture, name_of
+from zeroshard.plan.groups import ParamGroup, active_mask, check_members, parameters_of
+from zeroshard.plan.hyperparameters import Hyperparameters, settings_of
+from zeroshard.plan.layout import Layout, Policy, first_layout, next_layout, renamed, same_place, same_shards
 
 _logger = logging.getLogger(__name__)
 
 
 class _Bucket(Protocol):
-    """Gradients that are reduced together; it is a :class:`zeroshard.overlap.bucket.BucketState`."""
+    """Gradients that are reduced together; it is a :class:`zeroshard.grads.bucket.BucketState`."""
 
     @property
     def tensors(self) -> tuple[int, ...]: ...
 
 
 class _Buckets(Protocol):
-    """Buckets of gradients, laid out by the plan; it is a :class:`zeroshard.overlap.buckets.Buckets`."""
+    """Buckets of gradients, laid out by the plan; it is a :class:`zeroshard.grads.buckets.Buckets`."""
 
     @property
     def by_index(self) -> Mapping[int, _Bucket]: ...

@@ -14,18 +14,18 @@ from typing import Any, Protocol
 from torch.profiler import record_function
 from zeroshard_comm import DifferentCallsError, PeerLostError, check_config, explain_configs
 
-from zeroshard.debugging import StepDebugging
+from zeroshard.debug.checks import StepDebugging
 from zeroshard.exchange_guard import ExchangeGuard
-from zeroshard.layout import Layout, check_unchanged
-from zeroshard.local_optimizer import Closure, sync_groups
-from zeroshard.param_groups import ParamGroup
+from zeroshard.local.optimizer import Closure, sync_groups
+from zeroshard.plan.eligibility import may_step_in_parts
+from zeroshard.plan.groups import ParamGroup
+from zeroshard.plan.layout import Layout, check_unchanged
 from zeroshard.sharding import Sharding
 from zeroshard.state.metadata import StateMetadata
-from zeroshard.stepped_in_parts import may_step_in_parts
 
 
 class _Sharing(Protocol):
-    """Brings parameters from their owners to all ranks; as :class:`zeroshard.parameter_sync.Sharing`."""
+    """Brings parameters from their owners to all ranks; as :class:`zeroshard.param_buffers.Sharing`."""
 
     def expect(self) -> None: ...
     def send(self) -> None: ...
@@ -34,7 +34,7 @@ class _Sharing(Protocol):
 
 
 class _Part(Protocol):
-    """Parameters that are updated and shared together; as :class:`zeroshard.overlap.bucket.BucketState`."""
+    """Parameters that are updated and shared together; as :class:`zeroshard.grads.bucket.BucketState`."""
 
     @property
     def sharing(self) -> _Sharing: ...
@@ -44,7 +44,7 @@ class _Part(Protocol):
 
 
 class _Operations(Protocol):
-    """What a loop has done to gradients; it is a :class:`zeroshard.overlap.operations.GradOperations`."""
+    """What a loop has done to gradients; it is a :class:`zeroshard.grads.operations.GradOperations`."""
 
     @property
     def in_words(self) -> Mapping[str, str]: ...
@@ -52,7 +52,7 @@ class _Operations(Protocol):
 
 
 class _GradientSource(Protocol):
-    """Where gradients come from, bucket by bucket; it is a :class:`zeroshard.overlap.scheduler.BucketScheduler`."""
+    """Where gradients come from, bucket by bucket; it is a :class:`zeroshard.grads.scheduler.BucketScheduler`."""
 
     @property
     def steps_early(self) -> bool: ...

@@ -13,7 +13,7 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard._torch_private import JoinConfig, join_config, set_join_config
-from zeroshard.joining import Announcement, Attendance, Call, end_backward, exchange, fail, follow
+from zeroshard.join import Announcement, Attendance, Call, end_backward, exchange, fail, follow
 from zeroshard.state.serialization import receive_value, send_value
 from zeroshard_comm import Control, RankGroup, agreed
 

@@ -17,7 +17,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch 
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 from zeroshard import GradPlaceholder
-from zeroshard.overlap.accumulation import GradAccumulator
+from zeroshard.grads.accumulation import GradAccumulator
 from zeroshard.sharded_optimizer import ShardedOptimizer
 from zeroshard_core import is_dense
 

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from zeroshard_core import Plan, Shard, cut_state
 
-from zeroshard.added_state import AddedState
-from zeroshard.local_optimizer import NOT_SYNCED
-from zeroshard.param_groups import ParamGroup, in_words, parameters_of
+from zeroshard.local.extra_state import AddedState
+from zeroshard.local.optimizer import NOT_SYNCED
+from zeroshard.plan.groups import ParamGroup, parameters_of
+from zeroshard.plan.hyperparameters import in_words
 from zeroshard.state.metadata import StateMetadata
 from zeroshard.state.placeholder import StatePlaceholder, has_placeholder
 from zeroshard.state.schema import StateSchema

@@ -12,8 +12,8 @@ import torch
 from zeroshard_comm import Manifest, agreed, gather
 from zeroshard_core import Plan, Shard, StateMapError, storage_view
 
-from zeroshard.local_optimizer import LocalOptimizer, sync_groups
-from zeroshard.param_groups import ParamGroup
+from zeroshard.local.optimizer import LocalOptimizer, sync_groups
+from zeroshard.plan.groups import ParamGroup
 from zeroshard.sharding import Sharding
 from zeroshard.state.description import Described, Key, describe_entries, part_dtype
 from zeroshard.state.serialization import read_value, write_value

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from zeroshard_core import StateMapError
 
-from zeroshard.local_shard import LocalShard
+from zeroshard.local.shard import LocalShard
 from zeroshard.state.serialization import dtype_name, is_key, write_value
 
 Key = str | int

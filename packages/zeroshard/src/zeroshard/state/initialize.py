@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from zeroshard_comm import agreed
 
-from zeroshard.local_optimizer import NOT_SYNCED, LocalOptimizer, unwrapped_step
+from zeroshard.local.optimizer import NOT_SYNCED, LocalOptimizer, unwrapped_step
 from zeroshard.sharding import Sharding
 from zeroshard.state.load import take_over
 from zeroshard.state.metadata import StateMetadata
-from zeroshard.without_values import TensorWithoutValues
+from zeroshard.state.without_values import TensorWithoutValues
 
 
 def init_state(sharding: Sharding, metadata: StateMetadata) -> None:

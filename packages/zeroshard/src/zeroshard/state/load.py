@@ -9,9 +9,9 @@ from typing import Any
 
 from zeroshard_comm import Control, DisagreementError, agreed, explain_configs
 
-from zeroshard.layout import Layout
-from zeroshard.local_optimizer import LocalOptimizer, sync_groups
-from zeroshard.param_groups import ParamGroup, parameters_of
+from zeroshard.local.optimizer import LocalOptimizer, sync_groups
+from zeroshard.plan.groups import ParamGroup, parameters_of
+from zeroshard.plan.layout import Layout
 from zeroshard.sharding import Sharding
 from zeroshard.state.check import Given, LoadedPart, check_state_dict
 from zeroshard.state.metadata import StateMetadata

@@ -7,8 +7,8 @@ from typing import Any, Literal, get_args
 
 from zeroshard_core import to_indices, to_names
 
-from zeroshard.param_groups import ParamGroup
-from zeroshard.state.partial import PartialState
+from zeroshard.plan.groups import ParamGroup
+from zeroshard.state.listing import PartialState
 
 Keys = Literal["indices", "names"]
 

@@ -10,7 +10,7 @@ import torch
 from zeroshard_core import Shard
 
 from zeroshard._torch_private import ATEN_PIN_MEMORY, ATEN_TO_COPY, make_wrapper_subclass
-from zeroshard.without_values import TensorWithoutValues
+from zeroshard.state.without_values import TensorWithoutValues
 
 if TYPE_CHECKING:
     # Importing it takes most of a second.

@@ -9,10 +9,10 @@ import torch
 from torch import optim
 from zeroshard_core import TensorSpec
 
-from zeroshard.added_state import ADVICE
-from zeroshard.elementwise import class_of, is_elementwise
-from zeroshard.layout import Policy
-from zeroshard.local_optimizer import NOT_SYNCED, unwrapped_step
+from zeroshard.local.extra_state import ADVICE
+from zeroshard.local.optimizer import NOT_SYNCED, unwrapped_step
+from zeroshard.plan.eligibility import class_of, is_elementwise
+from zeroshard.plan.layout import Policy
 from zeroshard.state.placeholder import StatePlaceholder
 from zeroshard.state.serialization import copy_value
 

@@ -8,11 +8,11 @@ from typing import Any, NoReturn
 
 import torch
 
-from zeroshard.local_optimizer import LocalOptimizer
-from zeroshard.local_shard import LocalShard
+from zeroshard.local.optimizer import LocalOptimizer
+from zeroshard.local.shard import LocalShard
 from zeroshard.sharding import Sharding
+from zeroshard.state.listing import PartialState
 from zeroshard.state.metadata import StateMetadata
-from zeroshard.state.partial import PartialState
 from zeroshard.state.placeholder import StatePlaceholder
 
 

@@ -9,12 +9,12 @@ from dataclasses import replace
 import torch
 from zeroshard_comm import Control, agreed, choose_transport
 
-from zeroshard.layout import Layout
-from zeroshard.local_optimizer import LocalOptimizer
-from zeroshard.overlap.accumulation import GradAccumulator
-from zeroshard.overlap.bucket import Bucket, BucketPhase, BucketState, Unbucketed, gradient_view
-from zeroshard.overlap.placeholder import GradPlaceholder
-from zeroshard.parameter_sync import ParameterSync, Sharing
+from zeroshard.grads.accumulation import GradAccumulator
+from zeroshard.grads.bucket import Bucket, BucketPhase, BucketState, Unbucketed, gradient_view
+from zeroshard.grads.placeholder import GradPlaceholder
+from zeroshard.local.optimizer import LocalOptimizer
+from zeroshard.param_buffers import ParameterSync, Sharing
+from zeroshard.plan.layout import Layout
 
 _logger = logging.getLogger(__name__)
 

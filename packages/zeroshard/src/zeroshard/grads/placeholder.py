@@ -31,15 +31,15 @@ from zeroshard._torch_private import (
     in_autograd,
     make_wrapper_subclass,
 )
-from zeroshard.overlap.norms import INF
-from zeroshard.overlap.operations import GradOperations
-from zeroshard.without_values import TensorWithoutValues
+from zeroshard.grads.norms import INF
+from zeroshard.grads.operations import GradOperations
+from zeroshard.state.without_values import TensorWithoutValues
 
 _aten = torch.ops.aten
 
 
 class _Accumulator(Protocol):
-    """Knows where the values are; it is a :class:`zeroshard.overlap.accumulation.GradAccumulator`."""
+    """Knows where the values are; it is a :class:`zeroshard.grads.accumulation.GradAccumulator`."""
 
     @property
     def in_backward(self) -> bool: ...

@@ -9,12 +9,12 @@ from typing import Any, NoReturn
 import torch
 from zeroshard_core import TensorSpec
 
-from zeroshard.local_shard import LocalShard
-from zeroshard.param_groups import ParamGroup, parameters_of
+from zeroshard.local.shard import LocalShard
+from zeroshard.plan.groups import ParamGroup, parameters_of
 from zeroshard.sharding import Sharding
 from zeroshard.state.metadata import StateMetadata, title_of
 from zeroshard.state.placeholder import StatePlaceholder
-from zeroshard.without_values import TensorWithoutValues
+from zeroshard.state.without_values import TensorWithoutValues
 
 StateDict = dict[Any, Any]
 

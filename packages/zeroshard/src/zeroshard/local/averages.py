@@ -12,8 +12,8 @@ from torch.optim.swa_utils import get_swa_multi_avg_fn
 from zeroshard_comm import Control, agreed
 
 from zeroshard._torch_private import foreach_copy_
-from zeroshard.added_state import AVERAGE, COUNT
-from zeroshard.local_shard import LocalShard
+from zeroshard.local.extra_state import AVERAGE, COUNT
+from zeroshard.local.shard import LocalShard
 from zeroshard.optimizer import ZeroRedundancyOptimizer
 from zeroshard.sharding import Sharding
 

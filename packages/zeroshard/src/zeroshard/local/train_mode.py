@@ -11,8 +11,8 @@ from typing import Any
 from zeroshard_comm import agreed
 
 from zeroshard._torch_private import version_of
-from zeroshard.local_optimizer import NOT_SYNCED, sync_groups
-from zeroshard.param_groups import settings_of
+from zeroshard.local.optimizer import NOT_SYNCED, sync_groups
+from zeroshard.plan.hyperparameters import settings_of
 from zeroshard.sharding import Sharding
 from zeroshard.state.serialization import receive_value, send_value
 

@@ -16,10 +16,9 @@ import torch.distributed as dist
 from zeroshard_comm import ShardingConfig
 from zeroshard_core import Cost, Plan, Strategy, TensorSpec, partition, repartition
 
-from zeroshard.coupling import Coupled
-from zeroshard.elementwise import OptimizerFactory, check_elementwise, name_of
-from zeroshard.memory import check_memory
-from zeroshard.param_groups import ParamGroup, active_mask, parameters_of, specs_of
+from zeroshard.plan.eligibility import Coupled, OptimizerFactory, check_elementwise, name_of
+from zeroshard.plan.groups import ParamGroup, active_mask, parameters_of, specs_of
+from zeroshard.plan.memory import check_memory
 
 Objects = Literal["refuse", "leave out"]
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from numbers import Number
 from operator import is_
 from typing import Any
 
@@ -138,67 +136,6 @@ def specs_of(
     return tuple(specs)
 
 
-def settings_of(
-    groups: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any], *, first: int = 0, in_step: bool = False
-) -> dict[str, str]:
-    """Write down hyperparameters so that ranks can compare them, :func:`in_words`: ``{"lr of group 0": "0.1"}``.
-
-    Groups are numbered from ``first`` on. Missing values are taken from ``defaults``.
-    """
-    return {
-        f"{key} of group {number}": in_words(value, in_step=in_step)
-        for number, group in enumerate(groups, first)
-        for key, value in {**defaults, **group}.items()
-        if key not in ("params", "param_names")
-    }
-
-
-def in_words(value: object, *, in_step: bool = False) -> str:
-    """Write a value so that ranks can compare it: values with the same meaning give the same text.
-
-    For other objects than numbers, strings, tensors, and lists, tuples or dicts of these, only the type is written: the
-    text of two ranks' objects may differ. In a step, tensors are also written as their type only, since reading one may
-    wait for a device; so are lists, tuples and dicts that hold tensors or other objects.
-    """
-    try:
-        return _words(value, in_step)
-    except TypeError:
-        return type(value).__name__
-
-
-class Hyperparameters:
-    """Hyperparameters that must be equal on all ranks: those that the user wrote to the groups.
-
-    Values that the inner optimizer writes in a step do not count: they may differ on a rank that owns no tensor of a
-    group.
-
-    Attributes:
-        agreed: as :func:`settings_of` writes them in a step.
-    """
-
-    def __init__(self) -> None:
-        self.agreed: dict[str, str] = {}
-        self._seen: dict[str, str] = {}
-
-    def follow(self, groups: Sequence[Mapping[str, Any]]) -> int:
-        """Read the user's changes of the public param groups, and return a 32-bit checksum of :attr:`agreed`."""
-        now = settings_of(groups, {}, in_step=True)
-        if now != self._seen:
-            agreed = self.agreed | dict(now.items() - self._seen.items())
-            self.agreed = {name: agreed[name] for name in now if name in agreed}
-            self._seen = now
-        return zlib.crc32(repr(sorted(self.agreed.items())).encode())
-
-    def written(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Note which values the inner optimizer has written to the public param groups."""
-        self._seen = settings_of(groups, {}, in_step=True)
-
-    def adopt(self, agreed: Mapping[str, str], groups: Sequence[Mapping[str, Any]]) -> None:
-        """Take over :attr:`agreed` of another rank, whose values are in the public param groups already."""
-        self.agreed = dict(agreed)
-        self.written(groups)
-
-
 def _listed(given: Any, what: str) -> list[Any]:  # noqa: ANN401 - checked by trying
     if isinstance(given, (set, frozenset)):
         raise TypeError(f"{what} must have an order that is the same on every rank; a set has none, use a list")
@@ -206,26 +143,3 @@ def _listed(given: Any, what: str) -> list[Any]:  # noqa: ANN401 - checked by tr
         return list(given)
     except TypeError as error:
         raise TypeError(f"{what} must be an iterable of tensors or dicts, but got {torch.typename(given)}") from error
-
-
-def _words(value: Any, in_step: bool) -> str:  # noqa: ANN401 - a hyperparameter
-    if isinstance(value, torch.Tensor) and not in_step:
-        if value.numel() != 1 or value.device.type == "meta":
-            return f"a tensor of shape {tuple(value.shape)}"
-        value = value.item()
-    elif hasattr(value, "tolist") and not isinstance(value, (torch.Tensor, type)):
-        # NumPy's scalars and arrays as Python's numbers and lists.
-        value = value.tolist()
-    if isinstance(value, float):
-        # As an integer if it is one: 0 and 0.0 mean the same.
-        return repr(int(value)) if value.is_integer() else float.__repr__(value)
-    if isinstance(value, (int, str, torch.dtype, type(None), Number)):
-        return repr(value)
-    if isinstance(value, (list, tuple)):
-        return f"({', '.join([_words(part, in_step) for part in value])})"
-    if isinstance(value, Mapping):
-        parts = [f"{_words(key, in_step)}: {_words(part, in_step)}" for key, part in value.items()]
-        return f"{{{', '.join(sorted(parts))}}}"
-    if in_step:
-        raise TypeError
-    return type(value).__name__

@@ -12,19 +12,19 @@ from torch.futures import Future
 from zeroshard_comm import agreed
 
 from zeroshard._torch_private import disable_dynamo
-from zeroshard.implementations import check_capture
-from zeroshard.overlap.bucket import Bucket
-from zeroshard.overlap.buckets import common_device
-from zeroshard.overlap.norms import GradNorms, norm_orders
-from zeroshard.overlap.operations import GradOperations
-from zeroshard.overlap.placeholder import GradPlaceholder
-from zeroshard.overlap.scheduler import BucketScheduler, StepMode
-from zeroshard.param_groups import active_mask
+from zeroshard.grads.bucket import Bucket
+from zeroshard.grads.buckets import common_device
+from zeroshard.grads.norms import GradNorms, norm_orders
+from zeroshard.grads.operations import GradOperations
+from zeroshard.grads.placeholder import GradPlaceholder
+from zeroshard.grads.scheduler import BucketScheduler, StepMode
+from zeroshard.plan.eligibility import check_capture
+from zeroshard.plan.groups import active_mask
 from zeroshard.step import StepCoordinator
 
 
 class _Participant(Protocol):
-    """Announces calls in Join contexts; it is a :class:`zeroshard.joining.Participant`."""
+    """Announces calls in Join contexts; it is a :class:`zeroshard.join.Participant`."""
 
     divides_by_running: bool
 

@@ -11,13 +11,11 @@ from torch import optim
 from zeroshard_core import Plan
 
 from zeroshard._torch_private import step_post_hooks, step_pre_hooks
-from zeroshard.added_state import AddedState
-from zeroshard.coupling import Coupled, check_uncoupled
-from zeroshard.elementwise import OptimizerFactory
-from zeroshard.implementations import check_differentiable
-from zeroshard.local_shard import LocalShard, gradient_of, rows_of
-from zeroshard.master_weights import MasterWeights
-from zeroshard.param_groups import ParamGroup
+from zeroshard.local.extra_state import AddedState
+from zeroshard.local.master_weights import MasterWeights
+from zeroshard.local.shard import LocalShard, gradient_of, rows_of
+from zeroshard.plan.eligibility import Coupled, OptimizerFactory, check_differentiable, check_uncoupled
+from zeroshard.plan.groups import ParamGroup
 
 Closure = Callable[[], Any]
 
@@ -269,7 +267,7 @@ class PartialStepper:
     changed. One thread steps it. Made once per plan and bucket.
 
     Args:
-        local: the local optimizer; see :mod:`zeroshard.stepped_in_parts`.
+        local: the local optimizer; see :mod:`zeroshard.plan.eligibility`.
         shards: those of its shards that are stepped together.
     """
 

@@ -13,9 +13,9 @@ from torch.profiler import record_function
 from zeroshard_comm import Transport
 from zeroshard_core import Plan, Run
 
-from zeroshard.local_optimizer import LocalOptimizer, PartialStepper
-from zeroshard.local_shard import gradient_of
-from zeroshard.parameter_sync import ParameterSync, Sharing
+from zeroshard.local.optimizer import LocalOptimizer, PartialStepper
+from zeroshard.local.shard import gradient_of
+from zeroshard.param_buffers import ParameterSync, Sharing
 
 _grad_of = attrgetter("grad")
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from zeroshard._torch_private import DispatchMode
-from zeroshard.elementwise import OptimizerFactory
+from zeroshard.plan.eligibility import OptimizerFactory
 
 _STEPS = 50
 _LIKES = [torch.empty(shape, dtype=torch.float32, device="meta") for shape in ((6, 4), (5, 3), (4, 7))]

@@ -20,15 +20,15 @@ from torch.profiler import record_function
 from zeroshard_comm import BucketHeader, BucketReduceWork, Control
 
 from zeroshard.exchange_guard import ExchangeGuard
-from zeroshard.layout import Layout
-from zeroshard.local_optimizer import LocalOptimizer
-from zeroshard.overlap.accumulation import GradAccumulator
-from zeroshard.overlap.bucket import Bucket, BucketState, Unbucketed
-from zeroshard.overlap.buckets import Buckets
-from zeroshard.overlap.operations import GradOperations
-from zeroshard.overlap.worker import ReductionQueue
-from zeroshard.parameter_sync import ParameterSync
-from zeroshard.stepped_in_parts import may_step_in_parts
+from zeroshard.grads.accumulation import GradAccumulator
+from zeroshard.grads.bucket import Bucket, BucketState, Unbucketed
+from zeroshard.grads.buckets import Buckets
+from zeroshard.grads.operations import GradOperations
+from zeroshard.grads.stream import ReductionQueue
+from zeroshard.local.optimizer import LocalOptimizer
+from zeroshard.param_buffers import ParameterSync
+from zeroshard.plan.eligibility import may_step_in_parts
+from zeroshard.plan.layout import Layout
 
 
 class StepMode(Enum):

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 import torch
 
 from zeroshard._torch_private import foreach_copy_, version_of
-from zeroshard.added_state import MASTER
-from zeroshard.local_shard import LocalShard
+from zeroshard.local.extra_state import MASTER
+from zeroshard.local.shard import LocalShard
 
 
 class MasterWeights:

@@ -10,11 +10,11 @@ from typing import Protocol
 import torch
 from zeroshard_core import Plan
 
-from zeroshard.overlap.norms import GradNorms
+from zeroshard.grads.norms import GradNorms
 
 
 class _Bucket(Protocol):
-    """A reduced bucket; it is a :class:`zeroshard.overlap.bucket.BucketState`."""
+    """A reduced bucket; it is a :class:`zeroshard.grads.bucket.BucketState`."""
 
     def owned_gradients(self) -> Mapping[int, torch.Tensor]: ...
 

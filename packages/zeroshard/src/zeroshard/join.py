@@ -18,9 +18,9 @@ from torch.distributed.algorithms.join import Joinable
 from zeroshard_comm import Control, DisagreementError, PeerLostError, agreed
 
 from zeroshard._torch_private import join_config
-from zeroshard.local_optimizer import NOT_SYNCED
-from zeroshard.overlap.backward import BackwardFollower
-from zeroshard.overlap.placeholder import GradPlaceholder
+from zeroshard.grads.exchange import BackwardFollower
+from zeroshard.grads.placeholder import GradPlaceholder
+from zeroshard.local.optimizer import NOT_SYNCED
 from zeroshard.sharding import Sharding
 from zeroshard.state.serialization import receive_value, send_value, write_value
 

@@ -15,10 +15,10 @@ import torch
 from zeroshard_core import Plan
 
 from zeroshard._torch_private import in_autograd
-from zeroshard.local_optimizer import LocalOptimizer
-from zeroshard.overlap.bucket import Bucket, BucketPhase, BucketState
-from zeroshard.overlap.operations import GradOperations
-from zeroshard.overlap.placeholder import GradPlaceholder
+from zeroshard.grads.bucket import Bucket, BucketPhase, BucketState
+from zeroshard.grads.operations import GradOperations
+from zeroshard.grads.placeholder import GradPlaceholder
+from zeroshard.local.optimizer import LocalOptimizer
 
 _grad_of = attrgetter("grad")
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from zeroshard.local_shard import LocalShard
+from zeroshard.local.shard import LocalShard
 
 State = MutableMapping[Any, Any]
 MASTER, AVERAGE, COUNT = "master_param", "average_param", "average_count"

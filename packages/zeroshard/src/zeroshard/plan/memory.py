@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from zeroshard_core import is_dense
 
-from zeroshard.param_groups import parameters_of, title_of
+from zeroshard.plan.groups import parameters_of, title_of
 
 
 def check_memory(groups: Sequence[Mapping[str, Any]], active: Sequence[bool]) -> None:

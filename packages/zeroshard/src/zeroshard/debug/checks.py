@@ -1,12 +1,13 @@
-"""Checks of every step at the level ``TORCH_DISTRIBUTED_DEBUG=DETAIL``: what must hold before an update and after it.
+"""What ``TORCH_DISTRIBUTED_DEBUG`` adds to a step: a log of what the optimizer is, or checks of every step.
 
-Each check is collective, or part of a collective block, so that every rank raises the same error. Ranks compare one
-word; only after a difference they compare the digests of all tensors, to name the tensor and the rank.
+The checks of the level DETAIL are collective, or part of a collective block, so that every rank raises the same error.
+Ranks compare one word; only after a difference they compare the digests of all tensors, to name the tensor and rank.
 """
 
 from __future__ import annotations
 
 import ctypes
+import logging
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -16,7 +17,59 @@ import torch
 from zeroshard_comm import DisagreementError, agreed
 from zeroshard_core import Plan
 
+from zeroshard.debug.describe import describe
 from zeroshard.sharding import Sharding
+from zeroshard.state.metadata import StateMetadata
+
+_logger = logging.getLogger("zeroshard.debugging")
+
+
+class StepDebugging:
+    """Logs plan, buckets and traffic after the first step, and after steps that have changed plan or buckets.
+
+    Args:
+        sharding: the plan at work.
+        metadata: tells what state other ranks have.
+        checks: also made in every step, if not None.
+    """
+
+    def __init__(self, sharding: Sharding, metadata: StateMetadata, checks: InvariantChecks | None) -> None:
+        self._sharding, self._metadata, self._checks = sharding, metadata, checks
+        self._logged: object = None
+
+    def before_update(self) -> None:
+        """Make the checks before an update. Collective, if there are some.
+
+        Raises:
+            Exception: as :meth:`InvariantChecks.before_update`.
+        """
+        if self._checks is not None:
+            self._checks.before_update()
+
+    def after_step(self) -> None:
+        """Make the checks after a step, and log what has changed. Collective, if there are checks.
+
+        Raises:
+            Exception: as :meth:`InvariantChecks.after_step`.
+        """
+        if self._checks is not None:
+            self._checks.after_step()
+        sharding = self._sharding
+        buckets = sharding.buckets.by_index.items() if sharding.buckets is not None else ()
+        present = sharding.layout.plan, [(index, bucket.tensors) for index, bucket in buckets]
+        if present != self._logged:
+            self._logged = present
+            _logger.info("%s\n%s", describe(sharding, self._metadata), sharding.layout.plan)
+
+
+def step_debugging(sharding: Sharding, metadata: StateMetadata, is_in_join: Callable[[], bool]) -> StepDebugging | None:
+    """Return what the level asks for that was set when the optimizer was built; None for ``OFF``."""
+    level = sharding.policy.debug_level
+    if level == "OFF":
+        return None
+    checks = InvariantChecks(sharding, is_in_join) if level == "DETAIL" else None
+    return StepDebugging(sharding, metadata, checks)
+
 
 _BEFORE, _AFTER = "step(), before the update", "step(), after parameters were shared"
 

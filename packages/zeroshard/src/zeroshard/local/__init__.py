@@ -1,0 +1,5 @@
+"""The user's optimizer class over this rank's shards.
+
+``optimizer`` builds and steps it over tensors of ``shard``. ``extra_state`` is what this package adds to its state:
+``master_weights`` and ``averages``. ``train_mode`` calls its ``train()`` and ``eval()``.
+"""

@@ -1,0 +1,241 @@
+"""Which optimizers can be sharded, and how: elementwise ones may be cut, some only as a whole, and some not at all.
+
+An optimizer is *elementwise* if the new value of an element depends on that element's own gradient and state (and on
+numbers that are the same for the whole tensor, such as a step count). Cutting a tensor then changes nothing. It
+*couples* tensors if it reads others to update one, which another rank may own; such classes are known by name, and
+nothing of them is imported. :func:`zeroshard.check_optimizer` tries out any other class.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import optim
+from zeroshard_comm import RankGroup
+
+from zeroshard._torch_private import step_post_hooks, step_pre_hooks
+
+OptimizerFactory = Callable[..., optim.Optimizer]
+
+ELEMENTWISE: frozenset[type[optim.Optimizer]] = frozenset(
+    {
+        optim.ASGD,
+        optim.Adadelta,
+        optim.Adagrad,
+        optim.Adam,
+        optim.AdamW,
+        optim.Adamax,
+        optim.NAdam,
+        optim.RAdam,
+        optim.RMSprop,
+        optim.Rprop,
+        optim.SGD,
+    }
+)
+"""The classes of torch.optim that are elementwise. A subclass may not be, so it has to be declared."""
+
+
+def class_of(factory: Callable[..., Any]) -> Callable[..., Any]:
+    """Look through ``functools.partial``."""
+    while isinstance(factory, functools.partial):
+        factory = factory.func
+    return factory
+
+
+def name_of(factory: Callable[..., Any]) -> str:
+    """Return the name of an optimizer class or a strategy, for errors."""
+    found = class_of(factory)
+    return getattr(found, "__name__", repr(found))
+
+
+def is_elementwise(factory: OptimizerFactory, *, declared: bool = False) -> bool:
+    """Tell whether tensors may be cut for this optimizer class, or ``functools.partial`` of one.
+
+    True for the elementwise classes of torch.optim, for a class with an attribute ``elementwise = True``, and for
+    anything that the user has declared so.
+    """
+    found = class_of(factory)
+    return declared or found in ELEMENTWISE or getattr(found, "elementwise", False) is True
+
+
+def check_shardable(factory: OptimizerFactory) -> None:
+    """Raise a TypeError for an object that cannot be called, and a ValueError for LBFGS, which cannot be sharded."""
+    found = class_of(factory)
+    if not callable(found):
+        raise TypeError(f"`optimizer_class` must be an optimizer class, but got {found!r}")
+    if isinstance(found, type) and issubclass(found, optim.LBFGS):
+        raise ValueError(
+            f"{found.__name__} cannot be sharded: its direction and line search couple all parameters, so no rank can "
+            f"step only its own share. Use it unsharded."
+        )
+
+
+def check_elementwise(factory: OptimizerFactory, partition: str, *, declared: bool) -> None:
+    """Raise a ValueError for a partition that cuts tensors, unless :func:`is_elementwise`."""
+    if not is_elementwise(factory, declared=declared):
+        raise ValueError(
+            f"partition={partition!r} cuts tensors, but {name_of(factory)} is not known to be elementwise: it may look "
+            f"at a whole tensor to update one element. Use partition='whole', or pass elementwise=True if it is."
+        )
+
+
+Coupled = Literal["refuse", "allow"]
+"""What to do with an optimizer that couples tensors."""
+
+
+@dataclass(frozen=True)
+class Coupling:
+    """How a class couples tensors.
+
+    Attributes:
+        why: what it does; completes a sentence that begins with "it".
+        arguments: if it does so only with certain arguments, these, each with a test of the value.
+    """
+
+    why: str
+    arguments: Mapping[str, Callable[[Any], bool]] = field(default_factory=dict)
+
+
+def _is_global_clip(value: Any) -> bool:  # noqa: ANN401 - a name, a function, or none
+    name = value if isinstance(value, str) else name_of(value)
+    return name in ("global_l2norm_clip", "global_rmsnorm_clip")
+
+
+_D_ADAPTED = [f"DAdapt{name}" for name in ("AdaGrad", "Adam", "Adan", "Lion", "SGD")]
+
+COUPLED: Mapping[str, Coupling] = {
+    **dict.fromkeys(
+        [
+            *(f"dadaptation.{name}" for name in _D_ADAPTED),
+            *(f"pytorch_optimizer.{name}" for name in [*_D_ADAPTED, "Prodigy"]),
+            "prodigyopt.Prodigy",
+        ],
+        Coupling("estimates its step size from all tensors"),
+    ),
+    **dict.fromkeys(
+        [
+            *(f"pytorch_optimizer.{name}SAM" for name in ("", "B", "Friendly", "G", "Look", "W")),
+            *(f"schedulefree.{name}ScheduleFreeClosure" for name in ("AdamW", "RAdam", "SGD")),
+            "heavyball.SAMWrapper",
+        ],
+        Coupling("moves all tensors before it asks the closure for gradients"),
+    ),
+    "heavyball.BaseOpt": Coupling(
+        "scales all tensors by one norm", {"gradient_clipping": _is_global_clip, "update_clipping": _is_global_clip}
+    ),
+    "heavyball.PSGDLRA": Coupling("preconditions all tensors as one vector"),
+    "pytorch_optimizer.ASGD": Coupling("computes its learning rate from the norms of all tensors and gradients"),
+    "pytorch_optimizer.AdaGC": Coupling("clips all gradients by one norm"),
+    "pytorch_optimizer.Adai": Coupling("computes its momentum from the second moments of all tensors"),
+    "pytorch_optimizer.AdamS": Coupling("scales weight decay by the second moments of all tensors"),
+    "pytorch_optimizer.Adan": Coupling("clips all gradients by one norm", {"max_grad_norm": bool}),
+    "pytorch_optimizer.AliG": Coupling("computes its step size from the norm of all gradients"),
+    "pytorch_optimizer.AvaGrad": Coupling("scales its step by the second moments of all tensors"),
+    "pytorch_optimizer.DeMo": Coupling("sends gradients between the ranks by itself"),
+    "pytorch_optimizer.DistributedMuon": Coupling("deals its tensors out to the ranks by itself"),
+    "pytorch_optimizer.Lamb": Coupling("scales all gradients by one norm", {"pre_norm": bool}),
+    "pytorch_optimizer.LoRARite": Coupling("updates tensors in pairs"),
+    "pytorch_optimizer.Ranger21": Coupling("scales weight decay by the second moments of all tensors"),
+    "pytorch_optimizer.SWATS": Coupling("turns into SGD for all tensors when one of them is ready for it"),
+    "pytorch_optimizer.TRAC": Coupling("scales the updates of all tensors by one number"),
+}
+"""By the names of package and class. A class that is derived from one of these couples too."""
+
+
+def check_uncoupled(optimizer: optim.Optimizer, arguments: Mapping[str, Any], coupled: Coupled) -> None:
+    """Raise a ValueError if an optimizer, or one that it wraps, is known to couple tensors and may not.
+
+    Args:
+        optimizer: just built. Its attributes and param groups are searched for arguments too.
+        arguments: what it was built with.
+        coupled: whether it may.
+    """
+    if coupled not in ("refuse", "allow"):
+        raise ValueError(f"`coupled` must be 'refuse' or 'allow', but got {coupled!r}")
+    wrapped = [value for value in vars(optimizer).values() if isinstance(value, optim.Optimizer)]
+    for built in [optimizer, *wrapped] if coupled == "refuse" else []:
+        given = [{**vars(built), **arguments, **group} for group in built.param_groups]
+        for kind in type(built).__mro__:
+            name = f"{kind.__module__.partition('.')[0]}.{kind.__qualname__}"
+            if name in COUPLED:
+                _check(name, COUPLED[name], given)
+
+
+def _check(name: str, coupling: Coupling, given: list[dict[str, Any]]) -> None:
+    found = [
+        f"{argument}={settings[argument]}"
+        for argument, couples in coupling.arguments.items()
+        for settings in given
+        if argument in settings and couples(settings[argument])
+    ]
+    if found or not coupling.arguments:
+        called, instead = (f"{name} with {found[0]}", f"it without {found[0]}, ") if found else (name, "")
+        raise ValueError(
+            f"{called} couples tensors: it {coupling.why}. Each rank steps only the tensors that it owns, so training "
+            f"would differ from that of one process, without an error. Use {instead}an optimizer that updates each "
+            f"tensor by itself, such as torch.optim.AdamW, or this one unsharded; or pass coupled='allow' if each rank "
+            f"may see only its own tensors."
+        )
+
+
+STEPPED_IN_PARTS = ELEMENTWISE | {optim.Adafactor, optim.Muon, optim.SparseAdam}
+"""The classes of torch.optim that keep all state per tensor. A subclass may not."""
+
+
+def may_step_in_parts(inner: optim.Optimizer) -> bool:
+    """Tell whether an optimizer may be stepped some tensors at a time.
+
+    That is right only if it keeps nothing for all its tensors together: one that counts its steps in a param group or
+    in itself would count once per part, and one that wraps another would step all of that one's tensors. This cannot be
+    detected, so only classes that are known to keep all state per tensor are stepped in parts.
+
+    Args:
+        inner: the local optimizer's.
+
+    Returns:
+        True for the classes of torch.optim that keep all state per tensor, and for a class with an attribute
+        ``steps_in_pieces = True``; False if its step was replaced on the object, or it has step hooks of its own, which
+        must be called once.
+    """
+    if "step" in vars(inner) or step_pre_hooks(inner) or step_post_hooks(inner):
+        return False
+    return type(inner) in STEPPED_IN_PARTS or getattr(type(inner), "steps_in_pieces", False) is True
+
+
+def check_differentiable(optimizer: optim.Optimizer) -> None:
+    """Raise a ValueError if autograd is to pass through the steps of an optimizer."""
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise ValueError(
+            f"{type(optimizer).__name__}(differentiable=True) cannot be sharded: autograd does not pass from "
+            f"one rank to another. Leave it out, or use the optimizer unsharded"
+        )
+
+
+def check_capture(ranks: RankGroup, params: Sequence[torch.Tensor]) -> None:
+    """Raise if a CUDA graph is being captured whose replay would not exchange anything.
+
+    Args:
+        ranks: that exchange parameters.
+        params: the parameters.
+
+    Raises:
+        RuntimeError: with what to do.
+    """
+    if not is_captured(params) or ranks.world_size == 1:
+        return
+    backend = ranks.backend("cuda")
+    if backend != "nccl":
+        raise RuntimeError(
+            f"step() of a sharded optimizer cannot be captured in a CUDA graph over the backend {backend or 'gloo'!r}: "
+            f"values travel through the host, and a replay would leave that out. Use nccl, or capture forward and "
+            f"backward alone, for example by torch.cuda.make_graphed_callables"
+        )
+
+
+def is_captured(params: Sequence[torch.Tensor]) -> bool:
+    """Whether what is done to these parameters now is captured in a CUDA graph."""
+    return bool(params) and params[0].is_cuda and torch.cuda.is_current_stream_capturing()
