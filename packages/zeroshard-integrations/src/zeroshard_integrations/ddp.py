@@ -69,26 +69,26 @@ def reduce_to_owner_hook(state: ZeroRedundancyOptimizer, bucket: GradBucket) -> 
         >>> optimizer.step()
         >>> dist.destroy_process_group()
     """
-    if isinstance(state, _Several):
-        return _receive([optimizer.follow_backward(StepMode.IN_STEP) for optimizer in state], bucket)
-    if not _is_sharded(state):
+    optimizers = _optimizers_in(state)
+    if not all(map(_is_sharded, optimizers)):
         raise TypeError(
             f"the state of reduce_to_owner_hook is a zeroshard.ZeroRedundancyOptimizer, and not a "
             f"{type(state).__name__}; for several optimizers call register_reduce_to_owner(ddp, optimizers)"
         )
-    return _receive([state.follow_backward(StepMode.IN_STEP)], bucket)
+    return _receive([optimizer.follow_backward(StepMode.IN_STEP) for optimizer in optimizers], bucket)
+
+
+class _Several(tuple[ZeroRedundancyOptimizer, ...]):
+    """The state of a hook that serves several optimizers: each takes every bucket, with its own parameters alone."""
+
+
+def _optimizers_in(state: Any) -> tuple[Any, ...]:  # noqa: ANN401 - of any hook
+    return state if isinstance(state, _Several) else (state,)
 
 
 def _is_sharded(optimizer: object) -> bool:
     """Whether it is a sharded optimizer, or a wrapper that forwards to one."""
     return hasattr(optimizer, "follow_backward")
-
-
-class _Several(tuple[ZeroRedundancyOptimizer, ...]):
-    """The state of a hook that serves several optimizers; made by :func:`register_reduce_to_owner`, which checks them.
-
-    Each optimizer takes in every bucket, with its own parameters alone.
-    """
 
 
 def register_reduce_to_owner(
@@ -126,12 +126,11 @@ def register_reduce_to_owner(
                 "the optimizer was built with overlap_with_ddp=True, to be stepped by a communication hook: build it "
                 "without, or register hook_with_zero_step or hook_with_zero_step_interleaved"
             )
-        _check_model(ddp, each)
-    _check_parameters(ddp, optimizers)
+    _check_model(ddp, optimizers)
     names = _names_of(ddp)
     followers = [each.follow_backward(StepMode.IN_STEP, names, norms=norms) for each in optimizers]
     ddp.register_comm_hook(optimizers[0] if len(optimizers) == 1 else _Several(optimizers), reduce_to_owner_hook)
-    _follow_forwards(ddp, followers)
+    _register_model(ddp, followers)
 
 
 def hook_with_zero_step(
@@ -193,35 +192,22 @@ _stepped_by: weakref.WeakKeyDictionary[Hook, weakref.ref[ShardedOptimizer]] = we
 
 
 def optimizers_of_hooks(ddp: DistributedDataParallel) -> list[ShardedOptimizer]:
-    """Return the sharded optimizers to which the communication hooks of a model hand its gradients.
-
-    Returns their inner objects, which an optimizer shares with wrappers of frameworks.
-
-    Args:
-        ddp: the model.
-    """
-    hooked = [state if isinstance(state, _Several) else [state] for _, state in comm_hooks(ddp)]
-    states = [getattr(state, "_sharded", None) for several in hooked for state in several]
+    """Return the inner objects of the optimizers to which a model's communication hooks hand its gradients."""
+    states = [getattr(each, "_sharded", None) for _, state in comm_hooks(ddp) for each in _optimizers_in(state)]
     # By identity: users' hooks need not be hashable.
     steppers = [sharded() for hook, _ in comm_hooks(ddp) for known, sharded in _stepped_by.items() if known is hook]
     return [sharded for sharded in (*states, *steppers) if isinstance(sharded, ShardedOptimizer)]
 
 
-def _stepping(
-    hook: Hook,
-    ddp: DistributedDataParallel,
-    zero: ZeroRedundancyOptimizer,
-    mode: StepMode,
-) -> Hook:
+def _stepping(hook: Hook, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, mode: StepMode) -> Hook:
     if not zero._overlap_with_ddp:
         raise ValueError(
             "the optimizer must be built with overlap_with_ddp=True to be stepped by a communication hook; or register "
             "reduce_to_owner_hook, which leaves stepping to step()"
         )
-    _check_model(ddp, zero)
-    _check_parameters(ddp, [zero])
+    _check_model(ddp, [zero])
     follower = zero.follow_backward(mode, _names_of(ddp))
-    _follow_forwards(ddp, [follower])
+    _register_model(ddp, [follower])
     # DDP keeps the hook: a reference to the optimizer from there would be a cycle through C++.
     reduces_elsewhere = hook is not allreduce_hook
     sharded_of, group = weakref.ref(zero._sharded), zero.process_group
@@ -229,34 +215,30 @@ def _stepping(
     def step_in_backward(state: Any, bucket: GradBucket) -> Future[torch.Tensor]:  # noqa: ANN401 - the inner hook's
         if sharded_of() is None:
             raise RuntimeError("the optimizer that this communication hook steps is gone: keep a reference to it")
-        if not reduces_elsewhere and state is not None:
-            _check_group(state, group)
+        if not reduces_elsewhere and isinstance(state, dist.ProcessGroup):
+            difference = "allreduce_hook was registered with a group of the ranks {}, and the optimizer works on {}"
+            _check_same_ranks(state, group, difference)
         return _receive([follower], bucket, (lambda: hook(state, bucket)) if reduces_elsewhere else None)
 
     _stepped_by[step_in_backward] = sharded_of
     return step_in_backward
 
 
-def _follow_forwards(ddp: DistributedDataParallel, followers: Sequence[BackwardFollower]) -> None:
+def _register_model(ddp: DistributedDataParallel, followers: Sequence[BackwardFollower]) -> None:
     """Let optimizers know their model, and when it may rebuild its buckets, which copies gradients: in its forwards."""
     for follower in followers:
         follower.joining.models.add(ddp)
-        follower.scheduler.gradients.in_rebuild = False
+    set_in_forward(followers, None)
     # Functions: a copy of the model would copy the arguments of a partial.
-    ddp.register_forward_pre_hook(lambda module, _: _forward_begins(followers, module))
-    ddp.register_forward_hook(lambda *_: _forward_ends(followers), always_call=True)
+    ddp.register_forward_pre_hook(lambda module, _: set_in_forward(followers, module))
+    ddp.register_forward_hook(lambda *_: set_in_forward(followers, None), always_call=True)
 
 
 @disable_dynamo
-def _forward_begins(followers: Sequence[BackwardFollower], ddp: DistributedDataParallel) -> None:
+def set_in_forward(followers: Sequence[BackwardFollower], ddp: DistributedDataParallel | None) -> None:
+    """Tell optimizers which model is in a forward, or that none is."""
     for follower in followers:
-        follower.scheduler.gradients.in_rebuild = not has_rebuilt_buckets(ddp)
-
-
-@disable_dynamo
-def _forward_ends(followers: Sequence[BackwardFollower]) -> None:
-    for follower in followers:
-        follower.scheduler.gradients.in_rebuild = False
+        follower.scheduler.gradients.in_rebuild = ddp is not None and not has_rebuilt_buckets(ddp)
 
 
 def _receive(
@@ -320,35 +302,25 @@ def _names_of(ddp: DistributedDataParallel) -> dict[torch.Tensor, str]:
     return {param: name for name, param in ddp.module.named_parameters()}
 
 
-def _check_group(state: object, group: dist.ProcessGroup) -> None:
-    if isinstance(state, dist.ProcessGroup):
-        theirs, ours = dist.get_process_group_ranks(state), dist.get_process_group_ranks(group)
-        if theirs != ours:
-            raise ValueError(
-                f"allreduce_hook was registered with a group of the ranks {theirs}, and the optimizer works on {ours}: "
-                f"give both the same process group"
-            )
+def _check_same_ranks(group: dist.ProcessGroup, optimizers: dist.ProcessGroup, difference: str) -> None:
+    theirs, ours = dist.get_process_group_ranks(group), dist.get_process_group_ranks(optimizers)
+    if theirs != ours:
+        raise ValueError(f"{difference.format(theirs, ours)}: give both the same process group")
 
 
-def _check_model(ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer) -> None:
+def _check_model(ddp: DistributedDataParallel, optimizers: Sequence[ZeroRedundancyOptimizer]) -> None:
+    """Raise a ValueError if optimizers cannot take the buckets of a model, with the same ranks and all parameters."""
     if getattr(ddp, "mixed_precision", None) is not None:
         raise ValueError(
             "DistributedDataParallel(mixed_precision=...) has a communication hook of its own, and takes no other: "
             "use torch.autocast, or parameters in half precision with master_weights=True, instead; or register no "
             "hook of zeroshard"
         )
-    theirs, ours = dist.get_process_group_ranks(ddp.process_group), dist.get_process_group_ranks(zero.process_group)
-    if theirs != ours:
-        raise ValueError(
-            f"DistributedDataParallel works on the ranks {theirs}, and the optimizer on {ours}: give both the same "
-            f"process group"
-        )
-
-
-def _check_parameters(ddp: DistributedDataParallel, optimizers: Sequence[ZeroRedundancyOptimizer]) -> None:
     known: set[torch.Tensor] = set()
     names = _names_of(ddp)
     for optimizer in optimizers:
+        difference = "DistributedDataParallel works on the ranks {}, and the optimizer on {}"
+        _check_same_ranks(ddp.process_group, optimizer.process_group, difference)
         own = {param for group in optimizer.param_groups for param in group["params"]}
         for param in known & own:
             raise ValueError(f"two optimizers of one hook have the parameter {names.get(param, '')!r}: one may step it")
