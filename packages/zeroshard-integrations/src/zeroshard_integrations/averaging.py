@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
-from zeroshard_comm import Control, PeerLostError, RankGroup, ShardingConfig, agreed, choose_private_group
+from zeroshard_comm import Control, RankGroup, ShardingConfig, agreed, choose_private_group
 from zeroshard_comm._torch_private import foreach_copy_, groups_here
 from zeroshard_comm.errors import lost
 from zeroshard_core import TensorSpec, partition
@@ -95,11 +95,7 @@ class HierarchicalModelAverager(ModelAverager):
         since = self.step - self.warmup_steps
         due = (control for period, control in self._levels if since >= 0 and since % period == 0)
         if (control := next(due, None)) is not None:
-            try:
-                _average_over(control, params, buffers, self.step)
-            except PeerLostError as error:
-                control.ranks.context.close(error)
-                raise
+            _average_over(control, params, buffers, self.step)
         self.step += 1
 
 
@@ -303,7 +299,9 @@ def _average_over(control: Control, params: Params, buffers: Sequence[torch.Tens
             try:
                 dist.all_reduce(mean, group=choose_private_group(ranks, mean.device).group)
             except RuntimeError as failure:
-                raise lost(failure, None, ranks.rank, _AVERAGE) from failure
+                error = lost(failure, None, ranks.rank, _AVERAGE)
+                ranks.context.close(error)
+                raise error from failure
             if flat is not None:
                 # Autograd does not see what is written through a buffer.
                 torch.autograd.graph.increment_version(members)
