@@ -151,7 +151,7 @@ class JoinContext:
             raise error
         attendance = self._call(Announcement(Call.BACKWARD, place))
         if model.divides_by_running:
-            divide_by(model.ddp, len(attendance.running), initial=False)
+            divide_by(model.ddp, len(attendance.running))
         if attendance.joined:
             model.look(is_local=False)
             self._prepare_backward(model, attendance)
@@ -175,7 +175,7 @@ class JoinContext:
         if any(in_window for _, in_window in told):
             # To zeros, at its begin.
             if is_joined:
-                model.drop_gradients()
+                model.ddp.zero_grad()
         elif is_joined:
             model.take_gradients(receive_value(self._control, running[0]))
         elif self._rank == running[0]:

@@ -16,39 +16,32 @@ from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch exports it unseen
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
-from zeroshard import GradPlaceholder
-from zeroshard.overlap.accumulation import GradAccumulator
+from zeroshard import BackwardFollower, GradPlaceholder
 from zeroshard.sharded_optimizer import ShardedOptimizer
 from zeroshard_core import is_dense
 
 from zeroshard_integrations._torch_private import (
     buckets_of_zeros,
     divide_by,
-    forget_join,
     has_comm_hook,
     has_rebuilt_buckets,
     local_used_map,
     params_for_reducer,
     prepare_forward,
-    push_rebuilt_params,
+    push_all_rebuilt_params,
     queue_callback,
     run_comm_hook,
     will_execute,
 )
+from zeroshard_integrations.ddp import set_in_forward
 
 
 class DDPModel:
     """One model of a context, on one rank; only the context uses it.
 
-    Args:
-        ddp: the model.
-        owner: the optimizer to which a communication hook of zeroshard hands the gradients, if there is one.
-        divides_by_running: whether gradients are averaged over the ranks that still have data, where DDP does that.
-        begins: called with the model directly before the first gradient of a backward that reduces.
-
     Attributes:
-        ddp, divides_by_running: as given.
-        takes_buckets: whether there is an owner, and gradients lie at the ranks that own them.
+        takes_buckets: whether a communication hook hands gradients to an optimizer, and they lie at their owners.
+        divides_by_running: whether DDP averages gradients over the ranks that still have data.
         in_backward: whether a backward has begun on this rank that has not come to its end.
         watches_all: whether to follow, from the next forward on, when all gradients of a backward are there.
         has_all: whether they are.
@@ -81,9 +74,7 @@ class DDPModel:
         for handle in self._handles:
             handle.remove()
         if self.divides_by_running:
-            # True: by the number of ranks of the group, whatever the last backward's number was.
-            divide_by(self.ddp, self.ddp.process_group.size(), initial=True)
-        forget_join(self.ddp)
+            divide_by(self.ddp, None)
 
     def forward(self, *, reduces: bool) -> None:
         """Take note of a forward with gradients; ``reduces`` tells whether its backward reduces them."""
@@ -102,7 +93,7 @@ class DDPModel:
         for handle in self._handles:
             handle.remove()
         self._trained, self._handles = trained, []
-        params = [param for param in params_for_reducer(self.ddp) if param.requires_grad]
+        params = params_for_reducer(self.ddp)
         if params:
             self._handles.append(register_multi_grad_hook(params, self._first_gradient, mode="any"))
         if params and self.watches_all:
@@ -132,8 +123,8 @@ class DDPModel:
         """Find out to which gradients a backward adds, one under ``no_sync()`` if ``is_local``."""
         if self.in_window and self.is_known:
             return
-        gradients = self._accumulator
-        if gradients is not None and any(map(gradients.is_replaced, self.ddp.module.parameters())):
+        accumulators = [follower.scheduler.gradients for follower in self._followers]
+        if any(each.is_replaced(param) for each in accumulators for param in self.ddp.module.parameters()):
             # DDP has just rebuilt its buckets, and each owner has put its own parts into them.
             self.is_known = False
         elif is_local or not self.is_known:
@@ -150,9 +141,10 @@ class DDPModel:
         return not bool(values.any())
 
     @property
-    def _accumulator(self) -> GradAccumulator | None:
+    def _followers(self) -> list[BackwardFollower]:
+        """Of the owner, from its first backward on."""
         follower = self._owner.follower if self._owner is not None else None
-        return follower.scheduler.gradients if follower is not None else None
+        return [] if follower is None else [follower]
 
     def problem(self) -> Exception | None:
         """Return why this rank cannot take part, if it cannot: in a window, or DDP has not seen enough of the model."""
@@ -169,7 +161,7 @@ class DDPModel:
         tables = [item for item in ddp.module.named_modules() if isinstance(item[1], (nn.Embedding, nn.EmbeddingBag))]
         sparse = [f"{name}.weight".lstrip(".") for name, table in tables if table.sparse and table.weight.requires_grad]
         try:
-            buckets = buckets_of_zeros(ddp) if sparse else []
+            buckets = buckets_of_zeros(ddp.reducer) if sparse else []
         except RuntimeError:
             buckets = []
         if sparse and not (buckets and (has_rebuilt_buckets(ddp) or ddp.find_unused_parameters)):
@@ -189,19 +181,11 @@ class DDPModel:
             elif not value and param.grad is not None:
                 param.grad.zero_()
 
-    def drop_gradients(self) -> None:
-        """Set all gradients to None."""
-        for param in self.ddp.module.parameters():
-            param.grad = None
-
     def follow_forward(self, *, reduces: bool, with_grad: bool) -> None:
         """Do what DDP does in a forward, without data. Collective."""
-        gradients = self._accumulator
-        if gradients is not None:
-            gradients.in_rebuild = True
+        set_in_forward(self._followers, self.ddp)
         prepare_forward(self.ddp, with_grad=with_grad)
-        if gradients is not None:
-            gradients.in_rebuild = False
+        set_in_forward(self._followers, None)
         self.ddp.require_forward_param_sync = reduces
 
     def follow_backward(self) -> None:
@@ -209,20 +193,19 @@ class DDPModel:
         ddp = self.ddp
         # With a communication hook, it is the hook that divides.
         share = 1 if has_comm_hook(ddp) else ddp.process_group.size()
-        buckets = buckets_of_zeros(ddp)
+        buckets = buckets_of_zeros(ddp.reducer)
         # What was reduced is the same on all ranks, and adds up to itself only where all count.
         holds = not self.takes_buckets and (has_comm_hook(ddp) or not self.divides_by_running)
         for bucket in buckets if holds else ():
             _fill(bucket, share)
-        self._works = [run_comm_hook(ddp, bucket) for bucket in buckets]
-        counts = local_used_map(ddp)
-        if ddp.find_unused_parameters and counts is not None:
+        self._works = [run_comm_hook(ddp.reducer, bucket) for bucket in buckets]
+        if ddp.find_unused_parameters:
             # What nobody uses keeps the gradient that it has.
-            counts.zero_()
+            counts = local_used_map(ddp.reducer).zero_()
             self._works.append(dist.all_reduce(counts, group=ddp.process_group, async_op=True))
         if not self.takes_buckets:
-            self.drop_gradients()
-        push_rebuilt_params(ddp)
+            ddp.zero_grad()
+        push_all_rebuilt_params(ddp.reducer)
 
     def end_backward(self) -> None:
         """Wait for the reduction that :meth:`follow_backward` began; a no-op if there is none."""
