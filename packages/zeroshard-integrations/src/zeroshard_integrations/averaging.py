@@ -146,8 +146,18 @@ class PostLocalSGDOptimizer(Optimizer):
                 f"PostLocalSGDOptimizer takes an averager of zeroshard_integrations.averaging, and not a "
                 f"{type(averager).__module__}.{type(averager).__name__}"
             )
+        sharing = getattr(optim, "process_group", None)
         with agreed(averager._control, "PostLocalSGDOptimizer()"):
-            _check_ranks(optim, averager)
+            members = dist.get_process_group_ranks(sharing) if isinstance(sharing, dist.ProcessGroup) else ()
+            averaging = dist.get_process_group_ranks(averager.process_group)
+            both = [rank for rank in averaging if rank in members]
+            if len(both) > 1:
+                raise ValueError(
+                    f"the averager works on the global ranks {averaging}, of which {both} share the state of one "
+                    f"optimizer, so that their parameters are equal already: give the averager a process group with "
+                    f"one rank of each optimizer, and the optimizer that of a subgroup, for example of the two "
+                    f"dimensions of a torch.distributed.DeviceMesh"
+                )
         self.optim, self.averager = optim, averager
 
     def step(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the wrapped optimizer's
@@ -262,21 +272,6 @@ def _checked(sizes: Mapping[int, int] | None, warmup_steps: int, ranks: int) -> 
             f"one {ranks}, the number of ranks in the averager's process group"
         )
     return levels
-
-
-def _check_ranks(optim: Optimizer, averager: HierarchicalModelAverager) -> None:
-    """Raise if ranks that hold shards of one optimizer would average."""
-    sharing = getattr(optim, "process_group", None)
-    if isinstance(sharing, dist.ProcessGroup):
-        members, averaging = map(dist.get_process_group_ranks, (sharing, averager.process_group))
-        both = [rank for rank in averaging if rank in members]
-        if len(both) > 1:
-            raise ValueError(
-                f"the averager works on the global ranks {averaging}, of which {both} share the state of one "
-                f"optimizer, so that their parameters are equal already: give the averager a process group with one "
-                f"rank of each optimizer, and the optimizer that of a subgroup, for example of the two dimensions of a "
-                f"torch.distributed.DeviceMesh"
-            )
 
 
 def _average_over(control: Control, params: Params, buffers: Sequence[torch.Tensor], step: int) -> None:
