@@ -126,8 +126,7 @@ def register_reduce_to_owner(
                 "the optimizer was built with overlap_with_ddp=True, to be stepped by a communication hook: build it "
                 "without, or register hook_with_zero_step or hook_with_zero_step_interleaved"
             )
-    _check_model(ddp, optimizers)
-    names = _names_of(ddp)
+    names = _check_model(ddp, optimizers)
     followers = [each.follow_backward(StepMode.IN_STEP, names, norms=norms) for each in optimizers]
     ddp.register_comm_hook(optimizers[0] if len(optimizers) == 1 else _Several(optimizers), reduce_to_owner_hook)
     _register_model(ddp, followers)
@@ -170,20 +169,8 @@ def hook_with_zero_step_interleaved(
 ) -> Hook:
     """Return a hook that steps each bucket during backward, as soon as it is reduced.
 
-    As :func:`hook_with_zero_step`, but reductions, steps and parameters of different buckets are under way at the same
-    time. Useful if the network is slower than backward.
-
-    Args:
-        hook: the hook that reduces the gradients, see :func:`hook_with_zero_step`.
-        ddp: the model.
-        zero: its optimizer.
-        shard_buckets: accepted for compatibility, without effect.
-
-    Returns:
-        The hook to be registered.
-
-    Raises:
-        ValueError: as :func:`hook_with_zero_step`.
+    As :func:`hook_with_zero_step`, whose arguments, result and errors it has, but reductions, steps and parameters of
+    different buckets are under way at the same time. Useful if the network is slower than backward.
     """
     return _stepping(hook, ddp, zero, StepMode.PER_BUCKET)
 
@@ -205,8 +192,7 @@ def _stepping(hook: Hook, ddp: DistributedDataParallel, zero: ZeroRedundancyOpti
             "the optimizer must be built with overlap_with_ddp=True to be stepped by a communication hook; or register "
             "reduce_to_owner_hook, which leaves stepping to step()"
         )
-    _check_model(ddp, [zero])
-    follower = zero.follow_backward(mode, _names_of(ddp))
+    follower = zero.follow_backward(mode, _check_model(ddp, [zero]))
     _register_model(ddp, [follower])
     # DDP keeps the hook: a reference to the optimizer from there would be a cycle through C++.
     reduces_elsewhere = hook is not allreduce_hook
@@ -265,7 +251,16 @@ def _receive(
         # A parameter that no optimizer has goes to the first one, which raises an error for it on every rank.
         owner_of = [next((each for each in followers if each.has(param)), followers[0]) for param in params]
         parts = [found.only([owner is each for owner in owner_of]) for each in followers]
-    done = [_hand_over(each, part, reduce) for each, part in zip(followers, parts, strict=True)]
+    done = []
+    for follower, part in zip(followers, parts, strict=True):
+        # Without a backward: Join calls the hook of a rank that has run out of data.
+        given = part if in_autograd() else follower.scheduler.gradients.contribute(part)
+        begins = not follower.in_backward
+        done.append(follower.on_bucket(given, reduce))
+        if given.is_own and given.is_last:
+            _after_ddp(follower.on_backward_end)
+        elif given.is_own and begins:
+            _after_ddp(follower.on_autograd_end)
     if found.is_last and not in_autograd() and followers[0].joining.exchange is None:
         # This rank is in torch's Join of the model alone. The others have data, and raise in step().
         for each in followers:
@@ -274,32 +269,10 @@ def _receive(
     return done[0] if len(done) == 1 else collect_all(done).then(lambda _: found.buffer)
 
 
-def _hand_over(
-    follower: BackwardFollower, bucket: Bucket, reduce: Callable[[], Future[torch.Tensor]] | None
-) -> Future[torch.Tensor]:
-    """Hand an optimizer a bucket, and tell it of the end of the backward."""
-    if not in_autograd():
-        # Without a backward: Join calls the hook of a rank that has run out of data.
-        bucket = follower.scheduler.gradients.contribute(bucket)
-    begins = not follower.in_backward
-    done = follower.on_bucket(bucket, reduce)
-    if bucket.is_own and bucket.is_last:
-        _after_ddp(follower.on_backward_end)
-    elif bucket.is_own and begins:
-        _after_ddp(follower.on_autograd_end)
-    return done
-
-
 def _after_ddp(call: Callable[[], None]) -> None:
-    """Call something at the end of backward, after what DDP does there.
-
-    DDP queues the callback that writes gradients after this one, and the callback queued by this one comes last.
-    """
+    """Call something at the end of backward, after what DDP does there."""
+    # DDP queues the callback that writes gradients after this one, and the callback queued by this one comes last.
     queue_callback(lambda: queue_callback(call))
-
-
-def _names_of(ddp: DistributedDataParallel) -> dict[torch.Tensor, str]:
-    return {param: name for name, param in ddp.module.named_parameters()}
 
 
 def _check_same_ranks(group: dist.ProcessGroup, optimizers: dist.ProcessGroup, difference: str) -> None:
@@ -308,8 +281,10 @@ def _check_same_ranks(group: dist.ProcessGroup, optimizers: dist.ProcessGroup, d
         raise ValueError(f"{difference.format(theirs, ours)}: give both the same process group")
 
 
-def _check_model(ddp: DistributedDataParallel, optimizers: Sequence[ZeroRedundancyOptimizer]) -> None:
-    """Raise a ValueError if optimizers cannot take the buckets of a model, with the same ranks and all parameters."""
+def _check_model(
+    ddp: DistributedDataParallel, optimizers: Sequence[ZeroRedundancyOptimizer]
+) -> dict[torch.Tensor, str]:
+    """Check that optimizers can take the buckets of a model, and return the names of its parameters."""
     if getattr(ddp, "mixed_precision", None) is not None:
         raise ValueError(
             "DistributedDataParallel(mixed_precision=...) has a communication hook of its own, and takes no other: "
@@ -317,7 +292,7 @@ def _check_model(ddp: DistributedDataParallel, optimizers: Sequence[ZeroRedundan
             "hook of zeroshard"
         )
     known: set[torch.Tensor] = set()
-    names = _names_of(ddp)
+    names = {param: name for name, param in ddp.module.named_parameters()}
     for optimizer in optimizers:
         difference = "DistributedDataParallel works on the ranks {}, and the optimizer on {}"
         _check_same_ranks(ddp.process_group, optimizer.process_group, difference)
@@ -326,10 +301,11 @@ def _check_model(ddp: DistributedDataParallel, optimizers: Sequence[ZeroRedundan
             raise ValueError(f"two optimizers of one hook have the parameter {names.get(param, '')!r}: one may step it")
         known |= own
     ignored: set[str] = getattr(ddp, "parameters_to_ignore", set())
-    for name, param in ddp.module.named_parameters():
+    for param, name in names.items():
         if param.requires_grad and param not in known and name not in ignored:
             raise ValueError(
                 f"DistributedDataParallel reduces {name!r}, which the optimizer does not have: with a communication "
                 f"hook of zeroshard, the optimizers given to register_reduce_to_owner must have all parameters. Give "
                 f"them all, or freeze those that are not to be trained before DistributedDataParallel is built"
             )
+    return names
