@@ -45,9 +45,8 @@ local_used_map = _distributed_c10d.Reducer._get_local_used_map
 
 
 def comm_hooks(ddp: DistributedDataParallel) -> Sequence[tuple[Callable[..., Any], object]]:
-    """Return the communication hooks in Python, each with its state; none for a model that could not be built."""
-    found: Sequence[tuple[Callable[..., Any], object]] = vars(ddp).get("_comm_hooks", ())
-    return found
+    """Return the communication hooks in Python, each with its state."""
+    return ddp._comm_hooks
 
 
 def has_comm_hook(ddp: DistributedDataParallel) -> bool:

@@ -22,44 +22,32 @@ from zeroshard_integrations.ddp import optimizers_of_hooks
 from zeroshard_integrations.join.ddp_model import DDPModel
 
 _TORCH_ZERO = "torch.distributed.optim.zero_redundancy_optimizer"  # importing it warns
-_UNKNOWN = (
-    "gradients that were reduced and others of no_sync() were added, or gradients were kept from before the block, and "
-    "a rank has run out of data, whose part of them nobody knows: call zero_grad() before a window"
-)
 
 
 class JoinContext:
-    """The state of a context that is entered, for the thread that trains; arguments and errors as :class:`Join`'s.
-
-    Attributes:
-        attendance: what all ranks have announced last.
-    """
+    """The state of a context that is entered, for the thread that trains; arguments and errors as :class:`Join`'s."""
 
     def __init__(self, joinables: Sequence[Joinable], *, throws: bool, arguments: Mapping[str, Any]) -> None:
         self._joinables, self._throws, self._arguments = joinables, throws, arguments
         self._hooks: dict[int, JoinHook] = {}
         self._models: dict[int, DDPModel] = {}
         self._optimizers: dict[int, ZeroRedundancyOptimizer] = {}
-        ranks = RankGroup.of(check_joinables(joinables))
+        ranks = check_joinables(joinables)
         self._rank, self._control = ranks.rank, Control(ranks)
         self.attendance = Attendance(Announcement(Call.NOTIFY), tuple(range(ranks.world_size)), ())
         self._has_run_out = self._is_told = False
+        settings = {"throw_on_early_termination": throws, **arguments}
+        told = ", ".join([f"{name}={_told(value)}" for name, value in sorted(settings.items())])
+        entered = f"Join([{', '.join([type(joinable).__name__ for joinable in joinables])}], {told})"
+        explain = "rank {2} has entered {0}, and rank {3} {1}".format
         try:
-            self._enter()
+            with agreed(self._control, "entering Join", explain) as declared:
+                declared.digest, declared.detail = zlib.crc32(entered.encode()), lambda: entered
+                for place, joinable in enumerate(joinables, 1):
+                    self._take_in(place, joinable)
         except BaseException:
             self.reset()
             raise
-
-    def _enter(self) -> None:
-        settings = {"throw_on_early_termination": self._throws, **self._arguments}
-        told = ", ".join([f"{name}={_told(value)}" for name, value in sorted(settings.items())])
-        entered = f"Join([{', '.join([type(joinable).__name__ for joinable in self._joinables])}], {told})"
-        explain = "rank {2} has entered {0}, and rank {3} {1}".format
-        with agreed(self._control, "entering Join", explain) as declared:
-            declared.digest, declared.detail = zlib.crc32(entered.encode()), lambda: entered
-            check_joinables(self._joinables)
-            for place, joinable in enumerate(self._joinables, 1):
-                self._take_in(place, joinable)
 
     def _take_in(self, place: int, joinable: Joinable) -> None:
         divides_by_running = not self._arguments.get("divide_by_initial_world_size", True)
@@ -72,19 +60,20 @@ class JoinContext:
         else:
             self._hooks[place] = joinable.join_hook(**self._arguments)
         if isinstance(joinable, DistributedDataParallel):
-            begins = partial(self._backward_begins, place)
             hooked = optimizers_of_hooks(joinable)
             if len(hooked) > 1:
                 raise ValueError(
                     "Join does not follow one hook for several optimizers, which may step at different times: give the "
                     "parameters to one optimizer, or train without a communication hook"
                 )
-            owner = hooked[0] if hooked else None
-            model = DDPModel(joinable, owner, divides_by_running=divides_by_running and owner is None, begins=begins)
+            model = DDPModel(joinable, takes_buckets=bool(hooked), divides_by_running=divides_by_running and not hooked)
             self._models[place], notify = model, partial(self._forward_begins, place, model)
+            model.begins = partial(self._backward_begins, place, model)
             # Only to send module buffers around must DDP itself know who still has data.
             enable = len(joinable.modules_buffers) > 0
-        set_join_config(joinable, JoinableConfig.make(notify, enable=enable))
+        config = JoinableConfig(enable=enable, throw_on_early_termination=False, is_first_joinable=False)
+        config.notify = notify
+        set_join_config(joinable, config)
 
     def reset(self) -> None:
         """Take all joinables out of the context; also after an error."""
@@ -171,7 +160,11 @@ class JoinContext:
         mine = [0, 0] if is_joined else [int(not model.is_known), int(model.in_window)]
         told = self._control.all_gather_ints(mine, "a backward inside Join")
         if any(is_unknown for is_unknown, _ in told):
-            raise RuntimeError(_UNKNOWN)
+            raise RuntimeError(
+                "gradients that were reduced and others of no_sync() were added, or gradients were kept from before "
+                "the block, and a rank has run out of data, whose part of them nobody knows: call zero_grad() before a "
+                "window"
+            )
         if any(in_window for _, in_window in told):
             # To zeros, at its begin.
             if is_joined:
@@ -207,16 +200,16 @@ class JoinContext:
             model.end_backward()
         for optimizer in self._optimizers.values():
             end_backward(optimizer._sharded)
-        if made.call in (Call.FORWARD, Call.FORWARD_UNDER_NO_SYNC, Call.FORWARD_WITHOUT_GRADIENTS):
-            with_grad = made.call is not Call.FORWARD_WITHOUT_GRADIENTS
-            self._models[made.place].follow_forward(reduces=made.call is Call.FORWARD, with_grad=with_grad)
-        elif made.call is Call.BACKWARD:
+        if made.call is Call.BACKWARD:
             model = self._models[made.place]
             self._prepare_backward(model, attendance)
             # Other ranks cannot be told of an error from here on: they are in their backward.
             self._is_told = True
             model.follow_backward()
             self._is_told = False
+        elif made.place in self._models:
+            with_grad = made.call is not Call.FORWARD_WITHOUT_GRADIENTS
+            self._models[made.place].follow_forward(reduces=made.call is Call.FORWARD, with_grad=with_grad)
         elif made.place in self._optimizers:
             follow(self._optimizers[made.place]._sharded, attendance)
         else:
@@ -224,19 +217,9 @@ class JoinContext:
 
 
 class JoinableConfig(JoinConfig):
-    """The ``_join_config`` of a joinable inside a context of ours, by which it is told of a call.
-
-    torch's ``notify_join_context`` asks whether the joinable is the first of its context, and does nothing if not.
-    """
+    """The ``_join_config`` of a joinable inside a context of ours, which torch asks before each call."""
 
     notify: Callable[[], object]
-
-    @classmethod
-    def make(cls, notify: Callable[[], object], *, enable: bool) -> JoinableConfig:
-        """Return one that calls ``notify``; ``enable`` tells whether the joinable itself asks who has data."""
-        made = cls(enable=enable, throw_on_early_termination=False, is_first_joinable=False)
-        made.notify = notify
-        return made
 
     @property
     def is_first_joinable(self) -> bool:
@@ -254,7 +237,7 @@ def _told(value: object) -> str:
     return repr(value) if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__
 
 
-def check_joinables(joinables: Sequence[Joinable]) -> dist.ProcessGroup:
+def check_joinables(joinables: Sequence[Joinable]) -> RankGroup:
     """Check the joinables of a context, with the errors of :class:`Join`, and return the process group of all."""
     if not joinables:
         raise ValueError("Join needs at least one joinable, such as a model in DistributedDataParallel")
@@ -297,8 +280,7 @@ def check_joinables(joinables: Sequence[Joinable]) -> dist.ProcessGroup:
                     "a communication hook of this model hands gradients to an optimizer that is not in the Join "
                     "block: write Join([ddp, optimizer])"
                 )
-    found: dist.ProcessGroup = joinables[0].join_process_group
-    return found
+    return RankGroup.of(joinables[0].join_process_group)
 
 
 def check_has_model(joinables: Sequence[Joinable], optimizer: ZeroRedundancyOptimizer) -> None:
