@@ -109,13 +109,13 @@ class Join:
             return
         try:
             if value is None:
-                context.follow()
+                context.shadow_others()
             elif isinstance(value, Exception):
-                context.tell_failure(value)
+                context.report_error(value)
             elif isinstance(value, GeneratorExit):
-                context.tell_failure(RuntimeError("the generator that has the Join block was closed"))
+                context.report_error(RuntimeError("the generator that has the Join block was closed"))
         except Exception as error:
-            context.tell_failure(error)
+            context.report_error(error)
             raise
         finally:
             self._is_inside = False

@@ -35,10 +35,10 @@ class JoinContext:
         ranks = check_joinables(joinables)
         self._rank, self._control = ranks.rank, Control(ranks)
         self.attendance = Attendance(Announcement(Call.NOTIFY), tuple(range(ranks.world_size)), ())
-        self._has_run_out = self._is_told = False
+        self._has_run_out = self._is_reported = False
         settings = {"throw_on_early_termination": throws, **arguments}
-        told = ", ".join([f"{name}={_told(value)}" for name, value in sorted(settings.items())])
-        entered = f"Join([{', '.join([type(joinable).__name__ for joinable in joinables])}], {told})"
+        labels = ", ".join([f"{name}={_label(value)}" for name, value in sorted(settings.items())])
+        entered = f"Join([{', '.join([type(joinable).__name__ for joinable in joinables])}], {labels})"
         explain = "rank {2} has entered {0}, and rank {3} {1}".format
         try:
             with agreed(self._control, "entering Join", explain) as declared:
@@ -86,29 +86,29 @@ class JoinContext:
                 set_join_config(joinable, None)
         self._models, self._optimizers, self._hooks = {}, {}, {}
 
-    def tell_failure(self, error: Exception) -> None:
+    def report_error(self, error: Exception) -> None:
         """Tell the others of an error at their next call, unless they know it or wait inside a backward."""
-        if not self._is_told and not any(model.in_backward for model in self._models.values()):
-            self._is_told = True
+        if not self._is_reported and not any(model.in_backward for model in self._models.values()):
+            self._is_reported = True
             fail(self._control, error)
 
-    def _call(self, mine: Announcement, problem: Exception | None = None) -> Attendance:
+    def _call(self, mine: Announcement, error: Exception | None = None) -> Attendance:
         """Announce a call of this rank, or that it has run out; and hear of the others'."""
-        if self._is_told:
+        if self._is_reported:
             raise RuntimeError(
                 "this Join block has ended with an error on every rank: leave it, and do not catch errors inside of it"
             )
         if self._has_run_out and mine.call not in (Call.JOINED, Call.UNABLE):
             return self.attendance
         # An error from here on is known to every rank.
-        self._is_told = True
-        self.attendance = attendance = exchange(self._control, mine, problem)
+        self._is_reported = True
+        self.attendance = attendance = exchange(self._control, mine, error)
         if self._throws and attendance.joined and attendance.running:
             raise RuntimeError(
                 f"rank {attendance.joined[0]} has run out of data, and throw_on_early_termination is set: an error on "
                 f"every rank. Catch it around the block to stop training here, or leave the setting out to go on"
             )
-        self._is_told = False
+        self._is_reported = False
         return attendance
 
     def _optimizer_calls(self, place: int, call: Call) -> Attendance:
@@ -135,7 +135,7 @@ class JoinContext:
                 "gradients of two models of the Join block come in turns in one backward, and a rank has run out of "
                 "data, which does not know in which order: put both models into one DistributedDataParallel"
             )
-            self._is_told = True
+            self._is_reported = True
             fail(self._control, error)
             raise error
         attendance = self._call(Announcement(Call.BACKWARD, place))
@@ -147,40 +147,40 @@ class JoinContext:
 
     def _prepare_backward(self, model: DDPModel, attendance: Attendance) -> None:
         """Send ranks without data the values that they need for a backward of a model. Collective."""
-        self._is_told = True
-        self._hand_over_gradients(model, attendance.running, attendance.joined)
+        self._is_reported = True
+        self._send_gradients(model, attendance.running, attendance.joined)
         for optimizer in optimizers_of_hooks(model.ddp):
             if optimizer.steps_early:
                 optimizer.joining.hand_over(attendance, {})
-        self._is_told = False
+        self._is_reported = False
 
-    def _hand_over_gradients(self, model: DDPModel, running: Sequence[int], joined: Sequence[int]) -> None:
+    def _send_gradients(self, model: DDPModel, running: Sequence[int], joined: Sequence[int]) -> None:
         """Send ranks without data the gradients to which the others add, or which they keep at the end."""
         is_joined = self._rank in joined
         mine = [0, 0] if is_joined else [int(not model.is_known), int(model.in_window)]
-        told = self._control.all_gather_ints(mine, "a backward inside Join")
-        if any(is_unknown for is_unknown, _ in told):
+        flags = self._control.all_gather_ints(mine, "a backward inside Join")
+        if any(is_unknown for is_unknown, _ in flags):
             raise RuntimeError(
                 "gradients that were reduced and others of no_sync() were added, or gradients were kept from before "
                 "the block, and a rank has run out of data, whose part of them nobody knows: call zero_grad() before a "
                 "window"
             )
-        if any(in_window for _, in_window in told):
+        if any(in_window for _, in_window in flags):
             # To zeros, at its begin.
             if is_joined:
                 model.ddp.zero_grad()
         elif is_joined:
-            model.take_gradients(receive_value(self._control, running[0]))
+            model.set_gradients(receive_value(self._control, running[0]))
         elif self._rank == running[0]:
             for peer in joined:
-                send_value(self._control, peer, model.told_gradients())
+                send_value(self._control, peer, model.gradients_to_send())
 
-    def follow(self) -> None:
+    def shadow_others(self) -> None:
         """Take part in what the others do until all have left their loops; raise what they raise. Collective."""
-        problem = next(filter(None, [model.problem() for model in self._models.values()]), None)
-        mine = Announcement(Call.JOINED if problem is None else Call.UNABLE)
+        error = next(filter(None, [model.error() for model in self._models.values()]), None)
+        mine = Announcement(Call.JOINED if error is None else Call.UNABLE)
         before, self._has_run_out = self.attendance.joined, True
-        while (attendance := self._call(mine, problem)).running:
+        while (attendance := self._call(mine, error)).running:
             before = attendance.joined
             self._do(attendance)
         last = [rank for rank in attendance.joined if rank not in before]
@@ -188,9 +188,9 @@ class JoinContext:
             for model in self._models.values():
                 if self._rank in last:
                     model.look(is_local=False)
-                self._hand_over_gradients(model, last, before)
+                self._send_gradients(model, last, before)
         # Errors of hooks from here on are raised only on this rank.
-        self._is_told = True
+        self._is_reported = True
         for hook in self._hooks.values():
             hook.post_hook(self._rank in last)
 
@@ -204,12 +204,12 @@ class JoinContext:
             model = self._models[made.place]
             self._prepare_backward(model, attendance)
             # Other ranks cannot be told of an error from here on: they are in their backward.
-            self._is_told = True
-            model.follow_backward()
-            self._is_told = False
+            self._is_reported = True
+            model.shadow_backward()
+            self._is_reported = False
         elif made.place in self._models:
             with_grad = made.call is not Call.FORWARD_WITHOUT_GRADIENTS
-            self._models[made.place].follow_forward(reduces=made.call is Call.FORWARD, with_grad=with_grad)
+            self._models[made.place].shadow_forward(reduces=made.call is Call.FORWARD, with_grad=with_grad)
         elif made.place in self._optimizers:
             follow(self._optimizers[made.place]._sharded, attendance)
         else:
@@ -232,7 +232,7 @@ class JoinableConfig(JoinConfig):
         return JoinConfig.construct_disabled_join_config, ()
 
 
-def _told(value: object) -> str:
+def _label(value: object) -> str:
     """A text for a setting that is the same on all ranks."""
     return repr(value) if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__
 

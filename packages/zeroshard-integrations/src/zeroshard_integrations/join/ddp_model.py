@@ -128,7 +128,7 @@ class DDPModel:
         found = [optimizer.follower for optimizer in optimizers_of_hooks(self.ddp)]
         return [follower for follower in found if follower is not None]
 
-    def problem(self) -> Exception | None:
+    def error(self) -> Exception | None:
         """Return why this rank cannot take part, if it cannot: in a window, or DDP has not seen enough of the model."""
         ddp, found = self.ddp, ""
         if self.in_window and not all(map(self._is_zero, self._grads())):
@@ -150,27 +150,27 @@ class DDPModel:
             found = f"learns in two batches of the sparse gradients of {sparse[0]!r}: give every rank two"
         return ValueError(f"this rank has run out of data, and DistributedDataParallel {found}") if found else None
 
-    def told_gradients(self) -> list[Any]:
+    def gradients_to_send(self) -> list[Any]:
         """Return the gradients for ranks without data; for those that lie at their owners, whether they exist."""
         tell: Callable[[torch.Tensor], Any] = (lambda g: not self._is_zero(g)) if self.takes_buckets else torch.detach
         return [None if param.grad is None else tell(param.grad) for param in self.ddp.module.parameters()]
 
-    def take_gradients(self, told: Sequence[Any]) -> None:
-        """Take :meth:`told_gradients` of a rank that has data."""
-        for param, value in zip(self.ddp.module.parameters(), told, strict=True):
+    def set_gradients(self, values: Sequence[Any]) -> None:
+        """Take :meth:`gradients_to_send` of a rank that has data."""
+        for param, value in zip(self.ddp.module.parameters(), values, strict=True):
             if value is None or not self.takes_buckets:
                 param.grad = None if value is None else value.to(param.device)
             elif not value and param.grad is not None:
                 param.grad.zero_()
 
-    def follow_forward(self, *, reduces: bool, with_grad: bool) -> None:
+    def shadow_forward(self, *, reduces: bool, with_grad: bool) -> None:
         """Do what DDP does in a forward, without data. Collective."""
         set_in_forward(self._followers, self.ddp)
         _torch_private.prepare_forward(self.ddp, with_grad=with_grad)
         set_in_forward(self._followers, None)
         self.ddp.require_forward_param_sync = reduces
 
-    def follow_backward(self) -> None:
+    def shadow_backward(self) -> None:
         """Begin to take part in a reduction of gradients, with what is in ``.grad``. Collective."""
         ddp = self.ddp
         # With a communication hook, it is the hook that divides.
@@ -190,7 +190,7 @@ class DDPModel:
         _torch_private.push_all_rebuilt_params(ddp.reducer)
 
     def end_backward(self) -> None:
-        """Wait for the reduction that :meth:`follow_backward` began; a no-op if there is none."""
+        """Wait for the reduction that :meth:`shadow_backward` began; a no-op if there is none."""
         while self._works:
             self._works.pop(0).wait()
 
