@@ -68,7 +68,7 @@ class JoinContext:
                 )
             model = DDPModel(joinable, takes_buckets=bool(hooked), divides_by_running=divides_by_running and not hooked)
             self._models[place], notify = model, partial(self._forward_begins, place, model)
-            model.begins = partial(self._backward_begins, place, model)
+            model.begins = partial(self._backward_begins, place)
             # Only to send module buffers around must DDP itself know who still has data.
             enable = len(joinable.modules_buffers) > 0
         config = JoinableConfig(enable=enable, throw_on_early_termination=False, is_first_joinable=False)

@@ -29,7 +29,7 @@ class DDPModel:
     Attributes:
         takes_buckets: whether a communication hook hands gradients to an optimizer, and they lie at their owners.
         divides_by_running: whether DDP averages gradients over the ranks that still have data.
-        begins: called directly before the first gradient of a backward that reduces; the context sets it.
+        begins: called with the model before the first gradient of a backward that reduces; set by the context.
         in_backward: whether a backward has begun on this rank that has not come to its end.
         watches_all: whether to follow, from the next forward on, when all gradients of a backward are there.
         has_all: whether they are.
@@ -37,7 +37,7 @@ class DDPModel:
         is_known: whether the gradients are the same on every rank, or in a window, were zero at its begin.
     """
 
-    begins: Callable[[], None]
+    begins: Callable[[DDPModel], None]
 
     def __init__(self, ddp: DistributedDataParallel, *, takes_buckets: bool, divides_by_running: bool) -> None:
         self.ddp, self.takes_buckets, self.divides_by_running = ddp, takes_buckets, divides_by_running
@@ -93,7 +93,7 @@ class DDPModel:
             self.look(is_local=True)
             return
         self._reduces, self.has_all = False, False
-        self.begins()
+        self.begins(self)
         self.is_known, self.in_window = True, False
 
     def _last_gradient(self, _: Sequence[torch.Tensor | None]) -> None:
