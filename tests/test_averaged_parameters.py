@@ -92,8 +92,8 @@ def test_before_the_first_step_and_after_a_step_that_was_skipped() -> None:
 def test_bytes_of_a_rank_are_its_share(rank: int) -> None:
     sides = Sides(partition=cutting("split"))
     sides.train(range(2))
-    state = sides.sharded.optim.state
-    kept = sum(entries["average_param"].nbytes for entries in state.values())
+    local = sides.sharded._engine.local
+    kept = sum(local.state_of(shard)["average_param"].nbytes for shard in local.shards.values())
     # The plan says how many elements a rank owns; without sharding it would keep all.
     assert kept == 4 * sum(shard.numel for shard in sides.sharded.plan.of_rank(rank))
     everything = torch.tensor(kept)

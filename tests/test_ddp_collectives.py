@@ -260,7 +260,7 @@ class Issued:
 
     def _noting(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def noting(tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
-            if keywords.get("group") not in (None, dist.group.WORLD):
+            if keywords.get("group") is not None:
                 owner = keywords["group_dst" if name == "reduce" else "group_src"]
                 self.calls.append((name, owner, tensor.nbytes))
                 self.log.append(name)
@@ -298,7 +298,7 @@ def test_what_is_done_on_the_side_stream(hook: str, monkeypatch: pytest.MonkeyPa
         log.clear()
         twins.backward(twins.ddp, number)
         backward = "".join({"begin": "(", "end": ")", "join": "|"}.get(word, word[0]) for word in log)
-        buckets = len(twins.optimizer.follow_backward(STEPPING[hook]).scheduler.buckets.arrived)
+        buckets = len(twins.optimizer.follow_backward(STEPPING[hook]).buckets.arrived)
         # Reductions are issued behind what backward has done, and everything of the side stream is joined at the end.
         inside = "".join(re.findall(r"\(([^()]*)\)", backward))
         outside = re.sub(r"\([^()]*\)", "", backward)
@@ -306,8 +306,8 @@ def test_what_is_done_on_the_side_stream(hook: str, monkeypatch: pytest.MonkeyPa
         assert "r" not in inside, backward
         assert inside.count("k") == buckets, backward
         assert outside.count("|") == 1, backward
-        # Shares of early steps lie on the side stream, the last one (of what is in no bucket) behind it.
-        assert ("b" in inside) == (hook != "owner"), backward
+        # Broadcasts of early steps lie on the side stream, the last one (of what is in no bucket) behind it.
+        assert ("b" in inside) == (hook == "interleaved"), backward
         assert outside.rstrip("b").endswith("|"), backward
         assert issued.threads == {threading.current_thread().name}
         twins.optimizer.step()
@@ -346,8 +346,8 @@ def test_all_ranks_issue_the_same_collectives_in_the_same_order_from_one_thread(
 def test_random_delays_of_one_rank_change_nothing(hook: str, faults: Faults) -> None:
     twins = CollectiveTwins(hook)
     for number in range(12):
-        for operation in ("send", "recv", "reduce", "broadcast"):
-            faults.delay(number % 3, f"{operation}#{1 + number % 4}", (0.0, 0.01), seed=number)
+        for operation, calls in {"send": 4, "recv": 4, "reduce": 4, "broadcast": 3}.items():
+            faults.delay(number % 3, f"{operation}#{1 + number % calls}", (0.0, 0.01), seed=number)
         twins.iterate(number)
     twins.check("after 12 iterations")
 

@@ -52,7 +52,7 @@ def test_gradients_of_a_small_model_are_added_up_without_a_thread(
     monkeypatch.setattr(transport, "WORTH_OVERLAPPING", 1 << 40)
     twins = Twins(hook, model=Branches, partition=partition, ddp={"find_unused_parameters": True})
     train(twins, lambda ddp, inputs: ddp(inputs, 1).square().mean(), last=6)
-    assert not twins.optimizer.follow_backward(STEPPING[hook]).scheduler.buckets.transport.uses_thread
+    assert not twins.optimizer.follow_backward(STEPPING[hook]).buckets.transport.uses_thread
 
 
 @pytest.mark.ranks(2, 3, backend=EVERYWHERE)

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from training import cutting, set_gradients, small_model
 from zeroshard import OptimizerDescription, ZeroRedundancyOptimizer
-from zeroshard.debug import checks
+from zeroshard.debug import checks, describe
 from zeroshard_comm import DisagreementError, ParameterBroadcaster
 from zeroshard_testing import assert_replicas_equal
 
@@ -373,10 +373,10 @@ def test_off_calls_nothing_of_this(hook: str) -> None:
 def test_a_log_after_the_first_step_and_after_changes(
     rank: int, world_size: int, hook: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, logger="zeroshard.debug.checks")
+    caplog.set_level(logging.INFO, logger="zeroshard.debugging")
 
     def logged() -> list[str]:
-        texts = [record.getMessage() for record in caplog.records if record.name == "zeroshard.debug.checks"]
+        texts = [record.getMessage() for record in caplog.records if record.name == "zeroshard.debugging"]
         caplog.clear()
         return texts
 

@@ -117,8 +117,9 @@ def test_bytes_of_a_rank_are_those_of_its_shards(rank: int) -> None:
     model = HalfModel()
     sharded = sharded_over(model, partition=cutting("split"))
     train(model, sharded, range(2))
-    local = sharded.optim.state
-    nbytes = sum(value.nbytes for entries in local.values() for value in entries.values() if value.dim() > 0)
+    local = sharded._engine.local
+    state = [local.state_of(shard) for shard in local.shards.values()]
+    nbytes = sum(value.nbytes for entries in state for value in entries.values() if value.dim() > 0)
     owned = [(shard.numel, sharded.plan.tensors[shard.tensor].dtype.itemsize) for shard in sharded.plan.of_rank(rank)]
     # Two moments of 4 bytes for each element, and a master for those in half precision.
     assert nbytes == sum(numel * (12 if itemsize == 2 else 8) for numel, itemsize in owned)

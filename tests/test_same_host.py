@@ -58,7 +58,7 @@ def test_hooks_train_as_ddp_does(hook: str, partition: str) -> None:
     for number in range(1, 7):
         twins.iterate(number)
         twins.check(f"after iteration {number}")
-    assert isinstance(twins.optimizer._sharded.follower.scheduler.buckets.transport, SameHostTransport)
+    assert isinstance(twins.optimizer._engine.exchange.buckets.transport, SameHostTransport)
 
 
 class Alternating(nn.Module):
@@ -96,7 +96,7 @@ def test_what_is_lent_may_be_written_as_soon_as_backward_returns() -> None:
         for ddp, optimizer in twins.sides:
             optimizer.zero_grad()
             ddp(batch(number)).square().mean().backward()
-            buckets = twins.optimizer._sharded.follower.scheduler.buckets.arrived if ddp is twins.ddp else []
+            buckets = twins.optimizer._engine.exchange.buckets.arrived if ddp is twins.ddp else []
             for state in buckets:
                 for place, (offset, param) in enumerate(zip(state.offsets, state.params, strict=True)):
                     if state.owned_gradient(place) is None:
@@ -110,7 +110,7 @@ def test_what_is_lent_may_be_written_as_soon_as_backward_returns() -> None:
 def test_parameters_are_lent_until_all_have_read_them_where_a_step_is_refused(
     rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    twins = Twins("behind")
+    twins = Twins("interleaved")
     twins.iterate(0)
     twins.iterate(1)
     agreed: list[str] = []

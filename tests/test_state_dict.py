@@ -211,7 +211,7 @@ def test_state_that_is_changed_in_place(partition: str) -> None:
 def test_an_entry_at_the_address_of_another_one_is_a_change() -> None:
     pair = Pair()
     pair.step()
-    metadata, shard = pair.sharded._sharded._metadata, next(iter(pair.sharded._sharded.sharding.local.shards.values()))
+    metadata, shard = pair.sharded._engine.metadata, next(iter(pair.sharded._engine.local.shards.values()))
     entries, shape = pair.sharded.optim.state[shard.tensor], (*shard.tensor.shape, 2)
     assert not metadata.has_changed()
     address, kept = id(entries["exp_avg"]), []

@@ -269,7 +269,7 @@ def test_wrappers_and_all_they_wrap_are_freed_at_once() -> None:
     training = Training()
     wrapper: Any = CopyingWrapper(training.sharded)
     training.step(wrapper)
-    seen = [weakref.ref(training.sharded), weakref.ref(wrapper), weakref.ref(wrapper._sharded)]
+    seen = [weakref.ref(training.sharded), weakref.ref(wrapper), weakref.ref(wrapper._engine)]
     gc.collect()
     gc.disable()
     try:

@@ -83,12 +83,14 @@ def main(
         if unknown := sorted(set(chosen) - set(known)):
             raise typer.BadParameter(f"no {', '.join(unknown)}; there are: {', '.join(known)}", param_hint=name)
     console = Console()
-    found = []
+    found: list[dict[str, object]] = []
+    counts: list[int] = []
     for one in wanted:
         for by in transports:
             entered = traced(one, by, partition)
             console.print(_table(f"{one}, by {by}, partition {partition!r}", entered))
             modules = len({each.module for each in entered})
+            counts.append(modules)
             often = max(entered, key=lambda each: each.times)
             limit = "" if most is None else f", at most {most}"
             console.print(
@@ -99,7 +101,7 @@ def main(
             found.append({"what": one, "transport": by, "partition": partition, "modules": modules, "entered": listed})
     if json_file is not None:
         json_file.write_text(json.dumps({"most": most, "traces": found}, indent=1), encoding="utf-8")
-    raise typer.Exit(1 if most is not None and any(one["modules"] > most for one in found) else 0)
+    raise typer.Exit(1 if most is not None and max(counts) > most else 0)
 
 
 def traced(what: str, transport: str, partition: str = "whole") -> list[Entered]:

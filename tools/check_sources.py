@@ -2,9 +2,11 @@
 
 Run as ``python tools/check_sources.py``. It reads the sources and imports nothing. The rules:
 
-- No module has more than 400 lines, and no class more than 250.
 - No package has more lines than its ceiling. A change that raises one says why, beside it; one that deletes lowers it.
 - Private names of torch are in modules named ``_torch_private`` alone.
+
+Modules of more than 500 lines and classes of more than 400 are reported, and no violation: cut where the data has a
+boundary, not where the counter says so.
 
 Who imports whom, and that nothing imports in a circle, is checked by ``check_imports.py``.
 """
@@ -37,7 +39,7 @@ CEILINGS: Mapping[str, Ceiling] = {
     "zeroshard_core": Ceiling(1539),
     "zeroshard_comm": Ceiling(3523, "messages of our own connections, so that the user's group is left alone"),
     "zeroshard": Ceiling(8769),
-    "zeroshard_integrations": Ceiling(1984, "a hook of the model tells when buckets are rebuilt"),
+    "zeroshard_integrations": Ceiling(1812),
     "zeroshard_testing": Ceiling(5632, "messages of groups that torch does not list are checked too"),
 }
 APART: Mapping[str, Ceiling] = {
@@ -45,8 +47,8 @@ APART: Mapping[str, Ceiling] = {
     "zeroshard_testing.emulated (C++)": Ceiling(1789),
 }
 """Folders that are counted by themselves, and not with their package."""
-LONGEST_MODULE = 400
-LONGEST_CLASS = 250
+LONGEST_MODULE = 500
+LONGEST_CLASS = 400
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,14 @@ def check(modules: Collection[Module], lines: Mapping[str, int]) -> list[Violati
         modules: all of them.
         lines: of each package and folder that has a ceiling, as :func:`count` returns them.
     """
-    return sorted({*_too_long(_sizes(modules)), *_private_names(modules), *_too_many(lines)})
+    return sorted({*_private_names(modules), *_too_many(lines)})
+
+
+def too_long(modules: Iterable[Module]) -> Iterator[str]:
+    """Name the modules and classes that are longer than a reader likes, with what they have and may have."""
+    for size in _sizes(modules):
+        if size.lines > size.limit:
+            yield f"{size.path}:{size.line}: {size.name} has {size.lines} lines, more than {size.limit}"
 
 
 def count(root: Path, modules: Iterable[Module]) -> Mapping[str, int]:
@@ -98,13 +107,6 @@ def _sizes(modules: Iterable[Module]) -> Iterator[Size]:
             if isinstance(node, ast.ClassDef):
                 lines = (node.end_lineno or node.lineno) - node.lineno + 1
                 yield Size(f"{module.name}.{node.name}", module.path, node.lineno, lines, LONGEST_CLASS)
-
-
-def _too_long(sizes: Iterable[Size]) -> Iterator[Violation]:
-    for size in sizes:
-        if size.lines > size.limit:
-            text = f"{size.name} has {size.lines} lines, and may have {size.limit}: take something out of it"
-            yield Violation(size.path, size.line, text)
 
 
 def _too_many(lines: Mapping[str, int]) -> Iterator[Violation]:
@@ -154,11 +156,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             name: {"lines": lines[name], "ceiling": ceiling.lines, "reason": ceiling.reason}
             for name, ceiling in {**CEILINGS, **APART}.items()
         }
-        print(json.dumps({"packages": packages, "violations": [*map(str, violations)]}, indent=2))
+        told = {"packages": packages, "violations": [*map(str, violations)], "long": [*too_long(modules)]}
+        print(json.dumps(told, indent=2))
         return 1 if violations else 0
     for violation in violations:
         print(violation)
-    print(*_table(lines), sep="\n")
+    print(*too_long(modules), *_table(lines), sep="\n")
     print(f"sources: {len(violations)} violations" if violations else "sources: every rule is kept")
     return 1 if violations else 0
 

@@ -21,12 +21,14 @@ class Import:
         attribute: What is taken from it: ``c`` in ``from a.b import c``; empty for ``import a.b``.
         line: Line number, from 1.
         runs_on_import: Whether importing the module at hand runs it: false in functions and for type checkers alone.
+        is_for_types: Whether it is for type checkers alone, and never runs.
     """
 
     name: str
     attribute: str
     line: int
     runs_on_import: bool
+    is_for_types: bool = False
 
     @property
     def full_name(self) -> str:
@@ -135,30 +137,30 @@ def distributed_uses(module: Module) -> Iterator[tuple[int, str]]:
                 yield node.lineno, "a dynamic import of a computed name"
 
 
-def _imports(node: ast.AST, within: str, *, runs: bool) -> Iterator[Import]:
+def _imports(node: ast.AST, within: str, *, runs: bool, for_types: bool = False) -> Iterator[Import]:
     """Yield the imports under a node; ``within`` is the package that relative ones start from."""
     if isinstance(node, ast.Import):
         for alias in node.names:
-            yield Import(alias.name, "", node.lineno, runs)
+            yield Import(alias.name, "", node.lineno, runs, for_types)
     elif isinstance(node, ast.ImportFrom):
         base = node.module or ""
         if node.level:
             base = importlib.util.resolve_name("." * node.level + base, within)
         for alias in node.names:
-            yield Import(base, alias.name, node.lineno, runs)
+            yield Import(base, alias.name, node.lineno, runs, for_types)
     elif isinstance(node, ast.Call) and _is_dynamic_import(node):
         name = _dynamic_name(node, within)
         if name is not None:
-            yield Import(name, "", node.lineno, runs)
+            yield Import(name, "", node.lineno, runs, for_types)
     if isinstance(node, ast.If) and _mentions_type_checking(node.test):
         for guarded in node.body:
-            yield from _imports(guarded, within, runs=False)
+            yield from _imports(guarded, within, runs=False, for_types=True)
         for otherwise in node.orelse:
-            yield from _imports(otherwise, within, runs=runs)
+            yield from _imports(otherwise, within, runs=runs, for_types=for_types)
         return
     deferred = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
     for child in ast.iter_child_nodes(node):
-        yield from _imports(child, within, runs=runs and not deferred)
+        yield from _imports(child, within, runs=runs and not deferred, for_types=for_types)
 
 
 def _mentions_type_checking(test: ast.expr) -> bool:

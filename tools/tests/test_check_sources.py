@@ -39,15 +39,16 @@ def a_class(lines):
     return "class Long:\n" + "    number = 1\n" * (lines - 1)
 
 
-def test_a_module_of_400_lines_and_a_class_of_250_are_clean(violations):
-    assert not violations({"zeroshard/a": LINE * 400, "zeroshard/b": a_class(250)})
-
-
-def test_one_line_more_is_told(violations):
-    assert violations({"zeroshard/a": LINE * 401, "zeroshard/b": a_class(251)}) == [
-        "zeroshard.a has 401 lines, and may have 400: take something out of it",
-        "zeroshard.b.Long has 251 lines, and may have 250: take something out of it",
-    ]
+@pytest.mark.parametrize("more", [0, 1])
+def test_long_modules_and_classes_are_told_and_no_violation(root, monkeypatch, capsys, more):
+    monkeypatch.setattr(check_sources, "CEILINGS", dict.fromkeys(CEILINGS, Ceiling(2000)))
+    folder = root / "packages" / "zeroshard" / "src" / "zeroshard"
+    (folder / "a.py").write_text(LINE * (500 + more))
+    (folder / "b.py").write_text(a_class(400 + more))
+    assert main([str(root)]) == 0
+    out = capsys.readouterr().out
+    assert ("a.py:1: zeroshard.a has 501 lines, more than 500" in out) == bool(more)
+    assert ("b.py:1: zeroshard.b.Long has 401 lines, more than 400" in out) == bool(more)
 
 
 @pytest.mark.parametrize(
@@ -108,12 +109,14 @@ def test_a_package_above_its_ceiling_is_told(root, monkeypatch, capsys):
     assert "zeroshard has 11 lines, and its ceiling is 10: take something out of it" in capsys.readouterr().out
 
 
-def test_as_json_with_a_status_that_tells_of_violations(root, capsys):
-    (root / "packages" / "zeroshard" / "src" / "zeroshard" / "a.py").write_text(LINE * 401)
+def test_as_json_with_a_status_that_tells_of_violations(root, monkeypatch, capsys):
+    monkeypatch.setattr(check_sources, "CEILINGS", CEILINGS | {"zeroshard": Ceiling(10)})
+    (root / "packages" / "zeroshard" / "src" / "zeroshard" / "a.py").write_text(LINE * 501)
     assert main([str(root), "--json"]) == 1
     told = json.loads(capsys.readouterr().out)
     assert told["packages"]["zeroshard_core"] == {"lines": 1, "ceiling": CEILINGS["zeroshard_core"].lines, "reason": ""}
-    assert [text.rpartition(": ")[2] for text in told["violations"]] == ["take something out of it"]
+    assert [text.rpartition(" ")[2] for text in told["violations"]] == ["why"]
+    assert [text.rpartition(" ")[2] for text in told["long"]] == ["500"]
 
 
 def test_a_repository_without_sources_is_an_error_and_not_clean(tmp_path, capsys):

@@ -61,9 +61,8 @@ class ZeroShardPlugin:
             ValueError: if a sharded optimizer comes without its model, or lacks a parameter of it.
         """
         optimizers = [each for each in objects if isinstance(each, ZeroRedundancyOptimizer)]
-        models = [each for each in objects if isinstance(each, nn.Module)]
         for optimizer in optimizers:
-            if not any(_shares_parameters(model, optimizer) for model in models):
+            if not any(isinstance(each, nn.Module) and _shares_parameters(each, optimizer) for each in objects):
                 raise ValueError(
                     "a ZeroRedundancyOptimizer was passed to prepare() without a model whose parameters it has: pass "
                     "both in one call, so that the communication hook can be registered"
@@ -90,14 +89,7 @@ class ZeroShardPlugin:
 def reduce_to_owners(
     model: nn.Module, optimizers: Iterable[ZeroRedundancyOptimizer], *, norms: bool | Sequence[float] = True
 ) -> None:
-    """Register the communication hook on what Accelerate has wrapped, for those optimizers that have its parameters.
-
-    Args:
-        model: of ``accelerator.prepare()``: DistributedDataParallel, compiled or not, or a model that was not wrapped,
-            which is left alone.
-        optimizers: may have nothing to do with the model.
-        norms: as for :func:`~zeroshard_integrations.ddp.register_reduce_to_owner`.
-    """
+    """Register the communication hook on a model that Accelerate has wrapped, for the optimizers of its parameters."""
     owners = [optimizer for optimizer in optimizers if _shares_parameters(model, optimizer)]
     # Under torch.compile, DistributedDataParallel is a child of the model.
     for ddp in [module for module in model.modules() if isinstance(module, DistributedDataParallel)] if owners else []:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
-from zeroshard_comm import Control, PeerLostError, RankGroup, ShardingConfig, agreed, choose_private_group
+from zeroshard_comm import Control, RankGroup, ShardingConfig, agreed, choose_private_group
 from zeroshard_comm._torch_private import foreach_copy_, groups_here
 from zeroshard_comm.errors import lost
 from zeroshard_core import TensorSpec, partition
@@ -95,11 +95,7 @@ class HierarchicalModelAverager(ModelAverager):
         since = self.step - self.warmup_steps
         due = (control for period, control in self._levels if since >= 0 and since % period == 0)
         if (control := next(due, None)) is not None:
-            try:
-                _average_over(control, params, buffers, self.step)
-            except PeerLostError as error:
-                control.ranks.context.close(error)
-                raise
+            _average_over(control, params, buffers, self.step)
         self.step += 1
 
 
@@ -150,8 +146,18 @@ class PostLocalSGDOptimizer(Optimizer):
                 f"PostLocalSGDOptimizer takes an averager of zeroshard_integrations.averaging, and not a "
                 f"{type(averager).__module__}.{type(averager).__name__}"
             )
+        sharing = getattr(optim, "process_group", None)
         with agreed(averager._control, "PostLocalSGDOptimizer()"):
-            _check_ranks(optim, averager)
+            members = dist.get_process_group_ranks(sharing) if isinstance(sharing, dist.ProcessGroup) else ()
+            averaging = dist.get_process_group_ranks(averager.process_group)
+            both = [rank for rank in averaging if rank in members]
+            if len(both) > 1:
+                raise ValueError(
+                    f"the averager works on the global ranks {averaging}, of which {both} share the state of one "
+                    f"optimizer, so that their parameters are equal already: give the averager a process group with "
+                    f"one rank of each optimizer, and the optimizer that of a subgroup, for example of the two "
+                    f"dimensions of a torch.distributed.DeviceMesh"
+                )
         self.optim, self.averager = optim, averager
 
     def step(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the wrapped optimizer's
@@ -268,21 +274,6 @@ def _checked(sizes: Mapping[int, int] | None, warmup_steps: int, ranks: int) -> 
     return levels
 
 
-def _check_ranks(optim: Optimizer, averager: HierarchicalModelAverager) -> None:
-    """Raise if ranks that hold shards of one optimizer would average."""
-    sharing = getattr(optim, "process_group", None)
-    if isinstance(sharing, dist.ProcessGroup):
-        members, averaging = map(dist.get_process_group_ranks, (sharing, averager.process_group))
-        both = [rank for rank in averaging if rank in members]
-        if len(both) > 1:
-            raise ValueError(
-                f"the averager works on the global ranks {averaging}, of which {both} share the state of one "
-                f"optimizer, so that their parameters are equal already: give the averager a process group with one "
-                f"rank of each optimizer, and the optimizer that of a subgroup, for example of the two dimensions of a "
-                f"torch.distributed.DeviceMesh"
-            )
-
-
 def _average_over(control: Control, params: Params, buffers: Sequence[torch.Tensor], step: int) -> None:
     ranks = control.ranks
     with agreed(control, _AVERAGE) as declared:
@@ -303,7 +294,9 @@ def _average_over(control: Control, params: Params, buffers: Sequence[torch.Tens
             try:
                 dist.all_reduce(mean, group=choose_private_group(ranks, mean.device).group)
             except RuntimeError as failure:
-                raise lost(failure, None, ranks.rank, _AVERAGE) from failure
+                error = lost(failure, None, ranks.rank, _AVERAGE)
+                ranks.context.close(error)
+                raise error from failure
             if flat is not None:
                 # Autograd does not see what is written through a buffer.
                 torch.autograd.graph.increment_version(members)

@@ -17,9 +17,9 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch 
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.futures import Future, collect_all
 from torch.nn.parallel import DistributedDataParallel
-from zeroshard import BackwardFollower, Bucket, StepMode, ZeroRedundancyOptimizer
+from zeroshard import Bucket, GradExchange, StepMode, ZeroRedundancyOptimizer
 from zeroshard._torch_private import disable_dynamo, in_autograd
-from zeroshard.sharded_optimizer import ShardedOptimizer
+from zeroshard.engine import Engine
 
 from zeroshard_integrations._torch_private import comm_hooks, has_rebuilt_buckets, queue_callback
 
@@ -69,26 +69,26 @@ def reduce_to_owner_hook(state: ZeroRedundancyOptimizer, bucket: GradBucket) -> 
         >>> optimizer.step()
         >>> dist.destroy_process_group()
     """
-    if isinstance(state, _Several):
-        return _receive([optimizer.follow_backward(StepMode.IN_STEP) for optimizer in state], bucket)
-    if not _is_sharded(state):
+    optimizers = _optimizers_in(state)
+    if not all(map(_is_sharded, optimizers)):
         raise TypeError(
             f"the state of reduce_to_owner_hook is a zeroshard.ZeroRedundancyOptimizer, and not a "
             f"{type(state).__name__}; for several optimizers call register_reduce_to_owner(ddp, optimizers)"
         )
-    return _receive([state.follow_backward(StepMode.IN_STEP)], bucket)
+    return _receive([optimizer.follow_backward(StepMode.IN_STEP) for optimizer in optimizers], bucket)
+
+
+class _Several(tuple[ZeroRedundancyOptimizer, ...]):
+    """The state of a hook that serves several optimizers: each takes every bucket, with its own parameters alone."""
+
+
+def _optimizers_in(state: Any) -> tuple[Any, ...]:  # noqa: ANN401 - of any hook
+    return state if isinstance(state, _Several) else (state,)
 
 
 def _is_sharded(optimizer: object) -> bool:
     """Whether it is a sharded optimizer, or a wrapper that forwards to one."""
     return hasattr(optimizer, "follow_backward")
-
-
-class _Several(tuple[ZeroRedundancyOptimizer, ...]):
-    """The state of a hook that serves several optimizers; made by :func:`register_reduce_to_owner`, which checks them.
-
-    Each optimizer takes in every bucket, with its own parameters alone.
-    """
 
 
 def register_reduce_to_owner(
@@ -126,12 +126,10 @@ def register_reduce_to_owner(
                 "the optimizer was built with overlap_with_ddp=True, to be stepped by a communication hook: build it "
                 "without, or register hook_with_zero_step or hook_with_zero_step_interleaved"
             )
-        _check_model(ddp, each)
-    _check_parameters(ddp, optimizers)
-    names = _names_of(ddp)
-    followers = [each.follow_backward(StepMode.IN_STEP, names, norms=norms) for each in optimizers]
+    names = _check_model(ddp, optimizers)
+    exchanges = [each.follow_backward(StepMode.IN_STEP, names, norms=norms) for each in optimizers]
     ddp.register_comm_hook(optimizers[0] if len(optimizers) == 1 else _Several(optimizers), reduce_to_owner_hook)
-    _follow_forwards(ddp, followers)
+    _register_model(ddp, exchanges)
 
 
 def hook_with_zero_step(
@@ -171,96 +169,66 @@ def hook_with_zero_step_interleaved(
 ) -> Hook:
     """Return a hook that steps each bucket during backward, as soon as it is reduced.
 
-    As :func:`hook_with_zero_step`, but reductions, steps and parameters of different buckets are under way at the same
-    time. Useful if the network is slower than backward.
-
-    Args:
-        hook: the hook that reduces the gradients, see :func:`hook_with_zero_step`.
-        ddp: the model.
-        zero: its optimizer.
-        shard_buckets: accepted for compatibility, without effect.
-
-    Returns:
-        The hook to be registered.
-
-    Raises:
-        ValueError: as :func:`hook_with_zero_step`.
+    As :func:`hook_with_zero_step`, whose arguments, result and errors it has, but reductions, steps and parameters of
+    different buckets are under way at the same time. Useful if the network is slower than backward.
     """
     return _stepping(hook, ddp, zero, StepMode.PER_BUCKET)
 
 
-_stepped_by: weakref.WeakKeyDictionary[Hook, weakref.ref[ShardedOptimizer]] = weakref.WeakKeyDictionary()
+_stepped_by: weakref.WeakKeyDictionary[Hook, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
 
 
-def optimizers_of_hooks(ddp: DistributedDataParallel) -> list[ShardedOptimizer]:
-    """Return the sharded optimizers to which the communication hooks of a model hand its gradients.
-
-    Returns their inner objects, which an optimizer shares with wrappers of frameworks.
-
-    Args:
-        ddp: the model.
-    """
-    hooked = [state if isinstance(state, _Several) else [state] for _, state in comm_hooks(ddp)]
-    states = [getattr(state, "_sharded", None) for several in hooked for state in several]
+def optimizers_of_hooks(ddp: DistributedDataParallel) -> list[Engine]:
+    """Return the inner objects of the optimizers to which a model's communication hooks hand its gradients."""
+    states = [getattr(each, "_engine", None) for _, state in comm_hooks(ddp) for each in _optimizers_in(state)]
     # By identity: users' hooks need not be hashable.
     steppers = [sharded() for hook, _ in comm_hooks(ddp) for known, sharded in _stepped_by.items() if known is hook]
-    return [sharded for sharded in (*states, *steppers) if isinstance(sharded, ShardedOptimizer)]
+    return [sharded for sharded in (*states, *steppers) if isinstance(sharded, Engine)]
 
 
-def _stepping(
-    hook: Hook,
-    ddp: DistributedDataParallel,
-    zero: ZeroRedundancyOptimizer,
-    mode: StepMode,
-) -> Hook:
+def _stepping(hook: Hook, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, mode: StepMode) -> Hook:
     if not zero._overlap_with_ddp:
         raise ValueError(
             "the optimizer must be built with overlap_with_ddp=True to be stepped by a communication hook; or register "
             "reduce_to_owner_hook, which leaves stepping to step()"
         )
-    _check_model(ddp, zero)
-    _check_parameters(ddp, [zero])
-    follower = zero.follow_backward(mode, _names_of(ddp))
-    _follow_forwards(ddp, [follower])
+    exchange = zero.follow_backward(mode, _check_model(ddp, [zero]))
+    _register_model(ddp, [exchange])
     # DDP keeps the hook: a reference to the optimizer from there would be a cycle through C++.
     reduces_elsewhere = hook is not allreduce_hook
-    sharded_of, group = weakref.ref(zero._sharded), zero.process_group
+    sharded_of, group = weakref.ref(zero._engine), zero.process_group
 
     def step_in_backward(state: Any, bucket: GradBucket) -> Future[torch.Tensor]:  # noqa: ANN401 - the inner hook's
         if sharded_of() is None:
             raise RuntimeError("the optimizer that this communication hook steps is gone: keep a reference to it")
-        if not reduces_elsewhere and state is not None:
-            _check_group(state, group)
-        return _receive([follower], bucket, (lambda: hook(state, bucket)) if reduces_elsewhere else None)
+        if not reduces_elsewhere and isinstance(state, dist.ProcessGroup):
+            difference = "allreduce_hook was registered with a group of the ranks {}, and the optimizer works on {}"
+            _check_same_ranks(state, group, difference)
+        return _receive([exchange], bucket, (lambda: hook(state, bucket)) if reduces_elsewhere else None)
 
     _stepped_by[step_in_backward] = sharded_of
     return step_in_backward
 
 
-def _follow_forwards(ddp: DistributedDataParallel, followers: Sequence[BackwardFollower]) -> None:
+def _register_model(ddp: DistributedDataParallel, exchanges: Sequence[GradExchange]) -> None:
     """Let optimizers know their model, and when it may rebuild its buckets, which copies gradients: in its forwards."""
-    for follower in followers:
-        follower.joining.models.add(ddp)
-        follower.scheduler.gradients.in_rebuild = False
+    for exchange in exchanges:
+        exchange.join.models.add(ddp)
+    set_in_forward(exchanges, None)
     # Functions: a copy of the model would copy the arguments of a partial.
-    ddp.register_forward_pre_hook(lambda module, _: _forward_begins(followers, module))
-    ddp.register_forward_hook(lambda *_: _forward_ends(followers), always_call=True)
+    ddp.register_forward_pre_hook(lambda module, _: set_in_forward(exchanges, module))
+    ddp.register_forward_hook(lambda *_: set_in_forward(exchanges, None), always_call=True)
 
 
 @disable_dynamo
-def _forward_begins(followers: Sequence[BackwardFollower], ddp: DistributedDataParallel) -> None:
-    for follower in followers:
-        follower.scheduler.gradients.in_rebuild = not has_rebuilt_buckets(ddp)
-
-
-@disable_dynamo
-def _forward_ends(followers: Sequence[BackwardFollower]) -> None:
-    for follower in followers:
-        follower.scheduler.gradients.in_rebuild = False
+def set_in_forward(exchanges: Sequence[GradExchange], ddp: DistributedDataParallel | None) -> None:
+    """Tell optimizers which model is in a forward, or that none is."""
+    for exchange in exchanges:
+        exchange.gradients.in_rebuild = ddp is not None and not has_rebuilt_buckets(ddp)
 
 
 def _receive(
-    followers: Sequence[BackwardFollower], bucket: GradBucket, reduce: Callable[[], Future[torch.Tensor]] | None = None
+    exchanges: Sequence[GradExchange], bucket: GradBucket, reduce: Callable[[], Future[torch.Tensor]] | None = None
 ) -> Future[torch.Tensor]:
     if not isinstance(bucket, GradBucket):
         raise TypeError(
@@ -279,85 +247,65 @@ def _receive(
         announced=bucket.index(),
     )
     parts = [found]
-    if len(followers) > 1:
+    if len(exchanges) > 1:
         # A parameter that no optimizer has goes to the first one, which raises an error for it on every rank.
-        owner_of = [next((each for each in followers if each.has(param)), followers[0]) for param in params]
-        parts = [found.only([owner is each for owner in owner_of]) for each in followers]
-    done = [_hand_over(each, part, reduce) for each, part in zip(followers, parts, strict=True)]
-    if found.is_last and not in_autograd() and followers[0].joining.exchange is None:
+        owner_of = [next((each for each in exchanges if each.has(param)), exchanges[0]) for param in params]
+        parts = [found.only([owner is each for owner in owner_of]) for each in exchanges]
+    done = []
+    for exchange, part in zip(exchanges, parts, strict=True):
+        # Without a backward: Join calls the hook of a rank that has run out of data.
+        given = part if in_autograd() else exchange.gradients.contribute(part)
+        begins = not exchange.in_backward
+        done.append(exchange.begin(given, reduce))
+        if given.is_own and given.is_last:
+            _after_ddp(exchange.end)
+        elif given.is_own and begins:
+            _after_ddp(exchange.end_of_autograd)
+    if found.is_last and not in_autograd() and exchanges[0].join.exchange is None:
         # This rank is in torch's Join of the model alone. The others have data, and raise in step().
-        for each in followers:
-            each.on_backward_end()
-        raise followers[0].joining.left_out()
+        for each in exchanges:
+            each.end()
+        raise exchanges[0].join.left_out()
     return done[0] if len(done) == 1 else collect_all(done).then(lambda _: found.buffer)
 
 
-def _hand_over(
-    follower: BackwardFollower, bucket: Bucket, reduce: Callable[[], Future[torch.Tensor]] | None
-) -> Future[torch.Tensor]:
-    """Hand an optimizer a bucket, and tell it of the end of the backward."""
-    if not in_autograd():
-        # Without a backward: Join calls the hook of a rank that has run out of data.
-        bucket = follower.scheduler.gradients.contribute(bucket)
-    begins = not follower.in_backward
-    done = follower.on_bucket(bucket, reduce)
-    if bucket.is_own and bucket.is_last:
-        _after_ddp(follower.on_backward_end)
-    elif bucket.is_own and begins:
-        _after_ddp(follower.on_autograd_end)
-    return done
-
-
 def _after_ddp(call: Callable[[], None]) -> None:
-    """Call something at the end of backward, after what DDP does there.
-
-    DDP queues the callback that writes gradients after this one, and the callback queued by this one comes last.
-    """
+    """Call something at the end of backward, after what DDP does there."""
+    # DDP queues the callback that writes gradients after this one, and the callback queued by this one comes last.
     queue_callback(lambda: queue_callback(call))
 
 
-def _names_of(ddp: DistributedDataParallel) -> dict[torch.Tensor, str]:
-    return {param: name for name, param in ddp.module.named_parameters()}
+def _check_same_ranks(group: dist.ProcessGroup, optimizers: dist.ProcessGroup, difference: str) -> None:
+    theirs, ours = dist.get_process_group_ranks(group), dist.get_process_group_ranks(optimizers)
+    if theirs != ours:
+        raise ValueError(f"{difference.format(theirs, ours)}: give both the same process group")
 
 
-def _check_group(state: object, group: dist.ProcessGroup) -> None:
-    if isinstance(state, dist.ProcessGroup):
-        theirs, ours = dist.get_process_group_ranks(state), dist.get_process_group_ranks(group)
-        if theirs != ours:
-            raise ValueError(
-                f"allreduce_hook was registered with a group of the ranks {theirs}, and the optimizer works on {ours}: "
-                f"give both the same process group"
-            )
-
-
-def _check_model(ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer) -> None:
+def _check_model(
+    ddp: DistributedDataParallel, optimizers: Sequence[ZeroRedundancyOptimizer]
+) -> dict[torch.Tensor, str]:
+    """Check that optimizers can take the buckets of a model, and return the names of its parameters."""
     if getattr(ddp, "mixed_precision", None) is not None:
         raise ValueError(
             "DistributedDataParallel(mixed_precision=...) has a communication hook of its own, and takes no other: "
             "use torch.autocast, or parameters in half precision with master_weights=True, instead; or register no "
             "hook of zeroshard"
         )
-    theirs, ours = dist.get_process_group_ranks(ddp.process_group), dist.get_process_group_ranks(zero.process_group)
-    if theirs != ours:
-        raise ValueError(
-            f"DistributedDataParallel works on the ranks {theirs}, and the optimizer on {ours}: give both the same "
-            f"process group"
-        )
-
-
-def _check_parameters(ddp: DistributedDataParallel, optimizers: Sequence[ZeroRedundancyOptimizer]) -> None:
     known: set[torch.Tensor] = set()
-    names = _names_of(ddp)
+    names = {param: name for name, param in ddp.module.named_parameters()}
     for optimizer in optimizers:
+        difference = "DistributedDataParallel works on the ranks {}, and the optimizer on {}"
+        _check_same_ranks(ddp.process_group, optimizer.process_group, difference)
         own = {param for group in optimizer.param_groups for param in group["params"]}
         for param in known & own:
             raise ValueError(f"two optimizers of one hook have the parameter {names.get(param, '')!r}: one may step it")
         known |= own
     ignored: set[str] = getattr(ddp, "parameters_to_ignore", set())
-    for name, param in ddp.module.named_parameters():
+    for param, name in names.items():
         if param.requires_grad and param not in known and name not in ignored:
             raise ValueError(
                 f"DistributedDataParallel reduces {name!r}, which the optimizer does not have: with a communication "
                 f"hook of zeroshard, the optimizers given to register_reduce_to_owner must have all parameters. Give "
                 f"them all, or freeze those that are not to be trained before DistributedDataParallel is built"
             )
+    return names

@@ -21,7 +21,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from zeroshard import ZeroRedundancyOptimizer, check_whole
-from zeroshard_core import state_bytes
+from zeroshard_core import Cost, state_bytes
 
 from zeroshard_integrations.ddp import register_reduce_to_owner
 
@@ -54,7 +54,7 @@ class ZeroShardStrategy(DDPStrategy):
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         """Register the hook; Lightning calls this when the model is wrapped, and has itself no later place for it."""
         super().setup_optimizers(trainer)
-        _register_hook(self.model, self.optimizers, "configure_optimizers() returned", self.global_rank, self._norms)
+        _register_hook(self, self.model, self.optimizers, "configure_optimizers() returned")
         if any(isinstance(callback, ModelSummary) for callback in trainer.callbacks):
             for optimizer in self.optimizers:
                 rank_zero_info(_describe_state(optimizer))
@@ -101,7 +101,7 @@ class FabricZeroShardStrategy(FabricDDPStrategy):
             ValueError: if the optimizers lack a parameter, or have other ranks than the model.
         """
         ddp = self.setup_module(module)
-        _register_hook(ddp, optimizers, "setup() received", self.global_rank, self._norms)
+        _register_hook(self, ddp, optimizers, "setup() received")
         return (ddp, optimizers, *scheduler)
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:  # noqa: ARG002 - Fabric's signature
@@ -126,15 +126,15 @@ class FabricZeroShardStrategy(FabricDDPStrategy):
 
 
 def _describe_state(optimizer: ZeroRedundancyOptimizer) -> str:
-    """Say how large the optimizer state will be, on the rank that has most of it, and unsharded. Not collective.
+    """Say how large the optimizer state will be, on the rank that has most of it, and unsharded. Not collective."""
+    plan = optimizer.plan
+    kind: Any = type(optimizer.optim)
 
-    Args:
-        optimizer: need not have been stepped: its class is measured on small tensors on the CPU, one for each dtype and
-            number of dimensions. A cut tensor counts in proportion to its parts.
-    """
-    plan, kind = optimizer.plan, type(optimizer.optim)
-    # A group has all hyperparameters, as the class has filled them in.
-    costs = [state_bytes(_builder(kind, group)) for group in optimizer.param_groups]
+    def cost_of(group: dict[str, Any]) -> Cost:
+        # A group has all hyperparameters, as the class has filled them in.
+        return state_bytes(lambda params: kind([{**group, "params": params}]))
+
+    costs = [*map(cost_of, optimizer.param_groups)]
     try:
         sizes = [costs[spec.group](spec) if spec.trainable else 0.0 for spec in plan.tensors]
     except ValueError:
@@ -148,21 +148,15 @@ def _describe_state(optimizer: ZeroRedundancyOptimizer) -> str:
     )
 
 
-def _builder(kind: Callable[..., Optimizer], group: dict[str, Any]) -> Callable[..., Optimizer]:
-    return lambda params: kind([{**group, "params": params}])
-
-
-def _register_hook(
-    ddp: DistributedDataParallel, optimizers: Sequence[Any], source: str, rank: int, norms: bool | Sequence[float]
-) -> None:
+def _register_hook(strategy: Any, ddp: DistributedDataParallel, optimizers: Sequence[Any], source: str) -> None:  # noqa: ANN401 - of either kind
     for optimizer in optimizers:
         if not isinstance(optimizer, ZeroRedundancyOptimizer):
             name = type(optimizer).__name__
             raise TypeError(
-                f"rank {rank}: strategy={NAME!r} trains with zeroshard.ZeroRedundancyOptimizer, but {source} "
-                f"{name}: build ZeroRedundancyOptimizer(params, {name}, ...) instead, or use strategy='ddp'"
+                f"rank {strategy.global_rank}: strategy={NAME!r} trains with zeroshard.ZeroRedundancyOptimizer, but "
+                f"{source} {name}: build ZeroRedundancyOptimizer(params, {name}, ...) instead, or use strategy='ddp'"
             )
-    register_reduce_to_owner(ddp, optimizers, norms=norms)
+    register_reduce_to_owner(ddp, optimizers, norms=strategy._norms)
 
 
 def _check_saved(checkpoint: object, *, is_saved_here: bool, broadcast: Callable[[str], str]) -> None:

@@ -101,7 +101,16 @@ class ZeroShardTrainerMixin:
         return bool(self.args.parallel_mode == ParallelMode.DISTRIBUTED)
 
     def _sharded(self, optimizer_class: Any, options: dict[str, Any]) -> tuple[type[Optimizer], dict[str, Any]]:  # noqa: ANN401 - checked
-        _check_shardable(optimizer_class, options)
+        reason = None
+        if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
+            reason = "is not a subclass of torch.optim.Optimizer"
+        elif "model" in options or "optimizer_dict" in options:
+            reason = "updates parameters during backward, before their gradients are averaged"
+        elif options.get("optim_bits") == 8:
+            reason = "keeps 8-bit state by rules for each module, which it cannot look up"
+        if reason is not None:
+            name = getattr(optimizer_class, "__name__", optimizer_class)
+            raise ValueError(f"ZeroShardTrainer cannot shard {name}: it {reason}. Choose another optim, or use Trainer")
         if issubclass(optimizer_class, ZeroRedundancyOptimizer):
             return optimizer_class, {**self.sharding_options, **options}
         return ZeroRedundancyOptimizer, {"optimizer_class": optimizer_class, **self.sharding_options, **options}
@@ -130,16 +139,3 @@ def sharded_optimizer(optimizer: Optimizer | None) -> ZeroRedundancyOptimizer | 
     """Return our optimizer, of which Accelerate's may be a wrapper; None for another one."""
     inner = getattr(optimizer, "optimizer", optimizer)
     return inner if isinstance(inner, ZeroRedundancyOptimizer) else None
-
-
-def _check_shardable(optimizer_class: Any, options: Mapping[str, Any]) -> None:  # noqa: ANN401 - any callable
-    reason = None
-    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
-        reason = "is not a subclass of torch.optim.Optimizer"
-    elif "model" in options or "optimizer_dict" in options:
-        reason = "updates parameters during backward, before their gradients are averaged"
-    elif options.get("optim_bits") == 8:
-        reason = "keeps 8-bit state by rules for each module, which it cannot look up"
-    if reason is not None:
-        name = getattr(optimizer_class, "__name__", optimizer_class)
-        raise ValueError(f"ZeroShardTrainer cannot shard {name}: it {reason}. Choose another optim, or use Trainer")

@@ -2,9 +2,8 @@
 
 from zeroshard.debug.describe import BucketDescription, OptimizerDescription, TensorDescription
 from zeroshard.grads.bucket import Bucket
-from zeroshard.grads.exchange import BackwardFollower
+from zeroshard.grads.exchange import GradExchange, StepMode
 from zeroshard.grads.placeholder import GradPlaceholder
-from zeroshard.grads.scheduler import StepMode
 from zeroshard.local.averages import AveragedParameters
 from zeroshard.optimizer import ZeroRedundancyOptimizer
 from zeroshard.plan.eligibility import ELEMENTWISE
@@ -15,9 +14,9 @@ from zeroshard.state.listing import check_whole
 __all__ = [
     "ELEMENTWISE",
     "AveragedParameters",
-    "BackwardFollower",
     "Bucket",
     "BucketDescription",
+    "GradExchange",
     "GradPlaceholder",
     "OptimizerCheck",
     "OptimizerDescription",

@@ -5,31 +5,20 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from zeroshard_comm import Control, agreed, all_gather_float
 
 from zeroshard._torch_private import foreach_mul_, foreach_norm
 
-
-class _Operations(Protocol):
-    """What is done to gradients; it is a :class:`zeroshard.grads.operations.GradOperations`."""
-
-    def clipped(self, factor: float) -> None: ...
-
-
-class _Source(Protocol):
-    """Where gradients are; it is a :class:`zeroshard.grads.scheduler.BucketScheduler`."""
-
-    @property
-    def operations(self) -> _Operations: ...
-    def owned_gradients(self) -> Sequence[torch.Tensor]: ...
+if TYPE_CHECKING:
+    from zeroshard.grads.exchange import GradExchange
 
 
 def clip_over_ranks(
     control: Control,
-    source: _Source,
+    exchange: GradExchange,
     max_norm: float,
     norm_type: float,
     dtype: torch.dtype,
@@ -40,7 +29,7 @@ def clip_over_ranks(
 
     Args:
         control: the channel of the ranks.
-        source: has this rank's gradients; every element is held by only one rank.
+        exchange: has this rank's gradients; every element is held by only one rank.
         max_norm: the largest norm that is not scaled down.
         norm_type: the p of the p-norm; ``inf`` for the largest magnitude.
         dtype: of the result.
@@ -60,7 +49,7 @@ def clip_over_ranks(
         max_norm, norm_type = float(max_norm), float(norm_type)
         wanted = f"max_norm={max_norm}, norm_type={norm_type}, error_if_nonfinite={error_if_nonfinite}"
         declared.digest, declared.detail = zlib.crc32(wanted.encode()), lambda: wanted
-        held = source.owned_gradients()
+        held = exchange.owned_gradients()
         if held:
             norms = torch.stack([norm.double() for norm in foreach_norm(list(held), norm_type)])
             mine = float(torch.linalg.vector_norm(norms, norm_type))
@@ -76,7 +65,7 @@ def clip_over_ranks(
     if not scale >= 1.0:
         if held:
             foreach_mul_(list(held), scale)
-        source.operations.clipped(scale)
+        exchange.operations.clipped(scale)
     return torch.tensor(total, dtype=dtype, device="cpu")
 
 

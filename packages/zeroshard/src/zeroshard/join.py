@@ -11,18 +11,19 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.algorithms.join import Joinable
 from zeroshard_comm import Control, DisagreementError, PeerLostError, agreed
 
 from zeroshard._torch_private import join_config
-from zeroshard.grads.exchange import BackwardFollower
 from zeroshard.grads.placeholder import GradPlaceholder
 from zeroshard.local.optimizer import NOT_SYNCED
-from zeroshard.sharding import Sharding
 from zeroshard.state.serialization import receive_value, send_value, write_value
+
+if TYPE_CHECKING:
+    from zeroshard.engine import Engine
 
 
 class Call(IntEnum):
@@ -121,7 +122,7 @@ def fail(control: Control, error: Exception) -> None:
         exchange(control, Announcement(Call.FAILED), error)
 
 
-class Participant:
+class JoinState:
     """Announces the calls of one optimizer, and sends ranks without data the values that they need.
 
     Attributes:
@@ -130,8 +131,8 @@ class Participant:
         models: those that a communication hook was registered with.
     """
 
-    def __init__(self, sharding: Sharding) -> None:
-        self._sharding = sharding
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
         self.models: weakref.WeakSet[Joinable] = weakref.WeakSet()
         self.leave()
 
@@ -148,7 +149,7 @@ class Participant:
         """
         if self.exchange is None and any(join_config(model).enable for model in self.models):
             raise self.left_out()
-        if self.exchange is None or self._sharding.control.alone:
+        if self.exchange is None or self._engine.control.alone:
             return
         attendance = self.exchange(call)
         if attendance is not None and attendance.joined and attendance.running and call is not Call.END:
@@ -168,7 +169,7 @@ class Participant:
 
     def hand_over(self, attendance: Attendance, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """Send ranks without data what a call needs, and return its arguments; or raise on all ranks. Collective."""
-        control, source, call = self._sharding.control, attendance.running[0], attendance.made.call
+        control, source, call = self._engine.control, attendance.running[0], attendance.made.call
         rank, written = control.ranks.rank, dict[int, Any]()
         with agreed(control, "a call inside Join"):
             if call is Call.REFUSED:
@@ -187,20 +188,20 @@ class Participant:
         return arguments
 
     def _describe(self, call: Call, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        groups = [{k: v for k, v in group.items() if k not in NOT_SYNCED} for group in self._sharding.groups]
-        self._sharding.hyperparameters.follow(self._sharding.groups)
+        groups = [{k: v for k, v in group.items() if k not in NOT_SYNCED} for group in self._engine.groups]
+        self._engine.hyperparameters.follow(self._engine.groups)
         named = [(f"the hyperparameter {key!r}", value) for group in groups for key, value in group.items()]
         named += [(f"the argument {key!r} of {call.name.lower()}()", value) for key, value in arguments.items()]
         for name, value in named:
             # Raises.
             write_value(value, [], f"a rank has run out of data in Join, and cannot be told {name}: it")
-        return {"groups": groups, "agreed": dict(self._sharding.hyperparameters.agreed), "arguments": dict(arguments)}
+        return {"groups": groups, "agreed": dict(self._engine.hyperparameters.agreed), "arguments": dict(arguments)}
 
     def _tensors_for(self, peer: int, call: Call) -> dict[str, Any]:
         """The parameters that another rank updates, since the loop may have changed them; and their gradients."""
-        params = self._sharding.params
+        params = self._engine.params
         grads = [param.grad for param in params]
-        takes_buckets, updates = self._sharding.buckets is not None, call in (Call.STEP, Call.BACKWARD)
+        takes_buckets, updates = self._engine.exchange is not None, call in (Call.STEP, Call.BACKWARD)
         return {
             "parameters": self._of_rank(peer, params) if updates else {},
             "gradients": self._of_rank(peer, grads) if updates and not takes_buckets else {},
@@ -209,7 +210,7 @@ class Participant:
 
     def _of_rank(self, peer: int, values: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor]:
         """A rank's parts of parameters, or of their gradients, by tensor."""
-        plan, found = self._sharding.layout.plan, dict[str, torch.Tensor]()
+        plan, found = self._engine.layout.plan, dict[str, torch.Tensor]()
         for shard in plan.of_rank(peer):
             value = values[shard.tensor]
             if value is not None:
@@ -217,14 +218,14 @@ class Participant:
         return found
 
     def _take(self, call: Call, given: Mapping[str, Any]) -> None:
-        groups, params, rank = self._sharding.groups, self._sharding.params, self._sharding.control.ranks.rank
+        groups, params, rank = self._engine.groups, self._engine.params, self._engine.control.ranks.rank
         for from_group, to_group in zip(given["groups"], groups, strict=True):
             for key, value in from_group.items():
                 present = to_group.get(key)
                 if isinstance(value, torch.Tensor) and isinstance(present, torch.Tensor):
                     value = present.copy_(value)
                 to_group[key] = value
-        self._sharding.hyperparameters.adopt(given["agreed"], groups)
+        self._engine.hyperparameters.adopt(given["agreed"], groups)
         places = self._of_rank(rank, params)
         for tensor, values in given["parameters"].items():
             places[tensor].copy_(values)
@@ -244,45 +245,31 @@ class Participant:
 
     def drop_gradients(self) -> None:
         """Set all gradients to None."""
-        for param in self._sharding.params:
+        for param in self._engine.params:
             param.grad = None
 
 
-class _Sharded(Protocol):
-    """All of an optimizer; it is a :class:`zeroshard.sharded_optimizer.ShardedOptimizer`."""
-
-    joining: Participant
-    sharding: Sharding
-    follower: BackwardFollower | None
-
-    @property
-    def steps_early(self) -> bool: ...
-    def apply_step(self, arguments: Mapping[str, Any]) -> object: ...
-    def apply_clipping(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> object: ...
-    def apply_consolidation(self, target: int) -> None: ...
-
-
-def follow(sharded: _Sharded, attendance: Attendance) -> None:
+def take_part(engine: Engine, attendance: Attendance) -> None:
     """Do what the ranks that still have data do with an optimizer; raise what they raise. Collective."""
-    call, follower = attendance.made.call, sharded.follower
+    call, exchange = attendance.made.call, engine.exchange
     if call is Call.END:
-        assert follower is not None
-        follower.on_backward_end()
+        assert exchange is not None
+        exchange.end()
         return
-    end_backward(sharded)
-    arguments = sharded.joining.hand_over(attendance, {})
+    end_backward(engine)
+    arguments = engine.join.hand_over(attendance, {})
     if call is Call.CLIP:
-        sharded.apply_clipping(**arguments)
+        engine.apply_clipping(**arguments)
     elif call is Call.CONSOLIDATE:
-        sharded.apply_consolidation(**arguments)
+        engine.apply_consolidation(**arguments)
     else:
-        sharded.apply_step(arguments)
-        if follower is None:
-            sharded.joining.drop_gradients()
+        engine.apply_step(arguments)
+        if exchange is None:
+            engine.join.drop_gradients()
 
 
-def end_backward(sharded: _Sharded) -> None:
+def end_backward(engine: Engine) -> None:
     """End a backward in which this rank got the others' gradients; a no-op if their hook steps during backward."""
-    follower = sharded.follower
-    if follower is not None and follower.in_backward and not sharded.steps_early:
-        follower.on_backward_end()
+    exchange = engine.exchange
+    if exchange is not None and exchange.in_backward and not engine.steps_early:
+        exchange.end()

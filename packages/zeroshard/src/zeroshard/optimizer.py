@@ -1,30 +1,40 @@
-"""The sharded optimizer: a drop-in for ``torch.distributed.optim.ZeroRedundancyOptimizer``."""
+"""The sharded optimizer: a drop-in for ``torch.distributed.optim.ZeroRedundancyOptimizer``.
+
+Private names in it are those of torch's class, which other projects read. What changes is in the engine, because
+frameworks copy the attributes of this object.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from functools import cache
+from types import MappingProxyType
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
-from zeroshard_comm import RankGroup
-from zeroshard_core import Cost, Strategy, numel
+from zeroshard_comm import RankGroup, Traffic
+from zeroshard_core import Cost, Plan, Strategy, numel
 
-from zeroshard.known_to_torch import register
+from zeroshard._torch_private import disable_dynamo
+from zeroshard.debug.describe import OptimizerDescription, describe
+from zeroshard.engine import Engine
+from zeroshard.grads.exchange import GradExchange, StepMode
 from zeroshard.local.optimizer import Closure, sync_groups
-from zeroshard.optimizer_interface import OptimizerInterface
 from zeroshard.plan.eligibility import Coupled, OptimizerFactory, check_shardable
 from zeroshard.plan.groups import ParamGroup, read_group, read_groups
 from zeroshard.plan.layout import Objects, Policy
-from zeroshard.sharded_optimizer import ShardedOptimizer
-from zeroshard.state.listing import StateDict
+from zeroshard.state.listing import StateDict, list_state
 from zeroshard.state.names import Keys, check_keys, key_by_index, key_by_name
+from zeroshard.state.view import StateView
 
 
-class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):  # type: ignore[misc] # torch annotates `state` narrowly
+class ZeroRedundancyOptimizer(Optimizer, Joinable):
     r"""Wrap an optimizer class and keep only this rank's share of its state (ZeRO stage 1).
 
     Every rank holds all parameters, and the optimizer state of those that it owns. :meth:`step` updates these with the
@@ -96,7 +106,7 @@ class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):  # type:
         **defaults: Any,  # noqa: ANN401 - arguments of any optimizer class
     ) -> None:
         self.initialized, self._overlap_with_ddp = False, overlap_with_ddp
-        register(ZeroRedundancyOptimizer)
+        _register(ZeroRedundancyOptimizer)
         ranks = RankGroup.of(process_group)
         self.process_group, self.world_size = ranks.group, ranks.world_size
         self.rank, self.global_rank = ranks.rank, ranks.global_rank
@@ -111,7 +121,8 @@ class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):  # type:
             Joinable.__init__(self)
             return self.param_groups
 
-        self._sharded = ShardedOptimizer(ranks, policy, defaults, read)
+        self._engine = Engine(ranks, policy, defaults, read)
+        self._state_view = StateView(self._engine)
         sync_groups(self.optim.param_groups, self.param_groups)
         self.defaults = self.optim.defaults  # as the class fills them in: schedulers look values up there
         self.initialized = True
@@ -137,7 +148,7 @@ class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):  # type:
             Exception: an error of any rank, on every rank, but errors of step hooks only where they occur. Replicas are
                 equal then, except parameters that a rank has converted.
         """
-        return self._sharded.step(closure, kwargs)
+        return self._engine.step(closure, kwargs)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
@@ -160,7 +171,7 @@ class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):  # type:
             RuntimeError: if the norm is not finite, and ``error_if_nonfinite`` is True.
             DisagreementError, PeerLostError: if ranks pass different arguments, or one is gone.
         """
-        return self._sharded.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+        return self._engine.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """Register a hook that is called before each step, as in torch. Its errors are raised only where they occur.
@@ -188,7 +199,7 @@ class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):  # type:
         """
         register = super().add_param_group
         if self.initialized:
-            self._sharded.add_param_group(lambda: register(read_group(param_group)))
+            self._engine.add_param_group(lambda: register(read_group(param_group)))
         else:
             register(param_group)
 
@@ -206,7 +217,7 @@ class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):  # type:
                 of a cut tensor have it, for example after a first step that failed on the others.
             DisagreementError, PeerLostError: if ranks pass different targets, or one is gone.
         """
-        self._sharded.consolidate(to)
+        self._engine.consolidate(to)
 
     def init_state(self) -> None:
         """Make the state of all trainable parameters if there is none on any rank. Collective.
@@ -219,7 +230,7 @@ class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):  # type:
             DisagreementError, PeerLostError: if ranks differ in their parameters, or one is gone.
             Exception: an error of any rank's step, on every rank.
         """
-        self._sharded.init_state()
+        self._engine.init_state()
 
     def state_dict(self, *, keys: Keys = "indices") -> StateDict:
         """Return the state of the optimizer as this rank has it. Not collective, at any time.
@@ -238,7 +249,7 @@ class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):  # type:
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
-        state_dict = self._sharded.list_state()
+        state_dict = list_state(self._engine)
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             changed = post_hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
@@ -270,6 +281,207 @@ class ZeroRedundancyOptimizer(OptimizerInterface, Optimizer, Joinable):  # type:
                 given = given if changed is None else changed
             return key_by_index(given, self.param_groups) if check_keys(keys) == "names" and given else given
 
-        if self._sharded.load(read, from_rank):
+        if self._engine.load(read, from_rank):
             for post_hook in self._optimizer_load_state_dict_post_hooks.values():
                 post_hook(self)
+
+    @property
+    def optim(self) -> Optimizer:
+        """The local optimizer, over this rank's shards."""
+        return self._engine.local.optim
+
+    @property
+    def plan(self) -> Plan:
+        """Who owns what."""
+        return self._engine.layout.plan
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes, calls and waiting so far."""
+        return self._engine.traffic
+
+    @property
+    def buffers(self) -> tuple[torch.Tensor, ...]:
+        """The flat buffers that parameters are views of, 1-D; elements between them are padding."""
+        return self._engine.buffers.buffers
+
+    def describe(self) -> OptimizerDescription:
+        """Return who owns what, the buckets of a communication hook, and what was sent so far. Not collective.
+
+        ``print()`` it, or ``rich.print()`` it as tables; ``dataclasses.asdict()`` makes a dict of it.
+        """
+        return describe(self._engine)
+
+    @property  # type: ignore[override] # torch annotates it narrowly
+    def state(self) -> MutableMapping[Any, Any]:
+        """The state of all parameters that have some.
+
+        For this rank's shards these are the local optimizer's own dicts, not copies; a part has the shape of its rows.
+        For the rest they are placeholders, which have a shape; reading them raises an error.
+        """
+        # There is none yet while torch's constructor runs.
+        if not hasattr(self, "_engine"):
+            return defaultdict(dict)
+        local = self._engine.local
+        if self.world_size == 1 and not (
+            local.extra.kinds or any(shard.is_detached for shard in local.shards.values())
+        ):
+            return local.optim.state
+        return self._state_view
+
+    @state.setter
+    def state(self, value: MutableMapping[Any, Any]) -> None:
+        if hasattr(self, "_engine"):
+            self._state_view.replace(value)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The param groups. Stored in the engine, because wrappers copy this object's attributes."""
+        # It does not exist yet while torch's constructor runs.
+        found: list[dict[str, Any]] = self._engine.groups if hasattr(self, "_engine") else vars(self)["param_groups"]
+        return found
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        if hasattr(self, "_engine"):
+            self._engine.groups = value
+        else:
+            vars(self)["param_groups"] = value
+
+    @staticmethod
+    def profile_hook_step(func: Any) -> Any:  # noqa: ANN401 - as torch's
+        """Wrap :meth:`step` as torch does, so that torch.compile does not trace it."""
+        return disable_dynamo(Optimizer.profile_hook_step(func))
+
+    def join_hook(self, **kwargs: Any) -> NoReturn:  # noqa: ANN401, ARG002 - shared by all joinables
+        """Refuse torch's ``Join``; the one of ``zeroshard_integrations.join`` does not call this.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            "torch's Join does not support zeroshard's optimizer: use zeroshard_integrations.join.Join, which takes "
+            "the same arguments"
+        )
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device on which ``Join`` counts the ranks that still run: that of the first parameter."""
+        return self._engine.params[0].device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """The process group of this optimizer."""
+        return self.process_group
+
+    @property
+    def train(self) -> Callable[[], Any]:
+        """Call the local optimizer's ``train()``, which schedule-free optimizers have. Collective.
+
+        Parameters that it changes are sent to all ranks. A second call in a row sends none, unless it has changed
+        parameters or param groups again; changes that a second call makes only through ``.data`` are not noticed.
+
+        Raises:
+            AttributeError: when looked up, if the local optimizer's class has no such method.
+            DisagreementError, PeerLostError: if ranks call different methods, or one is gone.
+            Exception: what any rank's optimizer raises, on every rank; replicas are equal then.
+        """
+        return self._engine.train_or_eval("train")
+
+    @property
+    def eval(self) -> Callable[[], Any]:
+        """Call the local optimizer's ``eval()``; see :attr:`train`. Collective."""
+        return self._engine.train_or_eval("eval")
+
+    @property
+    def takes_buckets(self) -> bool:
+        """Whether gradients come bucket by bucket, from a communication hook."""
+        return self._engine.exchange is not None
+
+    @disable_dynamo
+    def follow_backward(
+        self,
+        mode: StepMode,
+        names: Mapping[torch.Tensor, str] = MappingProxyType({}),
+        *,
+        norms: bool | Sequence[float] = True,
+    ) -> GradExchange:
+        """Take gradients bucket by bucket from now on: for communication hooks. Collective, the first time.
+
+        Args:
+            mode: when shards are stepped.
+            names: the model's names, for errors about parameters without names; the same on all ranks.
+            norms: which norms of all gradients every rank learns at the end of each backward, so that torch's
+                functions for clipping work: True for order 2, False for none, or a tuple of 2, ``math.inf`` or both.
+                The first call decides; there are none if shards are stepped during it.
+
+        Raises:
+            ValueError: if gradients are taken in another way already, parameters cannot be exchanged in buckets, or
+                norms of other orders are asked for.
+        """
+        return self._engine.take_buckets(mode, names, norms=norms)
+
+    @property
+    def _param_to_rank(self) -> dict[torch.Tensor, int]:
+        """Each parameter's owner; a cut parameter is listed with the owner of its first element."""
+        return {param: self.plan.of_tensor(index)[0].rank for index, param in enumerate(self._all_params())}
+
+    def _partition_parameters(self) -> list[list[dict[str, Any]]]:
+        """Per rank, the public param groups with only the parameters of which it owns something."""
+        owners = {p: {shard.rank for shard in self.plan.of_tensor(i)} for i, p in enumerate(self._all_params())}
+        return [
+            [{**group, "params": [p for p in group["params"] if rank in owners[p]]} for group in self.param_groups]
+            for rank in range(self.plan.world_size)
+        ]
+
+    @staticmethod
+    def _sync_param_groups(
+        src_param_groups: Sequence[Mapping[str, Any]], dst_param_groups: list[dict[str, Any]]
+    ) -> None:
+        """Copy every attribute except the members from one list of groups to another."""
+        sync_groups(src_param_groups, dst_param_groups)
+
+    def _clear_cache(self) -> None:
+        """Do nothing: nothing is cached that could be stale."""
+
+    def __repr__(self) -> str:
+        if not hasattr(self, "_engine"):
+            # Its constructor has raised.
+            return object.__repr__(self)
+        return f"{type(self).__name__} of {describe(self._engine).summary}"
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:  # noqa: ANN401 - as in object
+        """Refuse pickling and deep copies: a process group cannot be copied.
+
+        Raises:
+            TypeError: always.
+        """
+        advice = (
+            ". Copying a DistributedDataParallel model copies the state of its communication hook, this optimizer: "
+            "copy the module instead, as in AveragedModel(ddp.module)"
+        )
+        raise TypeError(
+            "a ZeroRedundancyOptimizer cannot be pickled or deep-copied: it holds a process group and only this rank's "
+            "share of the state. Save its state with consolidate_state_dict() and state_dict(), and load that into a "
+            "new one" + (advice if self.takes_buckets else "")
+        )
+
+    def _all_params(self) -> list[torch.Tensor]:
+        return [param for group in self.param_groups for param in group["params"]]
+
+
+@cache
+def _register(kind: type) -> None:
+    """Make a class a virtual subclass of torch's.
+
+    Call it when the first optimizer is built, and not when the class is made: importing torch's class takes most of a
+    second, for modules that the first step would import anyway.
+    """
+    with warnings.catch_warnings():
+        # Importing it warns, because torch is going to remove it.
+        warnings.simplefilter("ignore")
+        try:
+            from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
+        except ImportError:
+            return
+    TorchZero.register(kind)

@@ -1,4 +1,4 @@
-"""Keeps replicas equal: where parameters lie in memory, and which ranges of them are sent after a step."""
+"""Where parameters lie in memory, and which ranges of them their owners broadcast after a step."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 from zeroshard_comm import Broadcast, Control, ParameterBroadcaster, Segment, choose_broadcaster
 from zeroshard_core import BucketLayout, FlatBuffer, Plan, Slot, TensorSpec, bucket_layouts, storage_view
 
-from zeroshard.plan.layout import same_place
+from zeroshard.plan.memory import same_place
 
 _Places = tuple[list[int], list[torch.Size], list[tuple[int, ...]]]
 
 
-class Sharing:
-    """Brings some parameters from their owners to all ranks after a step; each call counts once per step.
+class ParamBroadcast:
+    """Broadcasts the parameters of one bucket from their owners to all ranks; each call counts once per step.
 
     Args:
         params: the parameters.
@@ -62,10 +62,10 @@ class Sharing:
             broadcast.wait()
 
 
-class ParameterSync:
-    """Owns the flat buffers of the parameters (if requested), and shares all parameters together.
+class ParamBuffers:
+    """Owns the flat buffers of the parameters (if requested), and broadcasts all parameters together.
 
-    Only :meth:`follow` changes it; a step only reads it.
+    Only :meth:`lay_out` changes it; a step only reads it.
 
     Args:
         control: the channel of the group.
@@ -77,7 +77,7 @@ class ParameterSync:
         self._buffers: list[FlatBuffer] = []
         self._packed: dict[int, TensorSpec] = {}
         self._params: list[torch.Tensor] = []
-        self._shared: list[torch.Tensor] = []
+        self._active: list[torch.Tensor] = []
         self._broadcasters: list[ParameterBroadcaster] = []
         self._broadcasts: list[Broadcast] = []
         self._found: _Places = ([], [], [])
@@ -87,16 +87,11 @@ class ParameterSync:
         """The storage of the flat buffers, 1-D; empty without bucket views."""
         return tuple(buffer.storage for buffer in self._buffers)
 
-    @property
-    def broadcaster(self) -> ParameterBroadcaster | None:
-        """Brings all active parameters if they are on one device; None if there is only one rank."""
-        return next(iter(self._broadcasters), None)
-
     def moved(self) -> bool:
-        """Whether some ``.data`` was rebound since :meth:`follow`: to other memory, or with other sizes or strides."""
+        """Whether some ``.data`` was rebound since :meth:`lay_out`: to other memory, or with other sizes or strides."""
         return _places(self._params) != self._found
 
-    def follow(self, params: Sequence[torch.Tensor], plan: Plan, active: Sequence[bool]) -> None:
+    def lay_out(self, params: Sequence[torch.Tensor], plan: Plan, active: Sequence[bool]) -> None:
         """Lay out and prepare everything for these parameters and this plan.
 
         Parameters that were packed already stay where they are, and are packed again if their ``.data`` was rebound.
@@ -104,12 +99,12 @@ class ParameterSync:
         Args:
             params: all parameters, by tensor index.
             plan: who owns what.
-            active: per parameter, whether a step may change it; only these are shared.
+            active: per parameter, whether a step may change it; only these are broadcast.
         """
         self._params = list(params)
         if self._as_bucket_view:
             self._pack(plan, active)
-        self._shared = [param for param, is_shared in zip(params, active, strict=True) if is_shared]
+        self._active = [param for param, is_active in zip(params, active, strict=True) if is_active]
         self._found = _places(self._params)
         self._broadcasters = []
         if self._ranks.world_size == 1:
@@ -120,9 +115,6 @@ class ParameterSync:
         self._broadcasters = [
             choose_broadcaster(self._control, segments, device) for device, segments in by_device.items()
         ]
-
-    def expect(self) -> None:
-        """Do nothing: all is done by :meth:`send`."""
 
     def send(self) -> None:
         """Send this rank's values of all active parameters. Collective, as are the calls that must follow.
@@ -138,7 +130,7 @@ class ParameterSync:
             self._broadcasts[-1].send()
         # Autograd does not see writes by receives and flat buffers, but a graph that saved a parameter must. Now, since
         # there is nothing else to do until the messages have arrived.
-        torch.autograd.graph.increment_version(self._shared)
+        torch.autograd.graph.increment_version(self._active)
 
     def arrive(self) -> None:
         """Wait until the others' values have arrived.

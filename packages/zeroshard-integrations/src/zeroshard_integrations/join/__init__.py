@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
@@ -67,7 +66,7 @@ class Join:
     ) -> None:
         self._joinables, self._enable = list(joinables), enable
         self._throws, self._arguments = throw_on_early_termination, kwargs
-        self._group = check_joinables(self._joinables)
+        self._ranks = check_joinables(self._joinables)
         self._context: JoinContext | None = None
         self._is_inside = False
 
@@ -75,7 +74,7 @@ class Join:
     def running(self) -> int:
         """How many ranks still have data, as of the last announced call; 0 after the block."""
         if self._context is None:
-            return dist.get_world_size(self._group)
+            return self._ranks.world_size
         return len(self._context.attendance.running)
 
     notify_join_context = staticmethod(TorchJoin.notify_join_context)
@@ -110,13 +109,13 @@ class Join:
             return
         try:
             if value is None:
-                context.follow()
+                context.shadow_others()
             elif isinstance(value, Exception):
-                context.tell_failure(value)
+                context.report_error(value)
             elif isinstance(value, GeneratorExit):
-                context.tell_failure(RuntimeError("the generator that has the Join block was closed"))
+                context.report_error(RuntimeError("the generator that has the Join block was closed"))
         except Exception as error:
-            context.tell_failure(error)
+            context.report_error(error)
             raise
         finally:
             self._is_inside = False

@@ -13,7 +13,7 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard._torch_private import JoinConfig, join_config, set_join_config
-from zeroshard.join import Announcement, Attendance, Call, end_backward, exchange, fail, follow
+from zeroshard.join import Announcement, Attendance, Call, end_backward, exchange, fail, take_part
 from zeroshard.state.serialization import receive_value, send_value
 from zeroshard_comm import Control, RankGroup, agreed
 
@@ -22,104 +22,93 @@ from zeroshard_integrations.ddp import optimizers_of_hooks
 from zeroshard_integrations.join.ddp_model import DDPModel
 
 _TORCH_ZERO = "torch.distributed.optim.zero_redundancy_optimizer"  # importing it warns
-_UNKNOWN = (
-    "gradients that were reduced and others of no_sync() were added, or gradients were kept from before the block, and "
-    "a rank has run out of data, whose part of them nobody knows: call zero_grad() before a window"
-)
 
 
 class JoinContext:
-    """The state of a context that is entered, for the thread that trains; arguments and errors as :class:`Join`'s.
-
-    Attributes:
-        attendance: what all ranks have announced last.
-    """
+    """The state of a context that is entered, for the thread that trains; arguments and errors as :class:`Join`'s."""
 
     def __init__(self, joinables: Sequence[Joinable], *, throws: bool, arguments: Mapping[str, Any]) -> None:
         self._joinables, self._throws, self._arguments = joinables, throws, arguments
         self._hooks: dict[int, JoinHook] = {}
         self._models: dict[int, DDPModel] = {}
         self._optimizers: dict[int, ZeroRedundancyOptimizer] = {}
-        ranks = RankGroup.of(check_joinables(joinables))
+        ranks = check_joinables(joinables)
         self._rank, self._control = ranks.rank, Control(ranks)
         self.attendance = Attendance(Announcement(Call.NOTIFY), tuple(range(ranks.world_size)), ())
-        self._has_run_out = self._is_told = False
+        self._has_run_out = self._is_reported = False
+        settings = {"throw_on_early_termination": throws, **arguments}
+        labels = ", ".join([f"{name}={_label(value)}" for name, value in sorted(settings.items())])
+        entered = f"Join([{', '.join([type(joinable).__name__ for joinable in joinables])}], {labels})"
+        explain = "rank {2} has entered {0}, and rank {3} {1}".format
         try:
-            self._enter()
+            with agreed(self._control, "entering Join", explain) as declared:
+                declared.digest, declared.detail = zlib.crc32(entered.encode()), lambda: entered
+                for place, joinable in enumerate(joinables, 1):
+                    self._take_in(place, joinable)
         except BaseException:
             self.reset()
             raise
-
-    def _enter(self) -> None:
-        settings = {"throw_on_early_termination": self._throws, **self._arguments}
-        told = ", ".join([f"{name}={_told(value)}" for name, value in sorted(settings.items())])
-        entered = f"Join([{', '.join([type(joinable).__name__ for joinable in self._joinables])}], {told})"
-        explain = "rank {2} has entered {0}, and rank {3} {1}".format
-        with agreed(self._control, "entering Join", explain) as declared:
-            declared.digest, declared.detail = zlib.crc32(entered.encode()), lambda: entered
-            check_joinables(self._joinables)
-            for place, joinable in enumerate(self._joinables, 1):
-                self._take_in(place, joinable)
 
     def _take_in(self, place: int, joinable: Joinable) -> None:
         divides_by_running = not self._arguments.get("divide_by_initial_world_size", True)
         notify: Callable[[], object] = partial(self._call, Announcement(Call.NOTIFY, place))
         enable = True
         if isinstance(joinable, ZeroRedundancyOptimizer):
-            joining, self._optimizers[place], notify = joinable._sharded.joining, joinable, lambda: None
+            joining, self._optimizers[place], notify = joinable._engine.join, joinable, lambda: None
             joining.exchange = partial(self._optimizer_calls, place)
             joining.divides_by_running = divides_by_running
         else:
             self._hooks[place] = joinable.join_hook(**self._arguments)
         if isinstance(joinable, DistributedDataParallel):
-            begins = partial(self._backward_begins, place)
             hooked = optimizers_of_hooks(joinable)
             if len(hooked) > 1:
                 raise ValueError(
                     "Join does not follow one hook for several optimizers, which may step at different times: give the "
                     "parameters to one optimizer, or train without a communication hook"
                 )
-            owner = hooked[0] if hooked else None
-            model = DDPModel(joinable, owner, divides_by_running=divides_by_running and owner is None, begins=begins)
+            model = DDPModel(joinable, takes_buckets=bool(hooked), divides_by_running=divides_by_running and not hooked)
             self._models[place], notify = model, partial(self._forward_begins, place, model)
+            model.begins = partial(self._backward_begins, place)
             # Only to send module buffers around must DDP itself know who still has data.
             enable = len(joinable.modules_buffers) > 0
-        set_join_config(joinable, JoinableConfig.make(notify, enable=enable))
+        config = JoinableConfig(enable=enable, throw_on_early_termination=False, is_first_joinable=False)
+        config.notify = notify
+        set_join_config(joinable, config)
 
     def reset(self) -> None:
         """Take all joinables out of the context; also after an error."""
         for model in self._models.values():
             model.leave()
         for optimizer in self._optimizers.values():
-            optimizer._sharded.joining.leave()
+            optimizer._engine.join.leave()
         for joinable in self._joinables:
             if isinstance(join_config(joinable), JoinableConfig):
                 set_join_config(joinable, None)
         self._models, self._optimizers, self._hooks = {}, {}, {}
 
-    def tell_failure(self, error: Exception) -> None:
+    def report_error(self, error: Exception) -> None:
         """Tell the others of an error at their next call, unless they know it or wait inside a backward."""
-        if not self._is_told and not any(model.in_backward for model in self._models.values()):
-            self._is_told = True
+        if not self._is_reported and not any(model.in_backward for model in self._models.values()):
+            self._is_reported = True
             fail(self._control, error)
 
-    def _call(self, mine: Announcement, problem: Exception | None = None) -> Attendance:
+    def _call(self, mine: Announcement, error: Exception | None = None) -> Attendance:
         """Announce a call of this rank, or that it has run out; and hear of the others'."""
-        if self._is_told:
+        if self._is_reported:
             raise RuntimeError(
                 "this Join block has ended with an error on every rank: leave it, and do not catch errors inside of it"
             )
         if self._has_run_out and mine.call not in (Call.JOINED, Call.UNABLE):
             return self.attendance
         # An error from here on is known to every rank.
-        self._is_told = True
-        self.attendance = attendance = exchange(self._control, mine, problem)
+        self._is_reported = True
+        self.attendance = attendance = exchange(self._control, mine, error)
         if self._throws and attendance.joined and attendance.running:
             raise RuntimeError(
                 f"rank {attendance.joined[0]} has run out of data, and throw_on_early_termination is set: an error on "
                 f"every rank. Catch it around the block to stop training here, or leave the setting out to go on"
             )
-        self._is_told = False
+        self._is_reported = False
         return attendance
 
     def _optimizer_calls(self, place: int, call: Call) -> Attendance:
@@ -146,48 +135,52 @@ class JoinContext:
                 "gradients of two models of the Join block come in turns in one backward, and a rank has run out of "
                 "data, which does not know in which order: put both models into one DistributedDataParallel"
             )
-            self._is_told = True
+            self._is_reported = True
             fail(self._control, error)
             raise error
         attendance = self._call(Announcement(Call.BACKWARD, place))
         if model.divides_by_running:
-            divide_by(model.ddp, len(attendance.running), initial=False)
+            divide_by(model.ddp, len(attendance.running))
         if attendance.joined:
             model.look(is_local=False)
             self._prepare_backward(model, attendance)
 
     def _prepare_backward(self, model: DDPModel, attendance: Attendance) -> None:
         """Send ranks without data the values that they need for a backward of a model. Collective."""
-        self._is_told = True
-        self._hand_over_gradients(model, attendance.running, attendance.joined)
+        self._is_reported = True
+        self._send_gradients(model, attendance.running, attendance.joined)
         for optimizer in optimizers_of_hooks(model.ddp):
             if optimizer.steps_early:
-                optimizer.joining.hand_over(attendance, {})
-        self._is_told = False
+                optimizer.join.hand_over(attendance, {})
+        self._is_reported = False
 
-    def _hand_over_gradients(self, model: DDPModel, running: Sequence[int], joined: Sequence[int]) -> None:
+    def _send_gradients(self, model: DDPModel, running: Sequence[int], joined: Sequence[int]) -> None:
         """Send ranks without data the gradients to which the others add, or which they keep at the end."""
         is_joined = self._rank in joined
         mine = [0, 0] if is_joined else [int(not model.is_known), int(model.in_window)]
-        told = self._control.all_gather_ints(mine, "a backward inside Join")
-        if any(is_unknown for is_unknown, _ in told):
-            raise RuntimeError(_UNKNOWN)
-        if any(in_window for _, in_window in told):
+        flags = self._control.all_gather_ints(mine, "a backward inside Join")
+        if any(is_unknown for is_unknown, _ in flags):
+            raise RuntimeError(
+                "gradients that were reduced and others of no_sync() were added, or gradients were kept from before "
+                "the block, and a rank has run out of data, whose part of them nobody knows: call zero_grad() before a "
+                "window"
+            )
+        if any(in_window for _, in_window in flags):
             # To zeros, at its begin.
             if is_joined:
-                model.drop_gradients()
+                model.ddp.zero_grad()
         elif is_joined:
-            model.take_gradients(receive_value(self._control, running[0]))
+            model.set_gradients(receive_value(self._control, running[0]))
         elif self._rank == running[0]:
             for peer in joined:
-                send_value(self._control, peer, model.told_gradients())
+                send_value(self._control, peer, model.gradients_to_send())
 
-    def follow(self) -> None:
+    def shadow_others(self) -> None:
         """Take part in what the others do until all have left their loops; raise what they raise. Collective."""
-        problem = next(filter(None, [model.problem() for model in self._models.values()]), None)
-        mine = Announcement(Call.JOINED if problem is None else Call.UNABLE)
+        error = next(filter(None, [model.error() for model in self._models.values()]), None)
+        mine = Announcement(Call.JOINED if error is None else Call.UNABLE)
         before, self._has_run_out = self.attendance.joined, True
-        while (attendance := self._call(mine, problem)).running:
+        while (attendance := self._call(mine, error)).running:
             before = attendance.joined
             self._do(attendance)
         last = [rank for rank in attendance.joined if rank not in before]
@@ -195,9 +188,9 @@ class JoinContext:
             for model in self._models.values():
                 if self._rank in last:
                     model.look(is_local=False)
-                self._hand_over_gradients(model, last, before)
+                self._send_gradients(model, last, before)
         # Errors of hooks from here on are raised only on this rank.
-        self._is_told = True
+        self._is_reported = True
         for hook in self._hooks.values():
             hook.post_hook(self._rank in last)
 
@@ -206,37 +199,27 @@ class JoinContext:
         for model in self._models.values():
             model.end_backward()
         for optimizer in self._optimizers.values():
-            end_backward(optimizer._sharded)
-        if made.call in (Call.FORWARD, Call.FORWARD_UNDER_NO_SYNC, Call.FORWARD_WITHOUT_GRADIENTS):
-            with_grad = made.call is not Call.FORWARD_WITHOUT_GRADIENTS
-            self._models[made.place].follow_forward(reduces=made.call is Call.FORWARD, with_grad=with_grad)
-        elif made.call is Call.BACKWARD:
+            end_backward(optimizer._engine)
+        if made.call is Call.BACKWARD:
             model = self._models[made.place]
             self._prepare_backward(model, attendance)
             # Other ranks cannot be told of an error from here on: they are in their backward.
-            self._is_told = True
-            model.follow_backward()
-            self._is_told = False
+            self._is_reported = True
+            model.shadow_backward()
+            self._is_reported = False
+        elif made.place in self._models:
+            with_grad = made.call is not Call.FORWARD_WITHOUT_GRADIENTS
+            self._models[made.place].shadow_forward(reduces=made.call is Call.FORWARD, with_grad=with_grad)
         elif made.place in self._optimizers:
-            follow(self._optimizers[made.place]._sharded, attendance)
+            take_part(self._optimizers[made.place]._engine, attendance)
         else:
             self._hooks[made.place].main_hook()
 
 
 class JoinableConfig(JoinConfig):
-    """The ``_join_config`` of a joinable inside a context of ours, by which it is told of a call.
-
-    torch's ``notify_join_context`` asks whether the joinable is the first of its context, and does nothing if not.
-    """
+    """The ``_join_config`` of a joinable inside a context of ours, which torch asks before each call."""
 
     notify: Callable[[], object]
-
-    @classmethod
-    def make(cls, notify: Callable[[], object], *, enable: bool) -> JoinableConfig:
-        """Return one that calls ``notify``; ``enable`` tells whether the joinable itself asks who has data."""
-        made = cls(enable=enable, throw_on_early_termination=False, is_first_joinable=False)
-        made.notify = notify
-        return made
 
     @property
     def is_first_joinable(self) -> bool:
@@ -249,12 +232,12 @@ class JoinableConfig(JoinConfig):
         return JoinConfig.construct_disabled_join_config, ()
 
 
-def _told(value: object) -> str:
+def _label(value: object) -> str:
     """A text for a setting that is the same on all ranks."""
     return repr(value) if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__
 
 
-def check_joinables(joinables: Sequence[Joinable]) -> dist.ProcessGroup:
+def check_joinables(joinables: Sequence[Joinable]) -> RankGroup:
     """Check the joinables of a context, with the errors of :class:`Join`, and return the process group of all."""
     if not joinables:
         raise ValueError("Join needs at least one joinable, such as a model in DistributedDataParallel")
@@ -291,20 +274,19 @@ def check_joinables(joinables: Sequence[Joinable]) -> dist.ProcessGroup:
                     "the optimizer comes before its model in Join, so a rank without data would step before it has "
                     "gradients: write Join([ddp, optimizer])"
                 )
-            known = [getattr(other, "_sharded", None) for other in joinables]
+            known = [getattr(other, "_engine", None) for other in joinables]
             if any(optimizer not in known for optimizer in optimizers_of_hooks(joinable)):
                 raise ValueError(
                     "a communication hook of this model hands gradients to an optimizer that is not in the Join "
                     "block: write Join([ddp, optimizer])"
                 )
-    found: dist.ProcessGroup = joinables[0].join_process_group
-    return found
+    return RankGroup.of(joinables[0].join_process_group)
 
 
 def check_has_model(joinables: Sequence[Joinable], optimizer: ZeroRedundancyOptimizer) -> None:
     """Raise a ValueError if an optimizer takes buckets of a model that is not in the context: its hook may be new."""
     models = [other for other in joinables if isinstance(other, DistributedDataParallel)]
-    if optimizer.takes_buckets and all(optimizer._sharded not in optimizers_of_hooks(model) for model in models):
+    if optimizer.takes_buckets and all(optimizer._engine not in optimizers_of_hooks(model) for model in models):
         raise ValueError(
             "a communication hook hands gradients to this optimizer of a model that is not in the Join block: write "
             "Join([ddp, optimizer])"

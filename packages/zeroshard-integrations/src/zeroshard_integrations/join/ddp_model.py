@@ -16,39 +16,20 @@ from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch exports it unseen
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
-from zeroshard import GradPlaceholder
-from zeroshard.grads.accumulation import GradAccumulator
-from zeroshard.sharded_optimizer import ShardedOptimizer
+from zeroshard import GradExchange, GradPlaceholder
 from zeroshard_core import is_dense
 
-from zeroshard_integrations._torch_private import (
-    buckets_of_zeros,
-    divide_by,
-    forget_join,
-    has_comm_hook,
-    has_rebuilt_buckets,
-    local_used_map,
-    params_for_reducer,
-    prepare_forward,
-    push_rebuilt_params,
-    queue_callback,
-    run_comm_hook,
-    will_execute,
-)
+from zeroshard_integrations import _torch_private
+from zeroshard_integrations.ddp import optimizers_of_hooks, set_in_forward
 
 
 class DDPModel:
     """One model of a context, on one rank; only the context uses it.
 
-    Args:
-        ddp: the model.
-        owner: the optimizer to which a communication hook of zeroshard hands the gradients, if there is one.
-        divides_by_running: whether gradients are averaged over the ranks that still have data, where DDP does that.
-        begins: called with the model directly before the first gradient of a backward that reduces.
-
     Attributes:
-        ddp, divides_by_running: as given.
-        takes_buckets: whether there is an owner, and gradients lie at the ranks that own them.
+        takes_buckets: whether a communication hook hands gradients to an optimizer, and they lie at their owners.
+        divides_by_running: whether DDP averages gradients over the ranks that still have data.
+        begins: called with the model before the first gradient of a backward that reduces; set by the context.
         in_backward: whether a backward has begun on this rank that has not come to its end.
         watches_all: whether to follow, from the next forward on, when all gradients of a backward are there.
         has_all: whether they are.
@@ -56,16 +37,10 @@ class DDPModel:
         is_known: whether the gradients are the same on every rank, or in a window, were zero at its begin.
     """
 
-    def __init__(
-        self,
-        ddp: DistributedDataParallel,
-        owner: ShardedOptimizer | None,
-        *,
-        divides_by_running: bool,
-        begins: Callable[[DDPModel], None],
-    ) -> None:
-        self.ddp, self._owner, self._begins = ddp, owner, begins
-        self.takes_buckets, self.divides_by_running = owner is not None, divides_by_running
+    begins: Callable[[DDPModel], None]
+
+    def __init__(self, ddp: DistributedDataParallel, *, takes_buckets: bool, divides_by_running: bool) -> None:
+        self.ddp, self.takes_buckets, self.divides_by_running = ddp, takes_buckets, divides_by_running
         self.in_backward, self.has_all, self.watches_all, self.in_window = False, True, False, False
         self._reduces = self._has_run = False
         self._watched: tuple[bool, list[int]] = False, []
@@ -81,9 +56,7 @@ class DDPModel:
         for handle in self._handles:
             handle.remove()
         if self.divides_by_running:
-            # True: by the number of ranks of the group, whatever the last backward's number was.
-            divide_by(self.ddp, self.ddp.process_group.size(), initial=True)
-        forget_join(self.ddp)
+            _torch_private.divide_by(self.ddp, None)
 
     def forward(self, *, reduces: bool) -> None:
         """Take note of a forward with gradients; ``reduces`` tells whether its backward reduces them."""
@@ -102,7 +75,7 @@ class DDPModel:
         for handle in self._handles:
             handle.remove()
         self._trained, self._handles = trained, []
-        params = [param for param in params_for_reducer(self.ddp) if param.requires_grad]
+        params = _torch_private.params_for_reducer(self.ddp)
         if params:
             self._handles.append(register_multi_grad_hook(params, self._first_gradient, mode="any"))
         if params and self.watches_all:
@@ -114,12 +87,13 @@ class DDPModel:
             return
         self._has_run = self.in_backward = True
         # After DDP's own callbacks, and those of communication hooks, which follow them.
-        queue_callback(lambda: queue_callback(lambda: queue_callback(self._ends)))
+        queue = _torch_private.queue_callback
+        queue(lambda: queue(lambda: queue(self._ends)))
         if not self._reduces:
             self.look(is_local=True)
             return
         self._reduces, self.has_all = False, False
-        self._begins(self)
+        self.begins(self)
         self.is_known, self.in_window = True, False
 
     def _last_gradient(self, _: Sequence[torch.Tensor | None]) -> None:
@@ -132,8 +106,8 @@ class DDPModel:
         """Find out to which gradients a backward adds, one under ``no_sync()`` if ``is_local``."""
         if self.in_window and self.is_known:
             return
-        gradients = self._accumulator
-        if gradients is not None and any(map(gradients.is_replaced, self.ddp.module.parameters())):
+        accumulators = [exchange.gradients for exchange in self._followers]
+        if any(each.is_replaced(param) for each in accumulators for param in self.ddp.module.parameters()):
             # DDP has just rebuilt its buckets, and each owner has put its own parts into them.
             self.is_known = False
         elif is_local or not self.is_known:
@@ -150,11 +124,11 @@ class DDPModel:
         return not bool(values.any())
 
     @property
-    def _accumulator(self) -> GradAccumulator | None:
-        follower = self._owner.follower if self._owner is not None else None
-        return follower.scheduler.gradients if follower is not None else None
+    def _followers(self) -> list[GradExchange]:
+        found = [optimizer.exchange for optimizer in optimizers_of_hooks(self.ddp)]
+        return [exchange for exchange in found if exchange is not None]
 
-    def problem(self) -> Exception | None:
+    def error(self) -> Exception | None:
         """Return why this rank cannot take part, if it cannot: in a window, or DDP has not seen enough of the model."""
         ddp, found = self.ddp, ""
         if self.in_window and not all(map(self._is_zero, self._grads())):
@@ -162,70 +136,61 @@ class DDPModel:
                 "this rank has run out of data in a window of no_sync(), and others go on: a window must end with a "
                 "backward that reduces, on every rank; give every rank whole windows, or zero_grad() the rest"
             )
-        if ddp.static_graph and not has_rebuilt_buckets(ddp) and not self._has_run:
+        if ddp.static_graph and not _torch_private.has_rebuilt_buckets(ddp) and not self._has_run:
             found = "learns a static_graph in the first batch: give every rank one, or leave static_graph out"
-        if self._reduces and not has_rebuilt_buckets(ddp) and not ddp.find_unused_parameters:
+        if self._reduces and not _torch_private.has_rebuilt_buckets(ddp) and not ddp.find_unused_parameters:
             found = "waits for the backward of its first forward: leave the loop before that, or after the backward"
         tables = [item for item in ddp.module.named_modules() if isinstance(item[1], (nn.Embedding, nn.EmbeddingBag))]
         sparse = [f"{name}.weight".lstrip(".") for name, table in tables if table.sparse and table.weight.requires_grad]
         try:
-            buckets = buckets_of_zeros(ddp) if sparse else []
+            buckets = _torch_private.buckets_of_zeros(ddp.reducer) if sparse else []
         except RuntimeError:
             buckets = []
-        if sparse and not (buckets and (has_rebuilt_buckets(ddp) or ddp.find_unused_parameters)):
+        if sparse and not (buckets and (_torch_private.has_rebuilt_buckets(ddp) or ddp.find_unused_parameters)):
             found = f"learns in two batches of the sparse gradients of {sparse[0]!r}: give every rank two"
         return ValueError(f"this rank has run out of data, and DistributedDataParallel {found}") if found else None
 
-    def told_gradients(self) -> list[Any]:
+    def gradients_to_send(self) -> list[Any]:
         """Return the gradients for ranks without data; for those that lie at their owners, whether they exist."""
         tell: Callable[[torch.Tensor], Any] = (lambda g: not self._is_zero(g)) if self.takes_buckets else torch.detach
         return [None if param.grad is None else tell(param.grad) for param in self.ddp.module.parameters()]
 
-    def take_gradients(self, told: Sequence[Any]) -> None:
-        """Take :meth:`told_gradients` of a rank that has data."""
-        for param, value in zip(self.ddp.module.parameters(), told, strict=True):
+    def set_gradients(self, values: Sequence[Any]) -> None:
+        """Take :meth:`gradients_to_send` of a rank that has data."""
+        for param, value in zip(self.ddp.module.parameters(), values, strict=True):
             if value is None or not self.takes_buckets:
                 param.grad = None if value is None else value.to(param.device)
             elif not value and param.grad is not None:
                 param.grad.zero_()
 
-    def drop_gradients(self) -> None:
-        """Set all gradients to None."""
-        for param in self.ddp.module.parameters():
-            param.grad = None
-
-    def follow_forward(self, *, reduces: bool, with_grad: bool) -> None:
+    def shadow_forward(self, *, reduces: bool, with_grad: bool) -> None:
         """Do what DDP does in a forward, without data. Collective."""
-        gradients = self._accumulator
-        if gradients is not None:
-            gradients.in_rebuild = True
-        prepare_forward(self.ddp, with_grad=with_grad)
-        if gradients is not None:
-            gradients.in_rebuild = False
+        set_in_forward(self._followers, self.ddp)
+        _torch_private.prepare_forward(self.ddp, with_grad=with_grad)
+        set_in_forward(self._followers, None)
         self.ddp.require_forward_param_sync = reduces
 
-    def follow_backward(self) -> None:
+    def shadow_backward(self) -> None:
         """Begin to take part in a reduction of gradients, with what is in ``.grad``. Collective."""
         ddp = self.ddp
         # With a communication hook, it is the hook that divides.
-        share = 1 if has_comm_hook(ddp) else ddp.process_group.size()
-        buckets = buckets_of_zeros(ddp)
+        share = 1 if _torch_private.has_comm_hook(ddp) else ddp.process_group.size()
+        buckets = _torch_private.buckets_of_zeros(ddp.reducer)
         # What was reduced is the same on all ranks, and adds up to itself only where all count.
-        holds = not self.takes_buckets and (has_comm_hook(ddp) or not self.divides_by_running)
+        holds = not self.takes_buckets and (_torch_private.has_comm_hook(ddp) or not self.divides_by_running)
         for bucket in buckets if holds else ():
             _fill(bucket, share)
-        self._works = [run_comm_hook(ddp, bucket) for bucket in buckets]
-        counts = local_used_map(ddp)
-        if ddp.find_unused_parameters and counts is not None:
+        self._works = [_torch_private.run_comm_hook(ddp.reducer, bucket) for bucket in buckets]
+        if ddp.find_unused_parameters:
             # What nobody uses keeps the gradient that it has.
-            counts.zero_()
+            counts = _torch_private.local_used_map(ddp.reducer).zero_()
             self._works.append(dist.all_reduce(counts, group=ddp.process_group, async_op=True))
         if not self.takes_buckets:
-            self.drop_gradients()
-        push_rebuilt_params(ddp)
+            ddp.zero_grad()
+        _torch_private.push_all_rebuilt_params(ddp.reducer)
 
     def end_backward(self) -> None:
-        """Wait for the reduction that :meth:`follow_backward` began; a no-op if there is none."""
+        """Wait for the reduction that :meth:`shadow_backward` began; a no-op if there is none."""
         while self._works:
             self._works.pop(0).wait()
 
@@ -233,7 +198,7 @@ class DDPModel:
 def _is_added_to(param: torch.Tensor) -> bool:
     """Whether autograd is about to add to the gradient of a parameter."""
     try:
-        return will_execute(get_gradient_edge(param).node)
+        return _torch_private.will_execute(get_gradient_edge(param).node)
     except RuntimeError:
         # Not for a parameter to which `torch.autograd.grad` differentiates.
         return False

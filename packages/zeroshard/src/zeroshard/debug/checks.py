@@ -10,16 +10,18 @@ import ctypes
 import logging
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from zeroshard_comm import DisagreementError, agreed
 from zeroshard_core import Plan
 
 from zeroshard.debug.describe import describe
-from zeroshard.sharding import Sharding
-from zeroshard.state.metadata import StateMetadata
+
+if TYPE_CHECKING:
+    from zeroshard.engine import Engine
 
 _logger = logging.getLogger("zeroshard.debugging")
 
@@ -28,13 +30,12 @@ class StepDebugging:
     """Logs plan, buckets and traffic after the first step, and after steps that have changed plan or buckets.
 
     Args:
-        sharding: the plan at work.
-        metadata: tells what state other ranks have.
+        engine: of the optimizer.
         checks: also made in every step, if not None.
     """
 
-    def __init__(self, sharding: Sharding, metadata: StateMetadata, checks: InvariantChecks | None) -> None:
-        self._sharding, self._metadata, self._checks = sharding, metadata, checks
+    def __init__(self, engine: Engine, checks: InvariantChecks | None) -> None:
+        self._engine, self._checks = engine, checks
         self._logged: object = None
 
     def before_update(self) -> None:
@@ -54,21 +55,20 @@ class StepDebugging:
         """
         if self._checks is not None:
             self._checks.after_step()
-        sharding = self._sharding
-        buckets = sharding.buckets.by_index.items() if sharding.buckets is not None else ()
-        present = sharding.layout.plan, [(index, bucket.tensors) for index, bucket in buckets]
+        engine = self._engine
+        buckets = engine.exchange.buckets.by_index.items() if engine.exchange is not None else ()
+        present = engine.layout.plan, [(index, bucket.tensors) for index, bucket in buckets]
         if present != self._logged:
             self._logged = present
-            _logger.info("%s\n%s", describe(sharding, self._metadata), sharding.layout.plan)
+            _logger.info("%s\n%s", describe(engine), engine.layout.plan)
 
 
-def step_debugging(sharding: Sharding, metadata: StateMetadata, is_in_join: Callable[[], bool]) -> StepDebugging | None:
+def step_debugging(engine: Engine) -> StepDebugging | None:
     """Return what the level asks for that was set when the optimizer was built; None for ``OFF``."""
-    level = sharding.policy.debug_level
+    level = engine.policy.debug_level
     if level == "OFF":
         return None
-    checks = InvariantChecks(sharding, is_in_join) if level == "DETAIL" else None
-    return StepDebugging(sharding, metadata, checks)
+    return StepDebugging(engine, InvariantChecks(engine) if level == "DETAIL" else None)
 
 
 _BEFORE, _AFTER = "step(), before the update", "step(), after parameters were shared"
@@ -78,13 +78,12 @@ class InvariantChecks:
     """Checks the steps of one optimizer.
 
     Args:
-        sharding: the plan at work.
-        is_in_join: whether the optimizer is in a Join context, the same on all ranks. A rank without data gets only
-            what it needs for a step, so that gradients and parameters are not compared before one.
+        engine: of the optimizer. In a Join context, a rank without data gets only what it needs for a step, so that
+            gradients and parameters are not compared before one.
     """
 
-    def __init__(self, sharding: Sharding, is_in_join: Callable[[], bool]) -> None:
-        self._sharding, self._is_in_join = sharding, is_in_join
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
         self._left: list[int] = []
         """Digests of the parameters, equal on all ranks, as the last step has left them."""
 
@@ -96,16 +95,16 @@ class InvariantChecks:
                 between ranks; it names tensor and rank.
             PeerLostError: if a rank is gone.
         """
-        sharding, plan = self._sharding, self._sharding.layout.plan
-        control, compares = sharding.control, not self._is_in_join()
+        engine, plan = self._engine, self._engine.layout.plan
+        control, compares = engine.control, engine.join.exchange is None
         with agreed(control, _BEFORE) as declared:
             if compares:
-                declared.digest = sharding.hyperparameters.follow(sharding.groups)
+                declared.digest = engine.hyperparameters.follow(engine.groups)
                 declared.detail = self._hyperparameters
         if compares:
-            self._compare("parameter", plan, [digest_of(param) for param in sharding.params], _BEFORE, self._left)
-            if sharding.buckets is None:
-                grads = [digest_of(param.grad) for param in sharding.params]
+            self._compare("parameter", plan, [digest_of(param) for param in engine.params], _BEFORE, self._left)
+            if engine.exchange is None:
+                grads = [digest_of(param.grad) for param in engine.params]
                 self._compare("gradient of", plan, grads, _BEFORE)
 
     def after_step(self) -> None:
@@ -115,26 +114,26 @@ class InvariantChecks:
             DisagreementError: if a parameter differs between ranks; it names tensor and rank.
             PeerLostError: if a rank is gone.
         """
-        sharding, plan = self._sharding, self._sharding.layout.plan
-        digests = [digest_of(param) for param in sharding.params]
-        active = zip(digests, sharding.layout.active, strict=True)
+        engine, plan = self._engine, self._engine.layout.plan
+        digests = [digest_of(param) for param in engine.params]
+        active = zip(digests, engine.layout.active, strict=True)
         self._compare("parameter", plan, [digest if is_active else 0 for digest, is_active in active], _AFTER)
         self._left = digests
 
     def _hyperparameters(self) -> str:
         """Return them as text that ranks compare, each with the first tensor of its group."""
-        groups, declaration, first = self._sharding.groups, self._sharding.layout.declaration, [0]
+        groups, declaration, first = self._engine.groups, self._engine.layout.declaration, [0]
         for group in groups:
             first.append(first[-1] + len(group["params"]))
         settings = {}
-        for name, value in self._sharding.hyperparameters.agreed.items():
+        for name, value in self._engine.hyperparameters.agreed.items():
             # The last group may be empty.
             index = min(first[int(name.rpartition(" ")[2])], first[-1] - 1)
             settings[f"for {_title(declaration.plan, index)} and the rest of its group, {name}"] = value
         return replace(declaration, settings=settings).to_json()
 
     def _compare(self, what: str, plan: Plan, digests: Sequence[int], operation: str, left: Sequence[int] = ()) -> None:
-        control = self._sharding.control
+        control = self._engine.control
         if control.is_unanimous(operation, zlib.crc32(repr(digests).encode())):
             return
         rows = control.all_gather_ints(digests, operation)

@@ -10,11 +10,10 @@ import torch
 from zeroshard_comm import Volume
 from zeroshard_core import Plan
 
-from zeroshard.sharding import Sharding
-from zeroshard.state.metadata import StateMetadata
-
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+    from zeroshard.engine import Engine
 
 _BUCKETS_SHOWN = 16
 
@@ -157,18 +156,16 @@ class OptimizerDescription:
             yield "a backward sends from here", _size(self.backward_bytes)
 
 
-def describe(sharding: Sharding, metadata: StateMetadata) -> OptimizerDescription:
+def describe(engine: Engine) -> OptimizerDescription:
     """Describe an optimizer as it is now. Not collective.
 
     Args:
-        sharding: the plan at work.
-        metadata: tells what state other ranks have.
+        engine: of the optimizer.
     """
-    plan, local, ranks = sharding.layout.plan, sharding.local, sharding.control.ranks
-    active = sharding.layout.active
-    state = {
-        i: local.optim.state[shard.tensor] for i, shard in local.shards.items() if shard.tensor in local.optim.state
-    }
+    plan, local, ranks = engine.layout.plan, engine.local, engine.control.ranks
+    active = engine.layout.active
+    state = {index: local.state_of(shard) for index, shard in local.shards.items()}
+    others = [entries for key, entries in local.optim.state.items() if not isinstance(key, torch.Tensor)]
     tensors = tuple(
         TensorDescription(
             spec.name,
@@ -178,11 +175,11 @@ def describe(sharding: Sharding, metadata: StateMetadata) -> OptimizerDescriptio
             active[index],
             spec.nbytes,
             _nbytes(state.get(index)),
-            _nbytes(metadata.placeholders(index)),
+            _nbytes(engine.metadata.placeholders(index)),
         )
         for index, spec in enumerate(plan.tensors)
     )
-    known = sharding.buckets.by_index.values() if sharding.buckets is not None else ()
+    known = engine.exchange.buckets.by_index.values() if engine.exchange is not None else ()
     buckets = tuple(
         BucketDescription(
             bucket.tensors,
@@ -195,24 +192,24 @@ def describe(sharding: Sharding, metadata: StateMetadata) -> OptimizerDescriptio
         type(local.optim).__name__,
         ranks.rank,
         ranks.world_size,
-        sharding.policy.name,
+        engine.policy.name,
         tuple(
             f"{len(group['params'])} tensors" + (f", lr {group['lr']}" if "lr" in group else "")
-            for group in sharding.groups
+            for group in engine.groups
         ),
         sum(shard.shard.numel * shard.param.element_size() for shard in local.shards.values()),
-        _nbytes(local.optim.state),
+        sum(map(_nbytes, [*state.values(), *others])),
         tensors,
         buckets,
-        step_bytes(plan, ranks.rank, shared_tensors(sharding)),
+        step_bytes(plan, ranks.rank, active_tensors(engine)),
         backward_bytes(plan, ranks.rank, [index for bucket in buckets for index in bucket.tensors]),
-        dict(sharding.control.traffic.totals),
+        dict(engine.control.traffic.totals),
     )
 
 
-def shared_tensors(sharding: Sharding) -> list[int]:
-    """Return the indices of the tensors that every step shares."""
-    return [index for index, is_active in enumerate(sharding.layout.active) if is_active]
+def active_tensors(engine: Engine) -> list[int]:
+    """Return the indices of the tensors that every step broadcasts."""
+    return [index for index, is_active in enumerate(engine.layout.active) if is_active]
 
 
 def step_bytes(plan: Plan, rank: int, tensors: Collection[int]) -> int:

@@ -57,7 +57,7 @@ class GradAccumulator:
         self._replaced: dict[int, int] = {}
         """By tensor, the address of the gradient by which DDP replaced its placeholder in a forward."""
 
-    def follow(self, params: Sequence[torch.Tensor], plan: Plan, local: LocalOptimizer) -> None:
+    def rebuild(self, params: Sequence[torch.Tensor], plan: Plan, local: LocalOptimizer) -> None:
         """Make placeholders for parameters."""
         self._params, self._plan, self._local = params, plan, local
         self.index_of = {param: index for index, param in enumerate(params)}
@@ -259,7 +259,8 @@ class GradAccumulator:
             if isinstance(param.grad, GradPlaceholder) and not self.is_used(tensor):
                 self.carry(tensor)
                 self.deliver(tensor)
-            param.grad = self.placeholders[tensor]
+            if param.requires_grad or param.grad is not None:
+                param.grad = self.placeholders[tensor]
         return replace(bucket, present=(False,) * len(bucket.params), is_own=False)
 
     def is_replaced(self, param: torch.Tensor) -> bool:

@@ -10,12 +10,12 @@ from operator import attrgetter, is_
 
 import torch
 from torch.profiler import record_function
-from zeroshard_comm import Transport
+from zeroshard_comm import Segment, Transport
 from zeroshard_core import Plan, Run
 
 from zeroshard.local.optimizer import LocalOptimizer, PartialStepper
 from zeroshard.local.shard import gradient_of
-from zeroshard.param_buffers import ParameterSync, Sharing
+from zeroshard.param_buffers import ParamBroadcast
 
 _grad_of = attrgetter("grad")
 
@@ -91,7 +91,7 @@ class BucketState:
         present: per tensor, whether any rank had a gradient in the last backward, and it was not set to None since.
         zeroed: tensors whose gradients were set to zero since they were reduced.
         reducer: sends gradients to their owners.
-        sharing: sends the owners' new values to all ranks.
+        broadcast: of the owners' new values to all ranks; without effect if all parameters are sent together.
         is_stepped_early: whether it was stepped during this backward.
         failure: the error that the optimizer raised then, if any.
     """
@@ -129,14 +129,14 @@ class BucketState:
             for tensor in self.owned_tensors:
                 tensor.grad = None
 
-    def follow(self, plan: Plan, local: LocalOptimizer, sync: ParameterSync, transport: Transport) -> None:
+    def lay_out(self, plan: Plan, local: LocalOptimizer, transport: Transport, segments: Sequence[Segment]) -> None:
         """Lay out everything for a plan, and for parameters where they are now. Nothing may be on its way.
 
         Args:
             plan: who owns what.
             local: the local optimizer, its shards detached from the parameters.
-            sync: where parameters lie.
             transport: carries the bucket.
+            segments: what is broadcast of its parameters, unless all are sent together.
 
         Raises:
             ValueError: if a parameter that is cut has changed its memory format: its gradients lie in the old one.
@@ -152,8 +152,7 @@ class BucketState:
         self.owned_tensors = [shard.tensor for shard in self._owned.values()]
         self._partial = PartialStepper(local, list(self._owned.values()))
         self._bound, self._views = None, (0, {})
-        segments = sync.segments(plan, sorted(self.tensors)) if transport.shares_buckets else []
-        self.sharing = Sharing(self.params, transport.broadcaster(segments) if segments else None)
+        self.broadcast = ParamBroadcast(self.params, transport.broadcaster(segments) if segments else None)
         self.reducer = transport.reducer(self._runs(plan), self._like, len(self.tensors))
 
     def owned_gradient(self, place: int) -> torch.Tensor | None:
@@ -222,9 +221,6 @@ class BucketState:
                 shard.tensor.grad = shard.converted(gradient)
         self.phase = BucketPhase.STEPPED
 
-    def unbind(self) -> None:
-        """Do nothing: the gradients stay where they are until the bucket is used again."""
-
     def step(self, arguments: Mapping[str, object]) -> None:
         """Step what this rank owns of the bucket with the gradients that are :attr:`present`. No-op if stepped early.
 
@@ -261,20 +257,20 @@ class BucketState:
         return runs
 
 
-class Unbucketed:
-    """Parameters that are in no bucket: stepped with their ``.grad``, and shared after the buckets.
+class Rest:
+    """Parameters that are in no bucket: stepped with their ``.grad``, and broadcast after the buckets.
 
     Args:
         local: the local optimizer.
         tensors: their indices.
-        sharing: sends their owners' new values to all ranks.
+        broadcast: of their owners' new values to all ranks; also an attribute.
 
     Attributes:
         owned_tensors: the tensors of the local optimizer that belong to them.
     """
 
-    def __init__(self, local: LocalOptimizer, tensors: Sequence[int], sharing: Sharing) -> None:
-        self.sharing, self._local = sharing, local
+    def __init__(self, local: LocalOptimizer, tensors: Sequence[int], broadcast: ParamBroadcast) -> None:
+        self.broadcast, self._local = broadcast, local
         self._shards = [local.shards[index] for index in tensors if index in local.shards]
         self.owned_tensors = [shard.tensor for shard in self._shards]
         self._partial = PartialStepper(local, self._shards)

@@ -5,16 +5,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
-from zeroshard_comm import Control, agreed, choose_transport
+from zeroshard_comm import Control, Segment, agreed, choose_transport
 
-from zeroshard.grads.accumulation import GradAccumulator
-from zeroshard.grads.bucket import Bucket, BucketPhase, BucketState, Unbucketed, gradient_view
+from zeroshard.grads.bucket import Bucket, BucketPhase, BucketState, Rest, gradient_view
 from zeroshard.grads.placeholder import GradPlaceholder
 from zeroshard.local.optimizer import LocalOptimizer
-from zeroshard.param_buffers import ParameterSync, Sharing
+from zeroshard.param_buffers import ParamBroadcast, ParamBuffers
 from zeroshard.plan.layout import Layout
+
+if TYPE_CHECKING:
+    from zeroshard.grads.accumulation import GradAccumulator
 
 _logger = logging.getLogger(__name__)
 
@@ -31,9 +34,10 @@ class Buckets:
         control: the channel of the ranks' agreements, and the group.
         gradients: where gradients are.
         local: the local optimizer.
-        sync: where parameters lie.
+        buffers: where parameters lie.
         params: all parameters, by tensor index.
         layout: who owns what.
+        is_interleaved: whether buckets are stepped one by one.
 
     Attributes:
         by_index: the state of each bucket, by its number.
@@ -41,6 +45,7 @@ class Buckets:
         rest: the parameters that are in none.
         device: of all parameters.
         transport: carries the buckets.
+        are_sent: whether parameters are broadcast bucket by bucket, and not all together.
 
     Raises:
         RuntimeError: if the group has no backend for the device that parameters are on.
@@ -52,14 +57,17 @@ class Buckets:
         control: Control,
         gradients: GradAccumulator,
         local: LocalOptimizer,
-        sync: ParameterSync,
+        buffers: ParamBuffers,
         params: Sequence[torch.Tensor],
         layout: Layout,
+        *,
+        is_interleaved: bool,
     ) -> None:
-        self._control, self._gradients, self._local, self._sync = control, gradients, local, sync
+        self._control, self._gradients, self._local, self._buffers = control, gradients, local, buffers
         self.device = common_device(params, layout)
         nbytes = sum(spec.nbytes for spec in layout.plan.tensors)
         self.transport = choose_transport(control, self.device, nbytes)
+        self.are_sent = is_interleaved and self.transport.shares_buckets
         self.by_index: dict[int, BucketState] = {}
         self.order: list[int] = []
         self._known: frozenset[int] = frozenset()
@@ -68,9 +76,9 @@ class Buckets:
         self._alike = 0
         local.detach_shards()
         self._params, self._layout = list(params), layout
-        self.follow(params, layout)
+        self.lay_out(params, layout)
 
-    def follow(self, params: Sequence[torch.Tensor], layout: Layout) -> None:
+    def lay_out(self, params: Sequence[torch.Tensor], layout: Layout) -> None:
         """Take over another layout, or parameters that have moved in memory.
 
         Raises:
@@ -83,14 +91,14 @@ class Buckets:
             if before.of_tensor(tensor) != now.of_tensor(tensor):
                 self._params[tensor].grad = None
         self._params, self._layout = list(params), layout
-        self._gradients.operations.follow(layout.plan)
-        self._gradients.follow(self._params, layout.plan, self._local)
+        self._gradients.operations.rebuild(layout.plan)
+        self._gradients.rebuild(self._params, layout.plan, self._local)
         for state in self.by_index.values():
-            state.follow(layout.plan, self._local, self._sync, self.transport)
+            self._lay_out_bucket(state)
         self._lay_out_rest()
 
     def check(self, params: Sequence[torch.Tensor], layout: Layout) -> None:
-        """Raise the errors of :meth:`follow` that may occur on one rank only, before the ranks agree on a layout.
+        """Raise the errors of :meth:`lay_out` that may occur on one rank only, before the ranks agree on a layout.
 
         Raises:
             RuntimeError: if parameters are new or unfrozen, and owners may change, while gradients wait for a step.
@@ -117,13 +125,17 @@ class Buckets:
         states = list(self.by_index.values())
         self._gradients.locate(states)
         self._known = frozenset([tensor for state in states for tensor in state.tensors])
-        self._local.bound_by_buckets = self._known
         active = self._layout.active
         self._rest_tensors = rest = [i for i, is_active in enumerate(active) if is_active and i not in self._known]
-        broadcaster = self._sync.broadcaster
-        if self.transport.shares_buckets:
-            broadcaster = self.transport.broadcaster(self._sync.segments(self._layout.plan, rest))
-        self.rest = Unbucketed(self._local, rest, Sharing([self._params[index] for index in rest], broadcaster))
+        broadcaster = self.transport.broadcaster(self._segments(rest)) if self.are_sent else None
+        self.rest = Rest(self._local, rest, ParamBroadcast([self._params[index] for index in rest], broadcaster))
+
+    def _lay_out_bucket(self, state: BucketState) -> None:
+        segments = self._segments(sorted(state.tensors)) if self.are_sent else []
+        state.lay_out(self._layout.plan, self._local, self.transport, segments)
+
+    def _segments(self, tensors: Sequence[int]) -> Sequence[Segment]:
+        return self._buffers.segments(self._layout.plan, tensors)
 
     @property
     def arrived(self) -> Sequence[BucketState]:
@@ -217,7 +229,7 @@ class Buckets:
                     f"each of them its own"
                 )
             state = BucketState(bucket, tensors, is_first=not self._known)
-            state.follow(layout.plan, self._local, self._sync, self.transport)
+            self._lay_out_bucket(state)
             lies = f"{bucket.buffer.numel()} elements of {bucket.buffer.dtype}: tensors {tensors} at {state.offsets}"
             settings = {
                 **layout.declaration.settings,

@@ -1,101 +1,122 @@
-"""The object that a communication hook calls with the gradients of a backward, bucket by bucket."""
+"""Takes the gradients of each backward bucket by bucket, and hands them to the step.
+
+Buckets are sent in the order in which they come. A worker thread finishes each reduction when its values arrive, so
+that it overlaps with backward; or, if a transport needs the same order on all ranks, the thread that runs backward
+does: after the last bucket, or one bucket later, if each is stepped as soon as it is reduced.
+
+Whether shards may be stepped during a backward must be the same on all ranks, because it changes the order of
+operations: each rank says so with each bucket, and a bucket is stepped early only if all said yes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableSet, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Protocol
+from enum import Enum
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.algorithms.join import Joinable
 from torch.futures import Future
-from zeroshard_comm import agreed
+from torch.profiler import record_function
+from zeroshard_comm import BucketHeader, BucketReduceWork, agreed
 
 from zeroshard._torch_private import disable_dynamo
-from zeroshard.grads.bucket import Bucket
-from zeroshard.grads.buckets import common_device
+from zeroshard.grads.accumulation import GradAccumulator
+from zeroshard.grads.bucket import Bucket, BucketState, Rest
+from zeroshard.grads.buckets import Buckets, common_device
 from zeroshard.grads.norms import GradNorms, norm_orders
 from zeroshard.grads.operations import GradOperations
 from zeroshard.grads.placeholder import GradPlaceholder
-from zeroshard.grads.scheduler import BucketScheduler, StepMode
-from zeroshard.plan.eligibility import check_capture
+from zeroshard.grads.stream import ReductionQueue
+from zeroshard.param_buffers import ParamBroadcast, ParamBuffers
+from zeroshard.plan.eligibility import check_capture, may_step_in_parts
 from zeroshard.plan.groups import active_mask
-from zeroshard.step import StepCoordinator
+from zeroshard.step import Seen, look, step
+
+if TYPE_CHECKING:
+    from zeroshard.engine import Engine
 
 
-class _Participant(Protocol):
-    """Announces calls in Join contexts; it is a :class:`zeroshard.join.Participant`."""
+class StepMode(Enum):
+    """When shards are stepped."""
 
-    divides_by_running: bool
+    IN_STEP = "in step()"
+    AFTER_BACKWARD = "after the last bucket"
+    PER_BUCKET = "as soon as a bucket is reduced"
 
     @property
-    def exchange(self) -> object: ...
-    @property
-    def models(self) -> MutableSet[Joinable]: ...
-    def announce_backward(self, *, is_own: bool = True, ends: bool = False) -> None: ...
-    def left_out(self) -> RuntimeError: ...
+    def is_interleaved(self) -> bool:
+        """Whether buckets are stepped and broadcast while others are being reduced."""
+        return self is StepMode.PER_BUCKET
 
 
-class BackwardFollower:
+class GradExchange:
     """Takes the buckets of each backward, and learns of its end.
 
-    Made by :meth:`ZeroRedundancyOptimizer.follow_backward`; all its methods are collective, and only the thread that
-    runs backward calls them.
+    Made by :meth:`ZeroRedundancyOptimizer.follow_backward`; its methods are collective, and only the thread that runs
+    backward calls them, or the one that steps.
 
     Args:
-        coordinator: makes the steps of the optimizer.
-        joining: announces calls in Join contexts; also an attribute.
+        engine: of the optimizer, which holds this object; referred to weakly.
         mode: when shards are stepped; also an attribute.
         norms: which norms of gradients every rank learns at the end of each backward; see :func:`norm_orders`.
+
+    Attributes:
+        join: announces calls inside Join.
+        operations: what the loop does to gradients before a step.
+        gradients: where gradients are, and which are accumulated over several backwards.
+        buckets: those of the last backward.
 
     Raises:
         RuntimeError: if the group has no backend for the device that parameters are on.
         ValueError: if parameters cannot be exchanged in buckets, or norms of other orders are asked for; on every rank.
     """
 
-    def __init__(
-        self,
-        coordinator: StepCoordinator,
-        joining: _Participant,
-        mode: StepMode,
-        *,
-        norms: bool | Sequence[float],
-    ) -> None:
-        self._coordinator, self.joining, self.mode = coordinator, joining, mode
-        sharding, guard = coordinator.sharding, coordinator.guard
-        grad_norms = None
-        with agreed(sharding.control, "a communication hook's first call"):
-            device = common_device(sharding.params, sharding.layout)
+    def __init__(self, engine: Engine, mode: StepMode, *, norms: bool | Sequence[float]) -> None:
+        self._engine: Engine = weakref.proxy(engine)
+        self.mode, self.join, control, grad_norms = mode, engine.join, engine.control, None
+        with agreed(control, "a communication hook's first call"):
+            device = common_device(engine.params, engine.layout)
             orders = norm_orders(norms)
             if orders and mode is StepMode.IN_STEP:
-                grad_norms = GradNorms(sharding.control, device, orders)
-        operations = GradOperations(grad_norms, steps_early=mode is not StepMode.IN_STEP)
-        self.scheduler = BucketScheduler(
-            sharding.control, guard, sharding.local, sharding.sync, sharding.params, sharding.layout, mode, operations
+                grad_norms = GradNorms(control, device, orders)
+        self.operations = GradOperations(grad_norms, steps_early=mode is not StepMode.IN_STEP)
+        self.gradients = GradAccumulator(control.ranks.world_size, self.operations)
+        self.buckets = Buckets(
+            control,
+            self.gradients,
+            engine.local,
+            engine.buffers,
+            engine.params,
+            engine.layout,
+            is_interleaved=mode.is_interleaved,
         )
-        coordinator.source, sharding.buckets = self.scheduler, self.scheduler.buckets
+        self._queue = ReductionQueue(control.ranks.rank, device, uses_thread=self.buckets.transport.uses_thread)
+        # On a device with streams, waiting for a future also waits for the stream on which it was set.
+        self._devices: list[int | str | torch.device] = [] if device.type == "cpu" else [device]
+        self._backwards = self._arrived_before = 0
+        self._is_own, self._may_step, self._all_may_step = True, False, False
+        self._seen: Seen | None = None
         self._backwards_since_step = self._stepped_with = 0
-        self._is_own = True
-        self._refusal = ""
+        self._unstepped = ""
+        """Why the last backward has not stepped, if it should have."""
 
     @property
     def in_backward(self) -> bool:
         """Whether a backward is producing buckets."""
-        return self.scheduler.gradients.in_backward
-
-    @property
-    def has_stepped(self) -> bool:
-        """Whether a backward has stepped since the last call of ``step()``."""
-        return self._backwards_since_step > 0
+        return self.gradients.in_backward
 
     def has(self, param: torch.Tensor) -> bool:
         """Whether the optimizer has a parameter."""
-        return param in self.scheduler.gradients.index_of
+        return param in self.gradients.index_of
+
+    # ------------------------------------------------------------------ a backward
 
     @disable_dynamo
-    def on_bucket(
-        self, bucket: Bucket, reduce: Callable[[], Future[torch.Tensor]] | None = None
-    ) -> Future[torch.Tensor]:
+    def begin(self, bucket: Bucket, reduce: Callable[[], Future[torch.Tensor]] | None = None) -> Future[torch.Tensor]:
         """Send a bucket of gradients to their owners, and step them if the mode is to step during backward.
 
         Args:
@@ -114,137 +135,143 @@ class BackwardFollower:
             RuntimeError: if an earlier call was not finished, or the model is in a Join context without the optimizer.
             ValueError: if the optimizer does not have a parameter of the bucket, or its gradients cannot be sent.
         """
-        self._coordinator.guard.check()
+        engine = self._engine
+        engine.check_broken()
         bucket = self._numbered(bucket)
-        may_step = False
         if bucket.index == 0:
-            check_capture(self._coordinator.sharding.control.ranks, bucket.params)
+            check_capture(engine.control.ranks, bucket.params)
             self._is_own = bucket.is_own
             self._take_over_unfrozen()
-            self.scheduler.gradients.divides_by_running = self.joining.divides_by_running
+            self.gradients.divides_by_running = self.join.divides_by_running
             # A rank that has run out of data takes part in a backward only at the others' next call.
-            self.scheduler.operations.takes_norms = self.joining.exchange is None
+            self.operations.takes_norms = self.join.exchange is None
             if self.mode is not StepMode.IN_STEP:
-                self.joining.announce_backward(is_own=bucket.is_own)
-                may_step = self._coordinator.observe_early(self._coordinator.sharding.groups)
-        return self.scheduler.on_bucket(bucket, reduce=reduce, may_step=may_step)
+                self.join.announce_backward(is_own=bucket.is_own)
+            self._look_early()
+        try:
+            return self._send(bucket, reduce)
+        except BaseException as error:
+            engine.mark_broken(error)
+            raise
 
-    def _take_over_unfrozen(self) -> None:
-        """Choose the owners of unfrozen parameters before their gradients are sent. Collective if some were frozen."""
-        sharding = self._coordinator.sharding
-        if all(sharding.layout.active):
-            return
-        active = zip(active_mask(sharding.params), sharding.layout.active, strict=True)
-        # With gradients that wait for a step, the step refuses.
-        grows = any(now and not before for now, before in active) and not self.scheduler.buckets.unstepped
-        if sharding.control.any_raised(grows, "backward()"):
-            with agreed(sharding.control, "backward()") as declared:
-                layout = sharding.update_layout(sharding.groups)
-                declared.set(layout.declaration)
-            if layout is not sharding.layout:
-                sharding.adopt(layout, sharding.groups)
+    def _send(self, bucket: Bucket, reduce: Callable[[], Future[torch.Tensor]] | None) -> Future[torch.Tensor]:
+        buckets, reduces = self.buckets, reduce is None
+        if bucket.index == 0:
+            self._backwards, self._arrived_before = self._backwards + 1, 0
+            buckets.begin(bucket, gradients=reduces)
+            self.gradients.begin()
+        state = buckets.by_index.get(bucket.index)
+        if state is not None and state.fits(bucket):
+            state.take(bucket)
+        else:
+            state = buckets.add(bucket)
+        buckets.order.append(bucket.index)
+        may_step = self._may_step and may_step_in_parts(self._engine.local.optim)
+        header = BucketHeader(self._backwards, bucket.index, bucket.present, may_step, bucket.is_own)
+        with record_function(f"zeroshard::send bucket {bucket.index}"):
+            work = state.reducer.begin(bucket.buffer, header, gradients=reduces)
+        # Nobody reads its gradients any more: the hook that reduces it may write to it in a thread.
+        result = reduce() if reduce is not None else None
+        done: Future[torch.Tensor] = Future(devices=self._devices)
+        if may_step and buckets.transport.uses_thread:
+            # Before a thread may send, in one order.
+            state.broadcast.expect()
+        self._queue.add(partial(self._finish, state, work, result, done), work)
+        # A bucket without a number of its own may be the last, after which DDP waits for all.
+        if bucket.is_last or bucket.announced != bucket.index:
+            self._queue.finish(leave=0)
+        elif self.mode.is_interleaved:
+            self._queue.finish(leave=1)
+        return done
+
+    def _finish(
+        self,
+        state: BucketState,
+        work: BucketReduceWork,
+        result: Future[torch.Tensor] | None,
+        done: Future[torch.Tensor],
+    ) -> None:
+        """Finish the reduction of one bucket, and step it if buckets are stepped one by one."""
+        buffer, engine = state.buffer, self._engine
+        assert buffer is not None
+        try:
+            self._queue.keep(buffer)
+            if engine.broken is None:
+                with record_function(f"zeroshard::reduce bucket {state.index}"):
+                    self._take_in(state, work.finish(), result)
+        except BaseException as error:
+            engine.mark_broken(error)
+            raise
+        finally:
+            # Even after an error, which is raised at the end of backward: DDP would wait for ever.
+            done.set_result(buffer)
+        if self.mode.is_interleaved and self._all_may_step and not engine.broken:
+            # And broadcast it, even after a failure: all ranks have agreed to.
+            if self._may_step:
+                state.step_early()
+                self._may_step = state.failure is None
+            if self.buckets.are_sent:
+                with record_function(f"zeroshard::share bucket {state.index}"):
+                    state.broadcast.send()
+
+    def _take_in(
+        self, state: BucketState, headers: Sequence[BucketHeader], result: Future[torch.Tensor] | None
+    ) -> None:
+        for other, header in enumerate(headers):
+            if (header.backward, header.bucket) != (self._backwards, state.index):
+                raise RuntimeError(
+                    f"rank {other} is in bucket {header.bucket} of its backward number {header.backward}, rank "
+                    f"{self._engine.control.ranks.rank} in bucket {state.index} of number {self._backwards}: a "
+                    f"backward has failed or was left out on one of them. Every rank must make the same calls in the "
+                    f"same order"
+                )
+        if result is not None:
+            state.replace(result.wait(), self._queue.keep)
+        running = sum(header.is_own for header in headers)
+        if self.gradients.divides_by_running and 0 < running < len(headers):
+            state.scale(len(headers) / running)
+        state.present = tuple([any(bits) for bits in zip(*[header.present for header in headers], strict=True)])
+        self._all_may_step = self._all_may_step and all(header.may_step for header in headers)
+        self.gradients.reduced(state, self._queue.keep)
 
     @disable_dynamo
-    def on_backward_end(self) -> None:
+    def end(self) -> None:
         """Finish a backward, after its last bucket and after everything else that writes gradients.
 
+        Every gradient lies at its owner then, and is replaced by a placeholder; a hook that steps has stepped.
+
         Raises:
-            PeerLostError: if a rank is gone.
+            PeerLostError, RuntimeError: if a rank is gone, or in another backward.
             Exception: if shards are stepped during backward, any error of a step.
         """
-        coordinator = self._coordinator
-        self.scheduler.on_backward_end()
-        if self.mode is StepMode.IN_STEP:
-            return
-        problem = None
+        self._end_reductions()
+        if self.mode is not StepMode.IN_STEP:
+            self._step()
+
+    def _end_reductions(self) -> None:
         try:
-            self.scheduler.check_unreduced()
-        except RuntimeError as error:
-            problem = error
-        try:
-            self._refusal = "the last backward was left by an exception"
-            if self._is_own:
-                self.joining.announce_backward(ends=True)
-            coordinator.step(coordinator.sharding.groups, None, {}, problem)
-            self._refusal = ""
-        except Exception as error:
-            self._refusal = f"the last backward has not stepped: {error}"
+            with record_function("zeroshard::wait for gradients"):
+                self._queue.drain()
+            self.buckets.end()
+            self.gradients.end(self.buckets.arrived)
+            with record_function("zeroshard::norms"):
+                self.operations.exchange_norms(self.buckets.arrived, agreed=self.buckets.transport.settles)
+        except BaseException as error:
+            self._engine.mark_broken(error)
             raise
-        if self._is_own:
-            self._backwards_since_step += 1
-            self.note_hyperparameters()
-
-    def has_same_hyperparameters(self) -> bool:
-        """Whether hyperparameters are those that the last backward has stepped with, or that were noted since."""
-        sharding = self._coordinator.sharding
-        return sharding.hyperparameters.follow(sharding.groups) == self._stepped_with
-
-    def note_hyperparameters(self) -> None:
-        """Treat the current hyperparameters as those that the last backward has stepped with."""
-        sharding = self._coordinator.sharding
-        self._stepped_with = sharding.hyperparameters.follow(sharding.groups)
+        finally:
+            self.gradients.in_backward = False
 
     @disable_dynamo
-    def on_autograd_end(self) -> None:
+    def end_of_autograd(self) -> None:
         """End a backward in which no bucket was marked as the last, such as the first one of a static graph.
 
         Called at the end of autograd's work, or of a backward inside it, such as one of activation checkpoints.
         """
-        arrived = self.scheduler.buckets.arrived
+        arrived = self.buckets.arrived
         if self.in_backward and len(arrived) > 1 and not any(state.announced for state in arrived):
-            self.on_backward_end()
-        self.scheduler.left_with = len(arrived)
-
-    def on_step(self) -> None:
-        """Check a call of ``step()`` after a backward that has stepped: there must be one such backward per call.
-
-        Nothing may have happened in between that a step after it would have seen.
-
-        Raises:
-            RuntimeError: if it was not, from then on until a state is loaded; or if gradients were never reduced.
-        """
-        guard = self._coordinator.guard
-        guard.check()
-        guard.check_loop()
-        refusal = self._refusal or self.scheduler.gradients.refusal
-        if refusal:
-            raise RuntimeError(refusal)
-        dropped = self._dropped()
-        self.scheduler.check_gradients()
-        backwards, self._backwards_since_step = self._backwards_since_step, 0
-        found = ""
-        if backwards > 1:
-            found = f"{backwards} backwards have stepped since the last call of step()"
-        elif backwards and not self.has_same_hyperparameters():
-            found = "a hyperparameter was changed after the backward that has stepped with it"
-        elif backwards and dropped:
-            found = f"the gradient of {dropped} was removed or set to zero after the backward that has stepped with it"
-        elif not backwards and any(type(param.grad) is GradPlaceholder for param in self._coordinator.sharding.params):
-            found = "step() was called again with the same gradients, and no backward has stepped in between"
-        if found:
-            guard.refused = (
-                f"{found}: this communication hook steps during backward, which is for exactly one backward outside of "
-                f"no_sync() per step(). Accumulate under no_sync(), and change hyperparameters and gradients after "
-                f"step(); or use reduce_to_owner_hook, which leaves stepping to step(). Parameters are not those of a "
-                f"run without sharding any more: load a state before you go on"
-            )
-            guard.check_loop()
-
-    def _dropped(self) -> str:
-        """Name a tensor whose gradient was removed or set to zero since the backward that has stepped, if there is."""
-        for state in self.scheduler.buckets.arrived:
-            if not state.zeroed and self.scheduler.gradients.has_placeholders(state):
-                continue
-            for tensor, param, present in zip(state.tensors, state.params, state.present, strict=True):
-                is_there = type(param.grad) is GradPlaceholder or self.scheduler.gradients.is_replaced(param)
-                if present and (tensor in state.zeroed or not is_there):
-                    return f"tensor {tensor} {self._coordinator.sharding.layout.plan.tensors[tensor].name!r}"
-        return ""
-
-    def begin_anew(self) -> None:
-        """Forget how step() was called: a state has been loaded."""
-        self._coordinator.guard.refused = ""
-        self._backwards_since_step, self._refusal = 0, ""
+            self.end()
+        self._arrived_before = len(arrived)
 
     def _numbered(self, bucket: Bucket) -> Bucket:
         """Number the buckets by their arrival: in the first backward of a static graph, DDP calls all of them 0.
@@ -252,7 +279,7 @@ class BackwardFollower:
         Raises:
             RuntimeError: if they are of two models, or an earlier backward did not come to its end.
         """
-        before = self.scheduler.buckets.arrived
+        before = self.buckets.arrived
         if not self.in_backward or (0 < bucket.index == len(before) and not before[-1].is_last):
             return bucket
         seen = {param for other in before for param in other.params}
@@ -265,6 +292,212 @@ class BackwardFollower:
                 "in DistributedDataParallel needs an optimizer and a backward of its own"
             )
         if error is not None:
-            self._coordinator.guard.mark_broken(error)
+            self._engine.mark_broken(error)
             raise error
         return replace(bucket, index=len(before), announced=bucket.index)
+
+    def _take_over_unfrozen(self) -> None:
+        """Choose the owners of unfrozen parameters before their gradients are sent. Collective if some were frozen."""
+        engine = self._engine
+        if all(engine.layout.active):
+            return
+        active = zip(active_mask(engine.params), engine.layout.active, strict=True)
+        # With gradients that wait for a step, the step refuses.
+        grows = any(now and not before for now, before in active) and not self.buckets.unstepped
+        if engine.control.any_raised(grows, "backward()"):
+            with agreed(engine.control, "backward()") as declared:
+                layout = engine.update_layout()
+                declared.set(layout.declaration)
+            engine.adopt(layout)
+
+    # ------------------------------------------------------------------ what a step asks
+
+    @property
+    def has_buckets(self) -> bool:
+        """Whether buckets are known: from the first backward on, the same on all ranks."""
+        return bool(self.buckets.by_index)
+
+    @property
+    def _states(self) -> Sequence[BucketState | Rest]:
+        return [*self.buckets.arrived, self.buckets.rest]
+
+    @property
+    def broadcasts(self) -> Sequence[ParamBroadcast | ParamBuffers]:
+        """What a step broadcasts: all parameters together, or bucket by bucket what was not sent during backward."""
+        if not self.buckets.are_sent:
+            return [self._engine.buffers]
+        return [state.broadcast for state in self._states]
+
+    @contextmanager
+    def bind(self) -> Iterator[None]:
+        """Hand the local optimizer the gradients to step with, while the block runs."""
+        try:
+            for state in self._states:
+                state.bind()
+            yield
+        finally:
+            self.buckets.rest.unbind()
+
+    def step_rest(self, arguments: Mapping[str, Any]) -> None:
+        """Step what was not stepped during backward, bucket by bucket, and send it."""
+        sent = self._states if self.buckets.are_sent else []
+        for state in sent:
+            state.broadcast.expect()
+        for state in self._states:
+            state.step(arguments)
+            if sent:
+                state.broadcast.send()
+
+    def check_gradients(self) -> None:
+        """Find out which gradients the next step will use; raise if some were never reduced."""
+        error = self.end_abandoned()
+        if error is not None:
+            raise error
+        for state in self.buckets.arrived:
+            state.present = self.gradients.present(state)
+        if not self.has_buckets:
+            self.gradients.check_reduced()
+
+    def check_unreduced(self) -> None:
+        """Raise if parameters that are in no bucket have gradients."""
+        if self.has_buckets:
+            self.buckets.check_rest()
+        else:
+            self.gradients.check_reduced()
+
+    def owned_gradients(self) -> list[torch.Tensor]:
+        """Return this rank's parts of all gradients that the next step will use."""
+        self.check_gradients()
+        return [gradient for state in self._states for gradient in state.gradients() if gradient is not None]
+
+    def end_abandoned(self) -> RuntimeError | None:
+        """End a backward left after its last bucket, and return an error for all ranks; raise if it was left before."""
+        if not self.in_backward:
+            return None
+        error = self._unended()
+        if self._engine.broken:
+            raise error
+        self._end_reductions()
+        return error
+
+    def _unended(self) -> RuntimeError:
+        """Return an error for a backward that has not ended; let no rank wait for buckets that will not be sent."""
+        arrived, control = self.buckets.arrived, self._engine.control
+        why = "an exception has left it"
+        if self._arrived_before == len(arrived):
+            why = (
+                f"DistributedDataParallel still waits for the gradients of {self.buckets.unarrived()}. Parameters that "
+                f"a forward does not use need find_unused_parameters=True; a model of which parameters were frozen "
+                f"must be wrapped anew"
+            )
+        error = RuntimeError(
+            f"the last backward did not come to its end on rank {control.ranks.rank}: {why}. Its gradients are not "
+            f"complete: start again from a checkpoint"
+        )
+        if not arrived or not arrived[-1].is_last:
+            self._engine.mark_broken(error)
+            control.ranks.context.close(error)
+        return error
+
+    # ------------------------------------------------------------------ steps during backward
+
+    def _look_early(self) -> None:
+        """Look at the model before buckets are stepped: they may be if nothing has changed that ranks must agree on.
+
+        Otherwise the step at the end of this backward steps them, or raises an error.
+        """
+        self._seen, self._may_step, self._all_may_step = None, False, True
+        if not self.mode.is_interleaved:
+            return
+        engine = self._engine
+        layout, found = look(engine, in_backward=True)
+        if engine.debugging is not None:
+            try:
+                engine.debugging.before_update()
+            except Exception as error:  # noqa: BLE001 - the step that ends this backward raises it on every rank
+                found = found or error
+        self._seen, self._may_step = (layout, found), found is None and layout is engine.layout
+
+    def _step(self) -> None:
+        engine, error = self._engine, None
+        try:
+            self.check_unreduced()
+        except RuntimeError as found:
+            error = found
+        try:
+            self._unstepped = "the last backward was left by an exception"
+            if self._is_own:
+                self.join.announce_backward(ends=True)
+            with engine.communicating():
+                step(engine, {}, error, self._seen)
+            self._unstepped = ""
+        except Exception as raised:
+            self._unstepped = f"the last backward has not stepped: {raised}"
+            raise
+        if self._is_own:
+            self._backwards_since_step += 1
+            self.note_hyperparameters()
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether a backward has stepped since the last call of ``step()``."""
+        return self._backwards_since_step > 0
+
+    def has_same_hyperparameters(self) -> bool:
+        """Whether hyperparameters are those that the last backward has stepped with, or that were noted since."""
+        return self._engine.hyperparameters.follow(self._engine.groups) == self._stepped_with
+
+    def note_hyperparameters(self) -> None:
+        """Treat the current hyperparameters as those that the last backward has stepped with."""
+        self._stepped_with = self._engine.hyperparameters.follow(self._engine.groups)
+
+    def check_step(self) -> None:
+        """Check a call of ``step()`` after a backward that has stepped: there must be one such backward per call.
+
+        Nothing may have happened in between that a step after it would have seen.
+
+        Raises:
+            RuntimeError: if it was not, from then on until a state is loaded; or if gradients were never reduced.
+        """
+        engine = self._engine
+        engine.check_broken()
+        engine.check_loop()
+        refusal = self._unstepped or self.gradients.refusal
+        if refusal:
+            raise RuntimeError(refusal)
+        dropped = self._dropped()
+        self.check_gradients()
+        backwards, self._backwards_since_step = self._backwards_since_step, 0
+        found = ""
+        if backwards > 1:
+            found = f"{backwards} backwards have stepped since the last call of step()"
+        elif backwards and not self.has_same_hyperparameters():
+            found = "a hyperparameter was changed after the backward that has stepped with it"
+        elif backwards and dropped:
+            found = f"the gradient of {dropped} was removed or set to zero after the backward that has stepped with it"
+        elif not backwards and any(type(param.grad) is GradPlaceholder for param in engine.params):
+            found = "step() was called again with the same gradients, and no backward has stepped in between"
+        if found:
+            engine.refused = (
+                f"{found}: this communication hook steps during backward, which is for exactly one backward outside of "
+                f"no_sync() per step(). Accumulate under no_sync(), and change hyperparameters and gradients after "
+                f"step(); or use reduce_to_owner_hook, which leaves stepping to step(). Parameters are not those of a "
+                f"run without sharding any more: load a state before you go on"
+            )
+            engine.check_loop()
+
+    def _dropped(self) -> str:
+        """Name a tensor whose gradient was removed or set to zero since the backward that has stepped, if there is."""
+        for state in self.buckets.arrived:
+            if not state.zeroed and self.gradients.has_placeholders(state):
+                continue
+            for tensor, param, present in zip(state.tensors, state.params, state.present, strict=True):
+                is_there = type(param.grad) is GradPlaceholder or self.gradients.is_replaced(param)
+                if present and (tensor in state.zeroed or not is_there):
+                    return f"tensor {tensor} {self._engine.layout.plan.tensors[tensor].name!r}"
+        return ""
+
+    def begin_anew(self) -> None:
+        """Forget how step() was called: a state has been loaded."""
+        self._engine.refused = ""
+        self._backwards_since_step, self._unstepped = 0, ""

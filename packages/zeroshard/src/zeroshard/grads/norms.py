@@ -64,7 +64,7 @@ class GradNorms:
         self._factors: list[float | torch.Tensor] = []
         self._by_order: dict[float, Sequence[torch.Tensor]] = {}
 
-    def follow(self, plan: Plan) -> None:
+    def rebuild(self, plan: Plan) -> None:
         """Lay out slots for a plan: one per part of a tensor."""
         self._plan, self.tensors, rank = plan, len(plan.tensors), self._control.ranks.rank
         self._slot_of: dict[int, int] = {}

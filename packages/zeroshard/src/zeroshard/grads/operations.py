@@ -5,18 +5,15 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from zeroshard_core import Plan
 
 from zeroshard.grads.norms import GradNorms
 
-
-class _Bucket(Protocol):
-    """A reduced bucket; it is a :class:`zeroshard.grads.bucket.BucketState`."""
-
-    def owned_gradients(self) -> Mapping[int, torch.Tensor]: ...
+if TYPE_CHECKING:
+    from zeroshard.grads.bucket import BucketState
 
 
 class GradOperations:
@@ -32,7 +29,7 @@ class GradOperations:
     Attributes:
         norms, steps_early: as given.
         orders: of the norms that are exchanged.
-        takes_norms: whether norms are exchanged at the end of this backward; BackwardFollower sets it.
+        takes_norms: whether norms are exchanged at the end of this backward; GradExchange sets it.
         found_inf: what a GradScaler has found in the gradients of the last backward; None before it has looked.
     """
 
@@ -154,7 +151,7 @@ class GradOperations:
         return self.found_inf is not None and bool(self.found_inf)
 
     @property
-    def in_words(self) -> Mapping[str, str]:
+    def to_text(self) -> Mapping[str, str]:
         """What was done to each gradient since it was reduced, for the agreement of a step."""
         return {f"what was done to the gradient of tensor {tensor}": done for tensor, done in self._done.items()}
 
@@ -172,12 +169,12 @@ class GradOperations:
         self._zeroed.add(tensor)
         self._done.pop(tensor, None)
 
-    def follow(self, plan: Plan) -> None:
+    def rebuild(self, plan: Plan) -> None:
         """Take over a plan."""
         if self.norms is not None:
-            self.norms.follow(plan)
+            self.norms.rebuild(plan)
 
-    def renew(self, buckets: Sequence[_Bucket], *, agreed: bool) -> None:
+    def exchange_norms(self, buckets: Sequence[BucketState], *, agreed: bool) -> None:
         """Exchange norms after a backward; or leave them unknown until the next one. Collective.
 
         Args:

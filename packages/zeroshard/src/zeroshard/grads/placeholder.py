@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Sequence
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -35,26 +35,10 @@ from zeroshard.grads.norms import INF
 from zeroshard.grads.operations import GradOperations
 from zeroshard.state.without_values import TensorWithoutValues
 
+if TYPE_CHECKING:
+    from zeroshard.grads.accumulation import GradAccumulator
+
 _aten = torch.ops.aten
-
-
-class _Accumulator(Protocol):
-    """Knows where the values are; it is a :class:`zeroshard.grads.accumulation.GradAccumulator`."""
-
-    @property
-    def in_backward(self) -> bool: ...
-    @property
-    def in_rebuild(self) -> bool | None: ...
-    @property
-    def operations(self) -> GradOperations: ...
-    def owned(self, tensor: int) -> torch.Tensor | None: ...
-    def is_used(self, tensor: int) -> bool: ...
-    def is_grad(self, placeholder: GradPlaceholder) -> bool: ...
-    def carry(self, tensor: int) -> None: ...
-    def deliver(self, tensor: int) -> None: ...
-    def zero(self, tensor: int) -> None: ...
-    def replace(self, tensor: int, place: torch.Tensor) -> None: ...
-    def is_zeroed(self, tensor: int) -> bool: ...
 
 
 class GradPlaceholder(TensorWithoutValues):
@@ -72,18 +56,18 @@ class GradPlaceholder(TensorWithoutValues):
 
     _tensor: int
     _title: str
-    _accumulator_of: weakref.ref[_Accumulator]
+    _accumulator_of: weakref.ref[GradAccumulator]
     _local: torch.Tensor | None
     _is_copy: bool
 
     @staticmethod
     def __new__(
-        cls: type[GradPlaceholder], param: torch.Tensor, tensor: int, name: str, accumulator: _Accumulator
+        cls: type[GradPlaceholder], param: torch.Tensor, tensor: int, name: str, accumulator: GradAccumulator
     ) -> GradPlaceholder:
         """Make a tensor without memory."""
         return make_wrapper_subclass(cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device)
 
-    def __init__(self, param: torch.Tensor, tensor: int, name: str, accumulator: _Accumulator) -> None:  # noqa: ARG002 - as __new__
+    def __init__(self, param: torch.Tensor, tensor: int, name: str, accumulator: GradAccumulator) -> None:  # noqa: ARG002 - as __new__
         self._tensor, self._title, self._local, self._is_copy = tensor, name, None, False
         # Weakly: the accumulator knows the parameter, whose gradient this is, and such a cycle is never collected.
         self._accumulator_of = weakref.ref(accumulator)
@@ -105,7 +89,7 @@ class GradPlaceholder(TensorWithoutValues):
         return self._local is None and self._accumulator.is_zeroed(self._tensor)
 
     @property
-    def _accumulator(self) -> _Accumulator:
+    def _accumulator(self) -> GradAccumulator:
         accumulator = self._accumulator_of()
         if accumulator is None:
             raise RuntimeError(f"the optimizer that had the gradient of {self._title!r} is gone: call zero_grad()")

@@ -6,16 +6,19 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch.optim.swa_utils import get_swa_multi_avg_fn
 from zeroshard_comm import Control, agreed
 
 from zeroshard._torch_private import foreach_copy_
-from zeroshard.local.extra_state import AVERAGE, COUNT
+from zeroshard.local.extra_state import AVERAGE, COUNT, ExtraEntries, Loaded
 from zeroshard.local.shard import LocalShard
-from zeroshard.optimizer import ZeroRedundancyOptimizer
-from zeroshard.sharding import Sharding
+
+if TYPE_CHECKING:
+    from zeroshard.engine import Engine
+    from zeroshard.optimizer import ZeroRedundancyOptimizer
 
 Averaging = Callable[[list[torch.Tensor], list[torch.Tensor], torch.Tensor], None]
 """Updates averages in place by the present values, given how many were averaged before; elementwise."""
@@ -53,16 +56,16 @@ class AveragedParameters:
 
     def __init__(self, optimizer: ZeroRedundancyOptimizer, multi_avg_fn: Averaging | None = None) -> None:
         self._optimizer, self._average_by = optimizer, multi_avg_fn or get_swa_multi_avg_fn()
-        self._averages = _Averages(self._sharding.control)
-        added = self._sharding.local.added
-        with optimizer._sharded.collective(), agreed(self._sharding.control, "AveragedParameters()"):
-            if AVERAGE in added.names:
+        self._averages = _Averages(self._engine.control)
+        extra = self._engine.local.extra
+        with self._engine.collective(), agreed(self._engine.control, "AveragedParameters()"):
+            if AVERAGE in extra.names:
                 raise ValueError("this optimizer has averages of its parameters already: use those")
-        added.add(self._averages)
+        extra.add(self._averages)
 
     @property
-    def _sharding(self) -> Sharding:
-        return self._optimizer._sharded.sharding
+    def _engine(self) -> Engine:
+        return self._optimizer._engine
 
     @property
     def n_averaged(self) -> int:
@@ -75,16 +78,15 @@ class AveragedParameters:
         Raises:
             RuntimeError: inside Join, where ranks without data make no such call, or in the block of :meth:`applied`.
         """
-        sharding, local = self._sharding, self._sharding.local
-        if self._optimizer._sharded.joining.exchange is not None:
+        engine, local = self._engine, self._engine.local
+        if engine.join.exchange is not None:
             raise RuntimeError("averages cannot be updated inside Join: a rank without data would not update its part")
-        sharding.check_allowed()
+        engine.check_allowed()
         # Parameters may have been written to, or their .data rebound, since the step.
-        sharding.current_layout(sharding.groups)
+        engine.current_layout()
         local.masters.refresh()
         if self._averages.update(self._average_by):
-            state = local.optim.state
-            local.added.list_in(state, [shard for shard in local.shards.values() if state.get(shard.tensor)])
+            local.extra.list_entries(shard for shard in local.shards.values() if local.state_of(shard))
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -99,34 +101,33 @@ class AveragedParameters:
             RuntimeError: if there was no :meth:`update` yet.
         """
         originals = self._exchanged()
-        self._sharding.refusal = "parameters have their averages: leave the block of AveragedParameters.applied() first"
+        self._engine.suspended = "parameters have their averages: leave the block of AveragedParameters.applied() first"
         try:
             yield
         finally:
-            self._sharding.refusal = ""
+            self._engine.suspended = ""
             _restore(originals)
 
     def _exchanged(self) -> dict[torch.Tensor, torch.Tensor]:
         """Write averages to parameters on all ranks, and return the values that these had."""
-        sharding, name = self._sharding, "AveragedParameters.applied()"
+        engine, name = self._engine, "AveragedParameters.applied()"
         originals: dict[torch.Tensor, torch.Tensor] = {}
-        with self._optimizer._sharded.collective(), torch.no_grad():
-            layout = sharding.layout
-            with agreed(sharding.control, name) as declared:
-                layout = sharding.update_layout(sharding.groups)
+        with engine.collective(), torch.no_grad():
+            layout = engine.layout
+            with agreed(engine.control, name) as declared:
+                layout = engine.update_layout()
                 settings = {**layout.declaration.settings, "number of updates of the average": self.n_averaged}
                 declared.set(replace(layout.declaration, settings=settings))
                 if not self.n_averaged:
                     raise RuntimeError("there is no average of the parameters yet: call update() after step() before")
-            if layout is not sharding.layout:
-                sharding.adopt(layout, sharding.groups)
+            engine.adopt(layout)
             try:
-                with agreed(sharding.control, f"the memory for {name}"):
+                with agreed(engine.control, f"the memory for {name}"):
                     for index in sorted(layout.settled):
-                        originals[sharding.params[index]] = sharding.params[index].detach().clone()
+                        originals[engine.params[index]] = engine.params[index].detach().clone()
                     self._averages.write()
-                sharding.share_now()
-                sharding.control.check_consistent(f"the end of {name}")
+                engine.broadcast_params()
+                engine.control.check_consistent(f"the end of {name}")
             except BaseException:
                 _restore(originals)
                 raise
@@ -139,7 +140,7 @@ def _restore(originals: Mapping[torch.Tensor, torch.Tensor]) -> None:
             param.copy_(original)
 
 
-class _Averages:
+class _Averages(ExtraEntries):
     """The averages of what this rank owns, and how many values are in them.
 
     Args:
@@ -160,7 +161,7 @@ class _Averages:
         self._alike: list[tuple[list[torch.Tensor], list[torch.Tensor]]] | None = None
         """Averages and what they are of, by device and dtype; None if they have to be looked up."""
 
-    def follow(self, shards: Sequence[LocalShard]) -> None:
+    def rebuild(self, shards: Sequence[LocalShard]) -> None:
         """Take over shards."""
         self._alike = None
         known, self._averages, self._shards = self._averages, {}, shards
@@ -212,7 +213,7 @@ class _Averages:
             if shard.index in self._averages:
                 shard.rows.copy_(self._averages[shard.index])
 
-    def load(self, loaded: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
+    def load(self, loaded: Loaded) -> None:
         """Take over averages that were loaded; others begin with the present values, once they are asked for."""
         self._alike, of_index = None, {shard.index: shard.tensor for shard in self._shards}
         self._averages = {

@@ -1,20 +1,21 @@
 """State that is not of the optimizer class but of this package: master weights, and averages of parameters.
 
-It lies beside the entries of the class, and so is saved and loaded with them. A step hides it from the class, which
-makes its own entries where there are none, and lists it for every tensor that was stepped.
+It lies in dicts of its own, which the class never sees, and is merged with the entries of the class where state is
+listed, described and loaded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zeroshard.local.shard import LocalShard
+if TYPE_CHECKING:
+    from zeroshard.local.shard import LocalShard
 
-State = MutableMapping[Any, Any]
 MASTER, AVERAGE, COUNT = "master_param", "average_param", "average_count"
 ADVICE = {
     MASTER: "build the optimizer with master_weights=True",
@@ -23,55 +24,61 @@ ADVICE = {
 }
 """What to do about an entry that nothing keeps."""
 
+Loaded = Mapping[int, Mapping[str, torch.Tensor]]
+"""Extra entries of a checkpoint, by tensor; a checkpoint may lack some, or all."""
 
-class Keeper(Protocol):
-    """Adds entries to the state of each shard."""
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Return the names of its entries."""
+class ExtraEntries(ABC):
+    """Extra entries of one kind, of all shards."""
 
-    def follow(self, shards: Sequence[LocalShard]) -> None:
+    names: tuple[str, ...]
+
+    @abstractmethod
+    def rebuild(self, shards: Sequence[LocalShard]) -> None:
         """Take over this rank's shards, which may be new or lie elsewhere."""
 
+    @abstractmethod
     def entries(self, shard: LocalShard) -> Mapping[str, torch.Tensor]:
-        """Return its entries for a shard: the same tensors each time, until it follows others or loads."""
+        """Return the entries of a shard: the same tensors each time, until it is rebuilt or loads."""
 
-    def load(self, loaded: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
-        """Take over entries that were loaded on all ranks, by tensor; a checkpoint may lack some, or all."""
+    @abstractmethod
+    def load(self, loaded: Loaded) -> None:
+        """Take over entries that all ranks have loaded."""
 
 
-class AddedState:
-    """Knows all keepers of one local optimizer.
+class ExtraState:
+    """The extra entries of one local optimizer. Those of a shard are listed once it was stepped, or has loaded some.
 
     Attributes:
-        keepers: each adds entries of other names.
+        kinds: each adds entries of other names.
     """
 
     def __init__(self) -> None:
-        self.keepers: list[Keeper] = []
+        self.kinds: list[ExtraEntries] = []
         self._shards: Sequence[LocalShard] = ()
-        self._loaded: dict[int, dict[str, torch.Tensor]] = {}
+        self._listed: set[int] = set()
+        self._loading: dict[int, dict[str, torch.Tensor]] | None = None
 
     @property
     def names(self) -> frozenset[str]:
         """Names of all entries."""
-        return frozenset(name for keeper in self.keepers for name in keeper.names)
+        return frozenset(name for kind in self.kinds for name in kind.names)
 
-    def add(self, keeper: Keeper) -> None:
-        """Let another one keep entries; a step, or :meth:`list_in`, lists them."""
-        self.keepers.append(keeper)
-        keeper.follow(self._shards)
+    def add(self, kind: ExtraEntries) -> None:
+        """Let entries of another kind be kept."""
+        self.kinds.append(kind)
+        kind.rebuild(self._shards)
 
-    def follow(self, shards: Sequence[LocalShard]) -> None:
+    def rebuild(self, shards: Sequence[LocalShard]) -> None:
         """Take over this rank's shards."""
         self._shards = shards
-        for keeper in self.keepers:
-            keeper.follow(shards)
+        self._listed &= {shard.index for shard in shards}
+        for kind in self.kinds:
+            kind.rebuild(shards)
 
     @contextmanager
-    def hidden(self, state: State, shards: Sequence[LocalShard]) -> Iterator[None]:
-        """Around a step of the local optimizer.
+    def stepped(self, state: Mapping[Any, Any], shards: Sequence[LocalShard]) -> Iterator[None]:
+        """Around a step of the local optimizer: what has a gradient is listed from now on.
 
         Args:
             state: of the local optimizer.
@@ -80,37 +87,43 @@ class AddedState:
         Raises:
             RuntimeError: if the class keeps an entry of the same name itself.
         """
-        if not self.keepers:
+        if not self.kinds:
             yield
             return
-        had = [_without(self.names, state[each.tensor]) if each.tensor in state else False for each in shards]
-        had_gradient = [each.tensor.grad is not None for each in shards]
-        listed = [each for each, is_listed in zip(shards, had, strict=True) if is_listed]
-        try:
-            yield
-            for shard in shards:
-                for name in self.names & state.get(shard.tensor, {}).keys():
-                    raise RuntimeError(
-                        f"{name!r} is an entry of the optimizer class too: leave out master_weights=True or "
-                        f"AveragedParameters, which keep theirs under that name"
-                    )
-            # A closure makes gradients in the step, and a class may drop them there.
-            stepped = zip(shards, had, had_gradient, strict=True)
-            listed = [each for each, *known in stepped if any(known) or each.tensor.grad is not None]
-        finally:
-            self.list_in(state, listed)
+        had_gradient = {shard.index for shard in shards if shard.tensor.grad is not None}
+        yield
+        for shard in shards:
+            for name in self.names & state.get(shard.tensor, {}).keys():
+                raise RuntimeError(
+                    f"{name!r} is an entry of the optimizer class too: leave out master_weights=True or "
+                    f"AveragedParameters, which keep theirs under that name"
+                )
+        # A class may drop gradients in its step.
+        self._listed |= had_gradient
 
-    def list_in(self, state: State, shards: Sequence[LocalShard]) -> None:
-        """Add the entries of some shards to the state of the local optimizer."""
-        for keeper in self.keepers:
-            for shard in shards:
-                if entries := keeper.entries(shard):
-                    state[shard.tensor].update(entries)
+    def list_entries(self, shards: Iterable[LocalShard]) -> None:
+        """List the entries of some shards from now on."""
+        self._listed.update(shard.index for shard in shards)
+
+    def drop_entries(self, shard: LocalShard) -> None:
+        """List the entries of a shard no more, until it is stepped again."""
+        self._listed.discard(shard.index)
+
+    def entries(self, shard: LocalShard) -> dict[str, torch.Tensor]:
+        """Return the entries of a shard that are listed; while a checkpoint is being loaded, those of it."""
+        if self._loading is not None:
+            return self._loading.get(shard.index, {})
+        return self._present(shard) if shard.index in self._listed else {}
+
+    def merged(self, state: Mapping[Any, Any], shard: LocalShard) -> Any:  # noqa: ANN401 - the class may keep anything
+        """Return all entries of a shard, its own dict of the class if there are no others; None if it has none."""
+        own, extra = state.get(shard.tensor), self.entries(shard)
+        return {**(own or {}), **extra} if extra else own
 
     # ------------------------------------------------------------------ a load
 
     def checked(self, entries: Mapping[Any, Any], shape: Sequence[int], where: str) -> Mapping[Any, Any]:
-        """Check the added entries of a loaded state, and return the others.
+        """Check the extra entries of a loaded state, and return the others.
 
         Args:
             entries: of one tensor.
@@ -127,39 +140,31 @@ class AddedState:
                 raise ValueError(f"{where}: entry {name!r} {found}, expected shape {expected}")
         return {key: value for key, value in entries.items() if key not in self.names}
 
-    def set_apart(self, loaded: Mapping[Any, Any]) -> dict[Any, Any]:
-        """Keep added entries for :meth:`load`, and return the others: the class would cast these, or miss its own.
+    def begin_load(self, loaded: Mapping[Any, Any]) -> dict[Any, Any]:
+        """Show the extra entries of a checkpoint until :meth:`end_load`, and return the others, for the class.
 
         Args:
             loaded: the state of this rank's shards by tensor, and what belongs to no tensor.
         """
         names, of_tensors = self.names, [key for key in loaded if isinstance(key, int)]
-        self._loaded = {key: {name: loaded[key][name] for name in names & loaded[key].keys()} for key in of_tensors}
+        self._loading = {}
+        for shard in self._shards:
+            present, entries = self._present(shard), loaded.get(shard.index, {})
+            found = {name: entries[name].to(present.get(name, entries[name])) for name in names & entries.keys()}
+            if found:
+                self._loading[shard.index] = found
         others = {key: {k: v for k, v in loaded[key].items() if k not in names} for key in of_tensors}
         # Some classes look up entries wherever there is a dict.
-        empty = {key for key in of_tensors if self._loaded[key] and not others[key]}
+        empty = {key for key in of_tensors if key in self._loading and not others[key]}
         return {key: others.get(key, value) for key, value in loaded.items() if key not in empty}
 
-    def list_loaded(self, state: State) -> None:
-        """Add the entries that were set apart to the state of the local optimizer, for all ranks to learn of them."""
-        for shard in self._shards:
-            present = {name: value for keeper in self.keepers for name, value in keeper.entries(shard).items()}
-            loaded = self._loaded.get(shard.index, {})
-            loaded.update({name: value.to(present.get(name, value)) for name, value in loaded.items()})
-            if loaded:
-                state[shard.tensor].update(loaded)
+    def end_load(self, *, failed: bool = False) -> None:
+        """Take over what :meth:`begin_load` was given, once all ranks have loaded it; or forget it."""
+        loaded, self._loading = self._loading, None
+        if loaded is not None and not failed:
+            self._listed = set(loaded)
+            for kind in self.kinds:
+                kind.load(loaded)
 
-    def load(self, state: State) -> None:
-        """Take over what was set apart, once all ranks have loaded it."""
-        loaded, self._loaded = self._loaded, {}
-        for keeper in self.keepers:
-            keeper.load(loaded)
-        self.list_in(state, [shard for shard in self._shards if loaded.get(shard.index)])
-
-
-def _without(names: frozenset[str], entries: dict[Any, Any]) -> bool:
-    """Remove entries; return whether there were some."""
-    before = len(entries)
-    for name in names:
-        entries.pop(name, None)
-    return len(entries) < before
+    def _present(self, shard: LocalShard) -> dict[str, torch.Tensor]:
+        return {name: value for kind in self.kinds for name, value in kind.entries(shard).items()}

@@ -12,11 +12,11 @@ from contextlib import contextmanager
 import torch
 
 from zeroshard._torch_private import foreach_copy_, version_of
-from zeroshard.local.extra_state import MASTER
+from zeroshard.local.extra_state import MASTER, ExtraEntries, Loaded
 from zeroshard.local.shard import LocalShard
 
 
-class MasterWeights:
+class MasterWeights(ExtraEntries):
     """The master weights of this rank, which are tensors of the local optimizer.
 
     A parameter always has its master's rounded values after a step. Where it has others before the next one, as after a
@@ -30,7 +30,7 @@ class MasterWeights:
         self._entries: dict[int, Mapping[str, torch.Tensor]] = {}
         self._versions: list[int] = []
 
-    def follow(self, shards: Sequence[LocalShard]) -> None:
+    def rebuild(self, shards: Sequence[LocalShard]) -> None:
         """Take over shards, those without a master too."""
         self._shards = [shard for shard in shards if shard.rounded is not None]
         self._entries = {shard.index: {MASTER: shard.tensor.detach()} for shard in self._shards}
@@ -40,7 +40,7 @@ class MasterWeights:
         """Return the master of a shard, if it has one."""
         return self._entries.get(shard.index, {})
 
-    def load(self, loaded: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
+    def load(self, loaded: Loaded) -> None:
         """Take over masters that were loaded, or where there is none, the parameters."""
         with torch.no_grad():
             for shard in self._shards:
@@ -48,7 +48,7 @@ class MasterWeights:
         self._versions = []
 
     def refresh(self) -> None:
-        """Take over what was written to parameters since :meth:`note`, but for writes through ``.data``."""
+        """Take over what was written to parameters since :meth:`record_written`, but for writes through ``.data``."""
         versions = [version_of(shard.param) for shard in self._shards]
         if versions == self._versions:
             return
@@ -58,7 +58,7 @@ class MasterWeights:
                 master.copy_(torch.where(master.to(values.dtype) == values, master, values))
         self._versions = versions
 
-    def note(self) -> None:
+    def record_written(self) -> None:
         """Take note that parameters have the masters' values: a step has ended."""
         self._versions = [version_of(shard.param) for shard in self._shards]
 

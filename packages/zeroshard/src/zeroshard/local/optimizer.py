@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import optim
 from zeroshard_core import Plan
 
 from zeroshard._torch_private import step_post_hooks, step_pre_hooks
-from zeroshard.local.extra_state import AddedState
+from zeroshard.local.extra_state import ExtraState
 from zeroshard.local.master_weights import MasterWeights
 from zeroshard.local.shard import LocalShard, gradient_of, rows_of
-from zeroshard.plan.eligibility import Coupled, OptimizerFactory, check_differentiable, check_uncoupled
+from zeroshard.plan.eligibility import check_differentiable, check_uncoupled
 from zeroshard.plan.groups import ParamGroup
+
+if TYPE_CHECKING:
+    from zeroshard.plan.layout import Policy
 
 Closure = Callable[[], Any]
 
@@ -30,41 +34,29 @@ class LocalOptimizer:
     :func:`sync_groups`, state is changed by the inner optimizer's own step and by a load.
 
     Args:
-        factory: the user's optimizer class.
+        policy: has the optimizer class, and says whether it may couple tensors, and step master weights.
         groups: the public param groups.
         plan: the plan over all their parameters.
         rank: group rank of this process.
         defaults: the user's keyword arguments for the class.
-        coupled: whether to refuse a class that couples tensors.
-        with_masters: whether parameters in half precision have master weights.
 
     Attributes:
-        added: state that is not the class's own.
-        masters: the master weights; none without ``with_masters``.
+        extra: state that is not the class's own.
+        masters: the master weights; none without ``master_weights``.
         shards: this rank's, by tensor index, ascending; replaced, never changed in place.
-        bound_by_buckets: tensors whose gradients come in buckets, and are bound by these.
 
     Raises:
         Exception: any error of the class's constructor, or as :func:`check_uncoupled`.
     """
 
     def __init__(
-        self,
-        factory: OptimizerFactory,
-        groups: Sequence[ParamGroup],
-        plan: Plan,
-        rank: int,
-        defaults: Mapping[str, Any],
-        coupled: Coupled = "refuse",
-        *,
-        with_masters: bool = False,
+        self, policy: Policy, groups: Sequence[ParamGroup], plan: Plan, rank: int, defaults: Mapping[str, Any]
     ) -> None:
-        self._with_masters, self.masters, self.added = with_masters, MasterWeights(), AddedState()
-        if with_masters:
-            self.added.add(self.masters)
-        self._factory, self._rank, self._defaults, self._coupled = factory, rank, dict(defaults), coupled
+        self._policy, self._rank, self._defaults = policy, rank, dict(defaults)
+        self.masters, self.extra = MasterWeights(), ExtraState()
+        if policy.master_weights:
+            self.extra.add(self.masters)
         self.shards: dict[int, LocalShard] = {}
-        self.bound_by_buckets: Set[int] = frozenset()
         self._is_detached = False
         members, self._plan = self._members(groups, plan), plan
         self.optim = self.build([_local_group(*group) for group in zip(groups, members, strict=True)])
@@ -82,7 +74,7 @@ class LocalOptimizer:
         """
         self.build([_local_group(groups[-1], self._members(groups, plan)[-1])])
 
-    def follow(self, groups: Sequence[ParamGroup], plan: Plan) -> None:
+    def rebuild(self, groups: Sequence[ParamGroup], plan: Plan) -> None:
         """Take over a plan that adds groups or gives tensors without state another owner.
 
         State of shards that stay is untouched; a shard that leaves must not have been stepped on any rank.
@@ -113,7 +105,7 @@ class LocalOptimizer:
         """Point detached shards at their parameters' present storage, after a parameter's ``.data`` was rebound."""
         for shard in self._detached:
             (shard.tensor if shard.rounded is None else shard.rounded).data = rows_of(shard.shard, shard.param)
-        self.added.follow([*self.shards.values()])
+        self.extra.rebuild([*self.shards.values()])
 
     def detach_shards(self) -> None:
         """Permanently give every owned parameter its own tensor in the inner optimizer; its state moves with it."""
@@ -133,7 +125,7 @@ class LocalOptimizer:
                 state[new] = state.pop(old)
         for group in self.optim.param_groups:
             group["params"] = [moved[tensor] for tensor in group["params"]]
-        self.added.follow([*self.shards.values()])
+        self.extra.rebuild([*self.shards.values()])
 
     def check_not_converted(self, before: Plan, now: Plan) -> None:
         """Raise if a parameter was converted whose state, on this rank, was made for it as it was.
@@ -170,43 +162,27 @@ class LocalOptimizer:
                     f"partition='whole' for models with sparse gradients"
                 )
 
-    def step(self, closure: Closure | None, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as the inner step
-        """Step the inner optimizer once with the parameters' gradients.
-
-        Args:
-            closure: re-evaluates the model; passed on only if not None.
-            arguments: further keyword arguments of the inner step.
-
-        Returns:
-            What the inner step returned.
-        """
+    @contextmanager
+    def bound_gradients(self) -> Iterator[None]:
+        """Give detached shards their parts of their parameters' gradients while the block runs."""
         try:
-            if closure is None:
-                self.bind_gradients()
-                return self.step_bound(arguments)
-
-            def evaluate() -> Any:  # noqa: ANN401 - the closure's own result
-                loss = closure()
-                self.check_gradients()
-                self.bind_gradients()
-                return loss
-
-            return self.step_bound({**arguments, "closure": evaluate})
+            self.bind_gradients(self._detached)
+            yield
         finally:
             # A slice keeps the whole gradient alive, past the user's zero_grad().
             for shard in self._detached:
                 shard.tensor.grad = None
 
-    def step_bound(self, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as the inner step
+    def step(self, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as the inner step
         """Step the inner optimizer with the gradients that its tensors have, and call its own hooks.
 
         Without its profiling wrapper, so that hooks for all optimizers are called once per step.
         """
         shards = [*self.shards.values()]
-        with self.masters.stepped(shards), self.added.hidden(self.optim.state, shards):
-            return self._step_bound(arguments)
+        with self.masters.stepped(shards), self.extra.stepped(self.optim.state, shards):
+            return self._step(arguments)
 
-    def _step_bound(self, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as the inner step
+    def _step(self, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as the inner step
         inner = self.optim
         if "step" in vars(inner):
             return inner.step(**arguments)
@@ -221,23 +197,23 @@ class LocalOptimizer:
             post_hook(inner, positional, keywords)
         return result
 
-    def bind_gradients(self, shards: Iterable[LocalShard] | None = None) -> None:
-        """Give detached shards their parts of their parameters' gradients.
-
-        Args:
-            shards: which; if None, all whose gradients do not come in buckets.
-        """
-        if shards is None:
-            shards = [shard for shard in self._detached if shard.shard.tensor not in self.bound_by_buckets]
+    @staticmethod
+    def bind_gradients(shards: Iterable[LocalShard]) -> None:
+        """Give detached shards their parts of their parameters' gradients."""
         for shard in shards:
             if shard.is_detached:
                 shard.tensor.grad = shard.converted(gradient_of(shard))
 
+    def state_of(self, shard: LocalShard) -> Any:  # noqa: ANN401 - a class may keep anything
+        """Return the state of a shard, extra entries too; None if there is none."""
+        return self.extra.merged(self.optim.state, shard)
+
     def build(self, groups: list[ParamGroup]) -> optim.Optimizer:
         """Build an optimizer of the user's class, with the user's defaults."""
-        built = self._factory(groups, **self._defaults)
-        keywords = self._factory.keywords if isinstance(self._factory, partial) else {}
-        check_uncoupled(built, {**keywords, **self._defaults}, self._coupled)
+        factory = self._policy.factory
+        built = factory(groups, **self._defaults)
+        keywords = factory.keywords if isinstance(factory, partial) else {}
+        check_uncoupled(built, {**keywords, **self._defaults}, self._policy.coupled)
         check_differentiable(built)
         return built
 
@@ -249,7 +225,7 @@ class LocalOptimizer:
             number, param = params[shard.tensor]
             known = self.shards.get(shard.tensor)
             if known is None or known.shard != shard:
-                known = LocalShard.of(shard, param, detached=self._is_detached, master=self._with_masters)
+                known = LocalShard.of(shard, param, detached=self._is_detached, master=self._policy.master_weights)
             members[number].append(known)
         return members
 
@@ -257,7 +233,7 @@ class LocalOptimizer:
         self.shards = {shard.shard.tensor: shard for of_group in members for shard in of_group}
         self._detached = [shard for shard in self.shards.values() if shard.is_detached]
         self._cut = [shard for shard in self._detached if shard.is_cut]
-        self.added.follow([*self.shards.values()])
+        self.extra.rebuild([*self.shards.values()])
 
 
 class PartialStepper:
@@ -272,7 +248,7 @@ class PartialStepper:
     """
 
     def __init__(self, local: LocalOptimizer, shards: Sequence[LocalShard]) -> None:
-        self._inner, self._added, self._masters = local.optim, local.added, local.masters
+        self._inner, self._extra, self._masters = local.optim, local.extra, local.masters
         self._shards = shards
         chosen = {shard.tensor for shard in shards}
         self._groups: list[tuple[int, ParamGroup]] = []
@@ -297,8 +273,8 @@ class PartialStepper:
         vars(copied).update(vars(inner))
         copied.param_groups = [narrowed for _, narrowed in self._groups]
         # Grad mode is per thread: the worker thread would record a graph.
-        shards, hidden = self._shards, self._added.hidden(inner.state, self._shards)
-        with torch.no_grad(), self._masters.stepped(shards), hidden:
+        shards = self._shards
+        with torch.no_grad(), self._masters.stepped(shards), self._extra.stepped(inner.state, shards):
             unwrapped_step(type(inner))(copied, **arguments)
 
 

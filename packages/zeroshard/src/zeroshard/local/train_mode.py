@@ -6,84 +6,77 @@ Each rank calls its local optimizer's method; the parameters and groups that it 
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from torch.optim import Optimizer
 from zeroshard_comm import agreed
 
 from zeroshard._torch_private import version_of
 from zeroshard.local.optimizer import NOT_SYNCED, sync_groups
 from zeroshard.plan.hyperparameters import settings_of
-from zeroshard.sharding import Sharding
 from zeroshard.state.serialization import receive_value, send_value
+
+if TYPE_CHECKING:
+    from zeroshard.engine import Engine
 
 _PLAIN = (bool, int, float, str)
 
 
-class TrainMode:
-    """Calls the local optimizer's train() and eval().
+def check_method(inner: Optimizer, name: str) -> None:
+    """Raise an AttributeError if the local optimizer has no such method: frameworks use hasattr()."""
+    if not callable(getattr(inner, name, None)):
+        raise AttributeError(f"the local optimizer, of class {type(inner).__name__}, has no method {name}()")
 
-    Args:
-        sharding: has the local optimizer.
+
+def call_on_all_ranks(engine: Engine, name: str) -> Any:  # noqa: ANN401 - what the local optimizer's returns
+    """Call ``train`` or ``eval`` of the local optimizer; replicas are equal even after an error. Collective.
+
+    Raises:
+        DisagreementError, PeerLostError: if ranks call different methods, or one is gone.
+        Exception: an error of any rank, on every rank.
     """
+    control, layout, inner = engine.control, engine.layout, engine.local.optim
+    with agreed(control, f"{name}()") as declared:
+        layout = engine.update_layout()
+        declared.set(layout.declaration)
+    engine.adopt(layout)
+    engine.hyperparameters.follow(engine.groups)
+    last, engine.last_mode = engine.last_mode, ""
+    before = _versions(engine)
+    with agreed(control, f"the end of {name}()"):
+        try:
+            result = getattr(inner, name)()
+            engine.last_mode = name
+        finally:
+            engine.local.masters.round()
+            # Frameworks call train() before every batch. Writes to ``.data`` are not seen.
+            is_alike = last == name == engine.last_mode and before == _versions(engine)
+            if control.any_raised(not is_alike, f"what {name}() has changed") and not control.alone:
+                engine.broadcast_params()
+                _send_groups(engine)
+            sync_groups(inner.param_groups, engine.groups)
+            engine.hyperparameters.record_written(engine.groups)
+    return result
 
-    def __init__(self, sharding: Sharding) -> None:
-        self._sharding, self._last = sharding, ""
 
-    def check(self, name: str) -> None:
-        """Raise an AttributeError if the local optimizer has no such method: frameworks use hasattr()."""
-        inner = self._sharding.local.optim
-        if not callable(getattr(inner, name, None)):
-            raise AttributeError(f"the local optimizer, of class {type(inner).__name__}, has no method {name}()")
+def _versions(engine: Engine) -> object:
+    """A value that differs if something was changed."""
+    local = engine.local
+    versions = [version_of(shard.tensor) for shard in local.shards.values()]
+    return versions, settings_of(local.optim.param_groups, {}, in_step=True)
 
-    def call(self, name: str) -> Any:  # noqa: ANN401 - what the local optimizer's returns
-        """Call ``train`` or ``eval``; replicas are equal even after an error. Collective.
 
-        Raises:
-            DisagreementError, PeerLostError: if ranks call different methods, or one is gone.
-            Exception: an error of any rank, on every rank.
-        """
-        sharding, groups, control = self._sharding, self._sharding.groups, self._sharding.control
-        layout, inner = sharding.layout, sharding.local.optim
-        with agreed(control, f"{name}()") as declared:
-            layout = sharding.update_layout(groups)
-            declared.set(layout.declaration)
-        if layout is not sharding.layout:
-            sharding.adopt(layout, groups)
-        sharding.hyperparameters.follow(groups)
-        last, self._last = self._last, ""
-        before = self._seen()
-        with agreed(control, f"the end of {name}()"):
-            try:
-                result = getattr(inner, name)()
-                self._last = name
-            finally:
-                sharding.local.masters.round()
-                # Frameworks call train() before every batch. Writes to ``.data`` are not seen.
-                is_alike = last == name == self._last and before == self._seen()
-                if control.any_raised(not is_alike, f"what {name}() has changed") and not control.alone:
-                    sharding.share_now()
-                    self._share_groups()
-                sync_groups(inner.param_groups, groups)
-                sharding.hyperparameters.written(groups)
-        return result
-
-    def _seen(self) -> object:
-        """A value that differs if something was changed."""
-        local = self._sharding.local
-        versions = [version_of(shard.tensor) for shard in local.shards.values()]
-        return versions, settings_of(local.optim.param_groups, {}, in_step=True)
-
-    def _share_groups(self) -> None:
-        """Send what an owner's optimizer wrote to a group, e.g. train_mode, to ranks without parameters of it."""
-        control, plan = self._sharding.control, self._sharding.layout.plan
-        rank, owners = control.ranks.rank, defaultdict[int, set[int]](set)
-        for spec, ranks in zip(plan.tensors, plan.owners, strict=True):
-            owners[spec.group].update(ranks)
-        for number, owning in sorted(owners.items()):
-            group = self._sharding.local.optim.param_groups[number]
-            if rank == min(owning):
-                written = {key: group[key] for key in group.keys() - NOT_SYNCED if isinstance(group[key], _PLAIN)}
-                for peer in set(control.ranks.peers) - owning:
-                    send_value(control, peer, written)
-            elif rank not in owning:
-                group.update(receive_value(control, min(owning)))
+def _send_groups(engine: Engine) -> None:
+    """Send what an owner's optimizer wrote to a group, e.g. train_mode, to ranks without parameters of it."""
+    control, plan = engine.control, engine.layout.plan
+    rank, owners = control.ranks.rank, defaultdict[int, set[int]](set)
+    for spec, ranks in zip(plan.tensors, plan.owners, strict=True):
+        owners[spec.group].update(ranks)
+    for number, owning in sorted(owners.items()):
+        group = engine.local.optim.param_groups[number]
+        if rank == min(owning):
+            written = {key: group[key] for key in group.keys() - NOT_SYNCED if isinstance(group[key], _PLAIN)}
+            for peer in set(control.ranks.peers) - owning:
+                send_value(control, peer, written)
+        elif rank not in owning:
+            group.update(receive_value(control, min(owning)))

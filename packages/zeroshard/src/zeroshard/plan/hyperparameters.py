@@ -61,14 +61,14 @@ class Hyperparameters:
             self._seen = now
         return zlib.crc32(repr(sorted(self.agreed.items())).encode())
 
-    def written(self, groups: Sequence[Mapping[str, Any]]) -> None:
+    def record_written(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Note which values the inner optimizer has written to the public param groups."""
         self._seen = settings_of(groups, {}, in_step=True)
 
     def adopt(self, agreed: Mapping[str, str], groups: Sequence[Mapping[str, Any]]) -> None:
         """Take over :attr:`agreed` of another rank, whose values are in the public param groups already."""
         self.agreed = dict(agreed)
-        self.written(groups)
+        self.record_written(groups)
 
 
 def _words(value: Any, in_step: bool) -> str:  # noqa: ANN401 - a hyperparameter

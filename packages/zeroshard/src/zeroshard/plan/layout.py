@@ -14,7 +14,7 @@ from typing import Literal, get_args
 import torch
 import torch.distributed as dist
 from zeroshard_comm import ShardingConfig
-from zeroshard_core import Cost, Plan, Strategy, TensorSpec, partition, repartition
+from zeroshard_core import Cost, Plan, Strategy, partition, repartition
 
 from zeroshard.plan.eligibility import Coupled, OptimizerFactory, check_elementwise, name_of
 from zeroshard.plan.groups import ParamGroup, active_mask, parameters_of, specs_of
@@ -117,35 +117,15 @@ def renamed(policy: Policy, layout: Layout, groups: Sequence[ParamGroup]) -> Lay
     return replace(layout, plan=plan, declaration=replace(layout.declaration, plan=plan))
 
 
-def check_unchanged(before: Layout, now: Layout) -> None:
-    """Raise if a closure has changed anything that ranks agreed on before the step.
-
-    Raises:
-        RuntimeError: naming the tensor.
-    """
-    for index, spec in enumerate(before.plan.tensors):
-        # A tensor that is no longer active is broadcast once more, which is harmless.
-        if now.active[index] and not before.active[index]:
-            raise RuntimeError(
-                f"tensor {index} {spec.name!r} was frozen when step() began, and the closure has unfrozen it, "
-                f"or given it a gradient. All ranks have to agree on that first: unfreeze it before step()"
-            )
-        if not same_place(spec, now.plan.tensors[index]):
-            raise RuntimeError(
-                f"the closure has changed the dtype, device or memory format of tensor {index} {spec.name!r}. "
-                f"All ranks have to agree on that first: convert the model before step()"
-            )
-
-
 def same_shards(one: Plan, other: Plan) -> bool:
     """Whether the same ranks own the same rows of the same tensors."""
     rows = ([(spec.shape, spec.cut_dim) for spec in plan.tensors] for plan in (one, other))
     return one.owners == other.owners and next(rows) == next(rows)
 
 
-def same_place(old: TensorSpec, new: TensorSpec) -> bool:
-    """Whether a tensor described by ``new`` fits where ``old`` lies."""
-    return (old.shape, old.dtype, old.device, old.stride) == (new.shape, new.dtype, new.device, new.stride)
+def with_hyperparameters(layout: Layout, hyperparameters: Mapping[str, str]) -> ShardingConfig:
+    """Declare hyperparameters beside a layout: once, as they may change with every step."""
+    return replace(layout.declaration, settings={**layout.declaration.settings, **hyperparameters})
 
 
 def _layout(

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from zeroshard_core import is_dense
+from zeroshard_core import TensorSpec, is_dense
 
 from zeroshard.plan.groups import parameters_of, title_of
 
@@ -49,3 +49,8 @@ def check_memory(groups: Sequence[Mapping[str, Any]], active: Sequence[bool]) ->
                     f"{title_of(groups, one)} and {title_of(groups, two)} share memory: use one Parameter in both "
                     f"places of the model, which then has one owner, or give one of them memory of its own"
                 )
+
+
+def same_place(old: TensorSpec, new: TensorSpec) -> bool:
+    """Whether a tensor described by ``new`` fits where ``old`` lies."""
+    return (old.shape, old.dtype, old.device, old.stride) == (new.shape, new.dtype, new.device, new.stride)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from zeroshard_core import Plan, Shard, cut_state
 
-from zeroshard.local.extra_state import AddedState
+from zeroshard.local.extra_state import ExtraState
 from zeroshard.local.optimizer import NOT_SYNCED
 from zeroshard.plan.groups import ParamGroup, parameters_of
 from zeroshard.plan.hyperparameters import in_words
@@ -138,7 +138,7 @@ def check_state_dict(
     plan: Plan,
     schema: StateSchema,
     metadata: StateMetadata,
-    added: AddedState,
+    extra: ExtraState,
 ) -> CheckedStateDict:
     """Check a state dict against the optimizer.
 
@@ -148,7 +148,7 @@ def check_state_dict(
         plan: who owns what.
         schema: what state the optimizer class keeps.
         metadata: what state the optimizer has.
-        added: knows the entries that are not of the class.
+        extra: knows the entries that are not of the class.
 
     Raises:
         TypeError: if it is no state dict of an optimizer.
@@ -193,7 +193,7 @@ def check_state_dict(
         if index in by_tensor:
             _check_entries(by_tensor[index], param, where)
             if by_tensor[index]:
-                entries = added.checked(by_tensor[index], spec.shape, where)
+                entries = extra.checked(by_tensor[index], spec.shape, where)
                 schema.check(entries, spec, saved_groups[spec.group], where)
         elif spec.trainable and spec.group in stateful_groups and not (is_partial or by_name or metadata.lacks(index)):
             # By name they come from torch.distributed.checkpoint, which has refused this unless `strict` is False.

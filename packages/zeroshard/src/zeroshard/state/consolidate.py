@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from zeroshard_comm import Manifest, agreed, gather
@@ -14,22 +14,22 @@ from zeroshard_core import Plan, Shard, StateMapError, storage_view
 
 from zeroshard.local.optimizer import LocalOptimizer, sync_groups
 from zeroshard.plan.groups import ParamGroup
-from zeroshard.sharding import Sharding
 from zeroshard.state.description import Described, Key, describe_entries, part_dtype
 from zeroshard.state.serialization import read_value, write_value
 
+if TYPE_CHECKING:
+    from zeroshard.engine import Engine
 
-def consolidate(sharding: Sharding, target: int, to: object, release: Callable[[], None]) -> dict[Any, Any] | None:
+
+def consolidate(engine: Engine, target: int, to: object) -> dict[Any, Any] | None:
     """Bring the state of all ranks to the CPU of ``target``. Collective.
 
     Each rank sends its tensors one by one; a rank that is not the target allocates at most one chunk.
 
     Args:
-        sharding: has the state, and the channel of the ranks. The hyperparameters of its public param groups are
-            copied to the local optimizer.
+        engine: has the state. The hyperparameters of its public param groups are copied to the local optimizer.
         target: group rank, -1 if ``to`` is none.
         to: what the user asked for.
-        release: called when all ranks are consistent: drops what was consolidated before.
 
     Returns:
         On ``target`` the ``"state"`` of a state_dict as the unsharded optimizer would give it; None elsewhere. Tensors
@@ -42,20 +42,20 @@ def consolidate(sharding: Sharding, target: int, to: object, release: Callable[[
         PeerLostError: if a rank is gone.
         Exception: if a hyperparameter cannot be copied. This and the others but a lost rank are raised on every rank.
     """
-    operation, plan, control = f"consolidate_state_dict(to={target})", sharding.layout.plan, sharding.control
-    groups, leaves_objects = sharding.groups, sharding.policy.leaves_objects
+    operation, plan, control = f"consolidate_state_dict(to={target})", engine.layout.plan, engine.control
+    groups, leaves_objects = engine.groups, engine.policy.leaves_objects
     manifest = Manifest([], [])
     with agreed(control, operation) as declared:
-        declared.set(sharding.layout.declaration)
+        declared.set(engine.layout.declaration)
         if not 0 <= target < plan.world_size:
             raise ValueError(
                 f"consolidate_state_dict(to={to!r}): `to` must be a group rank from 0 to {plan.world_size - 1}"
             )
-        sync_groups(groups, sharding.local.optim.param_groups)
-        manifest = _describe(sharding.local, plan, control.ranks.rank, leaves_objects=leaves_objects)
+        sync_groups(groups, engine.local.optim.param_groups)
+        manifest = _describe(engine.local, plan, control.ranks.rank, leaves_objects=leaves_objects)
         # state_dict() does so on the target alone.
         pack_groups(groups)
-    release()
+    engine.metadata.drop_consolidated()
     assembler = _Assembler(plan)
     gather(control, manifest, target, assembler.receive_buffers, operation=operation)
     return assembler.state() if control.ranks.rank == target else None
@@ -67,7 +67,7 @@ def _describe(local: LocalOptimizer, plan: Plan, rank: int, *, leaves_objects: b
     state = local.optim.state
     for shard in plan.of_rank(rank):
         held, name = local.shards[shard.tensor], plan.tensors[shard.tensor].name
-        entries = state.get(held.tensor) or {}
+        entries = local.state_of(held) or {}
         owned.append(describe_entries(held, entries, name, tensors, leaves_objects=leaves_objects))
     others = {
         key: write_value(value, tensors, f"state entry {key!r}") for key, value in state.items() if isinstance(key, str)

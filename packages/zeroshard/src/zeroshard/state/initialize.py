@@ -3,60 +3,58 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from zeroshard_comm import agreed
 
 from zeroshard.local.optimizer import NOT_SYNCED, LocalOptimizer, unwrapped_step
-from zeroshard.sharding import Sharding
-from zeroshard.state.load import take_over
-from zeroshard.state.metadata import StateMetadata
 from zeroshard.state.without_values import TensorWithoutValues
 
+if TYPE_CHECKING:
+    from zeroshard.engine import Engine
 
-def init_state(sharding: Sharding, metadata: StateMetadata) -> None:
+
+def init_state(engine: Engine) -> None:
     """Make the state of trainable parameters if no rank has any state. Collective.
 
     Args:
-        sharding: whose local optimizer gets the state; follows the model first.
-        metadata: brought up to date.
+        engine: whose local optimizer gets the state.
 
     Raises:
         DisagreementError: if the ranks' models differ.
         Exception: an error of any rank, on every rank, which leaves everything unchanged.
     """
-    control, layout, local = sharding.control, sharding.layout, sharding.local
+    control, layout, local, metadata = engine.control, engine.layout, engine.local, engine.metadata
     with agreed(control, "init_state()") as declared:
-        layout = sharding.update_layout(sharding.groups)
+        layout = engine.update_layout()
         declared.set(layout.declaration)
-        declared.flag = any(local.optim.state.values())
+        declared.flag = any(local.optim.state.values()) or any(map(local.state_of, local.shards.values()))
     if control.flagged:
         return
 
     def install() -> None:
         local.optim.state = defaultdict(dict, _state_after_a_step(local))
-        local.added.list_in(local.optim.state, [shard for shard in local.shards.values() if shard.param.requires_grad])
+        local.extra.list_entries(shard for shard in local.shards.values() if shard.param.requires_grad)
 
-    take_over(sharding, layout, metadata, "init_state()", install)
+    engine.take_over_state(layout, "init_state()", install)
     metadata.drop_consolidated()
-    metadata.keeps_none = metadata.is_empty and any(param.requires_grad for param in sharding.params)
+    metadata.keeps_none = metadata.is_empty and any(param.requires_grad for param in engine.params)
 
 
-def is_torchs_own_step(sharding: Sharding, metadata: StateMetadata) -> bool:
+def is_torchs_own_step(engine: Engine) -> bool:
     """Whether torch.distributed.checkpoint steps to make state: with learning rate 0 and zeros as gradients.
 
     Args:
-        sharding: whose optimizer is stepped.
-        metadata: tells whether there is state.
+        engine: of the optimizer that is stepped.
     """
-    if not metadata.is_empty:
+    if not engine.metadata.is_empty:
         return False
-    grads = [param.grad for param in sharding.params if param.requires_grad]
+    grads = [param.grad for param in engine.params if param.requires_grad]
     if any(grad is None or isinstance(grad, TensorWithoutValues) for grad in grads):
         return False
     # Only now, as these may wait for the device.
-    rates = (group.get("lr", 1) for group in sharding.groups)
+    rates = (group.get("lr", 1) for group in engine.groups)
     return not any(rates) and not any(grad is not None and grad.any() for grad in grads)
 
 

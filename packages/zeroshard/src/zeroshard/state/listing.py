@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from zeroshard_core import TensorSpec
 
 from zeroshard.local.shard import LocalShard
-from zeroshard.plan.groups import ParamGroup, parameters_of
-from zeroshard.sharding import Sharding
-from zeroshard.state.metadata import StateMetadata, title_of
+from zeroshard.plan.groups import parameters_of
+from zeroshard.state.consolidate import pack_groups
+from zeroshard.state.metadata import title_of
 from zeroshard.state.placeholder import StatePlaceholder
 from zeroshard.state.without_values import TensorWithoutValues
+
+if TYPE_CHECKING:
+    from zeroshard.engine import Engine
 
 StateDict = dict[Any, Any]
 
@@ -72,30 +75,34 @@ def check_whole(checkpoint: object) -> None:
         check_whole(item)
 
 
-def list_state(
-    sharding: Sharding, metadata: StateMetadata, groups: Sequence[ParamGroup], *, lists_own: bool
-) -> StateDict:
+def list_state(engine: Engine) -> StateDict:
     """List the whole state in the form of the unsharded optimizer's state dict. Nothing is communicated.
 
     Args:
-        sharding: has this rank's state.
-        metadata: describes the state of other ranks.
-        groups: the public param groups.
-        lists_own: whether to list this rank's own values, and not placeholders for all.
+        engine: has this rank's state, and describes that of other ranks.
 
     Returns:
-        ``{"state": {index: entries}, "param_groups": [...]}``, of class :class:`PartialState` if there are other ranks
-        and some state.
-        Tensors are those of the optimizer, and not copies.
+        ``{"state": {index: entries}, "param_groups": [...]}``: what was consolidated to this rank since the last step,
+        in containers of its own. Else it is of class :class:`PartialState` if there are other ranks and some state, and
+        has this rank's own tensors, not copies; or placeholders alone if another rank has the consolidated state.
     """
-    plan, inner = sharding.layout.plan, sharding.local.optim.state
+    plan, inner, metadata, groups = engine.layout.plan, engine.local.optim.state, engine.metadata, engine.groups
+    if metadata.consolidated is not None:
+        whole = metadata.consolidated.items()
+        # Groups as they are now, as without sharding, and as the other ranks list them.
+        return {
+            "state": {key: dict(value) if isinstance(value, dict) else value for key, value in whole},
+            "param_groups": pack_groups(groups),
+        }
+    lists_own = metadata.consolidated_to is None
     state: dict[Any, Any] = {}
     # A rank with the consolidated state lists what was never stepped as empty: the others list the same keys.
     stateful = {spec.group for index, spec in enumerate(plan.tensors) if not lists_own and metadata.placeholders(index)}
     for index, spec in enumerate(plan.tensors):
-        shard = sharding.local.shards.get(index) if lists_own else None
-        if shard is not None and shard.tensor in inner:
-            state[index] = own_entries(shard, spec, inner[shard.tensor])
+        shard = engine.local.shards.get(index) if lists_own else None
+        own = engine.local.state_of(shard) if shard is not None else None
+        if shard is not None and own is not None:
+            state[index] = own_entries(shard, spec, own)
         elif (shard is None and index in metadata) or spec.group in stateful:
             state[index] = metadata.placeholders(index)
     state |= {key: value for key, value in inner.items() if not isinstance(key, torch.Tensor)}

@@ -5,37 +5,33 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zeroshard_comm import Control, DisagreementError, agreed, explain_configs
 
 from zeroshard.local.optimizer import LocalOptimizer, sync_groups
-from zeroshard.plan.groups import ParamGroup, parameters_of
-from zeroshard.plan.layout import Layout
-from zeroshard.sharding import Sharding
+from zeroshard.plan.groups import parameters_of
 from zeroshard.state.check import Given, LoadedPart, check_state_dict
-from zeroshard.state.metadata import StateMetadata
 from zeroshard.state.schema import StateSchema
 from zeroshard.state.serialization import copy_value, receive_value, send_value, write_value
+
+if TYPE_CHECKING:
+    from zeroshard.engine import Engine
 
 _DIFFERENT = "they were handed different checkpoints"
 
 
 def load(
-    sharding: Sharding,
-    groups: Sequence[ParamGroup],
+    engine: Engine,
     schema: StateSchema,
-    metadata: StateMetadata,
     read: Callable[[], Mapping[str, Any]],
     from_rank: int | None = None,
 ) -> bool:
     """Load a state dict on all ranks, or on none. Collective.
 
     Args:
-        sharding: whose local optimizer takes the state of what it owns; follows the model first.
-        groups: the public param groups, which take the hyperparameters.
+        engine: whose local optimizer takes the state of what it owns, and whose groups take the hyperparameters.
         schema: what state the optimizer class keeps.
-        metadata: what state there is on all ranks; brought up to date.
         read: returns the state dict, from the plain optimizer, torch's ZeroRedundancyOptimizer, or this one at any
             world size, or what this one has listed on the same rank with the same plan; or an empty one. It is not
             modified, and its tensors are not kept.
@@ -50,21 +46,21 @@ def load(
         DisagreementError: if the ranks' state dicts differ in structure or hyperparameters, or their models differ.
         Exception: whatever else a rank meets. All raise on every rank, and leave local optimizer and groups as before.
     """
-    control, layout = sharding.control, sharding.layout
+    control, layout, groups, metadata = engine.control, engine.layout, engine.groups, engine.metadata
     rank, parts, holder = control.ranks.rank, dict[int, LoadedPart](), metadata.consolidated_to
     given: Mapping[str, Any] = {}
-    form, checksums = Given.NOTHING_OWNED, [0] * (1 + len(sharding.params))
+    form, checksums = Given.NOTHING_OWNED, [0] * (1 + len(engine.params))
     with agreed(control, "load_state_dict()", _explain) as declared:
         given = read()
-        layout = sharding.update_layout(groups)
+        layout = engine.update_layout()
         ranks = range(layout.plan.world_size)
         if isinstance(from_rank, bool) or from_rank not in (None, *ranks):
             raise ValueError(f"load_state_dict(from_rank={from_rank}): there are ranks 0 to {ranks[-1]}")
         if from_rank not in (None, rank) and given:
             raise ValueError(f"load_state_dict(from_rank={from_rank}): hand rank {rank} an empty dict, and not its own")
         is_empty = isinstance(given, Mapping) and not given and from_rank != rank
-        added = sharding.local.added
-        checked = None if is_empty else check_state_dict(given, groups, layout.plan, schema, metadata, added)
+        extra = engine.local.extra
+        checked = None if is_empty else check_state_dict(given, groups, layout.plan, schema, metadata, extra)
         if checked is not None:
             form, checksums = checked.form(rank, layout.plan), checked.checksums(layout.plan)
             hands_out = rank == (holder if from_rank is None else from_rank) and form is Given.WHOLE
@@ -75,7 +71,7 @@ def load(
                 parts[rank] = LoadedPart(**copy_value(vars(parts[rank])))
         structure = checked.structure if checked is not None and from_rank is None else ""
         kind = {"from_rank of load_state_dict()": from_rank, "its state dict": "given" if structure else "empty"}
-        kind["added state"] = ", ".join(sorted(added.names))
+        kind["added state"] = ", ".join(sorted(extra.names))
         declared.set(replace(layout.declaration, settings={**layout.declaration.settings, **kind}))
         declared.digest ^= int.from_bytes(hashlib.sha256(structure.encode()).digest()[:8], "big") >> 1
         declared.flag = checked is not None
@@ -84,40 +80,12 @@ def load(
     if from_rank is None:
         from_rank = _source(control, form, checksums, holder)
     part = _handed_out(control, parts, from_rank)
-    take_over(sharding, layout, metadata, "load_state_dict()", lambda: _install(sharding.local, part))
-    sharding.local.added.load(sharding.local.optim.state)
-    sync_groups(sharding.local.optim.param_groups, groups)
+    engine.take_over_state(layout, "load_state_dict()", lambda: _install(engine.local, part))
+    extra.end_load()
+    sync_groups(engine.local.optim.param_groups, groups)
     # Frozen tensors that now have state stay with the rank that holds it when they are unfrozen.
-    sharding.pin(frozenset(part.stateful), groups)
+    engine.fix_owners(frozenset(part.stateful))
     return True
-
-
-def take_over(
-    sharding: Sharding, layout: Layout, metadata: StateMetadata, operation: str, install: Callable[[], None]
-) -> None:
-    """Adopt a layout that ranks have agreed on, and install state on all ranks, or on none. Collective.
-
-    Args:
-        sharding: whose local optimizer takes the state.
-        layout: the new layout.
-        metadata: brought up to date.
-        operation: for errors.
-        install: replaces the state and the param groups of the local optimizer; it does not change the old ones.
-
-    Raises:
-        Exception: an error of any rank, on every rank. Local optimizers are unchanged then.
-    """
-    inner = sharding.local.optim
-    before = (inner.state, inner.param_groups)
-    try:
-        with agreed(sharding.control, f"the end of {operation}"):
-            if layout is not sharding.layout:
-                sharding.adopt(layout, sharding.groups)
-            install()
-        metadata.exchange(f"the state after {operation}")
-    except BaseException:
-        inner.state, inner.param_groups = before
-        raise
 
 
 def _source(control: Control, form: Given, checksums: Sequence[int], holder: int | None) -> int | None:
@@ -179,7 +147,6 @@ def _install(local: LocalOptimizer, part: LoadedPart) -> None:
     ]
     by_position = {
         position[local.shards[key].tensor] if isinstance(key, int) else key: entries
-        for key, entries in local.added.set_apart(part.state).items()
+        for key, entries in local.extra.begin_load(part.state).items()
     }
     inner.load_state_dict({"state": by_position, "param_groups": packed})
-    local.added.list_loaded(inner.state)

@@ -6,24 +6,25 @@ import json
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from zeroshard_comm import agreed, all_gather_text
 from zeroshard_core import TensorSpec
 
-from zeroshard.sharding import Sharding
 from zeroshard.state.description import Described, Key, describe_entries, part_dtype
 from zeroshard.state.placeholder import StatePlaceholder
 from zeroshard.state.serialization import read_value
+
+if TYPE_CHECKING:
+    from zeroshard.engine import Engine
 
 
 class StateMetadata:
     """Names, shapes and dtypes of the state on all ranks, changed only by :meth:`exchange`; and what was consolidated.
 
     Args:
-        sharding: has this rank's state.
-        leaves_objects: whether entries may hold what cannot be sent.
+        engine: has this rank's state.
 
     Attributes:
         consolidated_to: the rank to which the state was consolidated since the last step, if it was.
@@ -31,8 +32,8 @@ class StateMetadata:
         keeps_none: whether init_state() has found that the optimizer keeps no state.
     """
 
-    def __init__(self, sharding: Sharding, *, leaves_objects: bool) -> None:
-        self._sharding, self._leaves_objects = sharding, leaves_objects
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
         self._described: dict[int, Described] = {}
         self._told = "{}"
         self._seen: list[Any] = []
@@ -79,7 +80,7 @@ class StateMetadata:
             StateMapError: on a rank, and a ValueError on the others, if some state can be neither sent nor joined.
             PeerLostError: if a rank is gone.
         """
-        control, mine = self._sharding.control, ""
+        control, mine = self._engine.control, ""
         with agreed(control, operation):
             mine = self._mine()
         described: dict[int, Described] = {}
@@ -91,7 +92,7 @@ class StateMetadata:
 
     def placeholders(self, index: int) -> dict[Key, Any]:
         """Return placeholders for the state of a parameter on other ranks, by its tensor index."""
-        spec, param = self._sharding.layout.plan.tensors[index], self._sharding.params[index]
+        spec, param = self._engine.layout.plan.tensors[index], self._engine.params[index]
         entries: dict[Key, Any] = {}
         for key, described in self._described.get(index, ()):
             dtype = part_dtype(described)
@@ -101,11 +102,12 @@ class StateMetadata:
 
     def _mine(self) -> str:
         """The description of this rank's state: the kind of each entry."""
-        local, tensors = self._sharding.local, self._sharding.layout.plan.tensors
+        local, tensors = self._engine.local, self._engine.layout.plan.tensors
         described = {}
         for index, shard in local.shards.items():
-            if shard.tensor in local.optim.state:
-                kinds = self._kind(local.optim.state[shard.tensor])
+            entries = local.state_of(shard)
+            if entries is not None:
+                kinds = self._kind(entries)
                 described[index] = describe_entries(shard, kinds, tensors[index].name, [], leaves_objects=False)
         return json.dumps(described)
 
@@ -121,7 +123,7 @@ class StateMetadata:
             return value
         if isinstance(value, (bool, int, float)):
             return torch.tensor(value, device="cpu")
-        is_kept = isinstance(value, str) or self._leaves_objects
+        is_kept = isinstance(value, str) or self._engine.policy.leaves_objects
         return torch.empty((), dtype=torch.uint8, device="cpu") if is_kept else value
 
     def _entries(self) -> list[Any]:
@@ -130,7 +132,10 @@ class StateMetadata:
         Neither a tensor's shape nor its dtype is looked at, as that costs too much in a step.
         """
         found: list[Any] = []
-        for entries in self._sharding.local.optim.state.values():
+        local = self._engine.local
+        for shard in local.shards.values() if local.extra.kinds else ():
+            found += local.extra.entries(shard).values()
+        for entries in local.optim.state.values():
             for value in entries.values() if isinstance(entries, dict) else (entries,):
                 found += (value,) if isinstance(value, torch.Tensor) else _flattened(value)
         return found

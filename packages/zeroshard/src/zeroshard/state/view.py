@@ -2,44 +2,52 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import ChainMap, defaultdict
 from collections.abc import Iterator, Mapping, MutableMapping
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from zeroshard.local.optimizer import LocalOptimizer
 from zeroshard.local.shard import LocalShard
-from zeroshard.sharding import Sharding
 from zeroshard.state.listing import PartialState
-from zeroshard.state.metadata import StateMetadata
 from zeroshard.state.placeholder import StatePlaceholder
+
+if TYPE_CHECKING:
+    from zeroshard.engine import Engine
 
 
 class StateView(MutableMapping[Any, Any]):
     """The state of this rank's shards, which can be written, and placeholders for other ranks' shards.
 
+    Entries that are not of the class come beside those that are, which writes go to.
     As with an optimizer's own ``state``, looking up what is not there puts an empty dict there, where this rank owns
     the parameter. A copy of the view is a dict of its own.
 
     Args:
-        sharding: has this rank's state, under a cut parameter's local tensor.
-        metadata: describes the state of other ranks.
+        engine: has this rank's state, under a cut parameter's local tensor.
     """
 
-    def __init__(self, sharding: Sharding, metadata: StateMetadata) -> None:
-        self._sharding, self._metadata = sharding, metadata
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
         self._shards: dict[int, LocalShard] = {}
-        self._tensors: dict[Any, torch.Tensor] = {}
+        self._owned: dict[Any, LocalShard] = {}
         self._others: dict[Any, int] = {}
 
     def __getitem__(self, key: Any) -> Any:  # noqa: ANN401 - state holds anything
         index = self._other(key)
-        return self._state[self._local_key(key)] if index is None else self._entries(index)
+        if index is not None:
+            return self._entries(index)
+        extra = self._extra(key)
+        own = self._state[self._local_key(key)]
+        return ChainMap(own, extra) if extra else own
 
     def __setitem__(self, key: Any, value: Any) -> None:  # noqa: ANN401 - state holds anything
         index = self._other(key)
         if index is None:
+            names = self._local.extra.names
+            if names and isinstance(value, Mapping):
+                value = {name: entry for name, entry in value.items() if name not in names}
             self._state[self._local_key(key)] = value
             return
         if not isinstance(value, Mapping):
@@ -50,11 +58,15 @@ class StateView(MutableMapping[Any, Any]):
     def __delitem__(self, key: Any) -> None:  # noqa: ANN401 - state holds anything
         if (index := self._other(key)) is not None:
             raise self._entries(index).refusal()
-        del self._state[self._local_key(key)]
+        if self._extra(key):
+            self._local.extra.drop_entries(self._owned[key])
+            self._state.pop(self._local_key(key), None)
+        else:
+            del self._state[self._local_key(key)]
 
     def __iter__(self) -> Iterator[Any]:
         # Over the keys there are now: entries may be replaced meanwhile.
-        params = [param for param in self._sharding.params if param in self]
+        params = [param for param in self._engine.params if param in self]
         known = {self._local_key(param) for param in params}
         return iter([*params, *[key for key in self._state if key not in known]])
 
@@ -63,11 +75,13 @@ class StateView(MutableMapping[Any, Any]):
 
     def __bool__(self) -> bool:
         # torch.distributed.checkpoint makes a step where this is False.
-        return self._metadata.keeps_none or len(self) > 0
+        return self._engine.metadata.keeps_none or len(self) > 0
 
     def __contains__(self, key: object) -> bool:
         index = self._other(key)
-        return self._local_key(key) in self._state if index is None else index in self._metadata
+        if index is not None:
+            return index in self._engine.metadata
+        return self._local_key(key) in self._state or bool(self._extra(key))
 
     def __repr__(self) -> str:
         return repr(dict(self))
@@ -84,6 +98,8 @@ class StateView(MutableMapping[Any, Any]):
     def clear(self) -> None:
         """Drop the state of what this rank owns; that of other ranks is theirs to drop."""
         self._state.clear()
+        for shard in self._local.shards.values():
+            self._local.extra.drop_entries(shard)
 
     def pop(self, key: Any, *default: Any) -> Any:  # noqa: ANN401 - state holds anything
         """Remove and return the entries of ``key``, or return ``default``; a KeyError if neither is there."""
@@ -99,16 +115,28 @@ class StateView(MutableMapping[Any, Any]):
             self[key] = default
         return self[key]
 
+    def replace(self, value: Mapping[Any, Any]) -> None:
+        """Take over another state of what this rank owns; entries of other ranks are left out."""
+        replaced: defaultdict[Any, Any] = defaultdict(dict)
+        replaced.update({self._local_key(key): entries for key, entries in value.items() if self._other(key) is None})
+        self._local.optim.state = replaced
+
     @property
     def _local(self) -> LocalOptimizer:
-        return self._sharding.local
+        return self._engine.local
 
     @property
     def _state(self) -> Any:  # noqa: ANN401 - a defaultdict, keyed by tensors for torch and by anything for optimizers
         return self._local.optim.state
 
+    def _extra(self, key: object) -> dict[str, torch.Tensor]:
+        """The entries that are not of the class, of a parameter that this rank owns something of."""
+        self._look_up()
+        shard = self._owned.get(key) if isinstance(key, torch.Tensor) else None
+        return self._local.extra.entries(shard) if shard is not None else {}
+
     def _entries(self, index: int) -> _OthersEntries:
-        return _OthersEntries(self._metadata.placeholders(index))
+        return _OthersEntries(self._engine.metadata.placeholders(index))
 
     def _other(self, key: object) -> int | None:
         """The tensor index of a parameter that this rank owns nothing of."""
@@ -117,14 +145,15 @@ class StateView(MutableMapping[Any, Any]):
 
     def _local_key(self, key: Any) -> Any:  # noqa: ANN401 - state has keys of any kind
         self._look_up()
-        return self._tensors.get(key, key)
+        shard = self._owned.get(key) if isinstance(key, torch.Tensor) else None
+        return key if shard is None else shard.tensor
 
     def _look_up(self) -> None:
         """Follow the plan. The dict of shards is replaced, and never changed."""
         if self._shards is not self._local.shards:
             self._shards = self._local.shards
-            self._tensors = {shard.param: shard.tensor for shard in self._shards.values()}
-            params = enumerate(self._sharding.params)
+            self._owned = {shard.param: shard for shard in self._shards.values()}
+            params = enumerate(self._engine.params)
             self._others = {param: index for index, param in params if index not in self._shards}
 
 

@@ -1,0 +1,452 @@
+"""The engine of one sharded optimizer: what changes in it, and the entry of every collective call."""
+
+from __future__ import annotations
+
+import logging
+import operator
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+from zeroshard_comm import Control, PeerLostError, Position, RankGroup, Traffic, agreed
+from zeroshard_comm.same_host import connect
+
+from zeroshard.clipping import clip_over_ranks
+from zeroshard.debug.checks import step_debugging
+from zeroshard.grads.exchange import GradExchange, StepMode
+from zeroshard.join import Call, JoinState
+from zeroshard.local.optimizer import Closure, LocalOptimizer, sync_groups
+from zeroshard.local.train_mode import call_on_all_ranks, check_method
+from zeroshard.param_buffers import ParamBuffers
+from zeroshard.plan.eligibility import check_capture, name_of
+from zeroshard.plan.groups import ParamGroup, active_mask, check_members, parameters_of
+from zeroshard.plan.hyperparameters import Hyperparameters, settings_of
+from zeroshard.plan.layout import (
+    Layout,
+    Policy,
+    first_layout,
+    next_layout,
+    renamed,
+    same_shards,
+    with_hyperparameters,
+)
+from zeroshard.plan.memory import same_place
+from zeroshard.state.consolidate import consolidate
+from zeroshard.state.initialize import init_state, is_torchs_own_step
+from zeroshard.state.load import load
+from zeroshard.state.metadata import StateMetadata
+from zeroshard.state.schema import StateSchema
+from zeroshard.step import step
+
+_logger = logging.getLogger(__name__)
+
+
+class Engine:
+    """Groups, layout, local optimizer, parameter buffers and state metadata of one public optimizer.
+
+    Only its own methods replace them, once all ranks agree. Objects that it holds refer to it weakly.
+
+    Args:
+        ranks: the group.
+        policy: how tensors are partitioned.
+        defaults: the user's keyword arguments for the optimizer class.
+        read: reads and checks the user's arguments; returns the public param groups.
+
+    Attributes:
+        groups: the public param groups.
+        control: the channel of the ranks' agreements.
+        traffic: bytes, calls and waiting so far.
+        policy: as given; also with the names of parameters.
+        layout: who owns what, and which tensors are active.
+        params: all parameters, by tensor index.
+        local: the local optimizer.
+        buffers: where parameters lie, and how they are broadcast.
+        hyperparameters: those that must be equal on all ranks.
+        metadata: which state there is on all ranks.
+        join: announces calls inside Join.
+        exchange: takes gradients bucket by bucket; None before the first call of a communication hook.
+        debugging: logs, or checks every step; None if nobody asks for that.
+        broken: the error that every further call raises; None if all exchanges were completed.
+        refused: why the loop was refused: it misused a hook, until a state is loaded; else empty.
+        suspended: why parameters may not be stepped or loaded now, if they may not.
+        last_mode: ``train`` or ``eval``, if that was called last.
+
+    Raises:
+        Exception: an error of any rank in reading or planning, on every rank.
+        DisagreementError: if ranks differ in their plans or settings, on every rank.
+    """
+
+    def __init__(
+        self, ranks: RankGroup, policy: Policy, defaults: Mapping[str, Any], read: Callable[[], list[ParamGroup]]
+    ) -> None:
+        self.traffic, self.policy = Traffic(), policy
+        self.control = control = Control(ranks, self.traffic)
+        self.exchange: GradExchange | None = None
+        self.broken: RuntimeError | None = None
+        self.refused = self.suspended = self.last_mode = ""
+        name = name_of(policy.factory)
+        with agreed(control, "ZeroRedundancyOptimizer()") as declared:
+            groups = self.groups = read()
+            self.layout = first_layout(policy, groups, name)
+            self.local = LocalOptimizer(policy, groups, self.layout.plan, ranks.rank, defaults)
+            declared.set(with_hyperparameters(self.layout, settings_of(groups, self.local.optim.defaults)))
+            declared.flag = bool(self.local.optim.state)
+        begins_with_state = control.flagged
+        control.position = Position(ranks.context.number_optimizer(), name, 0)
+        connect(control)
+        self.buffers = ParamBuffers(control, as_bucket_view=policy.as_bucket_view)
+        self.params = parameters_of(groups)
+        self.hyperparameters = Hyperparameters()
+        self.hyperparameters.follow(groups)
+        self._lay_out()
+        weak = weakref.proxy(self)
+        self.metadata, self.join = StateMetadata(weak), JoinState(weak)
+        if begins_with_state:
+            self.metadata.exchange("ZeroRedundancyOptimizer()")
+        self.debugging = step_debugging(weak)
+        self._schema = StateSchema(policy, defaults)
+        _logger.info(
+            "rank %d of %d owns %d of %d elements in %d of %d tensors (%s)",
+            ranks.rank,
+            ranks.world_size,
+            sum(shard.shard.numel for shard in self.local.shards.values()),
+            sum(param.numel() for param in self.params),
+            len(self.local.shards),
+            len(self.params),
+            policy.name,
+        )
+
+    # ------------------------------------------------------------------ what every collective call begins with
+
+    @contextmanager
+    def collective(self) -> Iterator[None]:
+        """Around a call in which all ranks exchange something, and which Join refuses."""
+        self._announce(Call.REFUSED)
+        with self.communicating():
+            yield
+
+    @contextmanager
+    def communicating(self) -> Iterator[None]:
+        """Raise if an earlier exchange was left incomplete, and remember if this one is."""
+        self.check_broken()
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(error, PeerLostError) or not isinstance(error, Exception):
+                self.mark_broken(error)
+            raise
+
+    def check_broken(self) -> None:
+        """Raise if an exchange was left incomplete on this rank.
+
+        Raises:
+            PeerLostError: if a rank was lost.
+            RuntimeError: if it was something else.
+        """
+        if self.broken is not None:
+            raise type(self.broken)(*self.broken.args)
+
+    def mark_broken(self, error: BaseException) -> None:
+        """Let :meth:`check_broken` raise from now on: a later message could be mistaken for one that is under way.
+
+        If a rank was lost, or this one was interrupted (by a `BaseException` that is no `Exception`), no other rank
+        waits for this one any more. An interruption of a single rank breaks nothing.
+        """
+        is_interruption, ranks = not isinstance(error, Exception), self.control.ranks
+        if is_interruption and self.control.alone:
+            return
+        if is_interruption or isinstance(error, PeerLostError):
+            ranks.context.close(error)
+        if self.broken is None:
+            kind = PeerLostError if isinstance(error, PeerLostError) else RuntimeError
+            self.broken = kind(
+                f"rank {ranks.rank}: an earlier call was not finished, and messages of it may still be "
+                f"on their way: load a checkpoint and build the optimizer again, on a new process group. It was ended "
+                f"by: {type(error).__name__ if is_interruption else error}"
+            )
+
+    def check_allowed(self) -> None:
+        """Raise a RuntimeError if parameters may not be stepped, loaded or added now."""
+        if self.suspended:
+            raise RuntimeError(self.suspended)
+
+    def check_loop(self) -> None:
+        """Raise a RuntimeError if the training loop was refused."""
+        if self.refused:
+            raise RuntimeError(self.refused)
+
+    def _announce(self, call: Call, **arguments: Any) -> None:  # noqa: ANN401 - of any call
+        """Announce a call inside of Join, if earlier exchanges came to their end."""
+        self.check_broken()
+        self.join.announce(call, **arguments)
+
+    # ------------------------------------------------------------------ the layout
+
+    def update_layout(self) -> Layout:
+        """Return the layout that fits the user's changes since the last step.
+
+        Hyperparameters are copied to the local optimizer. If parameters' data was rebound but not converted, buffers
+        are laid out again at once: it concerns no other rank. All ranks must agree on another layout before it is
+        adopted.
+
+        Raises:
+            Exception: an error in the parameters or groups; the other ranks must be told.
+        """
+        self.check_allowed()
+        check_capture(self.control.ranks, self.params)
+        check_members(self.groups, self.params)
+        layout = self.current_layout()
+        sync_groups(self.groups, self.local.optim.param_groups)
+        self.local.masters.refresh()
+        return layout
+
+    def current_layout(self) -> Layout:
+        """Like :meth:`update_layout`, but only for the parameters."""
+        layout = self.layout
+        moved = self.buffers.moved()
+        if moved or active_mask(self.params) != layout.active:
+            layout = next_layout(self.policy, layout, self.groups)
+            if self.exchange is not None:
+                self.exchange.buckets.check(self.params, layout)
+            if moved and all(map(same_place, self.layout.plan.tensors, layout.plan.tensors)):
+                # Even if ranks must agree first: until then, values must arrive where parameters are now.
+                self._lay_out()
+            if layout.declaration.digest == self.layout.declaration.digest:
+                layout = self.layout
+            else:
+                self.local.check_not_converted(self.layout.plan, layout.plan)
+        return layout
+
+    def adopt(self, layout: Layout) -> None:
+        """Take over a layout that all ranks have agreed on; no-op if it is that in use."""
+        if layout is self.layout:
+            return
+        _logger.debug("rank %d takes over another layout", self.control.ranks.rank)
+        if not same_shards(layout.plan, self.layout.plan) or len(self.groups) != len(self.local.optim.param_groups):
+            self.local.rebuild(self.groups, layout.plan)
+        self.layout = layout
+        self.params = parameters_of(self.groups)
+        self._lay_out()
+
+    def fix_owners(self, tensors: frozenset[int]) -> None:
+        """Let tensors with loaded state keep their owners, even if they are frozen and unfrozen later.
+
+        This changes the plan: all ranks must call it at the same time, with a layout that they agree on.
+
+        Args:
+            tensors: indices.
+        """
+        settled = self.layout.settled | tensors
+        if settled != self.layout.settled:
+            self.layout = next_layout(self.policy, replace(self.layout, settled=settled), self.groups)
+
+    def to_text(self) -> str:
+        """Return layout and hyperparameters as JSON, which ranks compare at the end of a step."""
+        return with_hyperparameters(self.layout, self.hyperparameters.agreed).to_json()
+
+    def _lay_out(self) -> None:
+        self.buffers.lay_out(self.params, self.layout.plan, self.layout.active)
+        self.local.rebind()
+        self.local.masters.refresh()
+        if self.exchange is not None:
+            self.exchange.buckets.lay_out(self.params, self.layout)
+
+    def broadcast_params(self) -> None:
+        """Send the owners' values to all ranks outside of a step, also of parameters that are frozen now. Collective.
+
+        Ranks must agree on something afterwards, as others may still be reading.
+
+        Raises:
+            PeerLostError: if a rank is gone.
+        """
+        buffers, settled = ParamBuffers(self.control, as_bucket_view=False), self.layout.settled
+        buffers.lay_out(self.params, self.layout.plan, [index in settled for index in range(len(self.params))])
+        buffers.send()
+        buffers.wait()
+
+    def add_param_group(self, append: Callable[[], None]) -> None:
+        """Take in a new param group on all ranks, or on none. Collective.
+
+        Args:
+            append: checks the new group and appends it to the public ones.
+        """
+        exchange, before = self.exchange, len(self.groups)
+        is_noted = exchange is not None and exchange.has_same_hyperparameters()
+        with self.collective():
+            layout = self.layout
+            try:
+                with agreed(self.control, "add_param_group()") as declared:
+                    declared.set(layout.declaration)
+                    self.check_allowed()
+                    append()
+                    layout = next_layout(self.policy, layout, self.groups)
+                    self.local.check_not_converted(self.layout.plan, layout.plan)
+                    self.local.dry_run(self.groups, layout.plan)
+                    if exchange is not None:
+                        exchange.buckets.check(parameters_of(self.groups), layout)
+                    settings = settings_of(self.groups[before:], self.local.optim.defaults, first=before)
+                    declared.set(with_hyperparameters(layout, settings))
+            except BaseException:
+                del self.groups[before:]
+                raise
+            self.adopt(layout)
+            # Only the new group: edits of the others since the last step are not in the local optimizer yet.
+            sync_groups(self.local.optim.param_groups[before:], self.groups[before:])
+            if self.control.any_raised(self.metadata.has_changed(), "add_param_group()"):
+                self.metadata.exchange("add_param_group()")
+        self.metadata.drop_consolidated()
+        if exchange is not None and is_noted:
+            # The hyperparameters of the new group do not count as changed.
+            exchange.note_hyperparameters()
+
+    # ------------------------------------------------------------------ steps
+
+    @property
+    def steps_early(self) -> bool:
+        """Whether a communication hook steps during backward."""
+        return self.exchange is not None and self.exchange.mode is not StepMode.IN_STEP
+
+    def step(self, closure: Closure | None, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as the inner step
+        """Make a step, or check the one that backward has made."""
+        exchange = self.exchange
+        may_be_torchs = exchange is not None and not (closure or exchange.has_stepped)
+        if may_be_torchs and is_torchs_own_step(self):
+            return self.init_state()
+        if exchange is not None and self.steps_early:
+            # Nothing is sent here: Join contexts need not know, and errors are raised only on this rank.
+            if closure is not None or arguments:
+                raise ValueError(
+                    "this optimizer is stepped during backward by its communication hook, so step() takes neither a "
+                    "closure nor arguments; call step() without them, or not at all, or use reduce_to_owner_hook"
+                )
+            return exchange.check_step()
+        error, inner = None, arguments
+        if closure is not None:
+            if exchange is None:
+                self._announce(Call.REFUSED)
+            try:
+                with self.communicating(), torch.enable_grad():
+                    loss = closure()
+                inner = {**arguments, "closure": lambda: loss}
+            except Exception as raised:  # noqa: BLE001 - every rank must hear of it, whatever it is
+                error = raised
+        if closure is None or exchange is not None:
+            self._announce(Call.STEP, **arguments)
+        return self.apply_step(inner, error)
+
+    def apply_step(self, arguments: Mapping[str, Any], error: Exception | None = None) -> Any:  # noqa: ANN401 - as the inner step
+        """Make a step; see :func:`zeroshard.step.step`."""
+        with self.communicating():
+            return step(self, arguments, error)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> torch.Tensor:
+        """Scale the gradients of all parameters."""
+        if self.exchange is None:
+            return torch.nn.utils.clip_grad_norm_(
+                self.params, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
+            )
+        if self.steps_early:
+            raise ValueError(
+                "this optimizer is stepped during backward by its communication hook, so there is nothing left to "
+                "clip; use reduce_to_owner_hook, and clip between backward() and step()"
+            )
+        asked = {"max_norm": max_norm, "norm_type": norm_type, "error_if_nonfinite": error_if_nonfinite}
+        self._announce(Call.CLIP, **asked)
+        return self.apply_clipping(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+
+    def apply_clipping(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> torch.Tensor:
+        """Like :meth:`clip_grad_norm_`, for gradients that lie at their owners."""
+        assert self.exchange is not None
+        with self.communicating():
+            return clip_over_ranks(
+                self.control,
+                self.exchange,
+                max_norm,
+                norm_type,
+                self.params[0].dtype,
+                error_if_nonfinite=error_if_nonfinite,
+            )
+
+    def train_or_eval(self, name: str) -> Callable[[], Any]:
+        """Return a function that calls this method of the local optimizer on all ranks; AttributeError if none."""
+        check_method(self.local.optim, name)
+
+        def call() -> Any:  # noqa: ANN401 - what the local optimizer's returns
+            with self.collective():
+                return call_on_all_ranks(self, name)
+
+        return call
+
+    def take_buckets(
+        self, mode: StepMode, names: Mapping[torch.Tensor, str], *, norms: bool | Sequence[float]
+    ) -> GradExchange:
+        """Take gradients bucket by bucket from now on; all ranks give the same names to parameters without."""
+        if self.exchange is None:
+            self.policy = replace(self.policy, names={param: names[param] for param in self.params if param in names})
+            self.layout = renamed(self.policy, self.layout, self.groups)
+            self.exchange = GradExchange(self, mode, norms=norms)
+        elif self.exchange.mode is not mode:
+            raise ValueError(
+                f"a communication hook steps this optimizer {self.exchange.mode.value!r} already, and cannot step it "
+                f"{mode.value!r} too; build a new optimizer for another hook"
+            )
+        return self.exchange
+
+    # ------------------------------------------------------------------ state
+
+    def consolidate(self, to: object) -> None:
+        """Bring the state of all ranks to one."""
+        target = -1
+        if not isinstance(to, bool):
+            # NumPy's integers are ranks too.
+            with suppress(Exception):
+                target = operator.index(to)  # type: ignore[arg-type] # that is what is tried
+        self._announce(Call.CONSOLIDATE, target=target)
+        self.apply_consolidation(target, to)
+
+    def apply_consolidation(self, target: int, to: object = None) -> None:
+        """Like :meth:`consolidate`, with a checked rank."""
+        with self.communicating():
+            self.metadata.consolidated = consolidate(self, target, to)
+        self.metadata.consolidated_to = target
+
+    def init_state(self) -> None:
+        """Make the state of all ranks, if there is none."""
+        with self.collective():
+            init_state(self)
+
+    def load(self, read: Callable[[], Mapping[str, Any]], from_rank: int | None) -> bool:
+        """Load a state dict on all ranks, or on none; False if there was nothing to load."""
+        with self.collective():
+            is_loaded = load(self, self._schema, read, from_rank)
+        if is_loaded:
+            self.metadata.drop_consolidated()
+            if self.exchange is not None:
+                self.exchange.begin_anew()
+        return is_loaded
+
+    def take_over_state(self, layout: Layout, operation: str, install: Callable[[], None]) -> None:
+        """Adopt a layout that ranks have agreed on, and install state on all ranks, or on none. Collective.
+
+        Args:
+            layout: the new layout.
+            operation: for errors.
+            install: replaces the state and the param groups of the local optimizer; it does not change the old ones.
+
+        Raises:
+            Exception: an error of any rank, on every rank. Local optimizers are unchanged then.
+        """
+        inner = self.local.optim
+        before = (inner.state, inner.param_groups)
+        try:
+            with agreed(self.control, f"the end of {operation}"):
+                self.adopt(layout)
+                install()
+            self.metadata.exchange(f"the state after {operation}")
+        except BaseException:
+            inner.state, inner.param_groups = before
+            self.local.extra.end_load(failed=True)
+            raise
