@@ -214,14 +214,14 @@ def _register_model(ddp: DistributedDataParallel, exchanges: Sequence[GradExchan
     """Let optimizers know their model, and when it may rebuild its buckets, which copies gradients: in its forwards."""
     for exchange in exchanges:
         exchange.join.models.add(ddp)
-    set_in_forward(exchanges, None)
+    _set_in_forward(exchanges, None)
     # Functions: a copy of the model would copy the arguments of a partial.
-    ddp.register_forward_pre_hook(lambda module, _: set_in_forward(exchanges, module))
-    ddp.register_forward_hook(lambda *_: set_in_forward(exchanges, None), always_call=True)
+    ddp.register_forward_pre_hook(lambda module, _: _set_in_forward(exchanges, module))
+    ddp.register_forward_hook(lambda *_: _set_in_forward(exchanges, None), always_call=True)
 
 
 @disable_dynamo
-def set_in_forward(exchanges: Sequence[GradExchange], ddp: DistributedDataParallel | None) -> None:
+def _set_in_forward(exchanges: Sequence[GradExchange], ddp: DistributedDataParallel | None) -> None:
     """Tell optimizers which model is in a forward, or that none is."""
     for exchange in exchanges:
         exchange.gradients.in_rebuild = ddp is not None and not has_rebuilt_buckets(ddp)

@@ -20,7 +20,7 @@ from zeroshard import GradExchange, GradPlaceholder
 from zeroshard_core import is_dense
 
 from zeroshard_integrations import _torch_private
-from zeroshard_integrations.ddp import optimizers_of_hooks, set_in_forward
+from zeroshard_integrations.ddp import _set_in_forward, optimizers_of_hooks
 
 
 class DDPModel:
@@ -165,9 +165,9 @@ class DDPModel:
 
     def shadow_forward(self, *, reduces: bool, with_grad: bool) -> None:
         """Do what DDP does in a forward, without data. Collective."""
-        set_in_forward(self._followers, self.ddp)
+        _set_in_forward(self._followers, self.ddp)
         _torch_private.prepare_forward(self.ddp, with_grad=with_grad)
-        set_in_forward(self._followers, None)
+        _set_in_forward(self._followers, None)
         self.ddp.require_forward_param_sync = reduces
 
     def shadow_backward(self) -> None:
