@@ -43,6 +43,8 @@ BACKENDS = {
 }
 # Versions of torch against which the emulated accelerator compiles, the empty one for the newest that pip gives.
 EMULATED_WITH = {"2.11": "==2.11.0", "2.13": "==2.13.0", "newest": ""}
+# Programs import what lies beside them, and a name there may be one in tests/ too.
+BESIDE_PROGRAMS = ["--override-ini", "pythonpath=tools tools/bench tools/quickstart"]
 TEST_NEEDS = ["pytest", "hypothesis", "safetensors"]
 # What the harness and its tests use where it is there; only sessions that look at all packages install it.
 PLUGIN_NEEDS = ["pytest-xdist", "pytest-cov", "pytest-timeout", "cloudpickle", "numpy", "expecttest"]
@@ -113,9 +115,7 @@ def tests(session: nox.Session) -> None:
     # Rank tests wait about as long as they compute.
     two_files_at_a_time = ["-n2", "--dist=loadfile"]
     session.log("1 of 2: tests and doctests of the packages and the tools")
-    # Programs import what lies beside them, and a name there may be one in tests/ too.
-    path = "pythonpath=tools tools/bench tools/quickstart"
-    tests = ["--doctest-modules", "--override-ini", path, "packages", "tools"]
+    tests = ["--doctest-modules", *BESIDE_PROGRAMS, "packages", "tools"]
     _pytest(session, *two_files_at_a_time, *tests, *session.posargs)
     session.log("2 of 2: rank tests")
     # Workers are forked from a process that has loaded these; each would load them otherwise, in its first test.
@@ -134,6 +134,7 @@ def exhaustive(session: nox.Session) -> None:
     """The rank tests that repeat with more values what others test, for the better part of an hour."""
     _install_sources(session, list(PACKAGES), *TOOL_NEEDS, *PLUGIN_NEEDS)
     _pytest(session, "tests", "packages", "-m", "exhaustive", *session.posargs)
+    _pytest(session, *BESIDE_PROGRAMS, "tools", "-m", "exhaustive", *session.posargs)
 
 
 @nox.session(tags=["nightly"])

@@ -220,7 +220,7 @@ def test_models_and_groups_that_change(hook: str) -> None:
 
 
 @pytest.mark.ranks(4, backend="gloo")
-@EVERY_HOOK
+@pytest.mark.parametrize("hook", [HOOKS[0], *(pytest.param(hook, marks=pytest.mark.exhaustive) for hook in HOOKS[1:])])
 def test_subgroups(rank: int, hook: str) -> None:
     halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     train(CollectiveTwins(hook, process_group=halves[rank % 2]), last=4)

@@ -129,7 +129,7 @@ def test_a_rank_that_skips_step(rank: int) -> None:
 
 
 @pytest.mark.ranks(3, backend="gloo")
-@pytest.mark.parametrize("lost", ["killed", "late"])
+@pytest.mark.parametrize("lost", ["killed", pytest.param("late", marks=pytest.mark.exhaustive)])
 def test_a_rank_that_is_lost_before_norms_are_exchanged(
     rank: int, lost: str, faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -359,7 +359,7 @@ def test_another_call_in_place_of_the_end_of_a_backward(rank: int, monkeypatch: 
 
 
 @pytest.mark.ranks(2, backend="gloo")
-@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("hook", [HOOKS[0], *(pytest.param(hook, marks=pytest.mark.exhaustive) for hook in HOOKS[1:])])
 def test_two_models_in_one_backward_have_messages_of_their_own(rank: int, hook: str) -> None:
     # Layers of one size, and more of them than receives are posted for at a time.
     def large() -> nn.Module:

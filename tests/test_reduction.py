@@ -53,7 +53,9 @@ def mean(world_size: int, numel: int, dtype: torch.dtype = torch.float64) -> tor
 
 
 @pytest.mark.ranks(3, backend="gloo")
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float64, marks=pytest.mark.exhaustive)]
+)
 def test_owners_hold_the_mean_in_rank_order(rank: int, world_size: int, dtype: torch.dtype) -> None:
     # Small runs of all owners in turn, one large run for each, and one that takes several messages.
     runs, end = [], 0

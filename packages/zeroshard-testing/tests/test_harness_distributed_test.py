@@ -197,7 +197,11 @@ def test_a_parameter_for_the_world_size_is_refused(done: Suite) -> None:
     ("source", "complaint"),
     [
         ("class Prepared(DistributedFixture): pass", "run_on_ranks"),
-        ("class TestLaunch(DistributedTest):\n        def run(self): pass", "TestLaunch.run"),
+        pytest.param(
+            "class TestLaunch(DistributedTest):\n        def run(self): pass",
+            "TestLaunch.run",
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(suite: Callable[..., Suite], source: str, complaint: str) -> None:

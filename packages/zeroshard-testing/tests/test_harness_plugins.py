@@ -287,6 +287,7 @@ def test_files_outside_the_root_folder_run(suite: RunSuite, tmp_path: Path) -> N
     assert {case.kind for case in done.cases.values()} == {"passed"}, done.text
 
 
+@pytest.mark.exhaustive
 def test_checks_that_are_off_are_told_under_xdist(suite: RunSuite) -> None:
     pytest.importorskip("xdist", reason="pytest-xdist is not installed")
     done = suite("-n", "2", "-o", "ranks_checks=no:collectives", test_left_out=LEFT_OUT)

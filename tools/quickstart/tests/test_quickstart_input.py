@@ -96,8 +96,12 @@ def test_a_rank_that_is_not_a_number_is_the_worst():
     ("make", "told"),
     [
         (lambda folder: folder / "nowhere", "there is no file or folder"),
-        (lambda folder: folder, "holds no text files"),
-        (lambda folder: _written(folder / "short.txt", "hi"), "holds 2 bytes of text, but one context needs"),
+        pytest.param(lambda folder: folder, "holds no text files", marks=pytest.mark.exhaustive),
+        pytest.param(
+            lambda folder: _written(folder / "short.txt", "hi"),
+            "holds 2 bytes of text, but one context needs",
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_bad_data_is_one_line_and_exit_code_2(tmp_path, make, told):

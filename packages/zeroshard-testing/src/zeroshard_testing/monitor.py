@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 import signal
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from zeroshard_testing import outcome as kinds
 from zeroshard_testing.ipc import ClosedError, Message
@@ -16,8 +18,12 @@ from zeroshard_testing.rank_state import RankState
 from zeroshard_testing.snapshots import Snapshots
 from zeroshard_testing.stacks import readable_stacks
 
-# After the first failure the others have this long, in seconds, to come to an outcome of their own.
+# After the first failure the others have this long, in seconds, to come to an outcome of their own: of processor time
+# while they compute, which they may have to share with other programs, and up to so many seconds in all.
 _GRACE = 0.5
+_LONGEST_GRACE = 10.0
+# How often to look whether they still compute, in seconds.
+_LOOK = 0.1
 # After a death less: whatever the others have to say, it is not the cause.
 _GRACE_AFTER_DEATH = 0.04
 _IMPORT_TIMEOUT = 300.0
@@ -49,7 +55,10 @@ class Monitor:
         self._ended: dict[int, float] = {}
         self._importing: set[int] = set()
         self._deadline = time.monotonic() + timeout
-        self._grace_ends = math.inf
+        self._failed_at = self._grace_ends = math.inf
+        self._ran: set[int] = set()
+        self._used: dict[int, float] = {}
+        """The processor time of each rank without an outcome at the first failure."""
         self._snapshots = Snapshots(workers, run)
 
     def outcomes(self) -> list[Outcome]:
@@ -59,6 +68,9 @@ class Monitor:
         while self._ended or any(self._faulted.get(slot) != "stop" for slot in self._out()):
             now = time.monotonic()
             if now >= self._end():
+                if self._computes(now):
+                    self._grace_ends = now + _LOOK
+                    continue
                 self._give_up()
                 break
             self._snapshots.ask_when_due(now)
@@ -123,8 +135,27 @@ class Monitor:
         self._outcomes[slot] = outcome
         # Whether a failure is the expected one is known when all have ended.
         if not outcome.is_clean and outcome.kind != kinds.XFAILED:
-            grace = _GRACE_AFTER_DEATH if outcome.kind == kinds.DIED else _GRACE
-            self._grace_ends = min(self._grace_ends, time.monotonic() + grace)
+            is_death, now = outcome.kind == kinds.DIED, time.monotonic()
+            self._grace_ends = min(self._grace_ends, now + (_GRACE_AFTER_DEATH if is_death else _GRACE))
+            if is_death:
+                self._failed_at = -math.inf
+            elif self._failed_at == math.inf:
+                self._failed_at = now
+                self._used = {other: used for other in self._out() if (used := self._processor_time(other)) is not None}
+                self._ran = {other for other in self._used if is_running(self._workers[other].pid)}
+
+    def _computes(self, now: float) -> bool:
+        """Whether a rank without an outcome is computing, and has had less than its grace for that."""
+        if self._ended or now >= min(self._deadline, self._failed_at + _LONGEST_GRACE):
+            return False
+        used = {slot: self._processor_time(slot) for slot in self._out() if slot in self._used}
+        left = [slot for slot, seconds in used.items() if seconds is not None and seconds - self._used[slot] < _GRACE]
+        ran, self._ran = self._ran, {slot for slot in left if is_running(self._workers[slot].pid)}
+        # A single look may fall between two computations.
+        return not self._ran.union(ran).isdisjoint(left)
+
+    def _processor_time(self, slot: int) -> float | None:
+        return processor_time(self._workers[slot].pid)
 
     def _notice_deaths(self) -> None:
         for slot, child in enumerate(self._workers):
@@ -215,6 +246,26 @@ class Monitor:
             readable_channels(self._launcher.news, deadline - time.monotonic())
             self._launcher.take_news()
             self._notice_deaths()
+
+
+def processor_time(pid: int | None) -> float | None:
+    """Return how many seconds a process has computed; None if this cannot be told."""
+    fields = _status_fields(pid)
+    return None if fields is None else (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def is_running(pid: int | None) -> bool:
+    """Whether the main thread of a process computes, would if a processor were free, or reads a file."""
+    fields = _status_fields(pid)
+    return fields is not None and fields[0] in "RD"
+
+
+def _status_fields(pid: int | None) -> list[str] | None:
+    """The fields of /proc/<pid>/stat from the state on; None where there is no such file."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    except OSError:
+        return None
 
 
 def describe_exit(status: int) -> str:

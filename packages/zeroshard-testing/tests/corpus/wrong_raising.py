@@ -2,8 +2,11 @@
 
 import functools
 import gc
+import os
+import subprocess
 import sys
 import threading
+import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
@@ -49,6 +52,25 @@ def test_raised_on_one(rank):
 
 @says(r"ranks 0, 1 failed: ValueError: alike")
 def test_raised_on_all(rank):
+    raise ValueError("alike")
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs one processor for several processes")
+@says(r"ranks 0, 1 failed: ValueError: alike")
+def test_raised_on_one_later_for_want_of_a_processor(rank):
+    if rank:
+        # Seven others compute on the same one: what takes 0.15 s of it takes more than one.
+        os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
+        others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(7)]
+        dist.barrier()
+        begin = time.process_time()
+        while time.process_time() < begin + 0.15:
+            pass
+        for other in others:
+            other.kill()
+            other.wait()
+    else:
+        dist.barrier()
     raise ValueError("alike")
 
 
