@@ -2,7 +2,7 @@
 
 Run as ``python tools/module_map.py``. It reads the sources and imports nothing of them. A module stands above all that
 it imports, as low as what imports it allows. A line is an import; one that follows from others is left out, as is what
-every module may import: ``_torch_private``, and the modules of the packages below.
+only type checkers import, and what every module may import: ``_torch_private``, and the modules of the packages below.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ def imports_within(modules: Mapping[str, Module], package: str) -> dict[str, set
         name: {
             names[found]
             for imported in modules[full].imports
+            if not imported.is_for_types
             for found in (imported.full_name, imported.name)
             if found in names and found != full
         }
