@@ -23,7 +23,7 @@ from zeroshard_comm import (
     choose_broadcaster,
     gather,
 )
-from zeroshard_comm.same_host import SameHostBroadcaster, all_read, connect
+from zeroshard_comm.same_host import PeerMemory, SameHostBroadcaster, all_read, probe_peer_memory
 from zeroshard_core import TensorSpec, partition
 
 DTYPES = [torch.float32, torch.bfloat16, torch.complex64, torch.int64, torch.bool, torch.float64]
@@ -33,7 +33,7 @@ Make = Callable[[Control, list[Segment]], ParameterBroadcaster]
 
 
 def same_host(control: Control, segments: list[Segment]) -> ParameterBroadcaster:
-    connect(control)
+    probe_peer_memory(control)
     assert all_read(control.ranks)
     return SameHostBroadcaster(control, segments)
 
@@ -61,7 +61,7 @@ def test_a_broadcast_brings_every_rank_the_owners_values(rank: int, made_by: str
         for segment in segments:
             segment.buffer.copy_(torch.full((len(segment.buffer),), (rank + turn) % 2).to(dtype))
         broadcaster.broadcast()
-        control.check_consistent("what an owner may not write before")
+        control.agree("what an owner may not write before")
         for segment in segments:
             assert torch.equal(segment.buffer, torch.full_like(segment.buffer, (segment.owner + turn) % 2))
 
@@ -72,7 +72,7 @@ def test_traffic_is_what_the_segments_say(rank: int, made_by: str) -> None:
     control = Control(RankGroup.of())
     broadcaster = BROADCASTERS[made_by](control, [Segment(0, torch.zeros(10)), Segment(1, torch.zeros(20))])
     broadcaster.broadcast()
-    control.check_consistent("what an owner may not write before")
+    control.agree("what an owner may not write before")
     owned, everything = (40, 80, 0)[rank], 120
     share = control.traffic.of("share")
     assert (share.bytes_sent, share.bytes_received) == (owned * 2, everything - owned)
@@ -88,7 +88,7 @@ def test_ranks_are_group_ranks_in_a_subgroup(rank: int, made_by: str) -> None:
         buffer = torch.tensor([float(rank)])
         control = Control(ranks)
         BROADCASTERS[made_by](control, [Segment(1, buffer)]).broadcast()
-        control.check_consistent("what an owner may not write before")
+        control.agree("what an owner may not write before")
         assert buffer.item() == 3.0
     else:
         with pytest.raises(RuntimeError, match="not a member"):
@@ -109,9 +109,9 @@ def test_the_broadcaster_follows_from_sizes_and_from_who_can_read_whom(
 ) -> None:
     control = Control(RankGroup.of())
     if read:
-        connect(control)
+        probe_peer_memory(control)
     else:
-        control.ranks.context.readable = {}
+        control.ranks.context.shared(PeerMemory).processes = {}
     segments = [Segment(0, torch.zeros(length)) for length in lengths]
     assert type(choose_broadcaster(control, segments, torch.device("cpu"))) is expected
 
@@ -143,7 +143,7 @@ def test_a_fake_group_is_told_from_a_real_one() -> None:
     ranks = RankGroup.of()
     assert not ranks.moves_data()
     control = Control(ranks)
-    assert control.alone
+    assert control.is_single_rank
     choose_broadcaster(control, [Segment(3, torch.zeros(4))], torch.device("cpu")).broadcast()
 
 
@@ -210,4 +210,4 @@ def test_a_target_without_room_is_an_error_on_every_rank(rank: int) -> None:
     control = Control(RankGroup.of())
     with pytest.raises(MemoryError, match="rank 0: no room for what rank 0 sends"):
         gather(control, Manifest(None, [torch.zeros(3)]), 0, place)
-    control.check_consistent("afterwards")
+    control.agree("afterwards")

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from zeroshard_comm import Control, PeerLostError, Position, RankGroup, Traffic, agreed
-from zeroshard_comm.same_host import connect
 
 from zeroshard.clipping import clip_over_ranks
 from zeroshard.debug.checks import step_debugging
@@ -96,7 +95,6 @@ class Engine:
             declared.flag = bool(self.local.optim.state)
         begins_with_state = control.flagged
         control.position = Position(ranks.context.number_optimizer(), name, 0)
-        connect(control)
         self.buffers = ParamBuffers(control, as_bucket_view=policy.as_bucket_view)
         self.params = parameters_of(groups)
         self.hyperparameters = Hyperparameters()
@@ -156,7 +154,7 @@ class Engine:
         waits for this one any more. An interruption of a single rank breaks nothing.
         """
         is_interruption, ranks = not isinstance(error, Exception), self.control.ranks
-        if is_interruption and self.control.alone:
+        if is_interruption and self.control.is_single_rank:
             return
         if is_interruption or isinstance(error, PeerLostError):
             ranks.context.close(error)
@@ -295,7 +293,7 @@ class Engine:
             self.adopt(layout)
             # Only the new group: edits of the others since the last step are not in the local optimizer yet.
             sync_groups(self.local.optim.param_groups[before:], self.groups[before:])
-            if self.control.any_raised(self.metadata.has_changed(), "add_param_group()"):
+            if self.control.agree("add_param_group()", flag=self.metadata.has_changed()):
                 self.metadata.exchange("add_param_group()")
         self.metadata.drop_consolidated()
         if exchange is not None and is_noted:

@@ -156,14 +156,17 @@ def _broadcast(engine: Engine, exchange: GradExchange | None, digest: int | None
             error = error or lost
         # Even if this rank has nothing to wait for: others may still be reading its shards.
         with record_function("zeroshard::agree"):
-            found = control.inconsistency(
-                "the end of step()",
-                digest,
-                error=error,
-                detail=engine.to_text,
-                explain=explain_configs,
-                flag=metadata.has_changed(),
-            )
+            try:
+                control.agree(
+                    "the end of step()",
+                    digest,
+                    error=error,
+                    detail=engine.to_text,
+                    explain=explain_configs,
+                    flag=metadata.has_changed(),
+                )
+            except Exception as raised:  # noqa: BLE001 - the metadata is exchanged before it is raised
+                found = raised
         if control.flagged and not isinstance(found, PeerLostError):
             try:
                 metadata.exchange("the state after step()")

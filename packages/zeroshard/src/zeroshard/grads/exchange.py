@@ -304,7 +304,7 @@ class GradExchange:
         active = zip(active_mask(engine.params), engine.layout.active, strict=True)
         # With gradients that wait for a step, the step refuses.
         grows = any(now and not before for now, before in active) and not self.buckets.unstepped
-        if engine.control.any_raised(grows, "backward()"):
+        if engine.control.agree("backward()", flag=grows):
             with agreed(engine.control, "backward()") as declared:
                 layout = engine.update_layout()
                 declared.set(layout.declaration)

@@ -127,7 +127,7 @@ class AveragedParameters:
                         originals[engine.params[index]] = engine.params[index].detach().clone()
                     self._averages.write()
                 engine.broadcast_params()
-                engine.control.check_consistent(f"the end of {name}")
+                engine.control.agree(f"the end of {name}")
             except BaseException:
                 _restore(originals)
                 raise
@@ -223,5 +223,5 @@ class _Averages(ExtraEntries):
         }
         mine = max((int(entries[COUNT]) for entries in loaded.values() if COUNT in entries), default=0)
         # Some ranks own nothing that was averaged.
-        counts = self._control.all_gather_ints([mine], "load_state_dict() of averages")
+        counts = self._control.gather_ints([mine], "load_state_dict() of averages")
         self.count.fill_(max(count for [count] in counts))

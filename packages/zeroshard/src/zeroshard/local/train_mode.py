@@ -51,7 +51,7 @@ def call_on_all_ranks(engine: Engine, name: str) -> Any:  # noqa: ANN401 - what 
             engine.local.masters.round()
             # Frameworks call train() before every batch. Writes to ``.data`` are not seen.
             is_alike = last == name == engine.last_mode and before == _versions(engine)
-            if control.any_raised(not is_alike, f"what {name}() has changed") and not control.alone:
+            if control.agree(f"what {name}() has changed", flag=not is_alike) and not control.is_single_rank:
                 engine.broadcast_params()
                 _send_groups(engine)
             sync_groups(inner.param_groups, engine.groups)
