@@ -40,9 +40,7 @@ CEILINGS: Mapping[str, Ceiling] = {
     "zeroshard_comm": Ceiling(3452, "reads of memory are probed by the choice of a transport, and known in one module"),
     "zeroshard": Ceiling(8299),
     "zeroshard_integrations": Ceiling(1812),
-    "zeroshard_testing": Ceiling(
-        5683, "a rank that computes is given up after processor time of its own"
-    ),
+    "zeroshard_testing": Ceiling(5683, "a rank that computes is given up after processor time of its own"),
 }
 APART: Mapping[str, Ceiling] = {
     "zeroshard_testing.emulated": Ceiling(1424),

@@ -183,7 +183,7 @@ _WAYS: dict[str, tuple[str, Callable[..., None] | None]] = {
     "step": ("step() after DDP's all-reduce", None),
     "owner": ("gradients reduced to their owners, then step()", register_reduce_to_owner),
     "overlap": (
-        "stepped in the hook, bucket by bucket after all buckets",
+        "stepped in the hook, after all buckets",
         partial(_step_in_hook, maker=hook_with_zero_step),
     ),
     "interleaved": (

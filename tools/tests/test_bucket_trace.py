@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,23 @@ def test_a_bucket_enters_modules_of_three_packages():
     assert packages >= {"zeroshard_integrations", "zeroshard", "zeroshard_comm"}
     assert {each.thread for each in entered} == {"main"}
     assert all(min(each.functions.values()) > 0 for each in entered)
+
+
+@pytest.mark.parametrize(("what", "heading"), [("step", "one step"), ("bucket", "one bucket")])
+def test_the_ways_on_the_page_for_contributors_are_those_that_are_entered(what, heading):
+    page = (ROOT / "docs" / "contributing.md").read_text("utf-8")
+    way = re.search(rf"## The way of {heading}\n(.*?)(?=\nWhat differs|\n## )", page, re.DOTALL)[1]
+    modules = {each.module for each in traced(what, "messages")}
+    # Interfaces, which others implement, and objects that were made before.
+    elsewhere = {"zeroshard_comm.interfaces", "zeroshard.grads.placeholder"}
+
+    numbered = [line for line in re.split(r"\n(?=\d+\. )", way) if line[0].isdigit()]
+    names = [name for line in numbered for name in re.findall(r"`(zeroshard\w*(?:\.\w+)+)`", line)]
+
+    assert len(names) >= 8
+    for name in names:
+        inside = [module for module in modules if name == module or name.startswith(f"{module}.")]
+        assert inside or any(name.startswith(each) for each in elsewhere), name
 
 
 # The other transport and way are traced above; this one repeats them in a process of its own.

@@ -140,9 +140,9 @@ def hook_with_zero_step(
 ) -> Hook:
     """Return a hook that steps the optimizer during backward, after the last bucket.
 
-    All reductions are on their way before the first shard is stepped, so that they can use the whole network. Steps and
-    parameters follow bucket by bucket. Backward returns when parameters are up to date. All iterations train, from
-    the first one on.
+    All reductions are on their way before the first shard is stepped, so that they can use the whole network. Then the
+    step is that of ``step()``. Backward returns when parameters are up to date. All iterations train, from the first
+    one on.
 
     Args:
         hook: reduces the gradients: ``allreduce_hook``, which is replaced by sending gradients to their owners, or

@@ -179,7 +179,8 @@ class Engine:
     def _announce(self, call: Call, **arguments: Any) -> None:  # noqa: ANN401 - of any call
         """Announce a call inside of Join, if earlier exchanges came to their end."""
         self.check_broken()
-        self.join.announce(call, **arguments)
+        if self.join.exchange is not None or self.join.models:
+            self.join.announce(call, **arguments)
 
     # ------------------------------------------------------------------ the layout
 
@@ -194,11 +195,13 @@ class Engine:
             Exception: an error in the parameters or groups; the other ranks must be told.
         """
         self.check_allowed()
-        check_capture(self.control.ranks, self.params)
+        if self.params[0].device.type != "cpu":
+            check_capture(self.control.ranks, self.params)
         check_members(self.groups, self.params)
         layout = self.current_layout()
         sync_groups(self.groups, self.local.optim.param_groups)
-        self.local.masters.refresh()
+        if self.policy.master_weights:
+            self.local.masters.refresh()
         return layout
 
     def current_layout(self) -> Layout:
@@ -310,7 +313,7 @@ class Engine:
     def step(self, closure: Closure | None, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as the inner step
         """Make a step, or check the one that backward has made."""
         exchange = self.exchange
-        may_be_torchs = exchange is not None and not (closure or exchange.has_stepped)
+        may_be_torchs = exchange is not None and not (closure or exchange.has_stepped) and self.metadata.is_empty
         if may_be_torchs and is_torchs_own_step(self):
             return self.init_state()
         if exchange is not None and self.steps_early:

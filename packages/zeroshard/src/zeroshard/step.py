@@ -81,7 +81,8 @@ def step(engine: Engine, arguments: Mapping[str, Any], error: Exception | None =
     except Exception as raised:  # noqa: BLE001 - peers wait for this rank's values, and must learn of the error
         failure = raised
     _broadcast(engine, exchange, digest, failure)
-    engine.local.masters.record_written()
+    if engine.policy.master_weights:
+        engine.local.masters.record_written()
     sync_groups(engine.local.optim.param_groups, engine.groups)
     engine.hyperparameters.record_written(engine.groups)
     if engine.debugging is not None:

@@ -1,7 +1,7 @@
 """Gradients of several backwards before one step: each owner adds further reductions to the gradients it holds.
 
 Autograd adds to ``param.grad`` itself, which is a placeholder: from that moment on the bucket belongs to the next
-reduction, so the owner carries the gradient that was reduced before, and adds it after the reduction.
+reduction, so the owner copies the gradient that was reduced before, and adds the copy after the reduction.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _grad_of = attrgetter("grad")
 
 
 class GradAccumulator:
-    """Knows where the reduced gradients of all parameters are, and which were carried over from earlier backwards.
+    """Knows where the reduced gradients of all parameters are, and which are accumulated from earlier backwards.
 
     Only the scheduler and its own placeholders call it.
 
@@ -49,10 +49,10 @@ class GradAccumulator:
         self.in_rebuild: bool | None = None
         self._params: Sequence[torch.Tensor] = ()
         self._place: dict[int, tuple[BucketState, int]] = {}
-        self._carried: dict[int, torch.Tensor] = {}
-        self._delivered: set[int] = set()
-        """Carried tensors whose next values are in a bucket, so the accumulation continues."""
-        self._touched, self._kept = set[int](), set[int]()
+        self._accumulated: dict[int, torch.Tensor] = {}
+        self._pending: set[int] = set()
+        """Accumulated tensors whose next values are in a bucket, so the accumulation continues."""
+        self._has_local, self._keeps_reduced = set[int](), set[int]()
         """Tensors to which this rank has added; and those that keep what was reduced, the same on every rank."""
         self._replaced: dict[int, int] = {}
         """By tensor, the address of the gradient by which DDP replaced its placeholder in a forward."""
@@ -89,15 +89,15 @@ class GradAccumulator:
             keep: keeps the memory of a tensor until the stream has added it.
         """
         state.phase = BucketPhase.REDUCED
-        self.operations.replaced(tensor for tensor in state.tensors if tensor not in self._kept)
-        if self._carried:
+        self.operations.replaced(tensor for tensor in state.tensors if tensor not in self._keeps_reduced)
+        if self._accumulated:
             for place, tensor in enumerate(state.tensors):
-                carried = self._carried.pop(tensor, None)
+                accumulated = self._accumulated.pop(tensor, None)
                 gradient = state.owned_gradient(place)
-                if carried is not None and gradient is not None and tensor in self._delivered:
-                    keep(carried)
-                    gradient.add_(carried)
-            self._delivered.difference_update(state.tensors)
+                if accumulated is not None and gradient is not None and tensor in self._pending:
+                    keep(accumulated)
+                    gradient.add_(accumulated)
+            self._pending.difference_update(state.tensors)
 
     def end(self, states: Sequence[BucketState]) -> None:
         """End a backward: put placeholders where the gradients were."""
@@ -109,10 +109,10 @@ class GradAccumulator:
             for param, placeholder in zip(state.params, placeholders, strict=True):
                 if param.grad is not None:
                     param.grad = placeholder
-        for tensor in self._touched:
+        for tensor in self._has_local:
             self.placeholders[tensor]._local = None
-        self._touched.clear()
-        self._kept.clear()
+        self._has_local.clear()
+        self._keeps_reduced.clear()
 
     def owned(self, tensor: int) -> torch.Tensor | None:
         """Return this rank's part of a reduced gradient; None if it owns none of it."""
@@ -145,7 +145,7 @@ class GradAccumulator:
         Raises:
             RuntimeError: if a gradient was accumulated on this rank and never reduced.
         """
-        if not self._touched and self.has_placeholders(state):
+        if not self._has_local and self.has_placeholders(state):
             return state.present
         grads = list(map(_grad_of, state.params))
         for grad, tensor in zip(grads, state.tensors, strict=True):
@@ -181,14 +181,14 @@ class GradAccumulator:
 
     # ------------------------------------------------------------------ what placeholders do
 
-    def carry(self, tensor: int) -> None:
+    def accumulate(self, tensor: int) -> None:
         """Keep a reduced gradient, before a further backward overwrites it.
 
         Raises:
             RuntimeError: if it was stepped already.
         """
         state, place = self._place[tensor]
-        self._touched.add(tensor)
+        self._has_local.add(tensor)
         if tensor in state.zeroed:
             return
         if state.phase is BucketPhase.STEPPED:
@@ -197,20 +197,20 @@ class GradAccumulator:
                 f"call optimizer.zero_grad() before backward(){self.operations.stepping}"
             )
             raise RuntimeError(self.refusal)
-        self._kept.add(tensor)
+        self._keeps_reduced.add(tensor)
         gradient = state.owned_gradient(place)
         if gradient is not None:
-            self._carried[tensor] = gradient.clone()
+            self._accumulated[tensor] = gradient.clone()
 
-    def deliver(self, tensor: int) -> None:
-        """Note that the next values of a carried tensor go into a bucket."""
-        self._delivered.update({tensor} & self._carried.keys())
+    def mark_pending(self, tensor: int) -> None:
+        """Note that the next values of an accumulated gradient go into a bucket."""
+        self._pending.update({tensor} & self._accumulated.keys())
 
     def zero(self, tensor: int) -> None:
         """Set a reduced gradient to zero."""
         self._place[tensor][0].zeroed.add(tensor)
-        self._carried.pop(tensor, None)
-        self._delivered.discard(tensor)
+        self._accumulated.pop(tensor, None)
+        self._pending.discard(tensor)
         gradient = self.owned(tensor)
         if gradient is not None:
             gradient.zero_()
@@ -237,19 +237,19 @@ class GradAccumulator:
         place.zero_()
         if gradient is not None and in_autograd():
             # This gradient is from an earlier backward and must not be averaged again.
-            self._carried[tensor] = gradient
-            self.deliver(tensor)
+            self._accumulated[tensor] = gradient
+            self.mark_pending(tensor)
         elif gradient is not None:
             shard = self._local.shards[tensor]
             (shard.shard.box(place) if shard.is_cut else place).copy_(gradient).mul_(self._world_size)
         if not is_used:
             self._replaced[tensor] = place.data_ptr()
-            self._kept.add(tensor)
+            self._keeps_reduced.add(tensor)
 
     def contribute(self, bucket: Bucket) -> Bucket:
         """Prepare a bucket of zeros of a rank without a backward of its own.
 
-        Gradients that were reduced before and not stepped yet are carried by their owners, as in other backwards.
+        Gradients that were reduced before and not stepped yet are accumulated by their owners, as in other backwards.
         """
         for param in bucket.params:
             # Whoever takes the bucket refuses parameters that the optimizer does not have.
@@ -257,8 +257,8 @@ class GradAccumulator:
             if tensor is None:
                 continue
             if isinstance(param.grad, GradPlaceholder) and not self.is_used(tensor):
-                self.carry(tensor)
-                self.deliver(tensor)
+                self.accumulate(tensor)
+                self.mark_pending(tensor)
             if param.requires_grad or param.grad is not None:
                 param.grad = self.placeholders[tensor]
         return replace(bucket, present=(False,) * len(bucket.params), is_own=False)

@@ -168,7 +168,7 @@ def _add(gradient: torch.Tensor, other: torch.Tensor, **options: object) -> torc
         held = next(item for item in (gradient, other) if isinstance(item, GradPlaceholder))
         raise held.refusal("adding")
     if gradient._local is None:
-        gradient._accumulator.carry(gradient._tensor)
+        gradient._accumulator.accumulate(gradient._tensor)
         gradient._local = torch.empty_strided(
             gradient.shape, gradient.stride(), dtype=gradient.dtype, device=gradient.device
         ).copy_(other)
@@ -194,7 +194,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
         target._local = None
         return target
     if held._local is not None:
-        held._accumulator.deliver(held._tensor)
+        held._accumulator.mark_pending(held._tensor)
         return target.copy_(held._local, non_blocking=non_blocking)
     held._accumulator.replace(held._tensor, target)
     return target

@@ -178,6 +178,8 @@ class LocalOptimizer:
 
         Without its profiling wrapper, so that hooks for all optimizers are called once per step.
         """
+        if not self.extra.kinds:
+            return self._step(arguments)
         shards = [*self.shards.values()]
         with self.masters.stepped(shards), self.extra.stepped(self.optim.state, shards):
             return self._step(arguments)

@@ -48,8 +48,6 @@ def is_torchs_own_step(engine: Engine) -> bool:
     Args:
         engine: of the optimizer that is stepped.
     """
-    if not engine.metadata.is_empty:
-        return False
     grads = [param.grad for param in engine.params if param.requires_grad]
     if any(grad is None or isinstance(grad, TensorWithoutValues) for grad in grads):
         return False
