@@ -35,6 +35,27 @@ SLOWLY_MADE = """
 """
 
 
+MADE_BY_ALL = """
+    import os, pathlib, time
+
+    import pytest
+    from torch.distributed import ProcessGroupGloo
+
+    made = pathlib.Path(__file__).with_name("made by rank 0")
+
+    def slowly(*_):
+        time.sleep(1)
+        made.touch()
+
+    if os.environ.get("RANK") == "0":
+        ProcessGroupGloo._set_sequence_number_for_group = staticmethod(slowly)
+
+    @pytest.mark.ranks(2)
+    def test_begins_when_all_have_made_the_group():
+        assert made.exists()
+"""
+
+
 def state(*operations: str, kind: str = "collective", done: int = 0, finished: bool = False, **messages: int):
     """Return a rank that has issued operations in the default group, the first ``done`` of them completed."""
     issued = {number: Operation(name, "float32[4]", number > done) for number, name in enumerate(operations, 1)}
@@ -176,6 +197,12 @@ def test_nothing_is_proven_of_the_group_that_is_made_for_a_test(suite: Callable[
     assert {name: case.kind for name, case in done.cases.items()} == {f"test_ends_at_once[{count}-gloo]": "passed"}, (
         done.text
     )
+
+
+def test_no_rank_begins_a_test_before_all_have_made_its_group(suite: Callable[..., Suite]) -> None:
+    # Else one that ends the group at once closes connections that others still make.
+    done = suite(test_slow=MADE_BY_ALL)
+    assert {case.kind for case in done.cases.values()} == {"passed"}, done.text
 
 
 def test_a_look_at_the_threads_keeps_nothing_alive() -> None:

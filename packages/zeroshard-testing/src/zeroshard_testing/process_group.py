@@ -61,14 +61,12 @@ class GroupKeeper:
 
             # What its error says of a collective that a rank leaves out, no stack tells.
             name, timeout = BACKEND, message["timeout"] * _EMULATED_TIMEOUT
+        store = fake_store() if backend == "fake" else PrefixStore(key, self._store)
+        limit = timedelta(seconds=timeout)
         with _torch_warnings_ignored():
-            dist.init_process_group(
-                name,
-                store=fake_store() if backend == "fake" else PrefixStore(key, self._store),
-                rank=rank,
-                world_size=message["world_size"],
-                timeout=timedelta(seconds=timeout),
-            )
+            dist.init_process_group(name, store=store, rank=rank, world_size=message["world_size"], timeout=limit)
+        if backend != "fake":
+            _meet(store, message["world_size"], limit)
         self._current = key
 
     def retire(self) -> None:
@@ -93,6 +91,14 @@ class GroupKeeper:
     def _reap(self) -> None:
         while True:
             self._retired.get().clear()
+
+
+def _meet(store: PrefixStore, world_size: int, timeout: timedelta) -> None:
+    """Wait until all ranks have made the group: who leaves it before closes connections that others still make."""
+    if world_size > 1:
+        if store.add("zeroshard: ranks that have made the group", 1) == world_size:
+            store.set("zeroshard: all have made the group", "")
+        store.wait(["zeroshard: all have made the group"], timeout)
 
 
 @contextlib.contextmanager
