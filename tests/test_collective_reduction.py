@@ -21,8 +21,8 @@ from zeroshard_comm import (
     Traffic,
     choose_private_group,
 )
+from zeroshard_comm.collectives import HeaderExchange
 from zeroshard_comm.packing import PACK_BELOW
-from zeroshard_comm.words import Words
 from zeroshard_core import Run
 from zeroshard_testing import Faults
 
@@ -70,14 +70,14 @@ def test_owners_hold_the_mean(rank: int, world_size: int, dtype: torch.dtype) ->
 @pytest.mark.ranks(3, backend="gloo")
 def test_numbers_that_are_read_in_another_order_than_they_were_sent(rank: int) -> None:
     control = Control(RankGroup.of())
-    first, second = Words(control, [rank, 1], 1, "here"), Words(control, [2 * rank, 2], 1, "here")
+    first, second = HeaderExchange(control, [rank, 1], 1, "here"), HeaderExchange(control, [2 * rank, 2], 1, "here")
     assert second.wait() == [[0, 2], [2, 2], [4, 2]]
     assert first.wait() == [[0, 1], [1, 1], [2, 1]]
 
 
 @pytest.mark.ranks(5, backend="fake", fake_rank=2)
 def test_on_a_fake_group_a_rank_hears_itself_alone() -> None:
-    assert Words(Control(RankGroup.of()), [7], 1, "here").wait() == [[7]]
+    assert HeaderExchange(Control(RankGroup.of()), [7], 1, "here").wait() == [[7]]
     assert choose_private_group(RankGroup.of(), CPU) == RankGroup.of()
 
 
@@ -85,7 +85,7 @@ def test_on_a_fake_group_a_rank_hears_itself_alone() -> None:
 def test_a_rank_that_dies_is_named(rank: int, faults: Faults) -> None:
     control = Control(RankGroup.of(dist.new_group(timeout=timedelta(seconds=5))))
     faults.kill(1, "send#1")
-    words = Words(control, [rank], 1, "backward()")
+    words = HeaderExchange(control, [rank], 1, "backward()")
     with pytest.raises(PeerLostError, match=r"rank 0 lost rank 1 during backward\(\)"):
         words.wait()
 

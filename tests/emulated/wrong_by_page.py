@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-import zeroshard_comm.collective_reducer
+import zeroshard_comm.collectives
 from ddp_training import register
 from torch import nn, optim
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -333,7 +333,7 @@ def test_the_last_of_many_reductions_is_not_waited_for(rank, world_size, process
 @pytest.mark.ranks(2, backend="emulated")
 def test_zeroshard_unpacks_gradients_before_they_are_reduced(rank, process_group, device, monkeypatch):
     """reduce_to_owner_hook copies gradients out of a staging buffer without waiting for its reduction."""
-    monkeypatch.setattr(zeroshard_comm.collective_reducer, "wait_for_collective", lambda work, ranks, kind: None)
+    monkeypatch.setattr(zeroshard_comm.collectives, "wait_for_collective", lambda work, ranks, kind: None)
     ddp, optimizer = zeroshard_in_ddp(device, "owner")
     train(ddp, optimizer, batches(rank, device))
 

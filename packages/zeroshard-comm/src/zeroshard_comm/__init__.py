@@ -1,10 +1,8 @@
 """Moving shards between ranks: reduction, broadcast, agreement, state transfer, rank arithmetic, traffic counters."""
 
-from zeroshard_comm.agreement import Control, Position, all_gather_float, all_gather_text
+from zeroshard_comm.agreement import Control, Position, all_gather_float
 from zeroshard_comm.broadcasters import CollectiveBroadcaster, MessageBroadcaster
-from zeroshard_comm.choice import choose_broadcaster, choose_private_group
-from zeroshard_comm.collective_reducer import CollectiveReducer
-from zeroshard_comm.disjoint import combine_disjoint
+from zeroshard_comm.collectives import CollectiveReducer, combine_disjoint
 from zeroshard_comm.errors import DifferentCallsError, DisagreementError, PeerLostError
 from zeroshard_comm.interfaces import (
     Broadcast,
@@ -20,9 +18,9 @@ from zeroshard_comm.packing import PACK_BELOW
 from zeroshard_comm.process_group import GroupContext, RankGroup
 from zeroshard_comm.same_host import WORTH_READING
 from zeroshard_comm.sharding_config import ShardingConfig, agree, agreed, check_config, explain_configs
-from zeroshard_comm.state_transfer import CHUNK_BYTES, Manifest, gather
+from zeroshard_comm.state_transfer import CHUNK_BYTES, Manifest, all_gather_text, gather
 from zeroshard_comm.traffic import Traffic, Volume
-from zeroshard_comm.transport import Transport, choose_transport
+from zeroshard_comm.transport import Transport, choose_broadcaster, choose_private_group, choose_transport
 
 __all__ = [
     "CHUNK_BYTES",

@@ -31,7 +31,6 @@ from zeroshard_comm.errors import DifferentCallsError, DisagreementError, PeerLo
 from zeroshard_comm.process_group import RankGroup
 from zeroshard_comm.rounds import Rounds
 from zeroshard_comm.traffic import Traffic
-from zeroshard_comm.verdict import OWN, Explain, Reason, verdict
 from zeroshard_comm.word_ring import WordRing
 
 TAG_WORD = 0x5A530001
@@ -45,6 +44,12 @@ _DIGEST = (1 << _DIGEST_BITS) - 1
 _FAILED = 1 << 62
 _FLAG = -1 << 63
 """The highest bit of a signed integer."""
+
+Explain = Callable[[str, str, int, int], "str | None"]
+"""From two ranks' details, and the two ranks, to a text that names the first difference; None if it finds none."""
+
+_OWN = "own"
+"""In place of the name of an error: every rank has the same one, and raises its own."""
 
 
 def word_of(digest: int | None, *, failed: bool, flag: bool = False) -> int:
@@ -294,7 +299,7 @@ class Control:
         explain: Explain | None = None,
     ) -> Exception:
         """Send this rank's text to rank 0, which decides what every rank raises."""
-        mine = Reason(self.ranks.rank, operation, str(self.position or ""), digest, detail, error_type, message)
+        mine = _RankReport(self.ranks.rank, operation, str(self.position or ""), digest, detail, error_type, message)
         rounds = self._rounds
         if mine.rank:
             rounds.send_text(0, json.dumps([operation, mine.position, digest, detail, error_type, message]), operation)
@@ -305,21 +310,21 @@ class Control:
                 # The others must still hear of it.
                 with suppress(PeerLostError):
                     rounds.send_text(peer, json.dumps([kind, message]), operation)
-        if kind == OWN:
+        if kind == _OWN:
             assert error is not None
             return error
         known = {own.__name__: own for own in (PeerLostError, DisagreementError, DifferentCallsError)}
         return known[kind](message) if kind in known else rebuild_exception(kind, message)
 
-    def _decide(self, mine: Reason, operation: str, explain: Explain | None) -> tuple[str, str]:
+    def _decide(self, mine: _RankReport, operation: str, explain: Explain | None) -> tuple[str, str]:
         """Rank 0: the name of the error, and its message, for all ranks."""
-        reasons, gone = [mine], ""
+        reports, gone = [mine], ""
         for peer in range(1, self.ranks.world_size):
             try:
-                reasons.append(Reason(peer, *json.loads(self._rounds.receive_text(peer, operation))))
+                reports.append(_RankReport(peer, *json.loads(self._rounds.receive_text(peer, operation))))
             except PeerLostError as error:
                 gone = gone or str(error)
-        return ("PeerLostError", gone) if gone else verdict(reasons, explain)
+        return ("PeerLostError", gone) if gone else _resolve_errors(reports, explain)
 
 
 def all_gather_float(control: Control, number: float, operation: str) -> list[float]:
@@ -333,22 +338,62 @@ def all_gather_float(control: Control, number: float, operation: str) -> list[fl
     return [struct.unpack("<d", struct.pack("<q", row[0]))[0] for row in gathered]
 
 
-def all_gather_text(control: Control, text: str, operation: str) -> list[str]:
-    """Bring a text of every rank to every rank, in rank order, packed, as :meth:`Control.all_gather_ints`. Collective.
-
-    Raises:
-        PeerLostError: if a rank is gone.
-    """
-    packed = zlib.compress(text.encode())
-    sizes = [row[0] for row in control.all_gather_ints([len(packed)], operation)]
-    padded = packed.ljust(-(-max(sizes) // 8) * 8, b"\0")
-    rows = control.all_gather_ints(struct.unpack(f"<{len(padded) // 8}q", padded), operation)
-    texts = [struct.pack(f"<{len(row)}q", *row)[:size] for row, size in zip(rows, sizes, strict=True)]
-    return [zlib.decompress(packed).decode() for packed in texts]
-
-
 def _first_channel_of(ranks: RankGroup) -> RankGroup | None:
     """Find, or make, the gloo group that carries the messages of the first agreement."""
     if not ranks.moves_data() or ranks.world_size == 1:
         return None
     return ranks if ranks.sends_tagged(torch.device("cpu")) else ranks.private_group("gloo", "control")
+
+
+@dataclass(frozen=True, slots=True)
+class _RankReport:
+    """A rank's report after a difference: its operation, its position, and its details."""
+
+    rank: int
+    operation: str
+    position: str
+    digest: int | None
+    detail: str
+    error_type: str = ""
+    error: str = ""
+
+    @property
+    def call(self) -> str:
+        """The operation and the position."""
+        return f"{self.operation} {self.position}".rstrip()
+
+
+def _resolve_errors(reports: Sequence[_RankReport], explain: Explain | None) -> tuple[str, str]:
+    """The one error that every rank raises, by the reports of all ranks: its type, or :data:`_OWN`, and its message."""
+    calls = dict.fromkeys(report.call for report in reports)
+    failed = [report for report in reports if report.error_type]
+    if failed:
+        first = failed[0]
+        alike = [
+            report.rank for report in failed if (report.error_type, report.error) == (first.error_type, first.error)
+        ]
+        if len(alike) == len(reports):
+            return _OWN, ""
+        return first.error_type, f"{_ranks(alike)}: {first.error}"
+    if len(calls) > 1:
+        told = "; ".join(f"{_ranks([r.rank for r in reports if r.call == call])} called {call}" for call in calls)
+        return "DifferentCallsError", f"{told}. Every rank of the group must make the same calls in the same order."
+    telling = [report for report in reports if report.digest is not None]
+    reference = telling[0]
+    others = [report for report in telling if report.digest != reference.digest]
+    words = None
+    if explain is not None:
+        words = explain(reference.detail, others[0].detail, reference.rank, others[0].rank)
+    return "DisagreementError", (
+        f"{reference.operation}: {_ranks([report.rank for report in others])} "
+        f"{'differs' if len(others) == 1 else 'differ'} from rank {reference.rank}: "
+        f"{words or 'what they hold is not the same'}. "
+        f"Build the same model and optimizer on every rank, and change them alike."
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"ranks {shown}{f' and {len(ranks) - 8} more' if len(ranks) > 8 else ''}"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from zeroshard_comm.errors import PeerLostError
+from zeroshard_comm.collectives import wait_for_collective
 from zeroshard_comm.interfaces import Broadcast, ParameterBroadcaster, Segment
 from zeroshard_comm.messages import Message, receive, send
 from zeroshard_comm.packing import PACK_BELOW, pack_pieces
@@ -157,26 +157,3 @@ class _Issued(_Arriving):
 
     def _wait_for(self, place: int) -> None:
         wait_for_collective(self._works[place], self._broadcaster.ranks, "share")
-
-
-def wait_for_collective(work: dist.Work | None, ranks: RankGroup, kind: str) -> None:
-    """Wait for one collective; turn the backend's error into one that says what to look at.
-
-    Args:
-        work: what torch returned for it.
-        ranks: its group.
-        kind: of move, for the message.
-
-    Raises:
-        PeerLostError: if the backend reports a failure.
-    """
-    if work is None:
-        return
-    try:
-        work.wait()
-    except RuntimeError as failure:
-        raise PeerLostError(
-            f"rank {ranks.rank} could not finish the {kind} of a step: another rank has ended, was cut off, or did not "
-            f"call step() within the process group's timeout. Look at the other ranks' output first. (The backend "
-            f"said: {str(failure).splitlines()[0]})"
-        ) from failure

@@ -1,7 +1,7 @@
 """The two moves of a sharded step as interfaces: gradients to their owners, and the owners' new values to all.
 
 Each is made once for a layout and used in every step. The implementation depends on the backend: tagged messages,
-collectives, or reads of peers' memory on one host; see :mod:`zeroshard_comm.transport`, :mod:`zeroshard_comm.choice`.
+collectives, or reads of peers' memory on one host; see :mod:`zeroshard_comm.transport`.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
-from zeroshard_comm.bits import pack_bits, unpack_bits
 from zeroshard_comm.process_group import RankGroup
 from zeroshard_comm.traffic import Traffic
 
@@ -57,6 +57,31 @@ class BucketHeader:
         """Read :meth:`to_words` of a bucket with this number of tensors."""
         may_step, is_own, *present = unpack_bits(tuple(words[2:]), 2 + tensors)
         return cls(words[0], words[1], tuple(present), may_step, is_own)
+
+
+@lru_cache
+def pack_bits(bits: tuple[bool, ...]) -> tuple[int, ...]:
+    """Pack bits into 64-bit signed integers, 63 in each. Cached, since in most steps they are unchanged.
+
+    >>> pack_bits((True, False, True))
+    (5,)
+    """
+    return tuple(
+        [
+            sum([1 << place for place, bit in enumerate(bits[start : start + 63]) if bit])
+            for start in range(0, len(bits), 63)
+        ]
+    )
+
+
+@lru_cache
+def unpack_bits(words: tuple[int, ...], count: int) -> tuple[bool, ...]:
+    """Return the first ``count`` bits of what :func:`pack_bits` has packed.
+
+    >>> unpack_bits((5,), 4)
+    (True, False, True, False)
+    """
+    return tuple([bool(words[place // 63] >> place % 63 & 1) for place in range(count)])
 
 
 class BucketReduceWork(ABC):

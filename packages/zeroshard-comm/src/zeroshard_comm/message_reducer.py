@@ -10,19 +10,22 @@ Messages are tagged. Those with one tag between two ranks are matched in order: 
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import chain, pairwise
 
 import torch
 from zeroshard_core import Run
 
+from zeroshard_comm import messages
 from zeroshard_comm.interfaces import BucketHeader, BucketReduceWork, GradientReducer
 from zeroshard_comm.messages import Message, send
 from zeroshard_comm.packing import BucketMessage, bucket_messages
 from zeroshard_comm.process_group import RankGroup
 from zeroshard_comm.rank_order import Pieces, mean_in_rank_order
-from zeroshard_comm.receive_window import Receive, ReceiveWindow
 from zeroshard_comm.traffic import Traffic
 
 TAG_GRADIENTS = 0x5A530031
@@ -59,9 +62,10 @@ class MessageReducer(GradientReducer):
         self.ranks, self.traffic, self.tensors, self.tags = ranks, traffic, tensors, tags
         self.window = window
         self._expected: MessageReduceWork | None = None
-        self._messages: dict[int, list[BucketMessage]] = {owner: [] for owner in range(ranks.world_size)}
-        for owner, messages in self._messages.items():
-            messages += bucket_messages([run for run in runs if run.rank == owner], dtype.itemsize)
+        self._messages = {
+            owner: bucket_messages([run for run in runs if run.rank == owner], dtype.itemsize)
+            for owner in range(ranks.world_size)
+        }
         # Its length lets elements of every dtype follow, aligned.
         self.header_words = len(BucketHeader(0, 0, (False,) * tensors).to_words())
         self.header_words += self.header_words % 2
@@ -206,3 +210,90 @@ class MessageReduceWork(BucketReduceWork):
 
 
 _NOTHING = BucketMessage((), 0)
+
+
+@dataclass(eq=False)
+class Receive:
+    """One message to be received.
+
+    Attributes:
+        peer: group rank that sends it.
+        nbytes: its length.
+        tag: of the message.
+        scratch: where it lies, ``nbytes`` bytes; None before it was posted and after it was released.
+    """
+
+    peer: int
+    nbytes: int
+    tag: int
+    scratch: torch.Tensor | None = None
+    message: Message | None = field(default=None, repr=False)
+
+
+class ReceiveWindow:
+    """Posts receives in order, as far ahead as a limit of memory allows, and keeps the memory for the next ones.
+
+    A sender starts when its receive is posted, so a window that is as large as what is on its way keeps the wire busy.
+    Two receives are posted whatever their size: a sum holds one while it waits for the next. Any thread may call any
+    method.
+
+    Args:
+        ranks: the group; its backend matches messages by tag.
+        limit: bytes that may be posted, or kept, at a time.
+    """
+
+    def __init__(self, ranks: RankGroup, limit: int) -> None:
+        self._ranks, self._limit = ranks, limit
+        self._lock = threading.Lock()
+        self._waiting: deque[Receive] = deque()
+        self._free: dict[int, list[torch.Tensor]] = {}
+        self._held = self._count = self._made = 0
+
+    def extend(self, receives: Sequence[Receive]) -> None:
+        """Append receives, and post those for which there is room.
+
+        Raises:
+            PeerLostError: if a rank is gone.
+        """
+        with self._lock:
+            self._waiting.extend(receives)
+            self._post()
+
+    def wait(self, receive: Receive, operation: str) -> torch.Tensor:
+        """Return the message of a receive as 1-D bytes; wait for receives in the order in which they were added.
+
+        Raises:
+            PeerLostError: if a rank is gone.
+        """
+        assert receive.message is not None
+        assert receive.scratch is not None
+        receive.message.wait(operation)
+        return receive.scratch
+
+    def release(self, receive: Receive) -> None:
+        """Give the memory of a receive back, and post receives for which there is room now.
+
+        Raises:
+            PeerLostError: if a rank is gone.
+        """
+        with self._lock:
+            assert receive.scratch is not None
+            self._free.setdefault(receive.nbytes, []).append(receive.scratch)
+            receive.scratch = receive.message = None
+            self._held -= receive.nbytes
+            self._count -= 1
+            self._post()
+
+    def _post(self) -> None:
+        while self._waiting and (self._count < 2 or self._held + self._waiting[0].nbytes <= self._limit):
+            receive = self._waiting.popleft()
+            if not self._free.get(receive.nbytes):
+                if self._made + receive.nbytes > self._limit:
+                    # It has another length; few buckets have equal ones.
+                    self._free, self._made = {}, self._held
+                self._free[receive.nbytes] = [torch.empty(receive.nbytes, dtype=torch.uint8, device="cpu")]
+                self._made += receive.nbytes
+            receive.scratch = self._free[receive.nbytes].pop()
+            self._count += 1
+            self._held += receive.nbytes
+            receive.message = messages.receive(self._ranks, receive.peer, receive.scratch, receive.tag, "backward()")

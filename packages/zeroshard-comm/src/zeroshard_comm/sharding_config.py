@@ -13,9 +13,8 @@ from functools import cached_property
 import torch.distributed as dist
 from zeroshard_core import Plan
 
-from zeroshard_comm.agreement import Control
+from zeroshard_comm.agreement import Control, Explain
 from zeroshard_comm.process_group import RankGroup
-from zeroshard_comm.verdict import Explain
 
 Setting = str | int | float | bool | None
 

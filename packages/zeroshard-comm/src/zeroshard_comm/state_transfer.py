@@ -10,7 +10,9 @@ when its tensor lies contiguous in CPU memory, else one chunk at a time.
 from __future__ import annotations
 
 import json
+import struct
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -83,6 +85,20 @@ def gather(
         _receive_all(control, manifest, place, operation, progress, chunk_bytes)
     else:
         _send_all(control, manifest, target, operation, chunk_bytes)
+
+
+def all_gather_text(control: Control, text: str, operation: str) -> list[str]:
+    """Bring a text of every rank to every rank, in rank order, packed. Collective.
+
+    Raises:
+        PeerLostError: if a rank is gone.
+    """
+    packed = zlib.compress(text.encode())
+    sizes = [row[0] for row in control.all_gather_ints([len(packed)], operation)]
+    padded = packed.ljust(-(-max(sizes) // 8) * 8, b"\0")
+    rows = control.all_gather_ints(struct.unpack(f"<{len(padded) // 8}q", padded), operation)
+    texts = [struct.pack(f"<{len(row)}q", *row)[:size] for row, size in zip(rows, sizes, strict=True)]
+    return [zlib.decompress(packed).decode() for packed in texts]
 
 
 def _send_all(control: Control, manifest: Manifest, target: int, operation: str, chunk_bytes: int) -> None:
