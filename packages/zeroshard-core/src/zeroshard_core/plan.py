@@ -7,8 +7,15 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from zeroshard_core.plan_difference import owner_difference, ranks_in_words, tensor_difference
-from zeroshard_core.plan_json import PlanFields, canonical_bytes, read_json, write_json
+from zeroshard_core.plan_text import (
+    PlanFields,
+    canonical_bytes,
+    owner_difference,
+    ranks_to_text,
+    read_json,
+    tensor_difference,
+    write_json,
+)
 from zeroshard_core.spec import ALIGNMENT, Shard, TensorSpec
 
 __all__ = ["Plan", "Shard", "TensorSpec"]
@@ -176,7 +183,7 @@ class Plan:
         lines += ["  largest tensors"] if largest else []
         for index in largest:
             spec = self.tensors[index]
-            lines.append(f"    {spec.name} {spec.shape} {spec.dtype}: {ranks_in_words(self.owners[index])}")
+            lines.append(f"    {spec.name} {spec.shape} {spec.dtype}: {ranks_to_text(self.owners[index])}")
         return "\n".join(lines)
 
     @cached_property

@@ -1,10 +1,11 @@
-"""The written forms of a plan: JSON text for people and files, and the bytes that its fingerprint is taken over."""
+"""A plan as text: JSON for files, the bytes that its fingerprint is taken over, and the difference of two plans."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,8 @@ from zeroshard_core.spec import TensorSpec
 FORMAT = "zeroshard-plan"
 VERSION = 2
 """Version 1 listed ranges of elements, whose bounds could lie inside rows; such a plan is refused by its version."""
+
+_FIELDS = tuple(field.name for field in fields(TensorSpec) if field.compare and field.name != "name")
 
 
 class PlanFields(NamedTuple):
@@ -86,6 +89,42 @@ def read_json(text: str) -> PlanFields:
     )
 
 
+def tensor_difference(here: Sequence[TensorSpec], there: Sequence[TensorSpec]) -> str | None:
+    """Name the first tensor that differs, and how; ``None`` if all are equal.
+
+    A tensor whose name is at another position on the other side is reported as another order, one whose name is
+    not there at all as missing.
+    """
+    for position, (ours, theirs) in enumerate(zip(here, there, strict=False)):
+        if ours.name != theirs.name:
+            return _name_difference(position, here, there)
+        if ours != theirs:
+            return f"tensor {position} {ours.name!r}: {_field_difference(ours, theirs)}"
+    shorter = min(len(here), len(there))
+    if len(here) != len(there):
+        longer, side, other = (here, "here", "there") if len(here) > shorter else (there, "there", "here")
+        return f"tensor {shorter} {longer[shorter].name!r} is {side} only; {other} are {shorter} tensors"
+    return None
+
+
+def owner_difference(
+    tensors: Sequence[TensorSpec], here: Sequence[tuple[int, ...]], there: Sequence[tuple[int, ...]]
+) -> str | None:
+    """Name the first tensor whose owners differ between two plans for the same tensors."""
+    for index, (ours, theirs) in enumerate(zip(here, there, strict=True)):
+        if ours != theirs:
+            named = f"tensor {index} {tensors[index].name!r}"
+            return f"{named} belongs to {ranks_to_text(ours)} here, to {ranks_to_text(theirs)} there"
+    return None
+
+
+def ranks_to_text(ranks: Sequence[int]) -> str:
+    """Return text such as ``"rank 3"`` or ``"ranks 0, 2, 1"``, in the order given; at most the first eight."""
+    shown = ", ".join(map(str, ranks[:8]))
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}{more}"
+
+
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -156,3 +195,28 @@ def _text(item: object, where: str) -> str:
 def _damaged(where: str, expected: str, found: object) -> ValueError:
     shown = "nothing" if found is None else repr(found)[:80]
     return ValueError(f"this plan is damaged: {where} should be {expected}, but is {shown}")
+
+
+def _name_difference(position: int, here: Sequence[TensorSpec], there: Sequence[TensorSpec]) -> str:
+    ours, theirs = here[position].name, there[position].name
+    ours_there = next((i for i, spec in enumerate(there) if spec.name == ours), None)
+    theirs_here = next((i for i, spec in enumerate(here) if spec.name == theirs), None)
+    if ours_there is not None and theirs_here is not None:
+        return (
+            f"another order: tensor {position} is {ours!r} here, but {theirs!r} there, where {ours!r} is tensor "
+            f"{ours_there}"
+        )
+    if theirs_here is not None:
+        return f"tensor {position} {ours!r} is here only; there, tensor {position} is {theirs!r}"
+    if ours_there is not None:
+        return f"tensor {position} {theirs!r} is there only; here, tensor {position} is {ours!r}"
+    return f"tensor {position} is {ours!r} here, {theirs!r} there"
+
+
+def _field_difference(here: TensorSpec, there: TensorSpec) -> str | None:
+    """Name the first field that differs between two specs."""
+    for name in _FIELDS:
+        ours, theirs = getattr(here, name), getattr(there, name)
+        if ours != theirs:
+            return f"{name} {ours} here, {theirs} there"
+    return None
