@@ -13,14 +13,14 @@ from zeroshard_comm.interfaces import (
     Segment,
 )
 from zeroshard_comm.message_reducer import MessageReducer, MessageReduceWork
-from zeroshard_comm.messages import Message, receive, receive_text, send, send_text
+from zeroshard_comm.messages import Message, receive, send
 from zeroshard_comm.packing import PACK_BELOW
 from zeroshard_comm.process_group import GroupContext, RankGroup
 from zeroshard_comm.same_host import WORTH_READING
 from zeroshard_comm.sharding_config import ShardingConfig, agree, agreed, check_config, explain_configs
-from zeroshard_comm.state_transfer import CHUNK_BYTES, Manifest, all_gather_text, gather
 from zeroshard_comm.traffic import Traffic, Volume
 from zeroshard_comm.transport import Transport, choose_broadcaster, choose_private_group, choose_transport
+from zeroshard_comm.values import CHUNK_BYTES, Manifest, all_gather_text, gather, receive_values, send_values
 
 __all__ = [
     "CHUNK_BYTES",
@@ -62,9 +62,9 @@ __all__ = [
     "explain_configs",
     "gather",
     "receive",
-    "receive_text",
+    "receive_values",
     "send",
-    "send_text",
+    "send_values",
 ]
 
 __version__ = "0.1.0"

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from zeroshard_comm import Control, receive, receive_text, send, send_text
+from zeroshard_comm import Control, Manifest, receive_values, send_values
 from zeroshard_core import StateMapError, is_dense
 
 MakeTensor = Callable[[torch.dtype, Sequence[int], Sequence[int] | None, str], torch.Tensor]
 """Makes a tensor of a dtype, a shape and strides (None: contiguous), told the kind of device of the one described."""
-
-TAG_VALUES = 0x5A530051
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -118,13 +115,10 @@ def send_value(control: Control, peer: int, value: object) -> None:
         PeerLostError: if it is gone.
         StateMapError: if it is something else; nothing has been sent then.
     """
-    assert control.channel is not None
     tensors: list[torch.Tensor] = []
-    send_text(control.channel, peer, json.dumps(write_value(value, tensors, "a value")), "sending a value")
-    for tensor in tensors:
-        if tensor.numel() > 0:
-            data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-            send(control.channel, peer, data, TAG_VALUES, "sending a value").wait("sending a value")
+    description = write_value(value, tensors, "a value")
+    sent = [tensor.detach().contiguous() for tensor in tensors]
+    send_values(control, peer, Manifest(description, sent), "sending a value")
 
 
 def receive_value(control: Control, peer: int) -> Any:  # noqa: ANN401 - as send_value
@@ -133,14 +127,16 @@ def receive_value(control: Control, peer: int) -> Any:  # noqa: ANN401 - as send
     Raises:
         PeerLostError: if the rank is gone.
     """
-    channel = control.channel
-    assert channel is not None
+    arriving: list[torch.Tensor] = []
+    values: list[Any] = []
 
-    def arriving(dtype: torch.dtype, shape: Sequence[int], *_: object) -> torch.Tensor:
-        tensor = torch.empty(shape, dtype=dtype, device="cpu")
-        if tensor.numel() > 0:
-            data = tensor.view(-1).view(torch.uint8)
-            receive(channel, peer, data, TAG_VALUES, "receiving a value").wait("receiving a value")
-        return tensor
+    def make(dtype: torch.dtype, shape: Sequence[int], *_: object) -> torch.Tensor:
+        arriving.append(torch.empty(shape, dtype=dtype, device="cpu"))
+        return arriving[-1]
 
-    return read_value(json.loads(receive_text(channel, peer, "receiving a value")), arriving)
+    def place(_: int, description: Any) -> list[torch.Tensor]:  # noqa: ANN401 - JSON
+        values.append(read_value(description, make))
+        return [tensor.view(-1) for tensor in arriving]
+
+    receive_values(control, peer, place, "receiving a value")
+    return values[0]
