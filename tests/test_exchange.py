@@ -61,7 +61,7 @@ def test_a_broadcast_brings_every_rank_the_owners_values(rank: int, made_by: str
         for segment in segments:
             segment.buffer.copy_(torch.full((len(segment.buffer),), (rank + turn) % 2).to(dtype))
         broadcaster.broadcast()
-        control.check_consistent("what an owner may not write before")
+        control.agree("what an owner may not write before")
         for segment in segments:
             assert torch.equal(segment.buffer, torch.full_like(segment.buffer, (segment.owner + turn) % 2))
 
@@ -72,7 +72,7 @@ def test_traffic_is_what_the_segments_say(rank: int, made_by: str) -> None:
     control = Control(RankGroup.of())
     broadcaster = BROADCASTERS[made_by](control, [Segment(0, torch.zeros(10)), Segment(1, torch.zeros(20))])
     broadcaster.broadcast()
-    control.check_consistent("what an owner may not write before")
+    control.agree("what an owner may not write before")
     owned, everything = (40, 80, 0)[rank], 120
     share = control.traffic.of("share")
     assert (share.bytes_sent, share.bytes_received) == (owned * 2, everything - owned)
@@ -88,7 +88,7 @@ def test_ranks_are_group_ranks_in_a_subgroup(rank: int, made_by: str) -> None:
         buffer = torch.tensor([float(rank)])
         control = Control(ranks)
         BROADCASTERS[made_by](control, [Segment(1, buffer)]).broadcast()
-        control.check_consistent("what an owner may not write before")
+        control.agree("what an owner may not write before")
         assert buffer.item() == 3.0
     else:
         with pytest.raises(RuntimeError, match="not a member"):
@@ -143,7 +143,7 @@ def test_a_fake_group_is_told_from_a_real_one() -> None:
     ranks = RankGroup.of()
     assert not ranks.moves_data()
     control = Control(ranks)
-    assert control.alone
+    assert control.is_single_rank
     choose_broadcaster(control, [Segment(3, torch.zeros(4))], torch.device("cpu")).broadcast()
 
 
@@ -210,4 +210,4 @@ def test_a_target_without_room_is_an_error_on_every_rank(rank: int) -> None:
     control = Control(RankGroup.of())
     with pytest.raises(MemoryError, match="rank 0: no room for what rank 0 sends"):
         gather(control, Manifest(None, [torch.zeros(3)]), 0, place)
-    control.check_consistent("afterwards")
+    control.agree("afterwards")

@@ -105,7 +105,7 @@ def test_rooms_of_another_size_are_an_error_on_every_rank_before_anything_is_sen
             0,
             lambda source, _: [torch.zeros(2 if source == 1 else 3)],
         )
-    control.check_consistent("afterwards")
+    control.agree("afterwards")
 
 
 @pytest.mark.ranks(1, backend="gloo")
@@ -142,4 +142,4 @@ def test_a_description_that_is_no_json_is_an_error_on_every_rank(rank: int) -> N
     description: Any = {"bad": object()} if rank == 1 else None
     with pytest.raises(TypeError, match=r"rank 1: .*not JSON serializable"):
         gather(control, Manifest(description, []), 0, lambda *_: [])
-    control.check_consistent("afterwards")
+    control.agree("afterwards")

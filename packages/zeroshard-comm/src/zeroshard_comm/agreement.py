@@ -5,10 +5,8 @@ object begins with an *agreement*. The ranks combine one 64-bit word: 31 bits of
 the complement of these bits, one bit that says "failed", and one for a yes-or-no question of the caller. After a
 bitwise OR no bit is set in the digest and at the same bit of the complement exactly if all digests are equal. Few ranks
 combine their words by one collective, see :mod:`zeroshard_comm.word_ring`; the first agreement, those of many ranks,
-and more than 1,024 words travel in rounds of doubling distance: in round k each rank sends what it has to the rank 2^k
-further on, so after log2 N rounds, of one message sent and one received, every rank has the words of all (the
-dissemination barrier: D. Hensgen, R. Finkel, U. Manber, Two algorithms for barrier synchronization, 1988). Only after a
-difference texts follow: to rank 0, which decides, and back.
+and more than 1,024 words travel in rounds, see :mod:`zeroshard_comm.rounds`. Only after a difference texts follow: to
+rank 0, which decides, and back.
 
 A rank that is lost is noticed by those that wait for its words, and they tell the others in the same agreement. Of one
 that is lost between two rounds some may learn later: its word is out, and they have agreed with it.
@@ -22,14 +20,15 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 
 from zeroshard_comm import word_ring
 from zeroshard_comm.errors import DifferentCallsError, DisagreementError, PeerLostError, builtin_name, rebuild_exception
+from zeroshard_comm.messages import receive_text, send_text
 from zeroshard_comm.process_group import RankGroup
-from zeroshard_comm.rounds import Rounds
+from zeroshard_comm.rounds import combine_in_rounds
 from zeroshard_comm.traffic import Traffic
 from zeroshard_comm.word_ring import WordRing
 
@@ -112,7 +111,7 @@ class Control:
     Attributes:
         position: must be equal on all ranks in every operation; None if that does not matter. Its owner
             changes it, at the same time on all ranks.
-        flagged: whether any rank has set ``flag`` in the last agreement of :meth:`inconsistency`.
+        flagged: whether any rank has set ``flag`` in the last :meth:`agree`, also if that has raised.
     """
 
     def __init__(self, ranks: RankGroup, traffic: Traffic | None = None) -> None:
@@ -123,8 +122,8 @@ class Control:
         self.flagged = False
 
     @property
-    def alone(self) -> bool:
-        """Whether there is no other rank to agree with: one rank, or a backend that moves no data."""
+    def is_single_rank(self) -> bool:
+        """True if no other rank can answer: there is one rank, or the backend moves no data."""
         return self._first is None
 
     @property
@@ -133,30 +132,30 @@ class Control:
         ring = self.ranks.context.ring
         return ring.ranks if ring is not None else self._first
 
-    @property
-    def _rounds(self) -> Rounds:
-        return Rounds(self.channel or self.ranks, self.traffic)
-
-    def check_consistent(
+    def agree(
         self,
         operation: str,
-        digest: int = 0,
+        digest: int | None = 0,
         *,
         error: Exception | None = None,
         detail: Callable[[], str] = str,
         explain: Explain | None = None,
         flag: bool = False,
-    ) -> None:
+    ) -> bool:
         """Raise on every rank if any rank failed or differs. Collective.
 
         Args:
             operation: what this rank is about to do, e.g. ``"step()"``.
-            digest: a 63-bit number that is equal on ranks that hold the same.
+            digest: a 63-bit number that is equal on ranks that hold the same; None agrees with every digest, and with
+                every operation.
             error: what went wrong on this rank, if something did.
             detail: called only after a difference: the text behind the digest.
             explain: called only after a difference, on rank 0, with the details of two ranks and the two ranks; names
                 the first difference.
-            flag: sets :attr:`flagged` on every rank.
+            flag: the answer of this rank to a yes-or-no question.
+
+        Returns:
+            Whether any rank has set ``flag``.
 
         Raises:
             DisagreementError: if ranks are in different operations, or their digests differ.
@@ -165,110 +164,75 @@ class Control:
             Exception: if a rank reported an error: that error on the rank itself, one of the same built-in type and
                 the same message on the others.
         """
-        failure = self.inconsistency(operation, digest, error=error, detail=detail, explain=explain, flag=flag)
-        if failure is not None:
+        self.flagged, failure = flag, error
+        if not self.is_single_rank:
+            with self.ranks.context.one_at_a_time(operation):
+                if isinstance(error, PeerLostError):
+                    # The others learn of it by their connections.
+                    self.ranks.context.close(error)
+                else:
+                    combined = self._combine(operation, digest, failed=error is not None, flag=flag)
+                    self.flagged, failure = bool(combined & _FLAG), None
+                    if not is_unanimous(combined) or combined & _FAILED:
+                        held = "" if is_unanimous(combined) else detail()
+                        failure = self._exchange_errors(operation, digest, held, error, explain)
+        if failure is None:
+            return self.flagged
+        try:
             raise failure from (error if failure is not error else None)
+        finally:
+            # Else the traceback of the error refers to the error, and what its frames hold is not freed at once.
+            del failure, error
 
-    def inconsistency(
-        self,
-        operation: str,
-        digest: int | None = 0,
-        *,
-        error: Exception | None = None,
-        detail: Callable[[], str] = str,
-        explain: Explain | None = None,
-        flag: bool = False,
-    ) -> Exception | None:
-        """As :meth:`check_consistent`, but return the error instead of raising it (a lost peer still raises).
-
-        A rank whose digest is None agrees with every digest, and with every operation.
-        """
-        self.flagged = flag
-        if self.alone:
-            return error
-        with self.ranks.context.one_at_a_time(operation):
-            if isinstance(error, PeerLostError):
-                # The others learn of it by their connections.
-                self.ranks.context.close(error)
-                return error
-            combined = self._combine(operation, digest, failed=error is not None, flag=flag)
-            self.flagged = bool(combined & _FLAG)
-            if is_unanimous(combined) and not combined & _FAILED:
-                self._connect()
-                return None
-            kind, text = (builtin_name(error), str(error)) if error is not None else ("", "")
-            held = "" if is_unanimous(combined) else detail()
-            return self._exchange_errors(operation, digest, held, kind, text, error, explain)
-
-    def is_unanimous(self, operation: str, digest: int) -> bool:
-        """Tell every rank whether all have the same 63-bit number. Collective.
-
-        Raises:
-            PeerLostError: if a rank is gone.
-        """
-        if self.alone:
-            return True
-        with self.ranks.context.one_at_a_time(operation):
-            alike = is_unanimous(self._combine(operation, digest, failed=False))
-            if alike:
-                self._connect()
-        return alike
-
-    def any_raised(self, raised: bool, operation: str) -> bool:
-        """Tell every rank whether any rank has set ``raised``. Collective.
+    def gather_ints(self, numbers: Sequence[int], operation: str, *, often_equal: bool = False) -> list[list[int]]:
+        """Return the 64-bit integers of every rank, in rank order. Collective. Agree on the same operation first.
 
         Args:
-            raised: whether this rank does.
-            operation: what this rank is about to do, as for :meth:`check_consistent`; not one that it is called with.
-
-        Raises:
-            DisagreementError: if a rank is in a different operation.
-            PeerLostError: if a rank is gone.
-            Exception: if a rank that is in a different operation reported an error there.
-        """
-        if self.alone:
-            return raised
-        with self.ranks.context.one_at_a_time(operation):
-            combined = self._combine(operation, 0, failed=raised)
-            if not is_unanimous(combined):
-                raise self._exchange_errors(operation)
-            return bool(combined & _FAILED)
-
-    def all_gather_ints(self, numbers: Sequence[int], operation: str) -> list[list[int]]:
-        """Bring as many 64-bit integers of every rank to every rank, in rank order, in log2 N rounds. Collective.
-
-        There is at least one. Agree on the same operation first.
+            numbers: as many on every rank, at least one.
+            operation: what this rank is about to do, as for :meth:`agree`.
+            often_equal: whether to ask first, by one word, if all ranks have the same numbers (up to 31 bits of a
+                digest), which are not sent then.
 
         Raises:
             PeerLostError: if a rank is gone.
         """
-        if self.alone:
+        if self.is_single_rank:
             return [list(numbers)]
-        rows = torch.zeros((self.ranks.world_size, len(numbers)), dtype=torch.int64, device="cpu")
+        world_size = self.ranks.world_size
+        if often_equal:
+            with self.ranks.context.one_at_a_time(operation):
+                digest = zlib.crc32(repr(list(numbers)).encode())
+                if is_unanimous(self._combine(operation, digest)):
+                    return [list(numbers)] * world_size
+        rows = torch.zeros((world_size, len(numbers)), dtype=torch.int64, device="cpu")
         rows[self.ranks.rank] = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-        combined: list[list[int]] = self.combine_words(rows.view(-1), operation).view_as(rows).tolist()
+        combined: list[list[int]] = self.combine_or(rows.view(-1), operation).view_as(rows).tolist()
         return combined
 
-    def combine_words(self, words: torch.Tensor, operation: str) -> torch.Tensor:
-        """Return the bitwise OR of the words of all ranks. Collective.
+    def combine_or(self, words: torch.Tensor, operation: str) -> torch.Tensor:
+        """Return the bitwise OR of the words of all ranks, of which :meth:`gather_ints` is made. Collective.
 
         Args:
             words: 64-bit integers on the CPU, 1-D, as many on every rank; may be overwritten.
-            operation: as for :meth:`all_gather_ints`.
+            operation: as for :meth:`gather_ints`.
 
         Raises:
             PeerLostError: if a rank is gone.
         """
-        if self.alone:
+        if self.is_single_rank:
             return words
         with self.ranks.context.one_at_a_time(operation):
             return self._or(words, TAG_INTS, operation)
 
-    def _combine(self, operation: str, digest: int | None, *, failed: bool, flag: bool = False) -> int:
-        """The OR of the words of all ranks."""
+    def _combine(self, operation: str, digest: int | None, *, failed: bool = False, flag: bool = False) -> int:
+        """The OR of the words of all ranks. If they agree, this rank uses connections of our own from now on."""
         code = zlib.crc32(f"{operation} {self.position} {digest}".encode())
         word = word_of(None if digest is None else code, failed=failed, flag=flag)
-        return int(self._or(torch.tensor([word], dtype=torch.int64, device="cpu"), TAG_WORD, operation))
+        combined = int(self._or(torch.tensor([word], dtype=torch.int64, device="cpu"), TAG_WORD, operation))
+        if is_unanimous(combined) and not combined & _FAILED and self.ranks.context.ring is None:
+            assert self._first is not None
+            self.ranks.context.ring = WordRing(self._first)
+        return combined
 
     def _or(self, numbers: torch.Tensor, tag: int, operation: str) -> torch.Tensor:
         ring = self.ranks.context.ring
@@ -276,65 +240,47 @@ class Control:
         is_small = self.ranks.world_size <= word_ring.MOST_RANKS and len(numbers) <= _MOST_NUMBERS
         # To send all numbers to every rank pays off while they are few.
         if ring is None or not is_small:
-            return self._rounds.combine(numbers, tag, operation)
+            return combine_in_rounds(self.channel or self.ranks, numbers, tag, operation, self.traffic)
         ring.combine(numbers, operation)
         nbytes, waited = numbers.nbytes, time.perf_counter() - started
         nbytes *= len(self.ranks.peers) if len(numbers) > 1 else 1
         self.traffic.add("control", sent=nbytes, received=nbytes, calls=1, waited=waited)
         return numbers
 
-    def _connect(self) -> None:
-        """From now on use connections of our own: all have agreed."""
-        if self.ranks.context.ring is None and self._first is not None:
-            self.ranks.context.ring = WordRing(self._first)
-
     def _exchange_errors(
-        self,
-        operation: str,
-        digest: int | None = 0,
-        detail: str = "",
-        error_type: str = "",
-        message: str = "",
-        error: Exception | None = None,
-        explain: Explain | None = None,
+        self, operation: str, digest: int | None, detail: str, error: Exception | None, explain: Explain | None
     ) -> Exception:
-        """Send this rank's text to rank 0, which decides what every rank raises."""
-        mine = _RankReport(self.ranks.rank, operation, str(self.position or ""), digest, detail, error_type, message)
-        rounds = self._rounds
+        """Send this rank's report to rank 0, which decides what every rank raises."""
+        kind, text = (builtin_name(error), str(error)) if error is not None else ("", "")
+        mine = _RankReport(self.ranks.rank, operation, str(self.position or ""), digest, detail, kind, text)
+        channel = self.channel
+        assert channel is not None
         if mine.rank:
-            rounds.send_text(0, json.dumps([operation, mine.position, digest, detail, error_type, message]), operation)
-            kind, message = json.loads(rounds.receive_text(0, operation))
+            sent = send_text(channel, 0, json.dumps(astuple(mine)), operation)
+            self.traffic.add("control", sent=sent, calls=2)
+            kind, message = json.loads(receive_text(channel, 0, operation))
         else:
-            kind, message = self._decide(mine, operation, explain)
+            kind, message = _decide(channel, mine, explain)
             for peer in self.ranks.peers:
                 # The others must still hear of it.
                 with suppress(PeerLostError):
-                    rounds.send_text(peer, json.dumps([kind, message]), operation)
+                    sent = send_text(channel, peer, json.dumps([kind, message]), operation)
+                    self.traffic.add("control", sent=sent, calls=2)
         if kind == _OWN:
             assert error is not None
             return error
         known = {own.__name__: own for own in (PeerLostError, DisagreementError, DifferentCallsError)}
         return known[kind](message) if kind in known else rebuild_exception(kind, message)
 
-    def _decide(self, mine: _RankReport, operation: str, explain: Explain | None) -> tuple[str, str]:
-        """Rank 0: the name of the error, and its message, for all ranks."""
-        reports, gone = [mine], ""
-        for peer in range(1, self.ranks.world_size):
-            try:
-                reports.append(_RankReport(peer, *json.loads(self._rounds.receive_text(peer, operation))))
-            except PeerLostError as error:
-                gone = gone or str(error)
-        return ("PeerLostError", gone) if gone else _resolve_errors(reports, explain)
-
 
 def all_gather_float(control: Control, number: float, operation: str) -> list[float]:
-    """Bring a number of every rank to every rank, as :meth:`Control.all_gather_ints`. Collective.
+    """Return a number of every rank, in rank order, as :meth:`Control.gather_ints`. Collective.
 
     Raises:
         PeerLostError: if a rank is gone.
     """
     (bits,) = struct.unpack("<q", struct.pack("<d", number))
-    gathered = control.all_gather_ints([bits], operation)
+    gathered = control.gather_ints([bits], operation)
     return [struct.unpack("<d", struct.pack("<q", row[0]))[0] for row in gathered]
 
 
@@ -354,13 +300,24 @@ class _RankReport:
     position: str
     digest: int | None
     detail: str
-    error_type: str = ""
-    error: str = ""
+    error_type: str
+    error: str
 
     @property
     def call(self) -> str:
         """The operation and the position."""
         return f"{self.operation} {self.position}".rstrip()
+
+
+def _decide(channel: RankGroup, mine: _RankReport, explain: Explain | None) -> tuple[str, str]:
+    """Rank 0: the type of the error that all ranks raise, or :data:`_OWN`, and its message."""
+    reports, gone = [mine], ""
+    for peer in range(1, channel.world_size):
+        try:
+            reports.append(_RankReport(*json.loads(receive_text(channel, peer, mine.operation))))
+        except PeerLostError as error:
+            gone = gone or str(error)
+    return ("PeerLostError", gone) if gone else _resolve_errors(reports, explain)
 
 
 def _resolve_errors(reports: Sequence[_RankReport], explain: Explain | None) -> tuple[str, str]:

@@ -179,10 +179,10 @@ def combine_disjoint(control: Control, numbers: torch.Tensor, operation: str) ->
     Raises:
         PeerLostError: if a rank is gone.
     """
-    if control.alone:
+    if control.is_single_rank:
         return numbers
     if numbers.device.type == "cpu":
-        return control.combine_words(numbers.view(torch.int64), operation).view(torch.float64)
+        return control.combine_or(numbers.view(torch.int64), operation).view(torch.float64)
     started = time.perf_counter()
     # As exact as the bits: every sum has one term that is not 0.
     work = dist.all_reduce(numbers, group=control.ranks.group, async_op=True)

@@ -54,14 +54,14 @@ def connect(control: Control) -> None:
         PeerLostError: if a rank is gone.
     """
     ranks = control.ranks
-    if control.alone or ranks.context.readable is not None or not ranks.sends_tagged(torch.device("cpu")):
+    if control.is_single_rank or ranks.context.readable is not None or not ranks.sends_tagged(torch.device("cpu")):
         return
     secret = torch.tensor([secrets.randbits(62)], dtype=torch.int64, device="cpu")
     mine = (machine(), os.getpid(), secret.data_ptr(), int(secret))
-    places = control.all_gather_ints(mine, "connect()")
+    places = control.gather_ints(mine, "connect()")
     reads = mine[0] > 0 and all(place[0] == mine[0] and _reads(*place[1:]) for place in places)
     # Until all ranks have looked, the number must stay where it is.
-    reads = not control.any_raised(not reads, "connect()")
+    reads = not control.agree("connect()", flag=not reads)
     ranks.context.readable = {peer: places[peer][1] for peer in ranks.peers} if reads else {}
     del secret
 
@@ -115,8 +115,8 @@ class SameHostBroadcaster(ParameterBroadcaster):
         """Agree that all owners have their values, and exchange addresses if some rank lacks them. Collective."""
         processes = self.ranks.context.readable
         assert processes is not None
-        if self.control.any_raised(self._reads is None, _READY):
-            places = self.control.all_gather_ints([0, *[s.buffer.data_ptr() for s in self.segments]], _READY)
+        if self.control.agree(_READY, flag=self._reads is None):
+            places = self.control.gather_ints([0, *[s.buffer.data_ptr() for s in self.segments]], _READY)
             self._reads = [
                 (peer, ProcessMemory(processes[peer], self._parts_of(peer, places[peer][1:])))
                 for peer in self.ranks.peers
@@ -215,8 +215,8 @@ class SameHostReducer(GradientReducer):
         """
         self.ranks.context.unread = True
         mine = [buffer.data_ptr(), *replace(header, backward=0).to_words()]
-        if self.control.any_raised(mine != self._said, f"bucket {header.bucket} of backward {header.backward}"):
-            self._heard = self.control.all_gather_ints(mine, "backward()")
+        if self.control.agree(f"bucket {header.bucket} of backward {header.backward}", flag=mine != self._said):
+            self._heard = self.control.gather_ints(mine, "backward()")
             self._said = mine
         headers = [BucketHeader.from_words(words, self.tensors) for _, *words in self._heard]
         return [place for place, *_ in self._heard], [replace(it, backward=header.backward) for it in headers]
@@ -225,7 +225,7 @@ class SameHostReducer(GradientReducer):
         """Agree that all ranks have read all buckets. Collective; a no-op if that is known."""
         if self.ranks.context.unread:
             self.ranks.context.unread = False
-            self.control.any_raised(False, _DONE)
+            self.control.agree(_DONE)
 
     def add_up(self, buffer: torch.Tensor, places: Sequence[int]) -> None:
         """Make the mean of what this rank owns.

@@ -98,11 +98,11 @@ def check_config(
 
     # Not by replacing: the digest of a plan takes a while, and is kept.
     digest = config.digest ^ zlib.crc32(json.dumps(dict(settings), sort_keys=True).encode())
-    control.check_consistent(operation, digest, error=error, detail=detail, explain=explain_configs)
+    control.agree(operation, digest, error=error, detail=detail, explain=explain_configs)
 
 
 @dataclass
-class Declared:
+class Proposal:
     """This rank's contribution to the agreement at the end of a block of :func:`agreed`; initially none.
 
     Attributes:
@@ -116,18 +116,18 @@ class Declared:
     flag: bool = False
 
     def set(self, config: ShardingConfig) -> None:
-        """Declare a configuration."""
+        """Propose a configuration."""
         self.digest, self.detail = config.digest, config.to_json
 
 
 @contextmanager
-def agreed(control: Control, operation: str, explain: Explain | None = None) -> Iterator[Declared]:
+def agreed(control: Control, operation: str, explain: Explain | None = None) -> Iterator[Proposal]:
     """Run a block, and then raise on every rank if it failed on one, or if ranks differ. Collective.
 
     Args:
         control: the channel.
         operation: what this rank is about to do.
-        explain: names a difference of two details, see :meth:`Control.check_consistent`; of configurations if None.
+        explain: names a difference of two details, see :meth:`Control.agree`; of configurations if None.
 
     Yields:
         The contribution, for the block to set.
@@ -137,18 +137,18 @@ def agreed(control: Control, operation: str, explain: Explain | None = None) -> 
         PeerLostError: as :func:`agree`.
         Exception: an error of the block on some rank, on every rank.
     """
-    declared, failure = Declared(), None
+    proposal, failure = Proposal(), None
     try:
-        yield declared
+        yield proposal
     except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
         failure = error
-    control.check_consistent(
+    control.agree(
         operation,
-        declared.digest,
+        proposal.digest,
         error=failure,
-        detail=declared.detail,
+        detail=proposal.detail,
         explain=explain or explain_configs,
-        flag=declared.flag,
+        flag=proposal.flag,
     )
 
 

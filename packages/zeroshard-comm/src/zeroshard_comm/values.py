@@ -140,7 +140,7 @@ def gather(
     except Exception as error:  # noqa: BLE001 - whatever it is, every rank must hear of it before it is raised
         failure = error
     _send_text(control, target, text, operation)
-    control.check_consistent(f"{operation}: making room", error=failure)
+    control.agree(f"{operation}: making room", error=failure)
     _send_tensors(control, target, manifest.tensors, operation, chunk_bytes)
 
 
@@ -151,9 +151,9 @@ def all_gather_text(control: Control, text: str, operation: str) -> list[str]:
         PeerLostError: if a rank is gone.
     """
     packed = zlib.compress(text.encode())
-    sizes = [row[0] for row in control.all_gather_ints([len(packed)], operation)]
+    sizes = [row[0] for row in control.gather_ints([len(packed)], operation)]
     padded = packed.ljust(-(-max(sizes) // 8) * 8, b"\0")
-    rows = control.all_gather_ints(struct.unpack(f"<{len(padded) // 8}q", padded), operation)
+    rows = control.gather_ints(struct.unpack(f"<{len(padded) // 8}q", padded), operation)
     texts = [struct.pack(f"<{len(row)}q", *row)[:size] for row, size in zip(rows, sizes, strict=True)]
     return [zlib.decompress(packed).decode() for packed in texts]
 
@@ -177,7 +177,7 @@ def _receive_all(
                 buffers[source] = _checked(place(source, sent["description"]), sent["sizes"], source)
         except Exception as error:  # noqa: BLE001 - whatever it is, every rank must hear of it before it is raised
             failure = error if failure is None or isinstance(error, PeerLostError) else failure
-    control.check_consistent(f"{operation}: making room", error=failure)
+    control.agree(f"{operation}: making room", error=failure)
     total = sum(buffer.nbytes for of_rank in buffers.values() for buffer in of_rank)
     done = 0
     for buffer, tensor in zip(buffers[ranks.rank], manifest.tensors, strict=True):

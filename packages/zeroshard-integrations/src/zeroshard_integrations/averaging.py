@@ -295,7 +295,7 @@ def _average_over(control: Control, params: Params, buffers: Sequence[torch.Tens
         ]
         settings = {"the averager's step": step, "the layout of its buckets": crc32(str(places).encode())}
         declared.set(_config([param for param in found if param.requires_grad], settings))
-    for flat, members in [] if control.alone else buckets:
+    for flat, members in [] if control.is_single_rank else buckets:
         with torch.no_grad():
             mean = flat if flat is not None else torch.cat([param.reshape(-1) for param in members])
             # Before the sum, which float16 may not hold.

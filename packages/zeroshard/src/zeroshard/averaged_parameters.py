@@ -126,7 +126,7 @@ class AveragedParameters:
                         originals[sharding.params[index]] = sharding.params[index].detach().clone()
                     self._averages.write()
                 sharding.share_now()
-                sharding.control.check_consistent(f"the end of {name}")
+                sharding.control.agree(f"the end of {name}")
             except BaseException:
                 _restore(originals)
                 raise
@@ -222,5 +222,5 @@ class _Averages:
         }
         mine = max((int(entries[COUNT]) for entries in loaded.values() if COUNT in entries), default=0)
         # Some ranks own nothing that was averaged.
-        counts = self._control.all_gather_ints([mine], "load_state_dict() of averages")
+        counts = self._control.gather_ints([mine], "load_state_dict() of averages")
         self.count.fill_(max(count for [count] in counts))

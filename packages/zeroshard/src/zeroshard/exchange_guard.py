@@ -44,7 +44,7 @@ class ExchangeGuard:
         single rank breaks nothing.
         """
         is_interruption = not isinstance(error, Exception)
-        if is_interruption and self._control.alone:
+        if is_interruption and self._control.is_single_rank:
             return
         if is_interruption or isinstance(error, PeerLostError):
             self._control.ranks.context.close(error)

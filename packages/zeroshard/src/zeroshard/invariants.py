@@ -82,9 +82,7 @@ class InvariantChecks:
 
     def _compare(self, what: str, plan: Plan, digests: Sequence[int], operation: str, left: Sequence[int] = ()) -> None:
         control = self._sharding.control
-        if control.is_unanimous(operation, zlib.crc32(repr(digests).encode())):
-            return
-        rows = control.all_gather_ints(digests, operation)
+        rows = control.gather_ints(digests, operation, often_equal=True)
         found = [index for index, of_tensor in enumerate(zip(*rows, strict=True)) if len(set(of_tensor)) > 1]
         for index in found[:1]:
             of_ranks, owners = [row[index] for row in rows], plan.owners[index]

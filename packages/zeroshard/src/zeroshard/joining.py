@@ -91,19 +91,21 @@ def exchange(control: Control, mine: Announcement, error: Exception | None = Non
         PeerLostError: if a rank is gone.
         Exception: the error of a rank that has failed, or is unable, on every rank.
     """
-    answers, word = [mine] * control.ranks.world_size, mine.call | mine.place << 4
-    if not control.is_unanimous("a call inside Join", word):
-        words = control.all_gather_ints([word], "a call inside Join")
-        answers = [Announcement(Call(word & 15), word >> 4) for [word] in words]
+    words = control.gather_ints([mine.call | mine.place << 4], "a call inside Join", often_equal=True)
+    answers = [Announcement(Call(word & 15), word >> 4) for [word] in words]
     if mine.call is Call.FAILED:
-        # Not raised: its frames would keep the context.
-        control.inconsistency("leaving Join", error=error)
+        frames = error.__traceback__ if error is not None else None
+        with suppress(Exception):
+            control.agree("leaving Join", error=error)
+        if error is not None:
+            # Else the frames of this call would keep the context.
+            error.__traceback__ = frames
         return Attendance(mine, ())
     joined = tuple([rank for rank, answer in enumerate(answers) if answer.call in (Call.JOINED, Call.UNABLE)])
     running = tuple([rank for rank in range(len(answers)) if rank not in joined])
     calls = [answer.call for answer in answers]
     if Call.FAILED in calls or (Call.UNABLE in calls and running):
-        control.check_consistent("leaving Join", error=error)
+        control.agree("leaving Join", error=error)
     made = answers[running[0]] if running else Announcement(Call.JOINED)
     for rank, answer in enumerate(answers):
         if rank in running and answer != made:
@@ -148,7 +150,7 @@ class Participant:
         """
         if self.exchange is None and any(join_config(model).enable for model in self.models):
             raise self.left_out()
-        if self.exchange is None or self._sharding.control.alone:
+        if self.exchange is None or self._sharding.control.is_single_rank:
             return
         attendance = self.exchange(call)
         if attendance is not None and attendance.joined and attendance.running and call is not Call.END:

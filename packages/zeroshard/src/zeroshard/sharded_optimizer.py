@@ -249,7 +249,7 @@ class ShardedOptimizer:
         is_noted = follower is not None and follower.has_same_hyperparameters()
         with self.collective():
             self.sharding.grow(self.sharding.groups, append)
-            if self.sharding.control.any_raised(self._metadata.has_changed(), "add_param_group()"):
+            if self.sharding.control.agree("add_param_group()", flag=self._metadata.has_changed()):
                 self._metadata.exchange("add_param_group()")
         self._metadata.drop_consolidated()
         if follower is not None and is_noted:

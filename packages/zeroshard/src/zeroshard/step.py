@@ -243,14 +243,17 @@ class StepCoordinator:
                 problem = problem or error
             # Even if this rank has nothing to wait for: others may still be reading its shards.
             with record_function("zeroshard::agree"):
-                verdict = sharding.control.inconsistency(
-                    "the end of step()",
-                    declared,
-                    error=problem,
-                    detail=sharding.in_words,
-                    explain=explain_configs,
-                    flag=self._metadata.has_changed(),
-                )
+                try:
+                    sharding.control.agree(
+                        "the end of step()",
+                        declared,
+                        error=problem,
+                        detail=sharding.in_words,
+                        explain=explain_configs,
+                        flag=self._metadata.has_changed(),
+                    )
+                except Exception as error:  # noqa: BLE001 - the metadata is exchanged before it is raised
+                    verdict = error
             if sharding.control.flagged and not isinstance(verdict, PeerLostError):
                 try:
                     self._metadata.exchange("the state after step()")

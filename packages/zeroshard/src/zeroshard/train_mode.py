@@ -60,7 +60,7 @@ class TrainMode:
                 sharding.local.masters.round()
                 # Frameworks call train() before every batch. Writes to ``.data`` are not seen.
                 is_alike = last == name == self._last and before == self._seen()
-                if control.any_raised(not is_alike, f"what {name}() has changed") and not control.alone:
+                if control.agree(f"what {name}() has changed", flag=not is_alike) and not control.is_single_rank:
                     sharding.share_now()
                     self._share_groups()
                 sync_groups(inner.param_groups, groups)

@@ -169,7 +169,7 @@ class JoinContext:
         """Send ranks without data the gradients to which the others add, or which they keep at the end."""
         is_joined = self._rank in joined
         mine = [0, 0] if is_joined else [int(not model.is_known), int(model.in_window)]
-        told = self._control.all_gather_ints(mine, "a backward inside Join")
+        told = self._control.gather_ints(mine, "a backward inside Join")
         if any(is_unknown for is_unknown, _ in told):
             raise RuntimeError(_UNKNOWN)
         if any(in_window for _, in_window in told):

@@ -137,7 +137,7 @@ class BackwardFollower:
         active = zip(active_mask(sharding.params), sharding.layout.active, strict=True)
         # With gradients that wait for a step, the step refuses.
         grows = any(now and not before for now, before in active) and not self.scheduler.buckets.unstepped
-        if sharding.control.any_raised(grows, "backward()"):
+        if sharding.control.agree("backward()", flag=grows):
             with agreed(sharding.control, "backward()") as declared:
                 layout = sharding.update_layout(sharding.groups)
                 declared.set(layout.declaration)

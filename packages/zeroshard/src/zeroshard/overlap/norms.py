@@ -103,7 +103,7 @@ class GradNorms:
         """
         # gloo aborts the process if ranks combine different numbers of words.
         if not agreed:
-            self._control.check_consistent("the end of backward()")
+            self._control.agree("the end of backward()")
         numbers = torch.zeros(len(self.orders), self._total, dtype=torch.float64, device=self._device)
         for group in self._groups_of(gradients):
             grads = [gradients[tensor] for tensor in group.tensors]

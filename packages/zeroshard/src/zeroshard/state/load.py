@@ -130,7 +130,7 @@ def _source(control: Control, form: Given, checksums: Sequence[int], holder: int
     Raises:
         DisagreementError: if ranks were handed different values, or only placeholders.
     """
-    told = control.all_gather_ints([form, *checksums], "load_state_dict()")
+    told = control.gather_ints([form, *checksums], "load_state_dict()")
     forms = [Given(each) for each, *_ in told]
     for of_tensor in zip(*[of_rank[1:] for of_rank in told], strict=True):
         having = [rank for rank, checksum in enumerate(of_tensor) if checksum]
@@ -153,7 +153,7 @@ def _source(control: Control, form: Given, checksums: Sequence[int], holder: int
 def _handed_out(control: Control, parts: Mapping[int, LoadedPart], from_rank: int | None) -> LoadedPart:
     """Return the part of this rank, which may come from another one. Collective."""
     rank = control.ranks.rank
-    if from_rank is None or control.alone:
+    if from_rank is None or control.is_single_rank:
         return parts[rank]
     with agreed(control, "load_state_dict()"):
         if rank == from_rank:
