@@ -23,7 +23,7 @@ from zeroshard_comm import (
     choose_broadcaster,
     gather,
 )
-from zeroshard_comm.same_host import SameHostBroadcaster, all_read, connect
+from zeroshard_comm.same_host import PeerMemory, SameHostBroadcaster, all_read, probe_peer_memory
 from zeroshard_core import TensorSpec, partition
 
 DTYPES = [torch.float32, torch.bfloat16, torch.complex64, torch.int64, torch.bool, torch.float64]
@@ -33,7 +33,7 @@ Make = Callable[[Control, list[Segment]], ParameterBroadcaster]
 
 
 def same_host(control: Control, segments: list[Segment]) -> ParameterBroadcaster:
-    connect(control)
+    probe_peer_memory(control)
     assert all_read(control.ranks)
     return SameHostBroadcaster(control, segments)
 
@@ -109,9 +109,9 @@ def test_the_broadcaster_follows_from_sizes_and_from_who_can_read_whom(
 ) -> None:
     control = Control(RankGroup.of())
     if read:
-        connect(control)
+        probe_peer_memory(control)
     else:
-        control.ranks.context.readable = {}
+        control.ranks.context.shared(PeerMemory).processes = {}
     segments = [Segment(0, torch.zeros(length)) for length in lengths]
     assert type(choose_broadcaster(control, segments, torch.device("cpu"))) is expected
 

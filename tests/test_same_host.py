@@ -24,7 +24,7 @@ from zeroshard_comm import (
 )
 from zeroshard_comm.packing import CHUNK_BYTES
 from zeroshard_comm.process_memory import SWITCH
-from zeroshard_comm.same_host import SameHostReducer, connect, scratch_memory
+from zeroshard_comm.same_host import SameHostReducer, probe_peer_memory, scratch_memory
 from zeroshard_comm.same_host import all_read as all_ranks_read
 from zeroshard_comm.transport import SameHostTransport
 from zeroshard_core import Run
@@ -38,7 +38,7 @@ def all_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Read however little there is; skip where the kernel does not let processes read each other."""
     control = Control(RankGroup.of())
     control.agree("a test")
-    connect(control)
+    probe_peer_memory(control)
     if not all_ranks_read(RankGroup.of()):
         pytest.skip("this kernel does not let processes of one user read each other's memory")
     monkeypatch.setattr(transport, "WORTH_READING", 1)
@@ -170,7 +170,7 @@ def test_a_rank_that_ends_while_others_read(rank: int, moment: str, faults: Faul
     faults.kill(rank=1, at="send")
     if rank == 1:
         if moment == "before others have read":
-            reading.meet(bucket, header)
+            reading.exchange_headers(bucket, header)
         dist.isend(torch.zeros(1), 0)
     with pytest.raises(PeerLostError, match="rank 1"):
         read(reading.begin(bucket, header))

@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from zeroshard_comm._torch_private import timeout_of
 from zeroshard_comm.errors import PeerLostError
+
+_T = TypeVar("_T")
 
 _TAG_SHIFT, _TAG_OFFSETS = 12, 1 << 16
 
@@ -40,25 +42,26 @@ class GroupContext:
     """State that all users of one process group share; all ranks change it in the same order. See `RankGroup.context`.
 
     Attributes:
-        readable: the processes of peers whose memory this rank reads: all peers if every rank can read every other,
-            else none; None before they have tried.
-        unread: whether peers may be reading gradients of this rank.
         ring: connections of our own, once all ranks have agreed for the first time.
         closed: why this rank has closed its connections in our own groups, if it has.
         abandoned: messages that are no longer waited for after a rank was lost, and their buffers.
         optimizers: how many were built on the group.
     """
 
-    readable: Mapping[int, int] | None = None
-    unread: bool = False
     ring: _Ring | None = None
     closed: str = ""
     abandoned: list[object] = field(default_factory=list)
     optimizers: int = 0
     _private: dict[tuple[str, str], RankGroup] = field(default_factory=dict)
+    _shared: dict[type[object], Any] = field(default_factory=dict)
     _tags: int = 0
     _busy: threading.Lock = field(default_factory=threading.Lock)
     _doing: str = ""
+
+    def shared(self, kind: type[_T]) -> _T:
+        """Return the object of a class that all users of the process group share; it is made at its first use."""
+        found: _T = self._shared.setdefault(kind, kind())
+        return found
 
     def number_optimizer(self) -> int:
         """Return the number of a further optimizer, from 1."""

@@ -1,7 +1,7 @@
 """Reading the memory of another process of the same host, where the kernel allows it (Linux, ``process_vm_readv``).
 
 The kernel decides who may read whom, by the rules of ``ptrace``: the same user, and restrictions of containers and of
-the ``yama`` module. So ranks try it, see :func:`zeroshard_comm.connect`, instead of reading settings.
+the ``yama`` module. So ranks try it, see :mod:`zeroshard_comm.same_host`, instead of reading settings.
 """
 
 from __future__ import annotations

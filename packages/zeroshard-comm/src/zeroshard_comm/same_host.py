@@ -14,8 +14,8 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from zeroshard_core import Run
@@ -44,17 +44,32 @@ _READ_BYTES = 512 * 1024
 _READY, _DONE = "step(), where all ranks have their new values", "backward(), where all ranks have read gradients"
 
 
-def connect(control: Control) -> None:
-    """Find out whether all ranks can read each other's memory, once per process group. Collective.
+@dataclass
+class PeerMemory:
+    """Whose memory this rank reads on one process group; see :meth:`zeroshard_comm.GroupContext.shared`.
+
+    Attributes:
+        processes: the processes of peers whose memory this rank reads: all peers if every rank can read every other,
+            else none; None before they have tried.
+        is_unread: whether peers may be reading gradients of this rank.
+    """
+
+    processes: Mapping[int, int] | None = None
+    is_unread: bool = False
+
+
+def probe_peer_memory(control: Control) -> None:
+    """Find out whether all ranks can read each other's memory, once per process group. Collective the first time.
 
     Args:
-        control: the channel of a group whose ranks have just met.
+        control: the channel of a group whose ranks have just agreed.
 
     Raises:
         PeerLostError: if a rank is gone.
     """
     ranks = control.ranks
-    if control.is_single_rank or ranks.context.readable is not None or not ranks.sends_tagged(torch.device("cpu")):
+    found = ranks.context.shared(PeerMemory)
+    if control.is_single_rank or found.processes is not None or not ranks.sends_tagged(torch.device("cpu")):
         return
     secret = torch.tensor([secrets.randbits(62)], dtype=torch.int64, device="cpu")
     mine = (machine(), os.getpid(), secret.data_ptr(), int(secret))
@@ -62,7 +77,7 @@ def connect(control: Control) -> None:
     reads = mine[0] > 0 and all(place[0] == mine[0] and _reads(*place[1:]) for place in places)
     # Until all ranks have looked, the number must stay where it is.
     reads = not control.agree("connect()", flag=not reads)
-    ranks.context.readable = {peer: places[peer][1] for peer in ranks.peers} if reads else {}
+    found.processes = {peer: places[peer][1] for peer in ranks.peers} if reads else {}
     del secret
 
 
@@ -76,8 +91,8 @@ def _reads(process: int, address: int, expected: int) -> bool:
 
 
 def all_read(ranks: RankGroup) -> bool:
-    """Whether every rank of a group can read from every other, as :func:`connect` found; the same on all ranks."""
-    return bool(ranks.context.readable)
+    """Whether every rank of a group can read from every other: what :func:`probe_peer_memory` has found."""
+    return bool(ranks.context.shared(PeerMemory).processes)
 
 
 def _read(memory: ProcessMemory, peer: int, rank: int, operation: str) -> None:
@@ -111,9 +126,9 @@ class SameHostBroadcaster(ParameterBroadcaster):
         """Begin; nothing is read yet."""
         return _Reading(self)
 
-    def meet(self) -> None:
+    def exchange_addresses(self) -> None:
         """Agree that all owners have their values, and exchange addresses if some rank lacks them. Collective."""
-        processes = self.ranks.context.readable
+        processes = self.ranks.context.shared(PeerMemory).processes
         assert processes is not None
         if self.control.agree(_READY, flag=self._reads is None):
             places = self.control.gather_ints([0, *[s.buffer.data_ptr() for s in self.segments]], _READY)
@@ -152,7 +167,7 @@ class _Reading(Broadcast):
 
     def send(self) -> None:
         assert self._broadcaster is not None
-        self._broadcaster.meet()
+        self._broadcaster.exchange_addresses()
 
     def arrive(self) -> None:
         broadcaster, self._broadcaster = self._broadcaster, None
@@ -199,7 +214,7 @@ class SameHostReducer(GradientReducer):
         """Keep the bucket; nothing is sent yet."""
         return _Gathering(self, buffer, header, gradients=gradients)
 
-    def meet(self, buffer: torch.Tensor, header: BucketHeader) -> tuple[list[int], list[BucketHeader]]:
+    def exchange_headers(self, buffer: torch.Tensor, header: BucketHeader) -> tuple[list[int], list[BucketHeader]]:
         """Agree that all ranks have their gradients, and learn their addresses and headers. Collective.
 
         Args:
@@ -213,7 +228,7 @@ class SameHostReducer(GradientReducer):
             DisagreementError: if ranks are in different buckets.
             PeerLostError: if a rank is gone.
         """
-        self.ranks.context.unread = True
+        self.ranks.context.shared(PeerMemory).is_unread = True
         mine = [buffer.data_ptr(), *replace(header, backward=0).to_words()]
         if self.control.agree(f"bucket {header.bucket} of backward {header.backward}", flag=mine != self._said):
             self._heard = self.control.gather_ints(mine, "backward()")
@@ -221,10 +236,11 @@ class SameHostReducer(GradientReducer):
         headers = [BucketHeader.from_words(words, self.tensors) for _, *words in self._heard]
         return [place for place, *_ in self._heard], [replace(it, backward=header.backward) for it in headers]
 
-    def settle(self) -> None:
+    def wait_until_read(self) -> None:
         """Agree that all ranks have read all buckets. Collective; a no-op if that is known."""
-        if self.ranks.context.unread:
-            self.ranks.context.unread = False
+        memory = self.ranks.context.shared(PeerMemory)
+        if memory.is_unread:
+            memory.is_unread = False
             self.control.agree(_DONE)
 
     def add_up(self, buffer: torch.Tensor, places: Sequence[int]) -> None:
@@ -255,7 +271,7 @@ class SameHostReducer(GradientReducer):
     def _memory(self, peer: int, place: int) -> list[ProcessMemory]:
         known = self._reads.get(peer)
         if known is None or known[0] != place:
-            processes = self.ranks.context.readable
+            processes = self.ranks.context.shared(PeerMemory).processes
             assert processes is not None
             known = self._reads[peer] = place, [self._of(processes[peer], peer, place, it) for it in self._messages]
         return known[1]
@@ -276,7 +292,7 @@ class _Gathering(BucketReduceWork):
         self._reducer, self._buffer, self._header, self._lends = reducer, buffer, header, gradients
 
     def finish(self) -> list[BucketHeader]:
-        places, headers = self._reducer.meet(self._buffer, self._header)
+        places, headers = self._reducer.exchange_headers(self._buffer, self._header)
         if self._lends:
             self._reducer.add_up(self._buffer, places)
         return headers
@@ -284,4 +300,4 @@ class _Gathering(BucketReduceWork):
     def close(self) -> None:
         if self._lends:
             self._lends = False
-            self._reducer.settle()
+            self._reducer.wait_until_read()

@@ -18,7 +18,14 @@ from zeroshard_comm.collectives import CollectiveReducer
 from zeroshard_comm.interfaces import GradientReducer, ParameterBroadcaster, Segment
 from zeroshard_comm.message_reducer import WINDOW_BYTES, MessageReducer, ReceiveWindow
 from zeroshard_comm.process_group import RankGroup
-from zeroshard_comm.same_host import WORTH_READING, SameHostBroadcaster, SameHostReducer, all_read, scratch_memory
+from zeroshard_comm.same_host import (
+    WORTH_READING,
+    SameHostBroadcaster,
+    SameHostReducer,
+    all_read,
+    probe_peer_memory,
+    scratch_memory,
+)
 
 TAG_BUCKETS = 0x5A530032
 
@@ -126,7 +133,7 @@ class SameHostTransport(Transport):
 
 
 def choose_transport(control: Control, device: torch.device, nbytes: int) -> Transport:
-    """Choose the fastest transport for buckets on a device. Collective, where it needs a group of its own.
+    """Choose the fastest transport for buckets on a device. Collective.
 
     Args:
         control: the channel, and the group.
@@ -137,7 +144,7 @@ def choose_transport(control: Control, device: torch.device, nbytes: int) -> Tra
         RuntimeError: if the group has no backend for the device.
         ValueError: if a group of our own cannot be made.
     """
-    if device.type == "cpu" and all_read(control.ranks) and nbytes >= WORTH_READING:
+    if _is_worth_reading(control, device, nbytes):
         return SameHostTransport(control)
     if control.ranks.sends_tagged(device):
         return MessageTransport(control, overlaps=nbytes >= WORTH_OVERLAPPING)
@@ -145,7 +152,7 @@ def choose_transport(control: Control, device: torch.device, nbytes: int) -> Tra
 
 
 def choose_broadcaster(control: Control, segments: Sequence[Segment], device: torch.device) -> ParameterBroadcaster:
-    """Choose the fastest broadcaster that works for tensors on ``device``, for the thread that calls a step.
+    """Choose the fastest broadcaster of tensors on ``device``, for the thread that calls a step. Collective.
 
     Args:
         control: the channel, and the group.
@@ -159,10 +166,17 @@ def choose_broadcaster(control: Control, segments: Sequence[Segment], device: to
     if not ranks.sends_tagged(device):
         check_backend(ranks, device)
         return CollectiveBroadcaster(ranks, segments, control.traffic)
-    if all_read(ranks) and sum(segment.buffer.nbytes for segment in segments) >= WORTH_READING:
+    if _is_worth_reading(control, device, sum(segment.buffer.nbytes for segment in segments)):
         return SameHostBroadcaster(control, segments)
     # No collectives: after one has failed, gloo delivers nothing any more, even between live ranks.
     return MessageBroadcaster(control.channel or ranks, segments, control.traffic)
+
+
+def _is_worth_reading(control: Control, device: torch.device, nbytes: int) -> bool:
+    if device.type != "cpu":
+        return False
+    probe_peer_memory(control)
+    return all_read(control.ranks) and nbytes >= WORTH_READING
 
 
 def choose_private_group(ranks: RankGroup, device: torch.device) -> RankGroup:

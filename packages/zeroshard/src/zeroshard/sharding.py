@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 import torch
 from zeroshard_comm import Control, Position, RankGroup, ShardingConfig, Traffic, agreed
-from zeroshard_comm.same_host import connect
 
 from zeroshard.elementwise import name_of
 from zeroshard.implementations import check_capture
@@ -89,7 +88,6 @@ class Sharding:
             declared.flag = bool(self.local.optim.state)
         self.begins_with_state = self.control.flagged
         self.control.position = Position(ranks.context.number_optimizer(), name, 0)
-        connect(self.control)
         self.sync = ParameterSync(self.control, as_bucket_view=policy.as_bucket_view)
         self.params = parameters_of(groups)
         self.hyperparameters = Hyperparameters()
