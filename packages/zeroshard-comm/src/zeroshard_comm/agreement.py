@@ -127,10 +127,10 @@ class Control:
         return self._first is None
 
     @property
-    def channel(self) -> RankGroup | None:
-        """The group that messages travel on now; None if there is no other rank."""
+    def channel(self) -> RankGroup:
+        """The group that messages travel on now; nothing may be sent on it if :attr:`is_single_rank`."""
         ring = self.ranks.context.ring
-        return ring.ranks if ring is not None else self._first
+        return ring.ranks if ring is not None else self._first or self.ranks
 
     def agree(
         self,
@@ -240,7 +240,7 @@ class Control:
         is_small = self.ranks.world_size <= word_ring.MOST_RANKS and len(numbers) <= _MOST_NUMBERS
         # To send all numbers to every rank pays off while they are few.
         if ring is None or not is_small:
-            return combine_in_rounds(self.channel or self.ranks, numbers, tag, operation, self.traffic)
+            return combine_in_rounds(self.channel, numbers, tag, operation, self.traffic)
         ring.combine(numbers, operation)
         nbytes, waited = numbers.nbytes, time.perf_counter() - started
         nbytes *= len(self.ranks.peers) if len(numbers) > 1 else 1
@@ -254,7 +254,6 @@ class Control:
         kind, text = (builtin_name(error), str(error)) if error is not None else ("", "")
         mine = _RankReport(self.ranks.rank, operation, str(self.position or ""), digest, detail, kind, text)
         channel = self.channel
-        assert channel is not None
         if mine.rank:
             sent = send_text(channel, 0, json.dumps(astuple(mine)), operation)
             self.traffic.add("control", sent=sent, calls=2)

@@ -135,9 +135,9 @@ class HeaderExchange:
         self._control, self._numbers, self._operation = control, list(numbers), operation
         self._arriving: dict[int, torch.Tensor] = {}
         self._messages: list[Message] = []
-        channel = control.channel
-        if channel is None:
+        if control.is_single_rank:
             return
+        channel = control.channel
         # What is sent must live as long as the sends.
         self._own = torch.tensor(self._numbers, dtype=torch.int64, device="cpu")
         self._arriving = {peer: torch.empty_like(self._own) for peer in channel.peers}
@@ -153,7 +153,7 @@ class HeaderExchange:
         Raises:
             PeerLostError: if a rank is gone.
         """
-        if self._control.channel is None:
+        if self._control.is_single_rank:
             return [self._numbers]
         started = time.perf_counter()
         rank = self._control.channel.rank

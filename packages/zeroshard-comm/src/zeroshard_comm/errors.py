@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import builtins
-from datetime import timedelta
-
-import torch.distributed as dist
 
 
 class DisagreementError(RuntimeError):
@@ -53,27 +50,6 @@ def rebuild_exception(type_name: str, message: str) -> Exception:
         except TypeError:
             return RuntimeError(f"{type_name}: {message}")
     return RuntimeError(f"{type_name}: {message}")
-
-
-def wait_for(work: dist.Work | None, peer: int, rank: int, operation: str, timeout: timedelta | None = None) -> None:
-    """Wait for one send or receive; turn the backend's error into one that names the peer.
-
-    Args:
-        work: what torch returned for the send or receive.
-        peer: group rank at the other end.
-        rank: group rank at this end.
-        operation: what the ranks were doing, for the message.
-        timeout: after which it is given up, in place of the group's. gloo closes all connections of the group then.
-
-    Raises:
-        PeerLostError: if the backend reports a closed connection, a timeout or any other failure.
-    """
-    if work is None:
-        return
-    try:
-        work.wait() if timeout is None else work.wait(timeout)
-    except RuntimeError as failure:
-        raise lost(failure, peer, rank, operation) from failure
 
 
 def lost(failure: RuntimeError, peer: int | None, rank: int, operation: str) -> PeerLostError:

@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from zeroshard_comm.errors import lost, wait_for
+from zeroshard_comm.errors import lost
 from zeroshard_comm.process_group import RankGroup
 
 TAG_LENGTH = 0x5A530002
@@ -34,12 +34,17 @@ class Message:
 
         Args:
             operation: what the ranks are doing, for the message of an error.
-            timeout: after which it is given up, see :func:`~zeroshard_comm.errors.wait_for`; that of the group if None.
+            timeout: after which it is given up, in place of the group's. gloo closes all connections of the group then.
 
         Raises:
-            PeerLostError: if the peer is gone, or was too late.
+            PeerLostError: if the backend reports a closed connection, a timeout or any other failure.
         """
-        wait_for(self.work, self.peer, self.ranks.rank, operation, timeout or self.ranks.timeout)
+        limit = timeout or self.ranks.timeout
+        try:
+            if self.work is not None:
+                self.work.wait() if limit is None else self.work.wait(limit)
+        except RuntimeError as failure:
+            raise lost(failure, self.peer, self.ranks.rank, operation) from failure
 
 
 def send(ranks: RankGroup, peer: int, buffer: torch.Tensor, tag: int, operation: str) -> Message:

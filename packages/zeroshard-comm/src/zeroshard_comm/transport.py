@@ -73,7 +73,7 @@ class MessageTransport(Transport):
 
     def __init__(self, control: Control, *, overlaps: bool) -> None:
         self.uses_thread = self.shares_buckets = overlaps
-        self._ranks, self._traffic = control.channel or control.ranks, control.traffic
+        self._ranks, self._traffic = control.channel, control.traffic
         self.tags = control.ranks.context.allocate_tags()
         self._window = ReceiveWindow(self._ranks, WINDOW_BYTES)
 
@@ -169,7 +169,7 @@ def choose_broadcaster(control: Control, segments: Sequence[Segment], device: to
     if _is_worth_reading(control, device, sum(segment.buffer.nbytes for segment in segments)):
         return SameHostBroadcaster(control, segments)
     # No collectives: after one has failed, gloo delivers nothing any more, even between live ranks.
-    return MessageBroadcaster(control.channel or ranks, segments, control.traffic)
+    return MessageBroadcaster(control.channel, segments, control.traffic)
 
 
 def _is_worth_reading(control: Control, device: torch.device, nbytes: int) -> bool:

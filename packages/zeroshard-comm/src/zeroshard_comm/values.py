@@ -64,7 +64,7 @@ def send_values(
     """Send JSON and tensors to a rank that calls :func:`receive_values`.
 
     Args:
-        control: the channel of the group. It must have one: there is another rank, and the backend moves data.
+        control: the channel of the group, which has another rank, on a backend that moves data.
         peer: group rank of the receiver.
         manifest: what to send.
         operation: named in errors.
@@ -94,7 +94,7 @@ def receive_values(
         DisagreementError: if the buffers have other sizes than the tensors.
         PeerLostError: if the sender is gone.
     """
-    sent = _receive_text(control, source, operation)
+    sent = json.loads(receive_text(control.channel, source, operation))
     buffers = _checked(place(source, sent["description"]), sent["sizes"], source)
     started = time.perf_counter()
     received = sum(_receive_chunks(control, source, buffers, operation, chunk_bytes))
@@ -129,7 +129,7 @@ def gather(
         Exception: if ``place`` raised on the target, or a manifest cannot be described: that error, on every rank.
     """
     ranks = control.ranks
-    if control.channel is None and ranks.world_size > 1:
+    if control.is_single_rank and ranks.world_size > 1:
         raise RuntimeError(f"{operation}: torch's 'fake' backend moves no data, so state cannot be gathered over it")
     if ranks.rank == target:
         _receive_all(control, manifest, place, operation, progress, chunk_bytes)
@@ -171,7 +171,11 @@ def _receive_all(
     buffers: dict[int, Sequence[torch.Tensor]] = {}
     for source in range(ranks.world_size):
         try:
-            sent = manifest.content if source == ranks.rank else _receive_text(control, source, operation)
+            sent = (
+                manifest.content
+                if source == ranks.rank
+                else json.loads(receive_text(control.channel, source, operation))
+            )
             # A sender without a description has failed, and reports it in the agreement.
             if failure is None and sent is not None:
                 buffers[source] = _checked(place(source, sent["description"]), sent["sizes"], source)
@@ -206,20 +210,13 @@ def _receive_all(
 
 
 def _send_text(control: Control, peer: int, text: str, operation: str) -> None:
-    assert control.channel is not None
     control.traffic.add("state", sent=send_text(control.channel, peer, text, operation), calls=1)
-
-
-def _receive_text(control: Control, source: int, operation: str) -> Any:  # noqa: ANN401 - JSON
-    assert control.channel is not None
-    return json.loads(receive_text(control.channel, source, operation))
 
 
 def _send_tensors(
     control: Control, peer: int, tensors: Sequence[torch.Tensor], operation: str, chunk_bytes: int
 ) -> None:
-    channel, started = control.channel, time.perf_counter()
-    assert channel is not None
+    started = time.perf_counter()
     in_flight: deque[tuple[Message, torch.Tensor]] = deque()
     for tensor in tensors:
         # A tensor that must be copied is sent one chunk at a time; others may have several chunks on their way.
@@ -230,7 +227,7 @@ def _send_tensors(
             while len(in_flight) >= (_IN_FLIGHT if ready else 1):
                 in_flight.popleft()[0].wait(operation)
             chunk = chunk if ready else chunk.cpu()
-            in_flight.append((send(channel, peer, chunk, TAG_VALUES, operation), chunk))
+            in_flight.append((send(control.channel, peer, chunk, TAG_VALUES, operation), chunk))
     for message, _ in in_flight:
         message.wait(operation)
     sent = sum(tensor.nbytes for tensor in tensors)
@@ -241,7 +238,6 @@ def _receive_chunks(
     control: Control, source: int, buffers: Sequence[torch.Tensor], operation: str, chunk_bytes: int
 ) -> Iterator[int]:
     """Receive the tensors of a rank, some chunks at a time, and yield the size of each chunk that has come."""
-    assert control.channel is not None
     chunks = [chunk for buffer in buffers for chunk in buffer.view(torch.uint8).split(chunk_bytes) if chunk.numel() > 0]
     in_flight: deque[tuple[Message, int]] = deque()
     # Trailing Nones drain what is still under way.

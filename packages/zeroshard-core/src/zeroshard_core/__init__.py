@@ -1,4 +1,27 @@
-"""Plans, buckets and state maps for sharding optimizer state: values and pure functions, without a process group."""
+"""Plans, buckets and state maps for sharding optimizer state: values and pure functions, without a process group.
+
+Describe tensors, partition them, and ask the plan who owns what. A plan is a value: it can be printed, compared, and
+written to a file.
+
+>>> import torch
+>>> from zeroshard_core import Plan, TensorSpec, partition
+>>> tensors = [
+...     TensorSpec("embedding", (1000, 64), torch.float32),
+...     TensorSpec("weight", (512, 64), torch.float32),
+...     TensorSpec("bias", (512,), torch.float32),
+... ]
+>>> whole, cut = partition(tensors, 2), partition(tensors, 2, strategy="split")
+>>> [tensors[shard.tensor].name for shard in whole.of_rank(1)]
+['weight', 'bias']
+>>> round(whole.imbalance, 3), round(cut.imbalance, 3)
+(1.316, 1.005)
+>>> [(shard.rank, shard.start, shard.stop) for shard in cut.of_tensor(0)]
+[(0, 0, 500), (1, 500, 1000)]
+>>> whole.difference(cut)
+"tensor 0 'embedding' belongs to rank 0 here, to ranks 0, 1 there"
+>>> Plan.from_json(cut.to_json()) == cut
+True
+"""
 
 from zeroshard_core.bucket import BucketLayout, Run, Slot, bucket_layouts
 from zeroshard_core.cost import Cost, nbytes, numel, state_bytes
