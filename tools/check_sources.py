@@ -35,7 +35,7 @@ class Ceiling:
 
 CEILINGS: Mapping[str, Ceiling] = {
     "zeroshard_core": Ceiling(1562, "an example that runs of how a plan is made and asked"),
-    "zeroshard_comm": Ceiling(3452, "reads of memory are probed by the choice of a transport, and known in one module"),
+    "zeroshard_comm": Ceiling(3452, "messages of our own connections, so that the user's group is left alone"),
     "zeroshard": Ceiling(8769),
     "zeroshard_integrations": Ceiling(1984, "a hook of the model tells when buckets are rebuilt"),
     "zeroshard_testing": Ceiling(5683, "ranks that compute are given up after their own time, not that of a loaded machine"),
