@@ -34,7 +34,8 @@ class Ceiling:
 
 
 CEILINGS: Mapping[str, Ceiling] = {
-    "zeroshard_core": Ceiling(1562, "an example that runs of how a plan is made and asked"),
+    # Raised for an example that runs of how a plan is made and asked.
+    "zeroshard_core": Ceiling(1562),
     "zeroshard_comm": Ceiling(3452, "messages of our own connections, so that the user's group is left alone"),
     "zeroshard": Ceiling(8769),
     "zeroshard_integrations": Ceiling(1984, "a hook of the model tells when buckets are rebuilt"),
