@@ -21,7 +21,7 @@ from zeroshard_comm import (
     Position,
     RankGroup,
     agreement,
-    all_gather_float,
+    combine_disjoint,
     receive,
     word_ring,
 )
@@ -144,7 +144,9 @@ def test_numbers_of_all_ranks_come_to_all_in_rank_order(rank: int, world_size: i
     control.agree("a test")
     mine = [rank, -rank, 2**62 + rank]
     assert control.gather_ints(mine, "a test") == [[r, -r, 2**62 + r] for r in range(world_size)]
-    floats = all_gather_float(control, 0.1 * rank if rank else float("nan"), "a test")
+    slots = torch.zeros(world_size, dtype=torch.float64)
+    slots[rank] = 0.1 * rank if rank else math.nan
+    floats = combine_disjoint(control, slots, "a test").tolist()
     assert floats[1:] == [0.1 * r for r in range(1, world_size)]
     assert math.isnan(floats[0])
 

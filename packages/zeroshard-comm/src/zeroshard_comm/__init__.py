@@ -1,6 +1,6 @@
 """Moving shards between ranks: reduction, broadcast, agreement, state transfer, rank arithmetic, traffic counters."""
 
-from zeroshard_comm.agreement import Control, Position, all_gather_float
+from zeroshard_comm.agreement import Control, Position
 from zeroshard_comm.broadcasters import CollectiveBroadcaster, MessageBroadcaster
 from zeroshard_comm.collectives import CollectiveReducer, combine_disjoint
 from zeroshard_comm.errors import DifferentCallsError, DisagreementError, PeerLostError
@@ -52,7 +52,6 @@ __all__ = [
     "Volume",
     "agree",
     "agreed",
-    "all_gather_float",
     "all_gather_text",
     "check_config",
     "choose_broadcaster",

@@ -15,7 +15,6 @@ that is lost between two rounds some may learn later: its word is out, and they 
 from __future__ import annotations
 
 import json
-import struct
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -270,17 +269,6 @@ class Control:
             return error
         known = {own.__name__: own for own in (PeerLostError, DisagreementError, DifferentCallsError)}
         return known[kind](message) if kind in known else rebuild_exception(kind, message)
-
-
-def all_gather_float(control: Control, number: float, operation: str) -> list[float]:
-    """Return a number of every rank, in rank order, as :meth:`Control.gather_ints`. Collective.
-
-    Raises:
-        PeerLostError: if a rank is gone.
-    """
-    (bits,) = struct.unpack("<q", struct.pack("<d", number))
-    gathered = control.gather_ints([bits], operation)
-    return [struct.unpack("<d", struct.pack("<q", row[0]))[0] for row in gathered]
 
 
 def _first_channel_of(ranks: RankGroup) -> RankGroup | None:

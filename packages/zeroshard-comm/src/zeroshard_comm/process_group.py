@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,21 +20,15 @@ import torch.distributed as dist
 from zeroshard_comm._torch_private import timeout_of
 from zeroshard_comm.errors import PeerLostError
 
+if TYPE_CHECKING:
+    from zeroshard_comm.word_ring import WordRing
+
 _T = TypeVar("_T")
 
 _TAG_SHIFT, _TAG_OFFSETS = 12, 1 << 16
 
 _TAG_NOTHING = 0x5A530005
 """Of messages that are never sent."""
-
-
-class _Ring(Protocol):
-    """Connections of our own; it is a :class:`zeroshard_comm.word_ring.WordRing`."""
-
-    ranks: RankGroup
-
-    def combine(self, numbers: torch.Tensor, operation: str) -> None: ...
-    def close(self, *, has_lost_another: bool = True) -> None: ...
 
 
 @dataclass
@@ -48,7 +42,7 @@ class GroupContext:
         optimizers: how many were built on the group.
     """
 
-    ring: _Ring | None = None
+    ring: WordRing | None = None
     closed: str = ""
     abandoned: list[object] = field(default_factory=list)
     optimizers: int = 0
@@ -164,7 +158,7 @@ class RankGroup:
             raise RuntimeError(f"global rank {dist.get_rank()} is not a member of the process group it was given")
         return cls(found, dist.get_rank(found), dist.get_world_size(found))
 
-    @property
+    @cached_property
     def context(self) -> GroupContext:
         """State that all users of this process group share, for as long as it lives."""
         return _contexts.setdefault(self.group, GroupContext())
@@ -225,7 +219,7 @@ class RankGroup:
         """The timeout of the group's operations; None if its backends do not tell."""
         return self.wait or timeout_of(self.group)
 
-    @property
+    @cached_property
     def peers(self) -> tuple[int, ...]:
         """The other ranks, starting after this one, so that not all ranks turn to the same peer first."""
         return tuple((self.rank + step) % self.world_size for step in range(1, self.world_size))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from zeroshard_comm import Control, agreed, all_gather_float
+from zeroshard_comm import Control, agreed, combine_disjoint
 
 from zeroshard._torch_private import foreach_mul_, foreach_norm
 
@@ -53,8 +53,9 @@ def clip_over_ranks(
         if held:
             norms = torch.stack([norm.double() for norm in foreach_norm(list(held), norm_type)])
             mine = float(torch.linalg.vector_norm(norms, norm_type))
-    parts = torch.tensor(all_gather_float(control, mine, "clip_grad_norm_()"), dtype=torch.float64, device="cpu")
-    total = float(torch.linalg.vector_norm(parts, norm_type))
+    parts = torch.zeros(control.ranks.world_size, dtype=torch.float64, device="cpu")
+    parts[control.ranks.rank] = mine
+    total = float(torch.linalg.vector_norm(combine_disjoint(control, parts, "clip_grad_norm_()"), norm_type))
     if error_if_nonfinite and not math.isfinite(total):
         raise RuntimeError(
             f"the {norm_type}-norm of all gradients is {total}, so they cannot be clipped. Pass "
