@@ -143,14 +143,6 @@ class ReductionQueue:
             while len(self._begun) > leave:
                 self._finish_one()
 
-    def then(self, job: Job) -> None:
-        """Do something after the reductions that were taken in so far."""
-        if self._uses_thread:
-            self._worker.submit(job)
-            return
-        with self._side.after_current():
-            job()
-
     def drain(self) -> None:
         """Wait until all is done; on an accelerator, order the current stream after that.
 
