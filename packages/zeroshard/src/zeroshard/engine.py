@@ -195,8 +195,7 @@ class Engine:
             Exception: an error in the parameters or groups; the other ranks must be told.
         """
         self.check_allowed()
-        if self.params[0].device.type != "cpu":
-            check_capture(self.control.ranks, self.params)
+        check_capture(self.control.ranks, self.params)
         check_members(self.groups, self.params)
         layout = self.current_layout()
         sync_groups(self.groups, self.local.optim.param_groups)
