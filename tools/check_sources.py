@@ -39,7 +39,7 @@ CEILINGS: Mapping[str, Ceiling] = {
     "zeroshard_core": Ceiling(1562, "an example that runs of how a plan is made and asked"),
     "zeroshard_comm": Ceiling(3433),
     "zeroshard": Ceiling(8292),
-    "zeroshard_integrations": Ceiling(1812),
+    "zeroshard_integrations": Ceiling(1837, "the documentation of three public functions, which had been cut too far"),
     "zeroshard_testing": Ceiling(5689, "a rank that computes is given up after processor time of its own"),
 }
 APART: Mapping[str, Ceiling] = {

@@ -169,8 +169,20 @@ def hook_with_zero_step_interleaved(
 ) -> Hook:
     """Return a hook that steps each bucket during backward, as soon as it is reduced.
 
-    As :func:`hook_with_zero_step`, whose arguments, result and errors it has, but reductions, steps and parameters of
-    different buckets are under way at the same time. Useful if the network is slower than backward.
+    As :func:`hook_with_zero_step`, but reductions, steps and parameters of different buckets are under way at the same
+    time. Useful if the network is slower than backward.
+
+    Args:
+        hook: reduces the gradients, see :func:`hook_with_zero_step`.
+        ddp: the model.
+        zero: its optimizer, as for :func:`hook_with_zero_step`.
+        shard_buckets: accepted for compatibility, without effect.
+
+    Returns:
+        The hook to register, with the state that ``hook`` needs.
+
+    Raises:
+        ValueError: as :func:`hook_with_zero_step`.
     """
     return _stepping(hook, ddp, zero, StepMode.PER_BUCKET)
 
@@ -179,7 +191,13 @@ _stepped_by: weakref.WeakKeyDictionary[Hook, weakref.ref[Engine]] = weakref.Weak
 
 
 def optimizers_of_hooks(ddp: DistributedDataParallel) -> list[Engine]:
-    """Return the inner objects of the optimizers to which a model's communication hooks hand its gradients."""
+    """Return the engines of the optimizers to which the communication hooks of a model hand its gradients.
+
+    An optimizer shares its engine with wrappers of frameworks.
+
+    Args:
+        ddp: the model.
+    """
     states = [getattr(each, "_engine", None) for _, state in comm_hooks(ddp) for each in _optimizers_in(state)]
     # By identity: users' hooks need not be hashable.
     steppers = [sharded() for hook, _ in comm_hooks(ddp) for known, sharded in _stepped_by.items() if known is hook]

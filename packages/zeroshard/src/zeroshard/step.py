@@ -70,7 +70,7 @@ def step(engine: Engine, arguments: Mapping[str, Any], error: Exception | None =
         exchange = exchange if exchange.has_buckets else None
     layout, found = look(engine) if seen is None else seen
     digest = engine.hyperparameters.follow(engine.groups)
-    _agree_to_begin(engine, exchange, layout, error or found)
+    _agree_to_begin(engine, exchange, layout, found if error is None else error)
     if engine.debugging is not None and seen is None:
         engine.debugging.before_update()
     engine.adopt(layout)

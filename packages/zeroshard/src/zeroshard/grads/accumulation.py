@@ -26,7 +26,7 @@ _grad_of = attrgetter("grad")
 class GradAccumulator:
     """Knows where the reduced gradients of all parameters are, and which are accumulated from earlier backwards.
 
-    Only the scheduler and its own placeholders call it.
+    Only the exchange and its own placeholders call it.
 
     Args:
         world_size: number of ranks.
@@ -35,7 +35,7 @@ class GradAccumulator:
     Attributes:
         index_of: the tensor index of each parameter.
         placeholders: the placeholder of each gradient, by tensor.
-        in_backward: whether a backward is producing buckets; changed by the scheduler.
+        in_backward: whether a backward is producing buckets; changed by the exchange.
         in_rebuild: whether DDP may be rebuilding its buckets, in a forward; None if the model is not known.
         refusal: why the current backward cannot add to gradients, if it cannot.
         divides_by_running: whether gradients are averaged over the ranks that still have data.

@@ -72,7 +72,7 @@ class Bucket:
 
 
 class BucketState:
-    """The layout of a bucket for a plan, and the phase of the bucket. Only the scheduler changes it.
+    """The layout of a bucket for a plan, and the phase of the bucket. Only the exchange changes it.
 
     Args:
         bucket: as it came for the first time.

@@ -28,7 +28,7 @@ _SETTLED = 3
 class Buckets:
     """The buckets of one sharded optimizer, and the parameters that are in none.
 
-    Only the scheduler and a change of the layout change it.
+    Only the exchange and a change of the layout change it.
 
     Args:
         control: the channel of the ranks' agreements, and the group.
