@@ -15,13 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from zeroshard_comm import (
-    Control,
+    Coordinator,
     DisagreementError,
     PeerLostError,
     Position,
     RankGroup,
     agreement,
-    combine_disjoint,
     receive,
     word_ring,
 )
@@ -52,11 +51,11 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_ranks_that_are_alike_go_on_and_send_a_word_in_each_round_or_make_one_collective(
     world_size: int, way: str
 ) -> None:
-    control = Control(RankGroup.of())
+    coordinator = Coordinator(RankGroup.of())
     for number, digest in enumerate((0, 2**63 - 1)):
-        before = control.traffic.of("control")
-        control.agree("step()", digest, detail=lambda: pytest.fail("nobody asked"))
-        sent = control.traffic.of("control") - before
+        before = coordinator.traffic.of("control")
+        coordinator.agree("step()", digest, detail=lambda: pytest.fail("nobody asked"))
+        sent = coordinator.traffic.of("control") - before
         rounds = math.ceil(math.log2(world_size))
         if number and way == "ring" and world_size > 1:
             assert (sent.bytes_sent, sent.bytes_received, sent.calls) == (8, 8, 1)
@@ -81,17 +80,17 @@ ERRORS: dict[str, tuple[Callable[[], Exception], type[Exception], str]] = {
 @pytest.mark.parametrize("name", ERRORS)
 def test_the_error_of_one_rank_is_raised_on_all(rank: int, name: str) -> None:
     make, kind, words = ERRORS[name]
-    control = Control(RankGroup.of())
+    coordinator = Coordinator(RankGroup.of())
     with pytest.raises(kind, match=f"rank 1: .*{words}"):
-        control.agree("load()", error=make() if rank == 1 else None)
-    control.agree("afterwards")
+        coordinator.agree("load()", error=make() if rank == 1 else None)
+    coordinator.agree("afterwards")
 
 
 @pytest.mark.ranks(3, backend="gloo")
 def test_an_error_that_all_ranks_have_is_raised_as_it_is() -> None:
     error = LibraryError("no")
     with pytest.raises(LibraryError, match=r"^no$") as caught:
-        Control(RankGroup.of()).agree("load()", error=error)
+        Coordinator(RankGroup.of()).agree("load()", error=error)
     assert caught.value is error
 
 
@@ -99,61 +98,61 @@ def test_an_error_that_all_ranks_have_is_raised_as_it_is() -> None:
 def test_of_different_errors_the_first_ranks_is_raised_with_all_who_share_it(rank: int) -> None:
     errors = [None, ValueError("bad"), TypeError("worse"), ValueError("bad")]
     with pytest.raises(ValueError, match=r"^ranks 1, 3: bad$"):
-        Control(RankGroup.of()).agree("load()", error=errors[rank])
+        Coordinator(RankGroup.of()).agree("load()", error=errors[rank])
 
 
 @pytest.mark.ranks(3, backend="gloo")
 def test_an_error_comes_before_a_difference(rank: int) -> None:
     with pytest.raises(MemoryError, match="rank 2: full"):
-        Control(RankGroup.of()).agree(f"call {rank}", rank, error=MemoryError("full") if rank == 2 else None)
+        Coordinator(RankGroup.of()).agree(f"call {rank}", rank, error=MemoryError("full") if rank == 2 else None)
 
 
 @pytest.mark.ranks(4, backend="gloo")
 def test_different_operations_are_named_with_their_ranks(rank: int) -> None:
-    control = Control(RankGroup.of())
+    coordinator = Coordinator(RankGroup.of())
     with pytest.raises(DisagreementError, match=r"ranks 0, 2, 3 called save\(\); rank 1 called load\(\)"):
-        control.agree("load()" if rank == 1 else "save()")
-    control.agree("afterwards")
+        coordinator.agree("load()" if rank == 1 else "save()")
+    coordinator.agree("afterwards")
 
 
 @pytest.mark.ranks(3, backend="gloo")
 def test_different_digests_are_explained_from_rank_0_to_the_first_other(rank: int) -> None:
     held = ["a", "a", "b"][rank]
     with pytest.raises(DisagreementError, match=r"save\(\): rank 2 differs from rank 0: a on 0, b on 2"):
-        Control(RankGroup.of()).agree("save()", ord(held), detail=lambda: held, explain=explain)
+        Coordinator(RankGroup.of()).agree("save()", ord(held), detail=lambda: held, explain=explain)
 
 
 @pytest.mark.ranks(3, backend="gloo")
 @pytest.mark.parametrize("raising", [(), (1,), (0, 1, 2)], ids=str)
 def test_a_raised_hand_is_seen_by_all(rank: int, raising: tuple[int, ...]) -> None:
-    assert Control(RankGroup.of()).agree("step()", flag=rank in raising) == bool(raising)
+    assert Coordinator(RankGroup.of()).agree("step()", flag=rank in raising) == bool(raising)
 
 
 @pytest.mark.ranks(3, backend="gloo")
 def test_a_rank_that_calls_something_else_meets_those_who_look_for_hands(rank: int) -> None:
-    control = Control(RankGroup.of())
+    coordinator = Coordinator(RankGroup.of())
     with pytest.raises(DisagreementError, match=r"ranks 0, 1 called step\(\); rank 2 called save\(\)"):
-        control.agree("save()", 7) if rank == 2 else control.agree("step()")
-    control.agree("afterwards")
+        coordinator.agree("save()", 7) if rank == 2 else coordinator.agree("step()")
+    coordinator.agree("afterwards")
 
 
 @pytest.mark.ranks(1, 2, 3, 4, 5, 8, backend="gloo")
 @pytest.mark.usefixtures("way")
 def test_numbers_of_all_ranks_come_to_all_in_rank_order(rank: int, world_size: int) -> None:
-    control = Control(RankGroup.of())
-    control.agree("a test")
+    coordinator = Coordinator(RankGroup.of())
+    coordinator.agree("a test")
     mine = [rank, -rank, 2**62 + rank]
-    assert control.gather_ints(mine, "a test") == [[r, -r, 2**62 + r] for r in range(world_size)]
+    assert coordinator.gather_ints(mine, "a test") == [[r, -r, 2**62 + r] for r in range(world_size)]
     slots = torch.zeros(world_size, dtype=torch.float64)
     slots[rank] = 0.1 * rank if rank else math.nan
-    floats = combine_disjoint(control, slots, "a test").tolist()
+    floats = coordinator.combine_disjoint(slots, "a test").tolist()
     assert floats[1:] == [0.1 * r for r in range(1, world_size)]
     assert math.isnan(floats[0])
 
 
-CALLS: dict[str, Callable[[Control, int], object]] = {
-    "agree": lambda control, _: control.agree("step()"),
-    "gather_ints": lambda control, rank: control.gather_ints([rank], "step()"),
+CALLS: dict[str, Callable[[Coordinator, int], object]] = {
+    "agree": lambda coordinator, _: coordinator.agree("step()"),
+    "gather_ints": lambda coordinator, rank: coordinator.gather_ints([rank], "step()"),
 }
 
 
@@ -162,16 +161,16 @@ CALLS: dict[str, Callable[[Control, int], object]] = {
 @pytest.mark.parametrize("call", CALLS)
 def test_all_ranks_learn_of_a_killed_one_in_the_same_agreement(rank: int, faults: Faults, call: str, way: str) -> None:
     # They live on: nobody's end tells the others.
-    control = Control(RankGroup.of())
-    control.agree("warming up")
-    control.agree("connected")
+    coordinator = Coordinator(RankGroup.of())
+    coordinator.agree("warming up")
+    coordinator.agree("connected")
     faults.kill(rank=1, at="send")
     if way == "ring" and rank == 1:
         dist.isend(torch.zeros(1), 0)
     with pytest.raises(PeerLostError, match="lost rank 1"):
-        CALLS[call](control, rank)
+        CALLS[call](coordinator, rank)
     with pytest.raises(PeerLostError):
-        CALLS[call](control, rank)
+        CALLS[call](coordinator, rank)
 
 
 @pytest.mark.exhaustive_at(4)
@@ -182,11 +181,11 @@ def test_nobody_waits_for_a_rank_that_is_killed_between_two_rounds(
 ) -> None:
     monkeypatch.setattr(word_ring, "MOST_RANKS", 1)
     # Its word is out, so ranks may rightly have agreed with it.
-    control = Control(RankGroup.of())
-    control.agree("warming up")
+    coordinator = Coordinator(RankGroup.of())
+    coordinator.agree("warming up")
     faults.kill(rank=1, at="send#2")
     with contextlib.suppress(PeerLostError):
-        CALLS[call](control, rank)
+        CALLS[call](coordinator, rank)
 
 
 @pytest.mark.exhaustive_at(4)
@@ -195,44 +194,44 @@ def test_a_ring_misses_a_rank_that_is_killed_while_numbers_travel_in_rounds(
     rank: int, faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(agreement, "_MOST_NUMBERS", 1)
-    control = Control(RankGroup.of())
-    control.agree("warming up")
-    assert control.ranks.context.ring is not None
+    coordinator = Coordinator(RankGroup.of())
+    coordinator.agree("warming up")
+    assert coordinator.ranks.context.ring is not None
     faults.kill(rank=1, at="send#2")
     with contextlib.suppress(PeerLostError):
-        control.gather_ints([rank], "step()")
+        coordinator.gather_ints([rank], "step()")
     with pytest.raises(PeerLostError):
-        control.agree("afterwards")
+        coordinator.agree("afterwards")
 
 
 @pytest.mark.ranks(3, backend="gloo")
 def test_positions_are_compared_and_told(rank: int) -> None:
-    control = Control(RankGroup.of())
-    control.position = Position(1 + (rank == 2), "Adam", 4)
+    coordinator = Coordinator(RankGroup.of())
+    coordinator.position = Position(1 + (rank == 2), "Adam", 4)
     told = r"ranks 0, 1 called step\(\) after 4 steps of optimizer 1 \(Adam\); rank 2 called step\(\) after 4 steps of"
     with pytest.raises(DisagreementError, match=told):
-        control.agree("step()", 7)
-    control.position = Position(1, "Adam", 4)
-    control.agree("step()", 7)
+        coordinator.agree("step()", 7)
+    coordinator.position = Position(1, "Adam", 4)
+    coordinator.agree("step()", 7)
 
 
 @pytest.mark.ranks(2, backend="gloo")
 def test_a_second_thread_is_refused_by_the_name_of_what_the_first_is_in(rank: int) -> None:
-    control = Control(RankGroup.of())
+    coordinator = Coordinator(RankGroup.of())
     if rank == 0:
         # Before its peer comes, this rank waits in the agreement.
-        waiting = threading.Thread(target=control.agree, args=["step()"])
+        waiting = threading.Thread(target=coordinator.agree, args=["step()"])
         waiting.start()
-        while control.ranks.context._doing != "step()":
+        while coordinator.ranks.context.doing != "step()":
             time.sleep(0.001)
         with pytest.raises(RuntimeError, match=r"save\(\) was called while another thread is in step\(\)"):
-            Control(RankGroup.of()).agree("save()")
+            Coordinator(RankGroup.of()).agree("save()")
         dist.barrier()
         waiting.join()
     else:
         dist.barrier()
-        control.agree("step()")
-    control.agree("afterwards")
+        coordinator.agree("step()")
+    coordinator.agree("afterwards")
 
 
 @pytest.mark.ranks(4, backend="gloo")
@@ -240,49 +239,49 @@ def test_the_members_of_a_subgroup_meet_among_themselves(rank: int) -> None:
     group = dist.new_group([1, 3])
     if rank in (1, 3):
         with pytest.raises(DisagreementError, match=r"rank 0 called save\(\); rank 1 called load\(\)"):
-            Control(RankGroup.of(group)).agree("load()" if rank == 3 else "save()")
+            Coordinator(RankGroup.of(group)).agree("load()" if rank == 3 else "save()")
 
 
 @pytest.mark.ranks(8, backend="fake", fake_rank=3)
 def test_on_a_fake_group_a_rank_hears_itself_alone() -> None:
-    control = Control(RankGroup.of())
-    control.agree("step()", 1)
-    assert control.agree("step()", flag=True)
+    coordinator = Coordinator(RankGroup.of())
+    coordinator.agree("step()", 1)
+    assert coordinator.agree("step()", flag=True)
     with pytest.raises(LibraryError, match=r"^mine$"):
-        control.agree("step()", error=LibraryError("mine"))
+        coordinator.agree("step()", error=LibraryError("mine"))
 
 
 @pytest.mark.ranks(3, backend="gloo", checks="no:messages")
 def test_nobody_is_blamed_where_it_is_not_known_who_was_lost(rank: int, way: str) -> None:
-    control = Control(RankGroup.of())
-    control.agree("warming up")
+    coordinator = Coordinator(RankGroup.of())
+    coordinator.agree("warming up")
     error = PeerLostError("some collective could not be finished") if rank == 1 else None
     # The store of the ring knows who has closed its connections because it has lost another one.
     others = "lost another rank during" if way == "ring" else "lost rank 1"
     told = "some collective" if rank == 1 else others
     with pytest.raises(PeerLostError, match=told):
-        control.agree("the end of step()", error=error)
+        coordinator.agree("the end of step()", error=error)
 
 
 @pytest.mark.ranks(3, backend="gloo", checks="no:messages")
 @pytest.mark.usefixtures("way")
 def test_nobody_waits_for_a_rank_that_has_lost_another_and_the_users_group_works_on(rank: int) -> None:
-    control = Control(RankGroup.of())
-    control.agree("warming up")
-    control.agree("connected")
-    assert control.channel is not None
+    coordinator = Coordinator(RankGroup.of())
+    coordinator.agree("warming up")
+    coordinator.agree("connected")
+    assert coordinator.channel is not None
     if rank == 0:
         with pytest.raises(PeerLostError):
-            control.agree("step()", error=PeerLostError("another one was lost"))
+            coordinator.agree("step()", error=PeerLostError("another one was lost"))
     else:
         # Not in an agreement: nothing could be told it.
-        message = receive(control.channel, 0, torch.zeros(1), 1, "a test")
+        message = receive(coordinator.channel, 0, torch.zeros(1), 1, "a test")
         with pytest.raises(PeerLostError):
             message.wait("a test")
     with pytest.raises(PeerLostError):
-        control.agree("step()")
+        coordinator.agree("step()")
     with pytest.raises(PeerLostError, match=r"on a new process group\. They were closed after: .*lost"):
-        control.agree("step()")
+        coordinator.agree("step()")
     total = torch.ones(1)
     dist.all_reduce(total)
     assert total == 3
@@ -292,7 +291,7 @@ def test_nobody_waits_for_a_rank_that_has_lost_another_and_the_users_group_works
 def test_a_process_group_that_is_destroyed_is_freed_although_its_ranks_have_agreed() -> None:
     group = dist.new_group()
     for _ in range(2):
-        Control(RankGroup.of(group)).agree("a call")
+        Coordinator(RankGroup.of(group)).agree("a call")
     dist.destroy_process_group(group)
     freed = weakref.ref(group)
     del group
@@ -305,7 +304,7 @@ def test_the_store_of_the_process_group_keeps_its_timeout() -> None:
     group = dist.new_group()
     store = group.get_group_store()
     store.set_timeout(timedelta(seconds=77))
-    Control(RankGroup.of(group)).agree("a call")
+    Coordinator(RankGroup.of(group)).agree("a call")
     assert store.timeout == timedelta(seconds=77)
 
 
@@ -318,20 +317,20 @@ def test_a_rank_that_never_joins_the_ring_is_not_waited_for_until_the_timeout(
     store = dist.PrefixStore("test", group.get_group_store())
     if rank:
         monkeypatch.setattr(agreement, "WordRing", lambda _: store.wait(["raised"], timedelta(seconds=60)))
-        Control(RankGroup.of(group)).agree("a call")
+        Coordinator(RankGroup.of(group)).agree("a call")
     else:
         with pytest.raises(PeerLostError, match="connect"):
-            Control(RankGroup.of(group)).agree("a call")
+            Coordinator(RankGroup.of(group)).agree("a call")
         store.set("raised", "")
 
 
 @pytest.mark.ranks(2, backend="gloo")
 def test_ranks_wait_for_a_late_one_longer_than_for_the_ring(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(word_ring, "_MEETING", timedelta(seconds=1))
-    control = Control(RankGroup.of(dist.new_group(timeout=timedelta(seconds=60))))
-    control.agree("a call")
+    coordinator = Coordinator(RankGroup.of(dist.new_group(timeout=timedelta(seconds=60))))
+    coordinator.agree("a call")
     time.sleep(2 * rank)
-    control.agree("another call")
+    coordinator.agree("another call")
 
 
 @pytest.mark.ranks(3, backend="gloo", checks="no:messages")
@@ -339,8 +338,8 @@ def test_the_late_rank_alone_is_blamed_though_others_tell_later_than_this_one_lo
     rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = dist.new_group(timeout=timedelta(seconds=2))
-    control = Control(RankGroup.of(group))
-    control.agree("a call")
+    coordinator = Coordinator(RankGroup.of(group))
+    coordinator.agree("a call")
     store = dist.PrefixStore("test", group.get_group_store())
     if rank == 1:
         store.wait(["0", "2"], timedelta(seconds=60))
@@ -354,14 +353,14 @@ def test_the_late_rank_alone_is_blamed_though_others_tell_later_than_this_one_lo
 
         monkeypatch.setattr(word_ring.WordRing, "close", close_later)
     with pytest.raises(PeerLostError, match=f"rank {rank} lost rank 1 during") as raised:
-        control.agree("step()")
+        coordinator.agree("step()")
     assert raised.value.peer == 1
     store.set(str(rank), "")
 
 
 @pytest.mark.ranks(2, backend="gloo", checks="no:messages")
 def test_asking_after_a_rank_that_is_late_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    Control(RankGroup.of()).agree("a call")
+    Coordinator(RankGroup.of()).agree("a call")
     asked: list[weakref.ref[dist.Work]] = []
     receive = word_ring.WordRing._receive
 
@@ -393,16 +392,16 @@ class EndedStore:
 
 @pytest.mark.ranks(2, backend="gloo")
 def test_a_rank_that_takes_the_store_with_it_is_named_and_the_store_asked_once(rank: int, faults: Faults) -> None:
-    control = Control(RankGroup.of())
-    control.agree("a call")
-    ring, store = control.ranks.context.ring, EndedStore()
+    coordinator = Coordinator(RankGroup.of())
+    coordinator.agree("a call")
+    ring, store = coordinator.ranks.context.ring, EndedStore()
     assert isinstance(ring, word_ring.WordRing)
     ring._store = store
     faults.kill(rank=1, at="send")
     if rank:
         dist.isend(torch.zeros(1), 0)
     with pytest.raises(PeerLostError, match="lost rank 1 during"):
-        control.agree("step()")
+        coordinator.agree("step()")
     assert store.asked == 1
 
 
@@ -424,11 +423,11 @@ class Unending:
 @pytest.mark.ranks(3, backend="gloo")
 @pytest.mark.parametrize("store_ends", [True, False])
 def test_ranks_that_have_closed_are_not_waited_for_whatever_the_store_says(rank: int, *, store_ends: bool) -> None:
-    control = Control(RankGroup.of())
-    control.agree("a call")
+    coordinator = Coordinator(RankGroup.of())
+    coordinator.agree("a call")
     # Now all have connected, and nobody is in the middle of it when others close.
-    control.agree("another call")
-    ring = control.ranks.context.ring
+    coordinator.agree("another call")
+    ring = coordinator.ranks.context.ring
     assert isinstance(ring, word_ring.WordRing)
     if rank:
         ring.close()

@@ -15,14 +15,14 @@ from test_reduction import mean, values_of
 from zeroshard_comm import (
     BucketHeader,
     CollectiveReducer,
-    Control,
+    Coordinator,
     PeerLostError,
     RankGroup,
     Traffic,
     choose_private_group,
 )
 from zeroshard_comm.collectives import HeaderExchange
-from zeroshard_comm.packing import PACK_BELOW
+from zeroshard_comm.messages import PACK_BELOW
 from zeroshard_core import Run
 from zeroshard_testing import Faults
 
@@ -43,9 +43,9 @@ def test_owners_hold_the_mean(rank: int, world_size: int, dtype: torch.dtype) ->
         end = runs[-1].stop
     traffic = Traffic()
     ranks = RankGroup.of()
-    control = Control(ranks, traffic)
+    coordinator = Coordinator(ranks, traffic)
     bucket = values_of(rank, end, dtype)
-    reduction = CollectiveReducer(choose_private_group(ranks, CPU), control, traffic, runs, bucket, 70)
+    reduction = CollectiveReducer(choose_private_group(ranks, CPU), coordinator, traffic, runs, bucket, 70)
     for number in range(2):
         bucket = values_of(rank, end, dtype)
         note = BucketHeader(1, number, tuple(place == rank for place in range(70)), may_step=rank == 1)
@@ -69,23 +69,26 @@ def test_owners_hold_the_mean(rank: int, world_size: int, dtype: torch.dtype) ->
 
 @pytest.mark.ranks(3, backend="gloo")
 def test_numbers_that_are_read_in_another_order_than_they_were_sent(rank: int) -> None:
-    control = Control(RankGroup.of())
-    first, second = HeaderExchange(control, [rank, 1], 1, "here"), HeaderExchange(control, [2 * rank, 2], 1, "here")
+    coordinator = Coordinator(RankGroup.of())
+    first, second = (
+        HeaderExchange(coordinator, [rank, 1], 1, "here"),
+        HeaderExchange(coordinator, [2 * rank, 2], 1, "here"),
+    )
     assert second.wait() == [[0, 2], [2, 2], [4, 2]]
     assert first.wait() == [[0, 1], [1, 1], [2, 1]]
 
 
 @pytest.mark.ranks(5, backend="fake", fake_rank=2)
 def test_on_a_fake_group_a_rank_hears_itself_alone() -> None:
-    assert HeaderExchange(Control(RankGroup.of()), [7], 1, "here").wait() == [[7]]
+    assert HeaderExchange(Coordinator(RankGroup.of()), [7], 1, "here").wait() == [[7]]
     assert choose_private_group(RankGroup.of(), CPU) == RankGroup.of()
 
 
 @pytest.mark.ranks(2, backend="gloo")
 def test_a_rank_that_dies_is_named(rank: int, faults: Faults) -> None:
-    control = Control(RankGroup.of(dist.new_group(timeout=timedelta(seconds=5))))
+    coordinator = Coordinator(RankGroup.of(dist.new_group(timeout=timedelta(seconds=5))))
     faults.kill(1, "send#1")
-    words = HeaderExchange(control, [rank], 1, "backward()")
+    words = HeaderExchange(coordinator, [rank], 1, "backward()")
     with pytest.raises(PeerLostError, match=r"rank 0 lost rank 1 during backward\(\)"):
         words.wait()
 

@@ -77,7 +77,7 @@ def test_accumulation_and_clipping(device: torch.device, hook: str) -> None:
         twins.check(f"after iteration {number}")
 
 
-def settled(twins: Twins) -> Twins:
+def fixed(twins: Twins) -> Twins:
     """Train until DDP has rebuilt its buckets: where gradients lie is looked at once per bucket."""
     for number in range(3):
         twins.iterate(number, loss)
@@ -96,7 +96,7 @@ def test_the_host_never_waits_for_the_device(
     partition: str,
     settings: dict[str, Any],
 ) -> None:
-    twins = settled(twins_on(device, hook, partition=partition, settings=settings))
+    twins = fixed(twins_on(device, hook, partition=partition, settings=settings))
     inputs = batch(3).to(device)
     with host_never_waits():
         twins.ddp(inputs).square().mean().backward()
@@ -119,7 +119,7 @@ CHANGES: dict[str, Callable[[list[nn.Parameter]], object]] = {
 def test_the_host_never_waits_for_what_is_done_to_gradients(
     device: torch.device, host_never_waits: Callable[[], AbstractContextManager[None]], partition: str, change: str
 ) -> None:
-    twins = settled(twins_on(device, "owner", partition=partition, norms=BOTH))
+    twins = fixed(twins_on(device, "owner", partition=partition, norms=BOTH))
     inputs, params = batch(3).to(device), list(twins.ddp.parameters())
     with host_never_waits():
         twins.ddp(inputs).square().mean().backward()
@@ -130,7 +130,7 @@ def test_the_host_never_waits_for_what_is_done_to_gradients(
 @pytest.mark.ranks(2, backend=ACCELERATORS)
 @PARTITIONS
 def test_norms_follow_factors_and_what_becomes_infinite(device: torch.device, partition: str) -> None:
-    twins = settled(twins_on(device, "owner", partition=partition, norms=BOTH))
+    twins = fixed(twins_on(device, "owner", partition=partition, norms=BOTH))
     twins.plain.zero_grad()
     for ddp, _ in twins.sides:
         twins.backward(ddp, 3, loss)

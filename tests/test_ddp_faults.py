@@ -15,8 +15,7 @@ from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 from training import assert_bitwise_equal, small_model
 from zeroshard import ZeroRedundancyOptimizer
-from zeroshard.grads import norms
-from zeroshard_comm import DisagreementError, PeerLostError, combine_disjoint
+from zeroshard_comm import Coordinator, DisagreementError, PeerLostError
 from zeroshard_integrations.ddp import reduce_to_owner_hook, register_reduce_to_owner
 from zeroshard_testing import Faults
 
@@ -137,16 +136,18 @@ def test_a_rank_that_is_lost_before_norms_are_exchanged(
     twins.iterate(0)
     twins.iterate(1)
 
+    combine = Coordinator.combine_disjoint
+
     def combine_late(*arguments: Any) -> torch.Tensor:
         if lost == "killed":
             faults.kill(1, "send#1")
             dist.isend(torch.zeros(1), 0)
         else:
             time.sleep(2 * SHORT.total_seconds())
-        return combine_disjoint(*arguments)
+        return combine(*arguments)
 
     if rank == 1:
-        monkeypatch.setattr(norms, "combine_disjoint", combine_late)
+        monkeypatch.setattr(Coordinator, "combine_disjoint", combine_late)
     twins.optimizer.zero_grad()
     with pytest.raises(PeerLostError, match=r"the end of backward\(\)"):
         twins.backward(twins.ddp, 2)
@@ -198,7 +199,8 @@ def test_models_and_hooks_that_do_not_fit(rank: int, hook: str) -> None:
     model = small_model()
     ddp = DistributedDataParallel(model)
     without_overlap = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, lr=0.1)
-    partly = ZeroRedundancyOptimizer(list(model.parameters())[:-1], optim.SGD, lr=0.1, overlap_with_ddp=True)
+    params = list(model.parameters())[:-1]
+    partly = ZeroRedundancyOptimizer(params, optim.SGD, lr=0.1, overlap_with_ddp=hook != "owner")
     if hook == "owner":
         # Without the model, this shows in its first backward.
         ddp.register_comm_hook(partly, reduce_to_owner_hook)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from zeroshard_comm import (
     CollectiveBroadcaster,
-    Control,
+    Coordinator,
     DisagreementError,
     Manifest,
     MessageBroadcaster,
@@ -29,21 +29,23 @@ from zeroshard_core import TensorSpec, partition
 DTYPES = [torch.float32, torch.bfloat16, torch.complex64, torch.int64, torch.bool, torch.float64]
 LENGTHS = [(0, 5), (1, 70_000), (1, 0), (0, 3), (1, 64)]
 
-Make = Callable[[Control, list[Segment]], ParameterBroadcaster]
+Make = Callable[[Coordinator, list[Segment]], ParameterBroadcaster]
 
 
-def same_host(control: Control, segments: list[Segment]) -> ParameterBroadcaster:
-    probe_peer_memory(control)
-    assert all_read(control.ranks)
-    return SameHostBroadcaster(control, segments)
+def same_host(coordinator: Coordinator, segments: list[Segment]) -> ParameterBroadcaster:
+    probe_peer_memory(coordinator)
+    assert all_read(coordinator.ranks)
+    return SameHostBroadcaster(coordinator, segments)
 
 
 BROADCASTERS: dict[str, Make] = {
-    "messages": lambda control, segments: MessageBroadcaster(control.ranks, segments, control.traffic),
-    "messages in place": lambda control, segments: MessageBroadcaster(
-        control.ranks, segments, control.traffic, pack_below=0
+    "messages": lambda coordinator, segments: MessageBroadcaster(coordinator.ranks, segments, coordinator.traffic),
+    "messages in place": lambda coordinator, segments: MessageBroadcaster(
+        coordinator.ranks, segments, coordinator.traffic, pack_below=0
     ),
-    "collectives": lambda control, segments: CollectiveBroadcaster(control.ranks, segments, control.traffic),
+    "collectives": lambda coordinator, segments: CollectiveBroadcaster(
+        coordinator.ranks, segments, coordinator.traffic
+    ),
     "same host": same_host,
 }
 MADE_BY = pytest.mark.parametrize("made_by", BROADCASTERS)
@@ -53,15 +55,15 @@ MADE_BY = pytest.mark.parametrize("made_by", BROADCASTERS)
 @MADE_BY
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_broadcast_brings_every_rank_the_owners_values(rank: int, made_by: str, dtype: torch.dtype) -> None:
-    control = Control(RankGroup.of())
+    coordinator = Coordinator(RankGroup.of())
     # Owners hold unlike amounts, and ranks 2 and 3 nothing. Their numbers differ in every dtype, bool included.
     segments = [Segment(owner, torch.empty(n, dtype=dtype)) for owner, n in LENGTHS]
-    broadcaster = BROADCASTERS[made_by](control, segments)
+    broadcaster = BROADCASTERS[made_by](coordinator, segments)
     for turn in range(2):
         for segment in segments:
             segment.buffer.copy_(torch.full((len(segment.buffer),), (rank + turn) % 2).to(dtype))
         broadcaster.broadcast()
-        control.agree("what an owner may not write before")
+        coordinator.agree("what an owner may not write before")
         for segment in segments:
             assert torch.equal(segment.buffer, torch.full_like(segment.buffer, (segment.owner + turn) % 2))
 
@@ -69,12 +71,12 @@ def test_a_broadcast_brings_every_rank_the_owners_values(rank: int, made_by: str
 @pytest.mark.ranks(3, backend="gloo")
 @MADE_BY
 def test_traffic_is_what_the_segments_say(rank: int, made_by: str) -> None:
-    control = Control(RankGroup.of())
-    broadcaster = BROADCASTERS[made_by](control, [Segment(0, torch.zeros(10)), Segment(1, torch.zeros(20))])
+    coordinator = Coordinator(RankGroup.of())
+    broadcaster = BROADCASTERS[made_by](coordinator, [Segment(0, torch.zeros(10)), Segment(1, torch.zeros(20))])
     broadcaster.broadcast()
-    control.agree("what an owner may not write before")
+    coordinator.agree("what an owner may not write before")
     owned, everything = (40, 80, 0)[rank], 120
-    share = control.traffic.of("share")
+    share = coordinator.traffic.of("share")
     assert (share.bytes_sent, share.bytes_received) == (owned * 2, everything - owned)
 
 
@@ -86,9 +88,9 @@ def test_ranks_are_group_ranks_in_a_subgroup(rank: int, made_by: str) -> None:
         ranks = RankGroup.of(group)
         assert (ranks.rank, ranks.global_rank, ranks.peers) == (rank // 2, rank, (1 - rank // 2,))
         buffer = torch.tensor([float(rank)])
-        control = Control(ranks)
-        BROADCASTERS[made_by](control, [Segment(1, buffer)]).broadcast()
-        control.agree("what an owner may not write before")
+        coordinator = Coordinator(ranks)
+        BROADCASTERS[made_by](coordinator, [Segment(1, buffer)]).broadcast()
+        coordinator.agree("what an owner may not write before")
         assert buffer.item() == 3.0
     else:
         with pytest.raises(RuntimeError, match="not a member"):
@@ -107,20 +109,20 @@ def test_ranks_are_group_ranks_in_a_subgroup(rank: int, made_by: str) -> None:
 def test_the_broadcaster_follows_from_sizes_and_from_who_can_read_whom(
     lengths: list[int], read: bool, expected: type[ParameterBroadcaster]
 ) -> None:
-    control = Control(RankGroup.of())
+    coordinator = Coordinator(RankGroup.of())
     if read:
-        probe_peer_memory(control)
+        probe_peer_memory(coordinator)
     else:
-        control.ranks.context.shared(PeerMemory).processes = {}
+        coordinator.ranks.context.shared(PeerMemory).processes = {}
     segments = [Segment(0, torch.zeros(length)) for length in lengths]
-    assert type(choose_broadcaster(control, segments, torch.device("cpu"))) is expected
+    assert type(choose_broadcaster(coordinator, segments, torch.device("cpu"))) is expected
 
 
 @pytest.mark.ranks(2, backend="gloo")
 def test_memory_that_cannot_be_read_says_what_to_do(rank: int) -> None:
-    control = Control(RankGroup.of())
+    coordinator = Coordinator(RankGroup.of())
     buffer = torch.zeros(100_000)
-    broadcaster = same_host(control, [Segment(0, buffer)])
+    broadcaster = same_host(coordinator, [Segment(0, buffer)])
     # A place in the first page belongs to nobody, as the memory of a device driver cannot be read.
     with mock.patch.object(torch.Tensor, "data_ptr", return_value=16 if rank == 0 else buffer.data_ptr()):
         broadcaster.begin().send()
@@ -135,16 +137,16 @@ def test_memory_that_cannot_be_read_says_what_to_do(rank: int) -> None:
 def test_a_group_without_a_backend_for_the_device_says_so() -> None:
     cpu_only = dist.new_group(backend="cpu:gloo")
     with pytest.raises(RuntimeError, match="no backend for tensors on 'cuda'"):
-        choose_broadcaster(Control(RankGroup.of(cpu_only)), [], torch.device("cuda"))
+        choose_broadcaster(Coordinator(RankGroup.of(cpu_only)), [], torch.device("cuda"))
 
 
 @pytest.mark.ranks(16, backend="fake")
 def test_a_fake_group_is_told_from_a_real_one() -> None:
     ranks = RankGroup.of()
     assert not ranks.moves_data()
-    control = Control(ranks)
-    assert control.is_single_rank
-    choose_broadcaster(control, [Segment(3, torch.zeros(4))], torch.device("cpu")).broadcast()
+    coordinator = Coordinator(ranks)
+    assert coordinator.is_single_rank
+    choose_broadcaster(coordinator, [Segment(3, torch.zeros(4))], torch.device("cpu")).broadcast()
 
 
 @pytest.mark.ranks(3, backend="gloo")
@@ -182,9 +184,9 @@ def test_gather_brings_tensors_of_any_kind_bit_for_bit(rank: int, world_size: in
         return rooms[source]
 
     seen: list[tuple[int, int]] = []
-    control = Control(RankGroup.of())
+    coordinator = Coordinator(RankGroup.of())
     gather(
-        control,
+        coordinator,
         Manifest({"from": rank}, tensors),
         1,
         place,
@@ -199,7 +201,7 @@ def test_gather_brings_tensors_of_any_kind_bit_for_bit(rank: int, world_size: in
         assert seen[-1][0] == seen[-1][1] == sum(t.nbytes for r in range(world_size) for t in odd_tensors(r))
     else:
         assert not seen
-        assert control.traffic.of("state").bytes_sent >= sum(t.nbytes for t in tensors)
+        assert coordinator.traffic.of("state").bytes_sent >= sum(t.nbytes for t in tensors)
 
 
 @pytest.mark.ranks(3, backend="gloo")
@@ -207,7 +209,7 @@ def test_a_target_without_room_is_an_error_on_every_rank(rank: int) -> None:
     def place(source: int, description: Any) -> Sequence[torch.Tensor]:
         raise MemoryError(f"no room for what rank {source} sends")
 
-    control = Control(RankGroup.of())
+    coordinator = Coordinator(RankGroup.of())
     with pytest.raises(MemoryError, match="rank 0: no room for what rank 0 sends"):
-        gather(control, Manifest(None, [torch.zeros(3)]), 0, place)
-    control.agree("afterwards")
+        gather(coordinator, Manifest(None, [torch.zeros(3)]), 0, place)
+    coordinator.agree("afterwards")

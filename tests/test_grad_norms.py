@@ -407,7 +407,7 @@ def test_the_largest_magnitude_alone() -> None:
     assert found == 0
 
 
-class Given(nn.Module):
+class LoadSource(nn.Module):
     """The gradients of its parameters are given, the same on every rank."""
 
     def __init__(self, gradients: list[torch.Tensor]) -> None:
@@ -423,7 +423,7 @@ def given(
     gradients: list[torch.Tensor], partition: str, norms: bool | tuple[float, ...] = BOTH
 ) -> list[GradPlaceholder]:
     """Return the placeholders of gradients of these values."""
-    model = Given(gradients)
+    model = LoadSource(gradients)
     ddp = DistributedDataParallel(model)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.0, partition=cutting(partition))
     register_reduce_to_owner(ddp, optimizer, norms=norms)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-import zeroshard.plan.eligibility
+import zeroshard.plan.groups
 from ddp_training import register
 from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
@@ -103,7 +103,7 @@ def test_a_simulated_capture_is_refused_on_every_rank(
     )
     train(model, sharded, range(1))
     with monkeypatch.context() as simulated:
-        simulated.setattr(zeroshard.plan.eligibility, "is_captured", lambda _: rank in captures)
+        simulated.setattr(zeroshard.plan.groups, "is_captured", lambda _: rank in captures)
         with pytest.raises(RuntimeError, match="cannot be captured in a CUDA graph over the backend 'gloo'"):
             sharded.step()
     train(model, sharded, range(1, 3))
@@ -118,6 +118,6 @@ def test_a_simulated_capture_of_a_backward_is_refused(monkeypatch: pytest.Monkey
     optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW)
     register("owner", ddp, optimizer)
     loss = ddp(torch.ones(2, 40)).sum()
-    monkeypatch.setattr(zeroshard.plan.eligibility, "is_captured", lambda _: True)
+    monkeypatch.setattr(zeroshard.plan.groups, "is_captured", lambda _: True)
     with pytest.raises(RuntimeError, match="cannot be captured in a CUDA graph over the backend 'gloo'"):
         loss.backward()

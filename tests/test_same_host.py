@@ -16,13 +16,13 @@ from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_comm import (
     BucketHeader,
     BucketReduceWork,
-    Control,
+    Coordinator,
     DisagreementError,
     PeerLostError,
     RankGroup,
     transport,
 )
-from zeroshard_comm.packing import CHUNK_BYTES
+from zeroshard_comm.messages import CHUNK_BYTES
 from zeroshard_comm.process_memory import SWITCH
 from zeroshard_comm.same_host import SameHostReducer, probe_peer_memory, scratch_memory
 from zeroshard_comm.same_host import all_read as all_ranks_read
@@ -36,16 +36,16 @@ EVERY_HOOK = pytest.mark.parametrize("hook", HOOKS)
 @pytest.fixture
 def all_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Read however little there is; skip where the kernel does not let processes read each other."""
-    control = Control(RankGroup.of())
-    control.agree("a test")
-    probe_peer_memory(control)
+    coordinator = Coordinator(RankGroup.of())
+    coordinator.agree("a test")
+    probe_peer_memory(coordinator)
     if not all_ranks_read(RankGroup.of()):
         pytest.skip("this kernel does not let processes of one user read each other's memory")
     monkeypatch.setattr(transport, "WORTH_READING", 1)
 
 
 def reducer(runs: list[Run], dtype: torch.dtype = torch.float64) -> SameHostReducer:
-    return SameHostReducer(Control(RankGroup.of()), runs, dtype, 1, scratch_memory())
+    return SameHostReducer(Coordinator(RankGroup.of()), runs, dtype, 1, scratch_memory())
 
 
 @pytest.mark.ranks(2, 3, 4, backend="gloo")
@@ -114,13 +114,13 @@ def test_parameters_are_lent_until_all_have_read_them_where_a_step_is_refused(
     twins.iterate(0)
     twins.iterate(1)
     agreed: list[str] = []
-    agree = Control.agree
+    agree = Coordinator.agree
 
-    def noted(control: Control, operation: str, *arguments: Any, **keywords: Any) -> bool:
+    def noted(coordinator: Coordinator, operation: str, *arguments: Any, **keywords: Any) -> bool:
         agreed.append(operation)
-        return agree(control, operation, *arguments, **keywords)
+        return agree(coordinator, operation, *arguments, **keywords)
 
-    monkeypatch.setattr(Control, "agree", noted)
+    monkeypatch.setattr(Coordinator, "agree", noted)
     if rank == 1:
         twins.optimizer.param_groups[0]["params"].append(nn.Parameter(torch.zeros(2)))
     twins.optimizer.zero_grad()
@@ -149,7 +149,7 @@ def test_owners_hold_the_mean_in_rank_order(rank: int, world_size: int, dtype: t
             if run.rank == rank:
                 assert torch.equal(bucket[run.start : run.stop], expected[run.start : run.stop]), run
     theirs = sum(run.stop - run.start for run in runs if run.rank != rank)
-    assert reading.control.traffic.of("reduce").bytes_sent == 3 * theirs * dtype.itemsize
+    assert reading.coordinator.traffic.of("reduce").bytes_sent == 3 * theirs * dtype.itemsize
 
 
 @pytest.mark.ranks(3, backend="gloo")

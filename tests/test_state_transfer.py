@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from zeroshard_comm import (
     CollectiveBroadcaster,
-    Control,
+    Coordinator,
     Manifest,
     MessageBroadcaster,
     ParameterBroadcaster,
@@ -52,7 +52,7 @@ def test_every_dtype_arrives_at_every_target(rank: int, target: int) -> None:
         rooms[source] = rooms_for(of_every_dtype(source))
         return rooms[source]
 
-    gather(Control(RankGroup.of()), Manifest(None, of_every_dtype(rank)), target, place)
+    gather(Coordinator(RankGroup.of()), Manifest(None, of_every_dtype(rank)), target, place)
     assert list(rooms) == (list(range(3)) if rank == target else [])
     for source, arrived in rooms.items():
         assert all(map(torch.equal, arrived, of_every_dtype(source)))
@@ -67,7 +67,7 @@ def test_descriptions_travel_as_they_are_and_senders_may_have_nothing(rank: int)
         heard.append(told)
         return []
 
-    gather(Control(RankGroup.of()), Manifest(description, []), 0, place)
+    gather(Coordinator(RankGroup.of()), Manifest(description, []), 0, place)
     assert heard == ([{**description, "rank": source} for source in range(3)] if rank == 0 else [])
 
 
@@ -77,48 +77,48 @@ def test_the_target_is_a_group_rank(rank: int) -> None:
     if rank in (1, 3):
         rooms = [torch.empty(2), torch.empty(2)]
         mine = Manifest(None, [torch.full((2,), float(rank))])
-        gather(Control(RankGroup.of(group)), mine, 1, lambda source, _: [rooms[source]])
+        gather(Coordinator(RankGroup.of(group)), mine, 1, lambda source, _: [rooms[source]])
         if rank == 3:
             assert [room.tolist() for room in rooms] == [[1.0, 1.0], [3.0, 3.0]]
 
 
 @pytest.mark.ranks(2, backend="gloo")
 def test_nothing_is_written_over_what_is_sent_and_the_bytes_are_counted(rank: int) -> None:
-    control = Control(RankGroup.of())
+    coordinator = Coordinator(RankGroup.of())
     tensor = torch.arange(12.0).view(3, 4).t()
     before = tensor.clone()
     room = torch.zeros(12)
-    gather(control, Manifest(None, [tensor]), 0, lambda *_: [room])
+    gather(coordinator, Manifest(None, [tensor]), 0, lambda *_: [room])
     assert torch.equal(tensor, before)
-    moved = control.traffic.of("state")
+    moved = coordinator.traffic.of("state")
     assert moved.bytes_received == (48 if rank == 0 else 0)
     assert (moved.bytes_sent >= 48) == (rank == 1)
 
 
 @pytest.mark.ranks(3, backend="gloo")
 def test_rooms_of_another_size_are_an_error_on_every_rank_before_anything_is_sent(rank: int) -> None:
-    control = Control(RankGroup.of())
+    coordinator = Coordinator(RankGroup.of())
     with pytest.raises(RuntimeError, match=r"rank 1 sends tensors of \[12\] bytes, but there is room for \[8\]"):
         gather(
-            control,
+            coordinator,
             Manifest(None, [torch.zeros(3)]),
             0,
             lambda source, _: [torch.zeros(2 if source == 1 else 3)],
         )
-    control.agree("afterwards")
+    coordinator.agree("afterwards")
 
 
 @pytest.mark.ranks(1, backend="gloo")
 def test_a_group_of_one_copies() -> None:
     room = torch.zeros(3)
-    gather(Control(RankGroup.of()), Manifest(None, [torch.ones(3)]), 0, lambda *_: [room])
+    gather(Coordinator(RankGroup.of()), Manifest(None, [torch.ones(3)]), 0, lambda *_: [room])
     assert room.tolist() == [1, 1, 1]
 
 
 @pytest.mark.ranks(4, backend="fake")
 def test_a_fake_group_gathers_nothing_and_says_so() -> None:
     with pytest.raises(RuntimeError, match="moves no data"):
-        gather(Control(RankGroup.of()), Manifest(None, []), 0, lambda *_: [])
+        gather(Coordinator(RankGroup.of()), Manifest(None, []), 0, lambda *_: [])
 
 
 @pytest.mark.ranks(2, 4, backend="gloo")
@@ -138,8 +138,8 @@ def test_several_moves_may_be_under_way_at_once(rank: int, kind: type[ParameterB
 
 @pytest.mark.ranks(2, backend="gloo")
 def test_a_description_that_is_no_json_is_an_error_on_every_rank(rank: int) -> None:
-    control = Control(RankGroup.of())
+    coordinator = Coordinator(RankGroup.of())
     description: Any = {"bad": object()} if rank == 1 else None
     with pytest.raises(TypeError, match=r"rank 1: .*not JSON serializable"):
-        gather(control, Manifest(description, []), 0, lambda *_: [])
-    control.agree("afterwards")
+        gather(coordinator, Manifest(description, []), 0, lambda *_: [])
+    coordinator.agree("afterwards")

@@ -3,6 +3,7 @@
 Run as ``python tools/check_imports.py``. It reads the sources with `ast` and imports nothing. The rules:
 
 - A package imports the siblings and the third-party packages that `RULES` names, and no other.
+- Of a sibling a package imports public names alone: those in the `__all__` of a module without an underscore.
 - `zeroshard_core` never reaches `torch.distributed`, by whatever spelling.
 - The modules of a package import each other without cycles; what is imported for type checkers alone never runs.
 - What `zeroshard_testing.plugin` imports when it is imported does not contain torch: pytest loads it for everyone.
@@ -11,6 +12,7 @@ Run as ``python tools/check_imports.py``. It reads the sources with `ast` and im
 from __future__ import annotations
 
 import argparse
+import ast
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,6 +47,8 @@ RULES: Mapping[str, Rule] = {
 }
 WITHOUT_DISTRIBUTED = "zeroshard_core"
 WITHOUT_TORCH = "zeroshard_testing.plugin"
+CHECK_NAMES = "zeroshard_comm._torch_private.check_names"
+"""The one private name of a sibling that may be imported: it checks the private names of torch that a package uses."""
 
 
 @dataclass(frozen=True, order=True)
@@ -77,6 +81,7 @@ def check(root: Path, rules: Mapping[str, Rule] = RULES) -> list[Violation]:
     return sorted(
         {
             *_forbidden_packages(modules, rules),
+            *_private_names_of_siblings(modules, rules),
             *_uses_of_distributed(modules),
             *_cycles(modules),
             *_torch_in_plugin(modules),
@@ -101,6 +106,30 @@ def _forbidden_packages(modules: Mapping[str, Module], rules: Mapping[str, Rule]
             else:
                 continue
             yield Violation(module.path, imported.line, text)
+
+
+def _private_names_of_siblings(modules: Mapping[str, Module], rules: Mapping[str, Rule]) -> Iterator[Violation]:
+    for module in modules.values():
+        for imported in module.imports:
+            top = imported.name.partition(".")[0]
+            if top not in rules[module.package].siblings or imported.full_name == CHECK_NAMES:
+                continue
+            target, parts = modules.get(imported.name), imported.full_name.split(".")
+            is_listed = imported.full_name in modules or (
+                target is not None and imported.attribute in _exported(target)
+            )
+            if not is_listed or any(part.startswith("_") for part in parts):
+                text = f"{imported.full_name} is no public name of {top}: name it in the __all__ of a public module"
+                yield Violation(module.path, imported.line, text)
+
+
+def _exported(module: Module) -> Sequence[str]:
+    """The names in a module's ``__all__``."""
+    for statement in module.tree.body:
+        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "__all__":
+            names: Sequence[str] = ast.literal_eval(statement.value)
+            return names
+    return ()
 
 
 def _uses_of_distributed(modules: Mapping[str, Module]) -> Iterator[Violation]:

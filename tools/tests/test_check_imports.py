@@ -30,7 +30,7 @@ def repository(tmp_path):
 def test_packages_that_keep_the_rules_are_clean(repository):
     assert not repository(
         {
-            "zeroshard_core/plan": "import json\nimport torch\n",
+            "zeroshard_core/plan": "import json\nimport torch\n__all__ = ['Plan']\n",
             "zeroshard_comm/exchange": "import torch.distributed as dist\nfrom zeroshard_core.plan import Plan\n",
             "zeroshard/optimizer": "from zeroshard_comm import exchange\nfrom zeroshard import local\n",
             "zeroshard/local": "import zeroshard_core\n",
@@ -188,3 +188,27 @@ def test_a_violation_names_file_and_line(repository, tmp_path, capsys):
 def test_a_repository_without_sources_is_an_error_and_not_clean(tmp_path, capsys):
     assert main([str(tmp_path)]) == 1
     assert "no source of zeroshard_core" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("statement", "name"),
+    [
+        ("from zeroshard_core.plan import shift", "zeroshard_core.plan.shift"),
+        ("from zeroshard_core._torch_private import foreach_copy_", "zeroshard_core._torch_private.foreach_copy_"),
+        ("from zeroshard_core import _torch_private", "zeroshard_core._torch_private"),
+        ("def f():\n    from zeroshard_core.gone import Plan", "zeroshard_core.gone.Plan"),
+    ],
+)
+def test_private_names_of_a_sibling_are_refused(repository, statement, name):
+    # Given a sibling with one public name, and a private module,
+    sources = {
+        "zeroshard_core/plan": "__all__ = ['Plan']\ndef shift(): ...\n",
+        "zeroshard_core/_torch_private": "__all__ = ['foreach_copy_']\n",
+        "zeroshard_comm/public": "from zeroshard_core.plan import Plan\n",
+    }
+
+    # When another package imports what is not public,
+    found = repository({**sources, "zeroshard_comm/exchange": statement + "\n"})
+
+    # Then it is named.
+    assert [text.partition(" is no public name of zeroshard_core")[0] for text in found] == [name]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from zeroshard_comm.packing import STAGING_LIMIT, PackedMessage, pack_pieces
+from zeroshard_comm.messages import STAGING_LIMIT, PackedMessage, pack_pieces
 
 Piece = tuple[int, torch.Tensor]
 

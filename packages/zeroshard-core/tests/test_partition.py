@@ -103,7 +103,7 @@ def test_a_part_is_a_box_of_whole_rows_and_one_range_of_memory(name, tensors, wo
         spec = tensors[shard.tensor]
         storage = torch.arange(spec.numel)
         tensor = storage.view(spec.shape) if spec.stride is None else storage.as_strided(spec.shape, spec.stride)
-        assert sorted(shard.box(tensor).reshape(-1).tolist()) == storage[shard.flat].tolist()
+        assert sorted(shard.narrow(tensor).reshape(-1).tolist()) == storage[shard.flat].tolist()
 
 
 PART_SIZES = st.sampled_from([1, 100, 16_384])

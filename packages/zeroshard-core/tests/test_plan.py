@@ -48,7 +48,7 @@ def test_a_tensor_without_elements_has_one_owner():
     plan = Plan(1, (empty, WEIGHT), ((0,), (0,)), (4.0,))
     (shard,) = plan.of_tensor(0)
     assert (shard.rank, shard.numel, shard.flat) == (0, 0, slice(0, 0))
-    assert shard.box(torch.empty(0, 3)).shape == (0, 3)
+    assert shard.narrow(torch.empty(0, 3)).shape == (0, 3)
 
 
 def test_parts_are_rows_in_the_order_of_their_owners_the_larger_ones_first():

@@ -42,7 +42,7 @@ def test_the_pieces_of_all_shards_are_the_whole(data, strategy, world_size):
         for shard in plan.of_tensor(index):
             piece = cut_state(state, spec, shard)
             assert (piece["step"], piece["rounds"]) == (state["step"], 7)
-            shard.box(found).copy_(piece["exp_avg"])
+            shard.narrow(found).copy_(piece["exp_avg"])
         assert torch.equal(found, state["exp_avg"])
 
 

@@ -1,9 +1,17 @@
 """Moving shards between ranks: reduction, broadcast, agreement, state transfer, rank arithmetic, traffic counters."""
 
-from zeroshard_comm.agreement import Control, Position
+from zeroshard_comm.agreement import (
+    Coordinator,
+    Position,
+    ShardingConfig,
+    agree,
+    agreed,
+    check_config,
+    explain_configs,
+)
 from zeroshard_comm.broadcasters import CollectiveBroadcaster, MessageBroadcaster
-from zeroshard_comm.collectives import CollectiveReducer, combine_disjoint
-from zeroshard_comm.errors import DifferentCallsError, DisagreementError, PeerLostError
+from zeroshard_comm.collectives import CollectiveReducer
+from zeroshard_comm.errors import DifferentCallsError, DisagreementError, PeerLostError, peer_lost
 from zeroshard_comm.interfaces import (
     Broadcast,
     BucketHeader,
@@ -13,17 +21,16 @@ from zeroshard_comm.interfaces import (
     Segment,
 )
 from zeroshard_comm.message_reducer import MessageReducer, MessageReduceWork
-from zeroshard_comm.messages import Message, receive, send
-from zeroshard_comm.packing import PACK_BELOW
+from zeroshard_comm.messages import PACK_BELOW, Message, receive, send
 from zeroshard_comm.process_group import GroupContext, RankGroup
 from zeroshard_comm.same_host import WORTH_READING
-from zeroshard_comm.sharding_config import ShardingConfig, agree, agreed, check_config, explain_configs
-from zeroshard_comm.traffic import Traffic, Volume
+from zeroshard_comm.traffic import KINDS, Traffic, Volume
 from zeroshard_comm.transport import Transport, choose_broadcaster, choose_private_group, choose_transport
 from zeroshard_comm.values import CHUNK_BYTES, Manifest, all_gather_text, gather, receive_values, send_values
 
 __all__ = [
     "CHUNK_BYTES",
+    "KINDS",
     "PACK_BELOW",
     "WORTH_READING",
     "Broadcast",
@@ -31,7 +38,7 @@ __all__ = [
     "BucketReduceWork",
     "CollectiveBroadcaster",
     "CollectiveReducer",
-    "Control",
+    "Coordinator",
     "DifferentCallsError",
     "DisagreementError",
     "GradientReducer",
@@ -57,9 +64,9 @@ __all__ = [
     "choose_broadcaster",
     "choose_private_group",
     "choose_transport",
-    "combine_disjoint",
     "explain_configs",
     "gather",
+    "peer_lost",
     "receive",
     "receive_values",
     "send",

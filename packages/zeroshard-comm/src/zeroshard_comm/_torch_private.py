@@ -27,7 +27,6 @@ USED: Mapping[str, str] = {
     "torch._C._distributed_c10d.Backend.Options._timeout": "the same",
     "torch.distributed.ProcessGroup._register_backend": "isend and irecv take a group, and not the gloo inside",
     "torch.distributed.ProcessGroup._set_group_name": "by which zeroshard_testing matches the messages of ranks",
-    "torch.distributed.distributed_c10d._World.pg_names": "torch numbers a group that only its ranks make",
 }
 
 
@@ -90,8 +89,3 @@ def group_of(gloo: dist.ProcessGroupGloo, store: Any, name: Any) -> dist.Process
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
     group._set_group_name(name)
     return group
-
-
-def groups_here() -> int:
-    """Count the process groups that this rank is in; ranks that differ in it cannot make a group by themselves."""
-    return len(dist.distributed_c10d._world.pg_names)

@@ -14,18 +14,33 @@ that is lost between two rounds some may learn later: its word is out, and they 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 import zlib
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import astuple, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import astuple, dataclass, field, replace
+from functools import cached_property, partial
+from typing import TypeVar
 
 import torch
+import torch.distributed as dist
+from zeroshard_core import Plan
 
 from zeroshard_comm import word_ring
-from zeroshard_comm.errors import DifferentCallsError, DisagreementError, PeerLostError, builtin_name, rebuild_exception
-from zeroshard_comm.messages import receive_text, send_text
+from zeroshard_comm.errors import (
+    OWN,
+    DifferentCallsError,
+    DisagreementError,
+    Explain,
+    PeerLostError,
+    RankReport,
+    builtin_name,
+    rebuild_exception,
+    resolve_errors,
+)
+from zeroshard_comm.messages import receive_text, send_text, wait_for_collective
 from zeroshard_comm.process_group import RankGroup
 from zeroshard_comm.rounds import combine_in_rounds
 from zeroshard_comm.traffic import Traffic
@@ -33,6 +48,8 @@ from zeroshard_comm.word_ring import WordRing
 
 TAG_WORD = 0x5A530001
 TAG_INTS = 0x5A530004
+
+_T = TypeVar("_T")
 
 _MOST_NUMBERS = 1024
 """More numbers than that travel in rounds, which send them to fewer ranks."""
@@ -42,12 +59,6 @@ _DIGEST = (1 << _DIGEST_BITS) - 1
 _FAILED = 1 << 62
 _FLAG = -1 << 63
 """The highest bit of a signed integer."""
-
-Explain = Callable[[str, str, int, int], "str | None"]
-"""From two ranks' details, and the two ranks, to a text that names the first difference; None if it finds none."""
-
-_OWN = "own"
-"""In place of the name of an error: every rank has the same one, and raises its own."""
 
 
 def word_of(digest: int | None, *, failed: bool, flag: bool = False) -> int:
@@ -92,7 +103,7 @@ class Position:
         return f"after {self.steps} steps of optimizer {self.optimizer} ({self.name})"
 
 
-class Control:
+class Coordinator:
     """Agreements of the ranks of one process group.
 
     Messages travel over gloo and CPU memory, on connections of our own that are made once per process group, see
@@ -165,16 +176,10 @@ class Control:
         """
         self.flagged, failure = flag, error
         if not self.is_single_rank:
-            with self.ranks.context.one_at_a_time(operation):
-                if isinstance(error, PeerLostError):
-                    # The others learn of it by their connections.
-                    self.ranks.context.close(error)
-                else:
-                    combined = self._combine(operation, digest, failed=error is not None, flag=flag)
-                    self.flagged, failure = bool(combined & _FLAG), None
-                    if not is_unanimous(combined) or combined & _FAILED:
-                        held = "" if is_unanimous(combined) else detail()
-                        failure = self._exchange_errors(operation, digest, held, error, explain)
+            compare = partial(self._compare, operation, digest, error, detail, explain, flag=flag)
+            failure = self._exclusively(operation, compare)
+            # It refers to the error.
+            del compare
         if failure is None:
             return self.flagged
         try:
@@ -199,29 +204,94 @@ class Control:
             return [list(numbers)]
         world_size = self.ranks.world_size
         if often_equal:
-            with self.ranks.context.one_at_a_time(operation):
-                digest = zlib.crc32(repr(list(numbers)).encode())
-                if is_unanimous(self._combine(operation, digest)):
-                    return [list(numbers)] * world_size
+            digest = zlib.crc32(repr(list(numbers)).encode())
+            if is_unanimous(self._exclusively(operation, lambda: self._combine(operation, digest))):
+                return [list(numbers)] * world_size
         rows = torch.zeros((world_size, len(numbers)), dtype=torch.int64, device="cpu")
         rows[self.ranks.rank] = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-        combined: list[list[int]] = self.combine_or(rows.view(-1), operation).view_as(rows).tolist()
+        combined: list[list[int]] = self._combine_or(rows.view(-1), operation).view_as(rows).tolist()
         return combined
 
-    def combine_or(self, words: torch.Tensor, operation: str) -> torch.Tensor:
-        """Return the bitwise OR of the words of all ranks, of which :meth:`gather_ints` is made. Collective.
+    def combine_disjoint(self, numbers: torch.Tensor, operation: str) -> torch.Tensor:
+        """Return numbers of which each is known to one rank, to the bit. Collective. Agree on the same operation first.
+
+        On the CPU they travel as agreements do. On an accelerator it is one all-reduce of the process group, for which
+        the host does not wait.
 
         Args:
-            words: 64-bit integers on the CPU, 1-D, as many on every rank; may be overwritten.
-            operation: as for :meth:`gather_ints`.
+            numbers: float64, 1-D, as many on every rank, with 0 for those that other ranks know; may be overwritten.
+            operation: what the ranks are doing, for messages of errors.
 
         Raises:
             PeerLostError: if a rank is gone.
         """
         if self.is_single_rank:
-            return words
-        with self.ranks.context.one_at_a_time(operation):
-            return self._or(words, TAG_INTS, operation)
+            return numbers
+        if numbers.device.type == "cpu":
+            return self._combine_or(numbers.view(torch.int64), operation).view(torch.float64)
+        started = time.perf_counter()
+        # As exact as the bits: every sum has one term that is not 0.
+        work = dist.all_reduce(numbers, group=self.ranks.group, async_op=True)
+        wait_for_collective(work, self.ranks, "exchange of norms")
+        nbytes, waited = numbers.nbytes, time.perf_counter() - started
+        self.traffic.add("control", sent=nbytes, received=nbytes, calls=1, waited=waited)
+        return numbers
+
+    def _combine_or(self, words: torch.Tensor, operation: str) -> torch.Tensor:
+        """The bitwise OR of the 64-bit words of all ranks, 1-D, as many on every rank; may overwrite them."""
+        return self._exclusively(operation, lambda: self._or(words, TAG_INTS, operation))
+
+    def _exclusively(self, operation: str, exchange: Callable[[], _T]) -> _T:
+        """Return what a function returns, and let only one thread at a time call one: two would mix up their messages.
+
+        If a rank is lost, or this one is interrupted, for example by Ctrl-C, this rank closes its connections.
+
+        Raises:
+            PeerLostError: if this rank has closed its connections before.
+            RuntimeError: if another thread is in an agreement.
+        """
+        context = self.ranks.context
+        if context.closed:
+            raise PeerLostError(
+                f"{operation}: this rank has closed its connections to the other ranks: load a checkpoint and build "
+                f"the optimizer again, on a new process group. They were closed after: {context.closed}"
+            )
+        if not context.busy.acquire(blocking=False):
+            raise RuntimeError(
+                f"{operation} was called while another thread is in {context.doing} on the same process group: call "
+                f"the collective methods of one process group from one thread, or one after the other"
+            )
+        context.doing = operation
+        try:
+            return exchange()
+        except BaseException as error:
+            if isinstance(error, PeerLostError) or not isinstance(error, Exception):
+                context.close(error)
+            raise
+        finally:
+            context.busy.release()
+
+    def _compare(
+        self,
+        operation: str,
+        digest: int | None,
+        error: Exception | None,
+        detail: Callable[[], str],
+        explain: Explain | None,
+        *,
+        flag: bool,
+    ) -> Exception | None:
+        """What :meth:`agree` raises; ``flagged`` is set."""
+        if isinstance(error, PeerLostError):
+            # The others learn of it by their connections.
+            self.ranks.context.close(error)
+            return error
+        combined = self._combine(operation, digest, failed=error is not None, flag=flag)
+        self.flagged = bool(combined & _FLAG)
+        if is_unanimous(combined) and not combined & _FAILED:
+            return None
+        held = "" if is_unanimous(combined) else detail()
+        return self._exchange_errors(operation, digest, held, error, explain)
 
     def _combine(self, operation: str, digest: int | None, *, failed: bool = False, flag: bool = False) -> int:
         """The OR of the words of all ranks. If they agree, this rank uses connections of our own from now on."""
@@ -251,7 +321,7 @@ class Control:
     ) -> Exception:
         """Send this rank's report to rank 0, which decides what every rank raises."""
         kind, text = (builtin_name(error), str(error)) if error is not None else ("", "")
-        mine = _RankReport(self.ranks.rank, operation, str(self.position or ""), digest, detail, kind, text)
+        mine = RankReport(self.ranks.rank, operation, str(self.position or ""), digest, detail, kind, text)
         channel = self.channel
         if mine.rank:
             sent = send_text(channel, 0, json.dumps(astuple(mine)), operation)
@@ -264,7 +334,7 @@ class Control:
                 with suppress(PeerLostError):
                     sent = send_text(channel, peer, json.dumps([kind, message]), operation)
                     self.traffic.add("control", sent=sent, calls=2)
-        if kind == _OWN:
+        if kind == OWN:
             assert error is not None
             return error
         known = {own.__name__: own for own in (PeerLostError, DisagreementError, DifferentCallsError)}
@@ -278,66 +348,170 @@ def _first_channel_of(ranks: RankGroup) -> RankGroup | None:
     return ranks if ranks.sends_tagged(torch.device("cpu")) else ranks.private_group("gloo", "control")
 
 
-@dataclass(frozen=True, slots=True)
-class _RankReport:
-    """A rank's report after a difference: its operation, its position, and its details."""
-
-    rank: int
-    operation: str
-    position: str
-    digest: int | None
-    detail: str
-    error_type: str
-    error: str
-
-    @property
-    def call(self) -> str:
-        """The operation and the position."""
-        return f"{self.operation} {self.position}".rstrip()
-
-
-def _decide(channel: RankGroup, mine: _RankReport, explain: Explain | None) -> tuple[str, str]:
-    """Rank 0: the type of the error that all ranks raise, or :data:`_OWN`, and its message."""
+def _decide(channel: RankGroup, mine: RankReport, explain: Explain | None) -> tuple[str, str]:
+    """Rank 0: the type of the error that all ranks raise, or :data:`OWN`, and its message."""
     reports, gone = [mine], ""
     for peer in range(1, channel.world_size):
         try:
-            reports.append(_RankReport(*json.loads(receive_text(channel, peer, mine.operation))))
+            reports.append(RankReport(*json.loads(receive_text(channel, peer, mine.operation))))
         except PeerLostError as error:
             gone = gone or str(error)
-    return ("PeerLostError", gone) if gone else _resolve_errors(reports, explain)
+    return ("PeerLostError", gone) if gone else resolve_errors(reports, explain)
 
 
-def _resolve_errors(reports: Sequence[_RankReport], explain: Explain | None) -> tuple[str, str]:
-    """The one error that every rank raises, by the reports of all ranks: its type, or :data:`_OWN`, and its message."""
-    calls = dict.fromkeys(report.call for report in reports)
-    failed = [report for report in reports if report.error_type]
-    if failed:
-        first = failed[0]
-        alike = [
-            report.rank for report in failed if (report.error_type, report.error) == (first.error_type, first.error)
-        ]
-        if len(alike) == len(reports):
-            return _OWN, ""
-        return first.error_type, f"{_ranks(alike)}: {first.error}"
-    if len(calls) > 1:
-        told = "; ".join(f"{_ranks([r.rank for r in reports if r.call == call])} called {call}" for call in calls)
-        return "DifferentCallsError", f"{told}. Every rank of the group must make the same calls in the same order."
-    telling = [report for report in reports if report.digest is not None]
-    reference = telling[0]
-    others = [report for report in telling if report.digest != reference.digest]
-    words = None
-    if explain is not None:
-        words = explain(reference.detail, others[0].detail, reference.rank, others[0].rank)
-    return "DisagreementError", (
-        f"{reference.operation}: {_ranks([report.rank for report in others])} "
-        f"{'differs' if len(others) == 1 else 'differ'} from rank {reference.rank}: "
-        f"{words or 'what they hold is not the same'}. "
-        f"Build the same model and optimizer on every rank, and change them alike."
+Setting = str | int | float | bool | None
+
+
+@dataclass(frozen=True)
+class ShardingConfig:
+    """The plan, and the settings that change which messages a rank sends.
+
+    Attributes:
+        plan: the plan this rank holds.
+        settings: named values that must be equal on all ranks, e.g. ``{"parameters_as_bucket_view": True}``.
+        active: per tensor, whether it takes part now; empty if that is not said.
+    """
+
+    plan: Plan
+    settings: Mapping[str, Setting] = field(default_factory=dict)
+    active: tuple[bool, ...] = ()
+
+    @cached_property
+    def digest(self) -> int:
+        """A 63-bit number, equal on two ranks if and (up to SHA-256 collisions cut to 63 bits) only if they agree."""
+        text = json.dumps([self.plan.fingerprint(), dict(self.settings), self.active], sort_keys=True)
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+    def to_json(self) -> str:
+        """Write the configuration as text that :meth:`from_json` reads."""
+        return json.dumps({"plan": self.plan.to_json(), "settings": dict(self.settings), "active": list(self.active)})
+
+    @classmethod
+    def from_json(cls, text: str) -> ShardingConfig:
+        """Read what :meth:`to_json` wrote.
+
+        Raises:
+            ValueError: if the text is damaged.
+        """
+        parts = json.loads(text)
+        return cls(Plan.from_json(parts["plan"]), parts["settings"], tuple(parts["active"]))
+
+
+def agree(plan: Plan, group: dist.ProcessGroup | None = None, *, settings: Mapping[str, Setting] | None = None) -> None:
+    """Make sure that every rank of ``group`` holds the same plan. Collective.
+
+    Args:
+        plan: this rank's plan.
+        group: the process group, the default group if None.
+        settings: further values that must be equal on all ranks.
+
+    Raises:
+        DisagreementError: on every rank, naming the first difference and the ranks that differ.
+        PeerLostError: if a rank is gone.
+    """
+    check_config(Coordinator(RankGroup.of(group)), "agree()", ShardingConfig(plan, settings or {}))
+
+
+def check_config(
+    coordinator: Coordinator,
+    operation: str,
+    config: ShardingConfig,
+    *,
+    error: Exception | None = None,
+    once: Mapping[str, Setting] | None = None,
+) -> None:
+    """As :func:`agree`, over an existing control channel.
+
+    Args:
+        coordinator: the channel.
+        operation: what this rank is about to do.
+        config: what it holds.
+        error: its own failure, if it had one.
+        once: settings of this call alone, which must be equal on all ranks too.
+
+    Raises:
+        DisagreementError: as :func:`agree`.
+        PeerLostError: as :func:`agree`.
+        Exception: if a rank reported an error: that error, on every rank.
+    """
+    settings = once or {}
+
+    def detail() -> str:
+        return replace(config, settings={**config.settings, **settings}).to_json()
+
+    # Not by replacing: the digest of a plan takes a while, and is kept.
+    digest = config.digest ^ zlib.crc32(json.dumps(dict(settings), sort_keys=True).encode())
+    coordinator.agree(operation, digest, error=error, detail=detail, explain=explain_configs)
+
+
+@dataclass
+class Proposal:
+    """This rank's contribution to the agreement at the end of a block of :func:`agreed`; initially none.
+
+    Attributes:
+        digest: a 63-bit number that is equal on ranks that agree.
+        detail: called only after a difference: the text behind the digest.
+        flag: sets ``flagged`` of the channel on every rank.
+    """
+
+    digest: int = 0
+    detail: Callable[[], str] = str
+    flag: bool = False
+
+    def set(self, config: ShardingConfig) -> None:
+        """Propose a configuration."""
+        self.digest, self.detail = config.digest, config.to_json
+
+
+@contextmanager
+def agreed(coordinator: Coordinator, operation: str, explain: Explain | None = None) -> Iterator[Proposal]:
+    """Run a block, and then raise on every rank if it failed on one, or if ranks differ. Collective.
+
+    Args:
+        coordinator: the channel.
+        operation: what this rank is about to do.
+        explain: names a difference of two details, see :meth:`Coordinator.agree`; of configurations if None.
+
+    Yields:
+        The contribution, for the block to set.
+
+    Raises:
+        DisagreementError: as :func:`agree`.
+        PeerLostError: as :func:`agree`.
+        Exception: an error of the block on some rank, on every rank.
+    """
+    proposal, failure = Proposal(), None
+    try:
+        yield proposal
+    except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
+        failure = error
+    coordinator.agree(
+        operation,
+        proposal.digest,
+        error=failure,
+        detail=proposal.detail,
+        explain=explain or explain_configs,
+        flag=proposal.flag,
     )
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    shown = ", ".join(map(str, ranks[:8]))
-    return f"ranks {shown}{f' and {len(ranks) - 8} more' if len(ranks) > 8 else ''}"
+def explain_configs(reference: str, other: str, reference_rank: int, other_rank: int) -> str | None:
+    """Name the first difference between two configurations, given as JSON; None if there is none."""
+    if not reference or not other:
+        return None
+    here, there = ShardingConfig.from_json(reference), ShardingConfig.from_json(other)
+    difference = here.plan.difference(there.plan)
+    if difference is not None:
+        return f"{difference} (here: rank {reference_rank}, there: rank {other_rank})"
+    for name in dict.fromkeys([*here.settings, *there.settings]):
+        left, right = here.settings.get(name), there.settings.get(name)
+        if left != right:
+            return f"{name} is {left!r} on rank {reference_rank} and {right!r} on rank {other_rank}"
+    for index, (left, right) in enumerate(zip(here.active, there.active, strict=False)):
+        if left != right:
+            yes, no = (reference_rank, other_rank) if left else (other_rank, reference_rank)
+            return (
+                f"tensor {index} {here.plan.tensors[index].name!r} is trainable or has a gradient on rank {yes}, but "
+                f"is frozen on rank {no}"
+            )
+    return None

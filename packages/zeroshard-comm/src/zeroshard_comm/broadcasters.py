@@ -8,10 +8,8 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from zeroshard_comm.collectives import wait_for_collective
 from zeroshard_comm.interfaces import Broadcast, ParameterBroadcaster, Segment
-from zeroshard_comm.messages import Message, receive, send
-from zeroshard_comm.packing import PACK_BELOW, pack_pieces
+from zeroshard_comm.messages import PACK_BELOW, Message, pack_pieces, receive, send, wait_for_collective
 from zeroshard_comm.process_group import RankGroup
 from zeroshard_comm.traffic import Traffic
 
@@ -71,7 +69,7 @@ class MessageBroadcaster(_Packed):
         traffic: as there.
         tag: of the messages. Messages with one tag between two ranks are matched in order: broadcasters that are
             not used in the same order on all ranks need different tags.
-        pack_below: as for :func:`~zeroshard_comm.packing.pack_pieces`.
+        pack_below: as for :func:`~zeroshard_comm.messages.pack_pieces`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What travels by collectives, where messages cannot be matched by tag: gradients to their owners, and norms.
+"""What travels by collectives, where messages cannot be matched by tag: gradients to their owners.
 
 As in :mod:`zeroshard_comm.message_reducer`, with one reduce for each owner and range of the bucket: large ones in
 place, small ones packed into one buffer per owner. Headers travel from host to host, so that reading them does not wait
@@ -17,11 +17,9 @@ import torch.distributed as dist
 from zeroshard_core import Run
 
 from zeroshard_comm._torch_private import foreach_copy_
-from zeroshard_comm.agreement import Control
-from zeroshard_comm.errors import PeerLostError
+from zeroshard_comm.agreement import Coordinator
 from zeroshard_comm.interfaces import BucketHeader, BucketReduceWork, GradientReducer
-from zeroshard_comm.messages import Message, receive, send
-from zeroshard_comm.packing import PACK_BELOW
+from zeroshard_comm.messages import PACK_BELOW, Message, receive, send, wait_for_collective
 from zeroshard_comm.process_group import RankGroup
 from zeroshard_comm.traffic import Traffic
 
@@ -43,7 +41,7 @@ class CollectiveReducer(GradientReducer):
 
     Args:
         ranks: a group on which nothing else is issued.
-        control: has the channel of the headers.
+        coordinator: has the channel of the headers.
         traffic: where bytes are counted, as kinds ``"reduce"`` and ``"control"``.
         runs: ranges of elements of the bucket and who owns them, in bucket order; elements between them have no owner.
         like: a bucket, or any tensor of its dtype and device.
@@ -53,13 +51,13 @@ class CollectiveReducer(GradientReducer):
     def __init__(
         self,
         ranks: RankGroup,
-        control: Control,
+        coordinator: Coordinator,
         traffic: Traffic,
         runs: Sequence[Run],
         like: torch.Tensor,
         tensors: int,
     ) -> None:
-        self.ranks, self.control, self.traffic, self.tensors = ranks, control, traffic, tensors
+        self.ranks, self.coordinator, self.traffic, self.tensors = ranks, coordinator, traffic, tensors
         world_size = ranks.world_size
         # A single rank has nothing to reduce.
         moved = [run for run in runs if run.stop > run.start] if world_size > 1 else []
@@ -75,7 +73,7 @@ class CollectiveReducer(GradientReducer):
 
     def begin(self, buffer: torch.Tensor, header: BucketHeader, *, gradients: bool = True) -> BucketReduceWork:
         """Send a header, and issue the reductions of a bucket after what the current stream is doing."""
-        headers = HeaderExchange(self.control, header.to_words(), TAG_HEADERS, "backward()")
+        headers = HeaderExchange(self.coordinator, header.to_words(), TAG_HEADERS, "backward()")
         works: list[dist.Work | None] = []
         if gradients and self.ranks.world_size > 1:
             # First, as DDP does: a sum in half precision may be too large.
@@ -122,7 +120,7 @@ class HeaderExchange:
     All ranks send the same count of numbers, and make these objects in the same order for each tag.
 
     Args:
-        control: has the channel, and counts the bytes as kind ``"control"``.
+        coordinator: has the channel, and counts the bytes as kind ``"control"``.
         numbers: 64-bit integers.
         tag: of the messages.
         operation: what the ranks are doing, for messages.
@@ -131,13 +129,13 @@ class HeaderExchange:
         PeerLostError: if a rank is gone.
     """
 
-    def __init__(self, control: Control, numbers: Sequence[int], tag: int, operation: str) -> None:
-        self._control, self._numbers, self._operation = control, list(numbers), operation
+    def __init__(self, coordinator: Coordinator, numbers: Sequence[int], tag: int, operation: str) -> None:
+        self._coordinator, self._numbers, self._operation = coordinator, list(numbers), operation
         self._arriving: dict[int, torch.Tensor] = {}
         self._messages: list[Message] = []
-        if control.is_single_rank:
+        if coordinator.is_single_rank:
             return
-        channel = control.channel
+        channel = coordinator.channel
         # What is sent must live as long as the sends.
         self._own = torch.tensor(self._numbers, dtype=torch.int64, device="cpu")
         self._arriving = {peer: torch.empty_like(self._own) for peer in channel.peers}
@@ -145,7 +143,7 @@ class HeaderExchange:
         self._messages += [send(channel, peer, self._own, tag, operation) for peer in channel.peers]
         peers = len(channel.peers)
         nbytes = self._own.nbytes * peers
-        control.traffic.add("control", sent=nbytes, received=nbytes, calls=2 * peers)
+        coordinator.traffic.add("control", sent=nbytes, received=nbytes, calls=2 * peers)
 
     def wait(self) -> list[list[int]]:
         """Return the numbers of every rank, in rank order; only this rank's own if nothing is sent.
@@ -153,63 +151,13 @@ class HeaderExchange:
         Raises:
             PeerLostError: if a rank is gone.
         """
-        if self._control.is_single_rank:
+        if self._coordinator.is_single_rank:
             return [self._numbers]
         started = time.perf_counter()
-        rank = self._control.channel.rank
+        rank = self._coordinator.channel.rank
         for message in self._messages:
             message.wait(self._operation)
         self._messages = []
-        self._control.traffic.add("control", waited=time.perf_counter() - started)
+        self._coordinator.traffic.add("control", waited=time.perf_counter() - started)
         found = {peer: theirs.tolist() for peer, theirs in self._arriving.items()} | {rank: self._numbers}
         return [found[other] for other in range(len(found))]
-
-
-def combine_disjoint(control: Control, numbers: torch.Tensor, operation: str) -> torch.Tensor:
-    """Return numbers of which each is known to one rank, to the bit. Collective. Agree on the same operation first.
-
-    On the CPU they travel as agreements do. On an accelerator it is one all-reduce of the process group, for which the
-    host does not wait.
-
-    Args:
-        control: the channel of the ranks' agreements.
-        numbers: float64, 1-D, as many on every rank, with 0 for those that other ranks know; may be overwritten.
-        operation: what the ranks are doing, for messages of errors.
-
-    Raises:
-        PeerLostError: if a rank is gone.
-    """
-    if control.is_single_rank:
-        return numbers
-    if numbers.device.type == "cpu":
-        return control.combine_or(numbers.view(torch.int64), operation).view(torch.float64)
-    started = time.perf_counter()
-    # As exact as the bits: every sum has one term that is not 0.
-    work = dist.all_reduce(numbers, group=control.ranks.group, async_op=True)
-    wait_for_collective(work, control.ranks, "exchange of norms")
-    nbytes, waited = numbers.nbytes, time.perf_counter() - started
-    control.traffic.add("control", sent=nbytes, received=nbytes, calls=1, waited=waited)
-    return numbers
-
-
-def wait_for_collective(work: dist.Work | None, ranks: RankGroup, kind: str) -> None:
-    """Wait for one collective; turn the backend's error into one that says what to look at.
-
-    Args:
-        work: what torch returned for it.
-        ranks: its group.
-        kind: of move, for the message.
-
-    Raises:
-        PeerLostError: if the backend reports a failure.
-    """
-    if work is None:
-        return
-    try:
-        work.wait()
-    except RuntimeError as failure:
-        raise PeerLostError(
-            f"rank {ranks.rank} could not finish the {kind} of a step: another rank has ended, was cut off, or did not "
-            f"call step() within the process group's timeout. Look at the other ranks' output first. (The backend "
-            f"said: {str(failure).splitlines()[0]})"
-        ) from failure

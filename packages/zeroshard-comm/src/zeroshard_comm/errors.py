@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import builtins
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 
 class DisagreementError(RuntimeError):
@@ -52,7 +54,7 @@ def rebuild_exception(type_name: str, message: str) -> Exception:
     return RuntimeError(f"{type_name}: {message}")
 
 
-def lost(failure: RuntimeError, peer: int | None, rank: int, operation: str) -> PeerLostError:
+def peer_lost(failure: RuntimeError, peer: int | None, rank: int, operation: str) -> PeerLostError:
     """Make the error that names the peer out of the backend's own.
 
     Args:
@@ -70,3 +72,64 @@ def lost(failure: RuntimeError, peer: int | None, rank: int, operation: str) -> 
     )
     error.peer = peer
     return error
+
+
+Explain = Callable[[str, str, int, int], "str | None"]
+"""From two ranks' details, and the two ranks, to a text that names the first difference; None if it finds none."""
+
+OWN = "own"
+"""In place of the name of an error: every rank has the same one, and raises its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """A rank's report after a difference: its operation, its position, and its details."""
+
+    rank: int
+    operation: str
+    position: str
+    digest: int | None
+    detail: str
+    error_type: str
+    error: str
+
+    @property
+    def call(self) -> str:
+        """The operation and the position."""
+        return f"{self.operation} {self.position}".rstrip()
+
+
+def resolve_errors(reports: Sequence[RankReport], explain: Explain | None) -> tuple[str, str]:
+    """The one error that every rank raises, by the reports of all ranks: its type, or :data:`OWN`, and its message."""
+    calls = dict.fromkeys(report.call for report in reports)
+    failed = [report for report in reports if report.error_type]
+    if failed:
+        first = failed[0]
+        alike = [
+            report.rank for report in failed if (report.error_type, report.error) == (first.error_type, first.error)
+        ]
+        if len(alike) == len(reports):
+            return OWN, ""
+        return first.error_type, f"{_ranks(alike)}: {first.error}"
+    if len(calls) > 1:
+        called = "; ".join(f"{_ranks([r.rank for r in reports if r.call == call])} called {call}" for call in calls)
+        return "DifferentCallsError", f"{called}. Every rank of the group must make the same calls in the same order."
+    telling = [report for report in reports if report.digest is not None]
+    reference = telling[0]
+    others = [report for report in telling if report.digest != reference.digest]
+    words = None
+    if explain is not None:
+        words = explain(reference.detail, others[0].detail, reference.rank, others[0].rank)
+    return "DisagreementError", (
+        f"{reference.operation}: {_ranks([report.rank for report in others])} "
+        f"{'differs' if len(others) == 1 else 'differ'} from rank {reference.rank}: "
+        f"{words or 'what they hold is not the same'}. "
+        f"Build the same model and optimizer on every rank, and change them alike."
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"ranks {shown}{f' and {len(ranks) - 8} more' if len(ranks) > 8 else ''}"

@@ -1,14 +1,24 @@
-"""Tagged messages from one rank to another; those with one tag are matched in order."""
+"""Tagged messages from one rank to another, and how many tensors travel in few of them.
+
+Messages with one tag are matched in order. A message costs tens of microseconds whatever its size, a copy costs its
+bytes. So pieces below a limit are copied into a staging buffer of their owner before they are sent and out of it after
+they have arrived; pieces above it are sent and received in place. Packing depends only on the lengths, dtypes, devices
+and owners, so ranks that agree on the plan agree on the messages.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
+from zeroshard_core import Run
 
-from zeroshard_comm.errors import lost
+from zeroshard_comm._torch_private import foreach_copy_
+from zeroshard_comm.errors import PeerLostError, peer_lost
 from zeroshard_comm.process_group import RankGroup
 
 TAG_LENGTH = 0x5A530002
@@ -44,7 +54,7 @@ class Message:
             if self.work is not None:
                 self.work.wait() if limit is None else self.work.wait(limit)
         except RuntimeError as failure:
-            raise lost(failure, self.peer, self.ranks.rank, operation) from failure
+            raise peer_lost(failure, self.peer, self.ranks.rank, operation) from failure
 
 
 def send(ranks: RankGroup, peer: int, buffer: torch.Tensor, tag: int, operation: str) -> Message:
@@ -63,7 +73,7 @@ def send(ranks: RankGroup, peer: int, buffer: torch.Tensor, tag: int, operation:
     try:
         return Message(ranks, peer, dist.isend(buffer, group=ranks.group, group_dst=peer, tag=tag))
     except RuntimeError as failure:
-        raise lost(failure, peer, ranks.rank, operation) from failure
+        raise peer_lost(failure, peer, ranks.rank, operation) from failure
 
 
 def receive(ranks: RankGroup, peer: int, buffer: torch.Tensor, tag: int, operation: str) -> Message:
@@ -77,7 +87,7 @@ def receive(ranks: RankGroup, peer: int, buffer: torch.Tensor, tag: int, operati
     try:
         return Message(ranks, peer, dist.irecv(buffer, group=ranks.group, group_src=peer, tag=tag))
     except RuntimeError as failure:
-        raise lost(failure, peer, ranks.rank, operation) from failure
+        raise peer_lost(failure, peer, ranks.rank, operation) from failure
 
 
 def send_text(ranks: RankGroup, peer: int, text: str, operation: str) -> int:
@@ -103,3 +113,161 @@ def receive_text(ranks: RankGroup, peer: int, operation: str) -> str:
     data = torch.zeros(int(length), dtype=torch.uint8, device="cpu")
     receive(ranks, peer, data, TAG_TEXT, operation).wait(operation)
     return bytes(data.tolist()).decode()
+
+
+def wait_for_collective(work: dist.Work | None, ranks: RankGroup, kind: str) -> None:
+    """Wait for one collective; turn the backend's error into one that says what to look at.
+
+    Args:
+        work: what torch returned for it.
+        ranks: its group.
+        kind: of move, for the message.
+
+    Raises:
+        PeerLostError: if the backend reports a failure.
+    """
+    if work is None:
+        return
+    try:
+        work.wait()
+    except RuntimeError as failure:
+        raise PeerLostError(
+            f"rank {ranks.rank} could not finish the {kind} of a step: another rank has ended, was cut off, or did not "
+            f"call step() within the process group's timeout. Look at the other ranks' output first. (The backend "
+            f"said: {str(failure).splitlines()[0]})"
+        ) from failure
+
+
+PACK_BELOW = 256 * 1024
+"""Pieces of fewer bytes than this are packed."""
+
+CHUNK_BYTES = 4 * 1024 * 1024
+"""A large run of gradients travels in messages of this many bytes: one is added while the next are on their way."""
+
+PACKED_BYTES = 2 * 1024 * 1024
+"""Small runs of gradients travel in messages of at most this many bytes: fewer, as they are copied anyway."""
+
+STAGING_LIMIT = 8 * 1024 * 1024
+"""A staging buffer holds at most this many bytes (one piece always fits, being smaller)."""
+
+
+@dataclass(frozen=True, eq=False)
+class PackedMessage:
+    """One message from an owner to all ranks, as bytes, and the pieces in it.
+
+    Attributes:
+        owner: group rank.
+        data: 1-D bytes: the memory of the pieces themselves, or a staging buffer.
+        slots: where the pieces lie in a staging buffer; empty if there is none.
+        pieces: the pieces.
+    """
+
+    owner: int
+    data: torch.Tensor
+    slots: tuple[torch.Tensor, ...] = ()
+    pieces: tuple[torch.Tensor, ...] = ()
+
+    def pack(self) -> None:
+        """Copy the pieces into the staging buffer."""
+        if self.slots:
+            torch.cat(self.pieces, out=self.data.view(self.pieces[0].dtype))
+
+    def unpack(self) -> None:
+        """Copy the bytes that have arrived in the staging buffer to the pieces."""
+        if self.slots:
+            foreach_copy_(self.pieces, self.slots)
+
+
+def pack_pieces(pieces: Sequence[tuple[int, torch.Tensor]], pack_below: int = PACK_BELOW) -> tuple[PackedMessage, ...]:
+    """Lay out pieces as messages, once for as many broadcasts as wanted.
+
+    Args:
+        pieces: owners and 1-D contiguous tensors, in agreed order; empty ones are left out.
+        pack_below: pieces of fewer bytes are packed; 0 sends everything in place. Equal on all ranks.
+
+    Returns:
+        The messages in the order in which they are sent: packed ones first, to be unpacked while the rest arrives.
+    """
+    small: dict[tuple[int, torch.dtype, torch.device], list[torch.Tensor]] = {}
+    direct: list[PackedMessage] = []
+    for owner, piece in pieces:
+        if 0 < piece.nbytes < pack_below:
+            small.setdefault((owner, piece.dtype, piece.device), []).append(piece)
+        elif piece.nbytes:
+            direct.append(PackedMessage(owner, piece.view(torch.uint8)))
+    return (*[_staged(owner, run) for (owner, _, _), group in small.items() for run in _runs(group)], *direct)
+
+
+def _runs(pieces: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Cut a list of pieces where a staging buffer is full."""
+    runs: list[list[torch.Tensor]] = [[]]
+    filled = 0
+    for piece in pieces:
+        if runs[-1] and filled + piece.nbytes > STAGING_LIMIT:
+            runs.append([])
+            filled = 0
+        runs[-1].append(piece)
+        filled += piece.nbytes
+    return runs
+
+
+def _staged(owner: int, pieces: Sequence[torch.Tensor]) -> PackedMessage:
+    first, sizes = pieces[0], [piece.numel() for piece in pieces]
+    expected = accumulate([piece.nbytes for piece in pieces[:-1]], initial=first.data_ptr())
+    if len({piece.untyped_storage().data_ptr() for piece in pieces}) == 1 and all(
+        piece.data_ptr() == address for piece, address in zip(pieces, expected, strict=True)
+    ):
+        # They lie one after another already, as parameters do in a flat buffer.
+        return PackedMessage(owner, first.as_strided((sum(sizes),), (1,)).view(torch.uint8))
+    staging = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
+    return PackedMessage(owner, staging.view(torch.uint8), staging.split(sizes), tuple(pieces))
+
+
+@dataclass(frozen=True)
+class BucketMessage:
+    """Gradients that travel together to one owner.
+
+    Attributes:
+        ranges: of elements of the bucket, one after the other.
+        nbytes: of all of them.
+    """
+
+    ranges: tuple[tuple[int, int], ...]
+    nbytes: int
+
+
+_WITH_THE_HEADER = 64
+"""Elements of a large run that are packed if there is nothing else to pack."""
+
+
+def bucket_messages(runs: Sequence[Run], itemsize: int, chunk_bytes: int = CHUNK_BYTES) -> list[BucketMessage]:
+    """Lay out the gradients of one owner as messages: large runs by chunks, small ones together.
+
+    Args:
+        runs: of the owner, in bucket order.
+        itemsize: bytes of an element.
+        chunk_bytes: of which large runs have at most so many in a message.
+
+    Returns:
+        The messages, the first of which is packed, so that a header can be added to it.
+    """
+    cut = PACK_BELOW // itemsize
+    small = [(run.start, run.stop) for run in runs if 0 < run.stop - run.start < cut]
+    large = [(run.start, run.stop) for run in runs if run.stop - run.start >= cut]
+    if large and not small:
+        start, stop = large[0]
+        small, large[0] = [(start, start + _WITH_THE_HEADER)], (start + _WITH_THE_HEADER, stop)
+    packed: list[list[tuple[int, int]]] = []
+    room = 0
+    for start, stop in small:
+        if room < stop - start:
+            packed.append([])
+            room = PACKED_BYTES // itemsize
+        packed[-1].append((start, stop))
+        room -= stop - start
+    step = chunk_bytes // itemsize
+    chunks = [[(at, min(at + step, stop))] for start, stop in large for at in range(start, stop, step)]
+    return [
+        BucketMessage(tuple(ranges), sum(stop - start for start, stop in ranges) * itemsize)
+        for ranges in (*packed, *chunks)
+    ]

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
@@ -40,6 +39,7 @@ class GroupContext:
         closed: why this rank has closed its connections in our own groups, if it has.
         abandoned: messages that are no longer waited for after a rank was lost, and their buffers.
         optimizers: how many were built on the group.
+        busy, doing: held by the thread that is in an agreement, and what it agrees on.
     """
 
     ring: WordRing | None = None
@@ -49,8 +49,8 @@ class GroupContext:
     _private: dict[tuple[str, str], RankGroup] = field(default_factory=dict)
     _shared: dict[type[object], Any] = field(default_factory=dict)
     _tags: int = 0
-    _busy: threading.Lock = field(default_factory=threading.Lock)
-    _doing: str = ""
+    busy: threading.Lock = field(default_factory=threading.Lock)
+    doing: str = ""
 
     def shared(self, kind: type[_T]) -> _T:
         """Return the object of a class that all users of the process group share; it is made at its first use."""
@@ -71,36 +71,6 @@ class GroupContext:
         """
         self._tags = self._tags % (_TAG_OFFSETS - 1) + 1
         return self._tags << _TAG_SHIFT
-
-    @contextmanager
-    def one_at_a_time(self, operation: str) -> Iterator[None]:
-        """Let one thread agree with the other ranks: two would take each other's messages.
-
-        If a rank is lost, or this one is interrupted, for example by Ctrl-C, this rank closes its connections.
-
-        Raises:
-            PeerLostError: if this rank has closed its connections before.
-            RuntimeError: if another thread is in an agreement.
-        """
-        if self.closed:
-            raise PeerLostError(
-                f"{operation}: this rank has closed its connections to the other ranks: load a checkpoint and build "
-                f"the optimizer again, on a new process group. They were closed after: {self.closed}"
-            )
-        if not self._busy.acquire(blocking=False):
-            raise RuntimeError(
-                f"{operation} was called while another thread is in {self._doing} on the same process group: call the "
-                f"collective methods of one process group from one thread, or one after the other"
-            )
-        self._doing = operation
-        try:
-            yield
-        except BaseException as error:
-            if isinstance(error, PeerLostError) or not isinstance(error, Exception):
-                self.close(error)
-            raise
-        finally:
-            self._busy.release()
 
     def close(self, error: BaseException) -> None:
         """Close this rank's connections in our own groups, so that no rank waits for it there though it lives on.

@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 import torch
 from zeroshard_core import Run
 
-from zeroshard_comm.agreement import Control
-from zeroshard_comm.errors import PeerLostError, lost
+from zeroshard_comm.agreement import Coordinator
+from zeroshard_comm.errors import PeerLostError, peer_lost
 from zeroshard_comm.interfaces import (
     Broadcast,
     BucketHeader,
@@ -30,10 +30,10 @@ from zeroshard_comm.interfaces import (
     ParameterBroadcaster,
     Segment,
 )
-from zeroshard_comm.packing import PACKED_BYTES, BucketMessage, bucket_messages
+from zeroshard_comm.message_reducer import mean_in_rank_order
+from zeroshard_comm.messages import PACKED_BYTES, BucketMessage, bucket_messages
 from zeroshard_comm.process_group import RankGroup
 from zeroshard_comm.process_memory import SWITCH, ProcessMemory, machine
-from zeroshard_comm.rank_order import mean_in_rank_order
 
 WORTH_READING = 512 * 1024
 """Fewer bytes in all travel in messages: agreeing costs more than the copies."""
@@ -58,25 +58,25 @@ class PeerMemory:
     is_unread: bool = False
 
 
-def probe_peer_memory(control: Control) -> None:
+def probe_peer_memory(coordinator: Coordinator) -> None:
     """Find out whether all ranks can read each other's memory, once per process group. Collective the first time.
 
     Args:
-        control: the channel of a group whose ranks have just agreed.
+        coordinator: the channel of a group whose ranks have just agreed.
 
     Raises:
         PeerLostError: if a rank is gone.
     """
-    ranks = control.ranks
+    ranks = coordinator.ranks
     found = ranks.context.shared(PeerMemory)
-    if control.is_single_rank or found.processes is not None or not ranks.sends_tagged(torch.device("cpu")):
+    if coordinator.is_single_rank or found.processes is not None or not ranks.sends_tagged(torch.device("cpu")):
         return
     secret = torch.tensor([secrets.randbits(62)], dtype=torch.int64, device="cpu")
     mine = (machine(), os.getpid(), secret.data_ptr(), int(secret))
-    places = control.gather_ints(mine, "connect()")
+    places = coordinator.gather_ints(mine, "connect()")
     reads = mine[0] > 0 and all(place[0] == mine[0] and _reads(*place[1:]) for place in places)
     # Until all ranks have looked, the number must stay where it is.
-    reads = not control.agree("connect()", flag=not reads)
+    reads = not coordinator.agree("connect()", flag=not reads)
     found.processes = {peer: places[peer][1] for peer in ranks.peers} if reads else {}
     del secret
 
@@ -99,7 +99,7 @@ def _read(memory: ProcessMemory, peer: int, rank: int, operation: str) -> None:
     try:
         memory.read()
     except ProcessLookupError as failure:
-        raise lost(RuntimeError(str(failure)), peer, rank, operation) from failure
+        raise peer_lost(RuntimeError(str(failure)), peer, rank, operation) from failure
     except OSError as failure:
         raise PeerLostError(
             f"rank {rank} could not read memory of rank {peer} during {operation} ({failure}). Set {SWITCH}=0 in the "
@@ -113,13 +113,13 @@ class SameHostBroadcaster(ParameterBroadcaster):
     After :meth:`Broadcast.wait` all ranks must agree once more before an owner writes to its segments.
 
     Args:
-        control: the channel, and the group, of which :func:`all_read` is true.
+        coordinator: the channel, and the group, of which :func:`all_read` is true.
         segments: as for :class:`ParameterBroadcaster`, on the CPU.
     """
 
-    def __init__(self, control: Control, segments: Sequence[Segment]) -> None:
-        super().__init__(control.ranks, segments, control.traffic)
-        self.control = control
+    def __init__(self, coordinator: Coordinator, segments: Sequence[Segment]) -> None:
+        super().__init__(coordinator.ranks, segments, coordinator.traffic)
+        self.coordinator = coordinator
         self._reads: list[tuple[int, ProcessMemory]] | None = None
 
     def begin(self) -> Broadcast:
@@ -130,8 +130,8 @@ class SameHostBroadcaster(ParameterBroadcaster):
         """Agree that all owners have their values, and exchange addresses if some rank lacks them. Collective."""
         processes = self.ranks.context.shared(PeerMemory).processes
         assert processes is not None
-        if self.control.agree(_READY, flag=self._reads is None):
-            places = self.control.gather_ints([0, *[s.buffer.data_ptr() for s in self.segments]], _READY)
+        if self.coordinator.agree(_READY, flag=self._reads is None):
+            places = self.coordinator.gather_ints([0, *[s.buffer.data_ptr() for s in self.segments]], _READY)
             self._reads = [
                 (peer, ProcessMemory(processes[peer], self._parts_of(peer, places[peer][1:])))
                 for peer in self.ranks.peers
@@ -189,7 +189,7 @@ class SameHostReducer(GradientReducer):
     Nothing is done before :meth:`BucketReduceWork.finish`, which agrees, as :meth:`BucketReduceWork.close` does.
 
     Args:
-        control: the channel, and the group, of which :func:`all_read` is true.
+        coordinator: the channel, and the group, of which :func:`all_read` is true.
         runs: ranges of elements of the bucket and who owns them, in bucket order; elements between them have no owner.
         dtype: of the bucket, which is on the CPU.
         tensors: number of tensors in the bucket.
@@ -197,9 +197,9 @@ class SameHostReducer(GradientReducer):
     """
 
     def __init__(
-        self, control: Control, runs: Sequence[Run], dtype: torch.dtype, tensors: int, scratch: torch.Tensor
+        self, coordinator: Coordinator, runs: Sequence[Run], dtype: torch.dtype, tensors: int, scratch: torch.Tensor
     ) -> None:
-        self.control, self.ranks, self.dtype, self.tensors = control, control.ranks, dtype, tensors
+        self.coordinator, self.ranks, self.dtype, self.tensors = coordinator, coordinator.ranks, dtype, tensors
         owned_runs = [run for run in runs if run.rank == self.ranks.rank]
         self._messages = bucket_messages(owned_runs, dtype.itemsize, _READ_BYTES)
         owned = sum(message.nbytes for message in self._messages)
@@ -230,8 +230,8 @@ class SameHostReducer(GradientReducer):
         """
         self.ranks.context.shared(PeerMemory).is_unread = True
         mine = [buffer.data_ptr(), *replace(header, backward=0).to_words()]
-        if self.control.agree(f"bucket {header.bucket} of backward {header.backward}", flag=mine != self._said):
-            self._heard = self.control.gather_ints(mine, "backward()")
+        if self.coordinator.agree(f"bucket {header.bucket} of backward {header.backward}", flag=mine != self._said):
+            self._heard = self.coordinator.gather_ints(mine, "backward()")
             self._said = mine
         headers = [BucketHeader.from_words(words, self.tensors) for _, *words in self._heard]
         return [place for place, *_ in self._heard], [replace(it, backward=header.backward) for it in headers]
@@ -241,7 +241,7 @@ class SameHostReducer(GradientReducer):
         memory = self.ranks.context.shared(PeerMemory)
         if memory.is_unread:
             memory.is_unread = False
-            self.control.agree(_DONE)
+            self.coordinator.agree(_DONE)
 
     def add_up(self, buffer: torch.Tensor, places: Sequence[int]) -> None:
         """Make the mean of what this rank owns.
@@ -266,7 +266,7 @@ class SameHostReducer(GradientReducer):
             own = tuple([buffer[start:stop] for start, stop in message.ranges])
             mean_in_rank_order(self.ranks, own, take, lambda _: None)
         calls = len(self._messages) * len(self.ranks.peers)
-        self.control.traffic.add("reduce", sent=self._sent, received=self._received, calls=calls, waited=waited)
+        self.coordinator.traffic.add("reduce", sent=self._sent, received=self._received, calls=calls, waited=waited)
 
     def _memory(self, peer: int, place: int) -> list[ProcessMemory]:
         known = self._reads.get(peer)

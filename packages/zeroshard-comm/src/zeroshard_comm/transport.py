@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from zeroshard_core import Run
 
-from zeroshard_comm.agreement import Control
+from zeroshard_comm.agreement import Coordinator
 from zeroshard_comm.broadcasters import CollectiveBroadcaster, MessageBroadcaster
 from zeroshard_comm.collectives import CollectiveReducer
 from zeroshard_comm.interfaces import GradientReducer, ParameterBroadcaster, Segment
@@ -40,13 +40,13 @@ class Transport(ABC):
         tags: offset to the tags of its messages, which must be the same on all ranks; 0 if it sends none.
         uses_thread: whether another thread finishes reductions; else all is done in one order on all ranks.
         shares_buckets: whether each bucket's parameters are sent separately, or all together, as without buckets.
-        settles: whether all ranks have agreed on something when the last reduction of a backward is closed.
+        ends_in_agreement: whether all ranks have agreed on something when the last reduction of a backward is closed.
     """
 
     tags: int = 0
     uses_thread: bool = False
     shares_buckets: bool = True
-    settles: bool = False
+    ends_in_agreement: bool = False
 
     @abstractmethod
     def reducer(self, runs: Sequence[Run], bucket: torch.Tensor, tensors: int) -> GradientReducer:
@@ -67,14 +67,14 @@ class MessageTransport(Transport):
     """Tagged messages on the channel of the ranks' agreements.
 
     Args:
-        control: has the channel, and the traffic.
+        coordinator: has the channel, and the traffic.
         overlaps: whether another thread adds up values that arrive, and buckets are sent one by one: for much data.
     """
 
-    def __init__(self, control: Control, *, overlaps: bool) -> None:
+    def __init__(self, coordinator: Coordinator, *, overlaps: bool) -> None:
         self.uses_thread = self.shares_buckets = overlaps
-        self._ranks, self._traffic = control.channel, control.traffic
-        self.tags = control.ranks.context.allocate_tags()
+        self._ranks, self._traffic = coordinator.channel, coordinator.traffic
+        self.tags = coordinator.ranks.context.allocate_tags()
         self._window = ReceiveWindow(self._ranks, WINDOW_BYTES)
 
     def reducer(self, runs: Sequence[Run], bucket: torch.Tensor, tensors: int) -> GradientReducer:
@@ -92,7 +92,7 @@ class CollectiveTransport(Transport):
     """Collectives on a group of its own. Made by all ranks together.
 
     Args:
-        control: has the group, and the channel of the headers.
+        coordinator: has the group, and the channel of the headers.
         device: where parameters and buckets are.
 
     Raises:
@@ -100,43 +100,43 @@ class CollectiveTransport(Transport):
         ValueError: if a group of our own cannot be made.
     """
 
-    def __init__(self, control: Control, device: torch.device) -> None:
-        self._control, self._ranks = control, choose_private_group(control.ranks, device)
+    def __init__(self, coordinator: Coordinator, device: torch.device) -> None:
+        self._coordinator, self._ranks = coordinator, choose_private_group(coordinator.ranks, device)
 
     def reducer(self, runs: Sequence[Run], bucket: torch.Tensor, tensors: int) -> GradientReducer:
         """Make one that reduces every owner's part to it."""
-        return CollectiveReducer(self._ranks, self._control, self._control.traffic, runs, bucket, tensors)
+        return CollectiveReducer(self._ranks, self._coordinator, self._coordinator.traffic, runs, bucket, tensors)
 
     def broadcaster(self, segments: Sequence[Segment]) -> ParameterBroadcaster:
         """Make one that issues its collectives on its own group."""
-        return CollectiveBroadcaster(self._ranks, segments, self._control.traffic)
+        return CollectiveBroadcaster(self._ranks, segments, self._coordinator.traffic)
 
 
 class SameHostTransport(Transport):
     """Reads of the memory of peers. Parameters travel together, in one read from each peer.
 
     Args:
-        control: has the group, all of whose ranks read each other's memory, and its channel.
+        coordinator: has the group, all of whose ranks read each other's memory, and its channel.
     """
 
-    shares_buckets, settles = False, True
+    shares_buckets, ends_in_agreement = False, True
 
-    def __init__(self, control: Control) -> None:
-        self._control, self._scratch = control, scratch_memory()
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator, self._scratch = coordinator, scratch_memory()
 
     def reducer(self, runs: Sequence[Run], bucket: torch.Tensor, tensors: int) -> GradientReducer:
         """Make one that reads this rank's part from the other ranks' memory."""
-        return SameHostReducer(self._control, runs, bucket.dtype, tensors, self._scratch)
+        return SameHostReducer(self._coordinator, runs, bucket.dtype, tensors, self._scratch)
 
     def broadcaster(self, segments: Sequence[Segment]) -> None:
         """Make none: parameters are read together."""
 
 
-def choose_transport(control: Control, device: torch.device, nbytes: int) -> Transport:
+def choose_transport(coordinator: Coordinator, device: torch.device, nbytes: int) -> Transport:
     """Choose the fastest transport for buckets on a device. Collective.
 
     Args:
-        control: the channel, and the group.
+        coordinator: the channel, and the group.
         device: where parameters and buckets are.
         nbytes: of all parameters.
 
@@ -144,39 +144,41 @@ def choose_transport(control: Control, device: torch.device, nbytes: int) -> Tra
         RuntimeError: if the group has no backend for the device.
         ValueError: if a group of our own cannot be made.
     """
-    if _is_worth_reading(control, device, nbytes):
-        return SameHostTransport(control)
-    if control.ranks.sends_tagged(device):
-        return MessageTransport(control, overlaps=nbytes >= WORTH_OVERLAPPING)
-    return CollectiveTransport(control, device)
+    if _is_worth_reading(coordinator, device, nbytes):
+        return SameHostTransport(coordinator)
+    if coordinator.ranks.sends_tagged(device):
+        return MessageTransport(coordinator, overlaps=nbytes >= WORTH_OVERLAPPING)
+    return CollectiveTransport(coordinator, device)
 
 
-def choose_broadcaster(control: Control, segments: Sequence[Segment], device: torch.device) -> ParameterBroadcaster:
+def choose_broadcaster(
+    coordinator: Coordinator, segments: Sequence[Segment], device: torch.device
+) -> ParameterBroadcaster:
     """Choose the fastest broadcaster of tensors on ``device``, for the thread that calls a step. Collective.
 
     Args:
-        control: the channel, and the group.
+        coordinator: the channel, and the group.
         segments: the same on all ranks, as for :class:`~zeroshard_comm.ParameterBroadcaster`.
         device: where they are. Peers may read the segments until the ranks agree once more.
 
     Raises:
         RuntimeError: if the group has no backend for this device type.
     """
-    ranks = control.ranks
+    ranks = coordinator.ranks
     if not ranks.sends_tagged(device):
         check_backend(ranks, device)
-        return CollectiveBroadcaster(ranks, segments, control.traffic)
-    if _is_worth_reading(control, device, sum(segment.buffer.nbytes for segment in segments)):
-        return SameHostBroadcaster(control, segments)
+        return CollectiveBroadcaster(ranks, segments, coordinator.traffic)
+    if _is_worth_reading(coordinator, device, sum(segment.buffer.nbytes for segment in segments)):
+        return SameHostBroadcaster(coordinator, segments)
     # No collectives: after one has failed, gloo delivers nothing any more, even between live ranks.
-    return MessageBroadcaster(control.channel, segments, control.traffic)
+    return MessageBroadcaster(coordinator.channel, segments, coordinator.traffic)
 
 
-def _is_worth_reading(control: Control, device: torch.device, nbytes: int) -> bool:
+def _is_worth_reading(coordinator: Coordinator, device: torch.device, nbytes: int) -> bool:
     if device.type != "cpu":
         return False
-    probe_peer_memory(control)
-    return all_read(control.ranks) and nbytes >= WORTH_READING
+    probe_peer_memory(coordinator)
+    return all_read(coordinator.ranks) and nbytes >= WORTH_READING
 
 
 def choose_private_group(ranks: RankGroup, device: torch.device) -> RankGroup:

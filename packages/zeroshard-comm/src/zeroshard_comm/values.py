@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from zeroshard_core import is_dense, storage_view
 
-from zeroshard_comm.agreement import Control
+from zeroshard_comm.agreement import Coordinator
 from zeroshard_comm.errors import DisagreementError, PeerLostError
 from zeroshard_comm.messages import Message, receive, receive_text, send, send_text
 
@@ -59,12 +59,12 @@ Progress = Callable[[int, int], None]
 
 
 def send_values(
-    control: Control, peer: int, manifest: Manifest, operation: str, *, chunk_bytes: int = CHUNK_BYTES
+    coordinator: Coordinator, peer: int, manifest: Manifest, operation: str, *, chunk_bytes: int = CHUNK_BYTES
 ) -> None:
     """Send JSON and tensors to a rank that calls :func:`receive_values`.
 
     Args:
-        control: the channel of the group, which has another rank, on a backend that moves data.
+        coordinator: the channel of the group, which has another rank, on a backend that moves data.
         peer: group rank of the receiver.
         manifest: what to send.
         operation: named in errors.
@@ -74,17 +74,17 @@ def send_values(
         TypeError: if the description is not JSON-serialisable; nothing has been sent then.
         PeerLostError: if the receiver is gone.
     """
-    _send_text(control, peer, json.dumps(manifest.content), operation)
-    _send_tensors(control, peer, manifest.tensors, operation, chunk_bytes)
+    _send_text(coordinator, peer, json.dumps(manifest.content), operation)
+    _send_tensors(coordinator, peer, manifest.tensors, operation, chunk_bytes)
 
 
 def receive_values(
-    control: Control, source: int, place: Place, operation: str, *, chunk_bytes: int = CHUNK_BYTES
+    coordinator: Coordinator, source: int, place: Place, operation: str, *, chunk_bytes: int = CHUNK_BYTES
 ) -> None:
     """Receive what :func:`send_values` sends.
 
     Args:
-        control: as for :func:`send_values`.
+        coordinator: as for :func:`send_values`.
         source: group rank of the sender.
         place: called with the sender and its description; returns the buffers, as for :func:`gather`.
         operation: named in errors.
@@ -94,15 +94,15 @@ def receive_values(
         DisagreementError: if the buffers have other sizes than the tensors.
         PeerLostError: if the sender is gone.
     """
-    sent = json.loads(receive_text(control.channel, source, operation))
+    sent = json.loads(receive_text(coordinator.channel, source, operation))
     buffers = _checked(place(source, sent["description"]), sent["sizes"], source)
     started = time.perf_counter()
-    received = sum(_receive_chunks(control, source, buffers, operation, chunk_bytes))
-    control.traffic.add("state", received=received, calls=2, waited=time.perf_counter() - started)
+    received = sum(_receive_chunks(coordinator, source, buffers, operation, chunk_bytes))
+    coordinator.traffic.add("state", received=received, calls=2, waited=time.perf_counter() - started)
 
 
 def gather(
-    control: Control,
+    coordinator: Coordinator,
     manifest: Manifest,
     target: int,
     place: Place,
@@ -114,7 +114,7 @@ def gather(
     """Send the JSON and the tensors of all ranks to ``target``. Collective.
 
     Args:
-        control: the channel of the group; its gloo group carries the data.
+        coordinator: the channel of the group; its gloo group carries the data.
         manifest: what this rank has.
         target: group rank that receives; its own tensors are placed as well, by copying.
         place: called on the target once per rank, in rank order, with the rank and its description; returns one 1-D
@@ -128,45 +128,45 @@ def gather(
         PeerLostError: if a rank is gone.
         Exception: if ``place`` raised on the target, or a manifest cannot be described: that error, on every rank.
     """
-    ranks = control.ranks
-    if control.is_single_rank and ranks.world_size > 1:
+    ranks = coordinator.ranks
+    if coordinator.is_single_rank and ranks.world_size > 1:
         raise RuntimeError(f"{operation}: torch's 'fake' backend moves no data, so state cannot be gathered over it")
     if ranks.rank == target:
-        _receive_all(control, manifest, place, operation, progress, chunk_bytes)
+        _receive_all(coordinator, manifest, place, operation, progress, chunk_bytes)
         return
     failure, text = None, _NOTHING
     try:
         text = json.dumps(manifest.content)
     except Exception as error:  # noqa: BLE001 - whatever it is, every rank must hear of it before it is raised
         failure = error
-    _send_text(control, target, text, operation)
-    control.agree(f"{operation}: making room", error=failure)
-    _send_tensors(control, target, manifest.tensors, operation, chunk_bytes)
+    _send_text(coordinator, target, text, operation)
+    coordinator.agree(f"{operation}: making room", error=failure)
+    _send_tensors(coordinator, target, manifest.tensors, operation, chunk_bytes)
 
 
-def all_gather_text(control: Control, text: str, operation: str) -> list[str]:
+def all_gather_text(coordinator: Coordinator, text: str, operation: str) -> list[str]:
     """Bring a text of every rank to every rank, in rank order, packed. Collective.
 
     Raises:
         PeerLostError: if a rank is gone.
     """
     packed = zlib.compress(text.encode())
-    sizes = [row[0] for row in control.gather_ints([len(packed)], operation)]
+    sizes = [row[0] for row in coordinator.gather_ints([len(packed)], operation)]
     padded = packed.ljust(-(-max(sizes) // 8) * 8, b"\0")
-    rows = control.gather_ints(struct.unpack(f"<{len(padded) // 8}q", padded), operation)
+    rows = coordinator.gather_ints(struct.unpack(f"<{len(padded) // 8}q", padded), operation)
     texts = [struct.pack(f"<{len(row)}q", *row)[:size] for row, size in zip(rows, sizes, strict=True)]
     return [zlib.decompress(packed).decode() for packed in texts]
 
 
 def _receive_all(
-    control: Control,
+    coordinator: Coordinator,
     manifest: Manifest,
     place: Place,
     operation: str,
     progress: Progress | None,
     chunk_bytes: int,
 ) -> None:
-    ranks = control.ranks
+    ranks = coordinator.ranks
     failure: Exception | None = None
     buffers: dict[int, Sequence[torch.Tensor]] = {}
     for source in range(ranks.world_size):
@@ -174,14 +174,14 @@ def _receive_all(
             sent = (
                 manifest.content
                 if source == ranks.rank
-                else json.loads(receive_text(control.channel, source, operation))
+                else json.loads(receive_text(coordinator.channel, source, operation))
             )
             # A sender without a description has failed, and reports it in the agreement.
             if failure is None and sent is not None:
                 buffers[source] = _checked(place(source, sent["description"]), sent["sizes"], source)
         except Exception as error:  # noqa: BLE001 - whatever it is, every rank must hear of it before it is raised
             failure = error if failure is None or isinstance(error, PeerLostError) else failure
-    control.agree(f"{operation}: making room", error=failure)
+    coordinator.agree(f"{operation}: making room", error=failure)
     total = sum(buffer.nbytes for of_rank in buffers.values() for buffer in of_rank)
     done = 0
     for buffer, tensor in zip(buffers[ranks.rank], manifest.tensors, strict=True):
@@ -194,14 +194,16 @@ def _receive_all(
     received = 0
     for source in ranks.peers:
         try:
-            for size in _receive_chunks(control, source, buffers[source], operation, chunk_bytes):
+            for size in _receive_chunks(coordinator, source, buffers[source], operation, chunk_bytes):
                 received += size
                 if progress is not None:
                     progress(done + received, total)
         except PeerLostError as error:
             # The others wait until what they send is received.
             lost = lost or error
-    control.traffic.add("state", received=received, calls=2 * len(ranks.peers), waited=time.perf_counter() - started)
+    coordinator.traffic.add(
+        "state", received=received, calls=2 * len(ranks.peers), waited=time.perf_counter() - started
+    )
     if lost is not None:
         try:
             raise lost
@@ -209,12 +211,12 @@ def _receive_all(
             del lost
 
 
-def _send_text(control: Control, peer: int, text: str, operation: str) -> None:
-    control.traffic.add("state", sent=send_text(control.channel, peer, text, operation), calls=1)
+def _send_text(coordinator: Coordinator, peer: int, text: str, operation: str) -> None:
+    coordinator.traffic.add("state", sent=send_text(coordinator.channel, peer, text, operation), calls=1)
 
 
 def _send_tensors(
-    control: Control, peer: int, tensors: Sequence[torch.Tensor], operation: str, chunk_bytes: int
+    coordinator: Coordinator, peer: int, tensors: Sequence[torch.Tensor], operation: str, chunk_bytes: int
 ) -> None:
     started = time.perf_counter()
     in_flight: deque[tuple[Message, torch.Tensor]] = deque()
@@ -227,15 +229,15 @@ def _send_tensors(
             while len(in_flight) >= (_IN_FLIGHT if ready else 1):
                 in_flight.popleft()[0].wait(operation)
             chunk = chunk if ready else chunk.cpu()
-            in_flight.append((send(control.channel, peer, chunk, TAG_VALUES, operation), chunk))
+            in_flight.append((send(coordinator.channel, peer, chunk, TAG_VALUES, operation), chunk))
     for message, _ in in_flight:
         message.wait(operation)
     sent = sum(tensor.nbytes for tensor in tensors)
-    control.traffic.add("state", sent=sent, calls=1, waited=time.perf_counter() - started)
+    coordinator.traffic.add("state", sent=sent, calls=1, waited=time.perf_counter() - started)
 
 
 def _receive_chunks(
-    control: Control, source: int, buffers: Sequence[torch.Tensor], operation: str, chunk_bytes: int
+    coordinator: Coordinator, source: int, buffers: Sequence[torch.Tensor], operation: str, chunk_bytes: int
 ) -> Iterator[int]:
     """Receive the tensors of a rank, some chunks at a time, and yield the size of each chunk that has come."""
     chunks = [chunk for buffer in buffers for chunk in buffer.view(torch.uint8).split(chunk_bytes) if chunk.numel() > 0]
@@ -247,7 +249,7 @@ def _receive_chunks(
             oldest.wait(operation)
             yield size
         if chunk is not None:
-            in_flight.append((receive(control.channel, source, chunk, TAG_VALUES, operation), chunk.numel()))
+            in_flight.append((receive(coordinator.channel, source, chunk, TAG_VALUES, operation), chunk.numel()))
 
 
 def _checked(buffers: Sequence[torch.Tensor], sizes: Sequence[int], source: int) -> Sequence[torch.Tensor]:

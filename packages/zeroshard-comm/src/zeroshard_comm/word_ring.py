@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch exports it unseen
 
 from zeroshard_comm._torch_private import group_of
-from zeroshard_comm.errors import PeerLostError, lost
+from zeroshard_comm.errors import PeerLostError, peer_lost
 from zeroshard_comm.process_group import RankGroup
 
 MOST_RANKS = 16
@@ -56,7 +56,7 @@ class WordRing:
             # The store is the user's, and its timeout, too: gloo connects within that of the group.
             self._group = dist.ProcessGroupGloo(store, channel.rank, channel.world_size, timeout=min(timeout, _MEETING))
         except RuntimeError as failure:
-            raise lost(failure, None, channel.rank, "connect()") from failure
+            raise peer_lost(failure, None, channel.rank, "connect()") from failure
         group = group_of(self._group, store, f"{channel.group.group_name} zeroshard")
         # Ranks may be later than that from now on.
         self.ranks = RankGroup(group, channel.rank, channel.world_size, timeout)

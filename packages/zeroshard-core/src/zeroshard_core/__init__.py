@@ -38,6 +38,7 @@ from zeroshard_core.partition import (
     whole,
 )
 from zeroshard_core.plan import Plan
+from zeroshard_core.probe import Probed, StateEntry, probe
 from zeroshard_core.spec import ALIGNMENT, Shard, TensorSpec, contiguous_strides, strides_are_dense
 from zeroshard_core.state import (
     StateMapError,
@@ -55,9 +56,11 @@ __all__ = [
     "FlatBuffer",
     "Owners",
     "Plan",
+    "Probed",
     "Run",
     "Shard",
     "Slot",
+    "StateEntry",
     "StateMapError",
     "Strategy",
     "TensorSpec",
@@ -69,6 +72,7 @@ __all__ = [
     "nbytes",
     "numel",
     "partition",
+    "probe",
     "repartition",
     "split",
     "state_bytes",

@@ -66,13 +66,13 @@ def repartition(
     strategy: str | Strategy = "whole",
     cost: Cost = numel,
 ) -> Plan:
-    """Place some tensors anew, on top of the loads of the others, which keep their owners.
+    """Place some tensors again, on top of the loads of the others, which keep their owners.
 
     Args:
         plan: the plan so far.
         tensors: the new full list: the tensors of ``plan`` at their places, perhaps frozen, unfrozen or of another
             dtype, and more after them.
-        place: indices to place anew. Tensors beyond ``plan`` are placed whether named here or not.
+        place: indices to place again. Tensors beyond ``plan`` are placed whether named here or not.
         strategy: as for :func:`partition`; it sees only the tensors to place, in order.
         cost: as for :func:`partition`.
 

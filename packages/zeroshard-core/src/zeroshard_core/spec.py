@@ -104,7 +104,7 @@ class Shard:
     and one unbroken range of the tensor's storage.
 
     >>> shard = TensorSpec("weight", (6, 4), torch.float32).shard(tensor=0, rank=1, start=2, stop=6)
-    >>> shard.numel, shard.flat, shard.box(torch.zeros(6, 4)).shape
+    >>> shard.numel, shard.flat, shard.narrow(torch.zeros(6, 4)).shape
     (16, slice(8, 24, None), torch.Size([4, 4]))
 
     Attributes:
@@ -133,7 +133,7 @@ class Shard:
         """Its elements in the tensor's storage order, counted from the tensor's first element in memory."""
         return slice(self.start * self.row_numel, self.stop * self.row_numel)
 
-    def box(self, tensor: torch.Tensor) -> torch.Tensor:
+    def narrow(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the view of its rows in the tensor, or in any other tensor of the same shape, whatever the strides."""
         return tensor.narrow(self.dim, self.start, self.stop - self.start) if tensor.dim() else tensor
 

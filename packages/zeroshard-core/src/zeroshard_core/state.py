@@ -37,13 +37,13 @@ def cut_state(state: Mapping[str, Any], spec: TensorSpec, shard: Shard) -> dict[
     cut: dict[str, Any] = {}
     for key, value in state.items():
         if _is_per_element(value, spec):
-            cut[key] = shard.box(_laid_out(value.detach(), spec))
+            cut[key] = shard.narrow(_laid_out(value.detach(), spec))
         elif _travels(value):
             cut[key] = value
         else:
             raise StateMapError(
                 f"tensor {spec.name!r} of shape {spec.shape} cannot be cut: its state {key!r} has "
-                f"{_shape_in_words(value)}, which does not follow the tensor's elements; keep this tensor whole"
+                f"{_shape_to_text(value)}, which does not follow the tensor's elements; keep this tensor whole"
             )
     return cut
 
@@ -122,7 +122,7 @@ def _holds_tensor(values: Iterable[object]) -> bool:
     return any(isinstance(value, torch.Tensor) or not _travels(value) for value in values)
 
 
-def _shape_in_words(value: object) -> str:
+def _shape_to_text(value: object) -> str:
     if not isinstance(value, torch.Tensor):
         return f"a {type(value).__name__} that holds tensors"
     kind = "" if value.layout is torch.strided else f" and layout {value.layout}"

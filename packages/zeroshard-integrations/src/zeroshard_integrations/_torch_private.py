@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._C import _distributed_c10d
+from torch.distributed.algorithms.join import Joinable, _JoinConfig
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from zeroshard_comm._torch_private import check_names
@@ -31,17 +33,35 @@ USED: Mapping[str, str] = {
     f"{_REDUCER}._push_all_rebuilt_params": "the same",
     f"{_REDUCER}._get_local_used_map": "the same",
     f"{_REDUCER}._set_forward_pass_work_handle": "by how many ranks gradients are divided",
+    "torch._foreach_copy_": "one call for many parameters, where a loop costs a call for each",
+    "torch.distributed.distributed_c10d._World.pg_names": "torch numbers a group that only its ranks make",
+    "torch._disable_dynamo": "torch.compile is not to look into our code; torch.compiler.disable imports the compiler",
+    "torch.distributed.algorithms.join.Joinable._join_config": "how a joinable learns whether it is in a Join context",
+    "torch.distributed.algorithms.join._JoinConfig": "the same; what a joinable outside of any context has",
     "torch._C._distributed_c10d._create_work_from_future": "the number of ranks, in the form in which DDP takes it",
 }
 
 check_names("zeroshard_integrations", USED, TESTED_WITH)
 
+foreach_copy_ = torch._foreach_copy_
 queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 will_execute = torch._C._will_engine_execute_node
 buckets_of_zeros = _distributed_c10d.Reducer._get_zeros_like_grad_buckets
 run_comm_hook = _distributed_c10d.Reducer._run_comm_hook
 push_all_rebuilt_params = _distributed_c10d.Reducer._push_all_rebuilt_params
+JoinConfig = _JoinConfig
 local_used_map = _distributed_c10d.Reducer._get_local_used_map
+
+
+def disable_dynamo(func: Callable[..., None]) -> Callable[..., None]:
+    """Let torch.compile call a function as it is, and not trace it."""
+    found: Callable[..., None] = vars(torch)["_disable_dynamo"](func)
+    return found
+
+
+def groups_here() -> int:
+    """Count the process groups that this rank is in; ranks that differ in it cannot make a group by themselves."""
+    return len(dist.distributed_c10d._world.pg_names)
 
 
 def comm_hooks(ddp: DistributedDataParallel) -> Sequence[tuple[Callable[..., Any], object]]:
@@ -81,3 +101,14 @@ def divide_by(ddp: DistributedDataParallel, ranks: int | None) -> None:
     # torch's stubs leave it out.
     work = vars(_distributed_c10d)["_create_work_from_future"](found)
     ddp.reducer._set_forward_pass_work_handle(work, ranks is None)
+
+
+def join_config(joinable: Joinable) -> JoinConfig | None:
+    """Return what a Join context has told a joinable; None before any."""
+    found: JoinConfig | None = getattr(joinable, "_join_config", None)
+    return found
+
+
+def set_join_config(joinable: Joinable, config: JoinConfig | None) -> None:
+    """Tell a joinable that it is in a Join context, or with None that it is in none."""
+    joinable._join_config = JoinConfig.construct_disabled_join_config() if config is None else config

@@ -21,10 +21,12 @@ import torch.distributed as dist
 from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
-from zeroshard_comm import Control, RankGroup, ShardingConfig, agreed, choose_private_group
-from zeroshard_comm._torch_private import foreach_copy_, groups_here
-from zeroshard_comm.errors import lost
+from zeroshard_comm import Coordinator, RankGroup, ShardingConfig, agreed, choose_private_group, peer_lost
 from zeroshard_core import TensorSpec, partition
+
+from zeroshard_integrations._torch_private import foreach_copy_, groups_here
+
+__all__ = ["HierarchicalModelAverager", "PeriodicModelAverager", "PostLocalSGDOptimizer"]
 
 _Bucket = tuple[torch.Tensor | None, list[torch.Tensor]]
 """A flat buffer and the parameters in it; or None, and parameters that are packed for the all-reduce."""
@@ -65,15 +67,17 @@ class HierarchicalModelAverager(ModelAverager):
         ranks = RankGroup.of(process_group)
         super().__init__(ranks.group)
         self.warmup_steps = warmup_steps
-        self._control = Control(ranks)
-        with agreed(self._control, f"{type(self).__name__}()") as declared:
+        self._coordinator = Coordinator(ranks)
+        with agreed(self._coordinator, f"{type(self).__name__}()") as proposal:
             levels = _checked(period_group_size_dict, warmup_steps, ranks.world_size)
             settings: dict[str, str | int] = {"periods and group sizes": str(levels), "warmup_steps": warmup_steps}
             if len(levels) > 1:
                 settings["number of process groups made so far"] = groups_here()
-            declared.set(_config([], settings))
+            proposal.set(_config([], settings))
         groups = [(period, ranks.subgroup(size)) for period, size in reversed(levels.items())]
-        self._levels = [(period, Control(group) if group is not ranks else self._control) for period, group in groups]
+        self._levels = [
+            (period, Coordinator(group) if group is not ranks else self._coordinator) for period, group in groups
+        ]
 
     def average_parameters(self, params: Params) -> None:
         """Average parameters between subgroups if that is due, and count the step. Collective if it is due.
@@ -93,9 +97,9 @@ class HierarchicalModelAverager(ModelAverager):
 
     def _average(self, params: Params, buffers: Sequence[torch.Tensor]) -> None:
         since = self.step - self.warmup_steps
-        due = (control for period, control in self._levels if since >= 0 and since % period == 0)
-        if (control := next(due, None)) is not None:
-            _average_over(control, params, buffers, self.step)
+        due = (coordinator for period, coordinator in self._levels if since >= 0 and since % period == 0)
+        if (coordinator := next(due, None)) is not None:
+            _average_over(coordinator, params, buffers, self.step)
         self.step += 1
 
 
@@ -147,7 +151,7 @@ class PostLocalSGDOptimizer(Optimizer):
                 f"{type(averager).__module__}.{type(averager).__name__}"
             )
         sharing = getattr(optim, "process_group", None)
-        with agreed(averager._control, "PostLocalSGDOptimizer()"):
+        with agreed(averager._coordinator, "PostLocalSGDOptimizer()"):
             members = dist.get_process_group_ranks(sharing) if isinstance(sharing, dist.ProcessGroup) else ()
             averaging = dist.get_process_group_ranks(averager.process_group)
             both = [rank for rank in averaging if rank in members]
@@ -274,9 +278,9 @@ def _checked(sizes: Mapping[int, int] | None, warmup_steps: int, ranks: int) -> 
     return levels
 
 
-def _average_over(control: Control, params: Params, buffers: Sequence[torch.Tensor], step: int) -> None:
-    ranks = control.ranks
-    with agreed(control, _AVERAGE) as declared:
+def _average_over(coordinator: Coordinator, params: Params, buffers: Sequence[torch.Tensor], step: int) -> None:
+    ranks = coordinator.ranks
+    with agreed(coordinator, _AVERAGE) as proposal:
         found = _parameters(params)
         buckets = _buckets(found, buffers)
         # Plans of two subgroups may lay out buffers differently.
@@ -285,8 +289,8 @@ def _average_over(control: Control, params: Params, buffers: Sequence[torch.Tens
             for flat, members in buckets
         ]
         settings = {"the averager's step": step, "the layout of its buckets": crc32(str(places).encode())}
-        declared.set(_config([param for param in found if param.requires_grad], settings))
-    for flat, members in [] if control.is_single_rank else buckets:
+        proposal.set(_config([param for param in found if param.requires_grad], settings))
+    for flat, members in [] if coordinator.is_single_rank else buckets:
         with torch.no_grad():
             mean = flat if flat is not None else torch.cat([param.reshape(-1) for param in members])
             # Before the sum, which float16 may not hold.
@@ -294,7 +298,7 @@ def _average_over(control: Control, params: Params, buffers: Sequence[torch.Tens
             try:
                 dist.all_reduce(mean, group=choose_private_group(ranks, mean.device).group)
             except RuntimeError as failure:
-                error = lost(failure, None, ranks.rank, _AVERAGE)
+                error = peer_lost(failure, None, ranks.rank, _AVERAGE)
                 ranks.context.close(error)
                 raise error from failure
             if flat is not None:

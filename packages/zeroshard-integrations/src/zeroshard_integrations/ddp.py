@@ -18,10 +18,16 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.futures import Future, collect_all
 from torch.nn.parallel import DistributedDataParallel
 from zeroshard import Bucket, GradExchange, StepMode, ZeroRedundancyOptimizer
-from zeroshard._torch_private import disable_dynamo, in_autograd
-from zeroshard.engine import Engine
+from zeroshard.join import JoinState
 
-from zeroshard_integrations._torch_private import comm_hooks, has_rebuilt_buckets, queue_callback
+from zeroshard_integrations._torch_private import comm_hooks, disable_dynamo, has_rebuilt_buckets, queue_callback
+
+__all__ = [
+    "hook_with_zero_step",
+    "hook_with_zero_step_interleaved",
+    "reduce_to_owner_hook",
+    "register_reduce_to_owner",
+]
 
 Hook = Callable[[Any, GradBucket], Future[torch.Tensor]]
 
@@ -121,11 +127,6 @@ def register_reduce_to_owner(
                 f"register_reduce_to_owner takes zeroshard.ZeroRedundancyOptimizer, or a sequence of them, and not a "
                 f"{type(each).__name__}"
             )
-        if each._overlap_with_ddp:
-            raise ValueError(
-                "the optimizer was built with overlap_with_ddp=True, to be stepped by a communication hook: build it "
-                "without, or register hook_with_zero_step or hook_with_zero_step_interleaved"
-            )
     names = _check_model(ddp, optimizers)
     exchanges = [each.follow_backward(StepMode.IN_STEP, names, norms=norms) for each in optimizers]
     ddp.register_comm_hook(optimizers[0] if len(optimizers) == 1 else _Several(optimizers), reduce_to_owner_hook)
@@ -187,44 +188,39 @@ def hook_with_zero_step_interleaved(
     return _stepping(hook, ddp, zero, StepMode.PER_BUCKET)
 
 
-_stepped_by: weakref.WeakKeyDictionary[Hook, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
+_stepped_by: weakref.WeakKeyDictionary[Hook, weakref.ref[JoinState]] = weakref.WeakKeyDictionary()
 
 
-def optimizers_of_hooks(ddp: DistributedDataParallel) -> list[Engine]:
-    """Return the engines of the optimizers to which the communication hooks of a model hand its gradients.
+def optimizers_of_hooks(ddp: DistributedDataParallel) -> list[JoinState]:
+    """Return the join states of the optimizers to which the communication hooks of a model hand its gradients.
 
-    An optimizer shares its engine with wrappers of frameworks.
+    An optimizer shares its own with wrappers of frameworks.
 
     Args:
         ddp: the model.
     """
-    states = [getattr(each, "_engine", None) for _, state in comm_hooks(ddp) for each in _optimizers_in(state)]
+    states = [getattr(each, "join_state", None) for _, state in comm_hooks(ddp) for each in _optimizers_in(state)]
     # By identity: users' hooks need not be hashable.
-    steppers = [sharded() for hook, _ in comm_hooks(ddp) for known, sharded in _stepped_by.items() if known is hook]
-    return [sharded for sharded in (*states, *steppers) if isinstance(sharded, Engine)]
+    steppers = [found() for hook, _ in comm_hooks(ddp) for known, found in _stepped_by.items() if known is hook]
+    return [found for found in (*states, *steppers) if isinstance(found, JoinState)]
 
 
 def _stepping(hook: Hook, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, mode: StepMode) -> Hook:
-    if not zero._overlap_with_ddp:
-        raise ValueError(
-            "the optimizer must be built with overlap_with_ddp=True to be stepped by a communication hook; or register "
-            "reduce_to_owner_hook, which leaves stepping to step()"
-        )
     exchange = zero.follow_backward(mode, _check_model(ddp, [zero]))
     _register_model(ddp, [exchange])
     # DDP keeps the hook: a reference to the optimizer from there would be a cycle through C++.
     reduces_elsewhere = hook is not allreduce_hook
-    sharded_of, group = weakref.ref(zero._engine), zero.process_group
+    join_state, group = weakref.ref(zero.join_state), zero.process_group
 
     def step_in_backward(state: Any, bucket: GradBucket) -> Future[torch.Tensor]:  # noqa: ANN401 - the inner hook's
-        if sharded_of() is None:
+        if join_state() is None:
             raise RuntimeError("the optimizer that this communication hook steps is gone: keep a reference to it")
         if not reduces_elsewhere and isinstance(state, dist.ProcessGroup):
             difference = "allreduce_hook was registered with a group of the ranks {}, and the optimizer works on {}"
             _check_same_ranks(state, group, difference)
         return _receive([exchange], bucket, (lambda: hook(state, bucket)) if reduces_elsewhere else None)
 
-    _stepped_by[step_in_backward] = sharded_of
+    _stepped_by[step_in_backward] = join_state
     return step_in_backward
 
 
@@ -271,15 +267,15 @@ def _receive(
         parts = [found.only([owner is each for owner in owner_of]) for each in exchanges]
     done = []
     for exchange, part in zip(exchanges, parts, strict=True):
-        # Without a backward: Join calls the hook of a rank that has run out of data.
-        given = part if in_autograd() else exchange.gradients.contribute(part)
+        # Join calls the hook of a rank that has run out of data, without a backward.
+        given = exchange.gradients.contribute(part)
         begins = not exchange.in_backward
         done.append(exchange.begin(given, reduce))
         if given.is_own and given.is_last:
             _after_ddp(exchange.end)
         elif given.is_own and begins:
             _after_ddp(exchange.end_of_autograd)
-    if found.is_last and not in_autograd() and exchanges[0].join.exchange is None:
+    if found.is_last and not given.is_own and exchanges[0].join.context is None:
         # This rank is in torch's Join of the model alone. The others have data, and raise in step().
         for each in exchanges:
             each.end()

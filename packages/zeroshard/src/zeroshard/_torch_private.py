@@ -92,8 +92,3 @@ def join_config(joinable: Joinable) -> JoinConfig:
     """Return what the Join context that a joinable is in, if it is in one, has told it."""
     found: JoinConfig = getattr(joinable, "_join_config", _IN_NO_CONTEXT)
     return found
-
-
-def set_join_config(joinable: Joinable, config: JoinConfig | None) -> None:
-    """Tell a joinable that it is in a Join context, or with None that it is in none."""
-    joinable._join_config = _IN_NO_CONTEXT if config is None else config

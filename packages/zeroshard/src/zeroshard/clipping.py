@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from zeroshard_comm import Control, agreed, combine_disjoint
+from zeroshard_comm import Coordinator, agreed
 
 from zeroshard._torch_private import foreach_mul_, foreach_norm
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def clip_over_ranks(
-    control: Control,
+    coordinator: Coordinator,
     exchange: GradExchange,
     max_norm: float,
     norm_type: float,
@@ -28,7 +28,7 @@ def clip_over_ranks(
     """Scale gradients in place so that their norm over all ranks is at most ``max_norm``. Collective.
 
     Args:
-        control: the channel of the ranks.
+        coordinator: the channel of the ranks.
         exchange: has this rank's gradients; every element is held by only one rank.
         max_norm: the largest norm that is not scaled down.
         norm_type: the p of the p-norm; ``inf`` for the largest magnitude.
@@ -45,17 +45,17 @@ def clip_over_ranks(
     """
     held: Sequence[torch.Tensor] = ()
     mine = 0.0
-    with agreed(control, "clip_grad_norm_()", _explain) as declared:
+    with agreed(coordinator, "clip_grad_norm_()", _explain) as proposal:
         max_norm, norm_type = float(max_norm), float(norm_type)
         wanted = f"max_norm={max_norm}, norm_type={norm_type}, error_if_nonfinite={error_if_nonfinite}"
-        declared.digest, declared.detail = zlib.crc32(wanted.encode()), lambda: wanted
+        proposal.digest, proposal.detail = zlib.crc32(wanted.encode()), lambda: wanted
         held = exchange.owned_gradients()
         if held:
             norms = torch.stack([norm.double() for norm in foreach_norm(list(held), norm_type)])
             mine = float(torch.linalg.vector_norm(norms, norm_type))
-    parts = torch.zeros(control.ranks.world_size, dtype=torch.float64, device="cpu")
-    parts[control.ranks.rank] = mine
-    total = float(torch.linalg.vector_norm(combine_disjoint(control, parts, "clip_grad_norm_()"), norm_type))
+    parts = torch.zeros(coordinator.ranks.world_size, dtype=torch.float64, device="cpu")
+    parts[coordinator.ranks.rank] = mine
+    total = float(torch.linalg.vector_norm(coordinator.combine_disjoint(parts, "clip_grad_norm_()"), norm_type))
     if error_if_nonfinite and not math.isfinite(total):
         raise RuntimeError(
             f"the {norm_type}-norm of all gradients is {total}, so they cannot be clipped. Pass "

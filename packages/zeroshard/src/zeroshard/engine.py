@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from zeroshard_comm import Control, PeerLostError, Position, RankGroup, Traffic, agreed
+from zeroshard_comm import Coordinator, PeerLostError, Position, RankGroup, Traffic, agreed
 
 from zeroshard.clipping import clip_over_ranks
 from zeroshard.debug.checks import step_debugging
@@ -20,8 +20,8 @@ from zeroshard.join import Call, JoinState
 from zeroshard.local.optimizer import Closure, LocalOptimizer, sync_groups
 from zeroshard.local.train_mode import call_on_all_ranks, check_method
 from zeroshard.param_buffers import ParamBuffers
-from zeroshard.plan.eligibility import check_capture, name_of
-from zeroshard.plan.groups import ParamGroup, active_mask, check_members, parameters_of
+from zeroshard.plan.eligibility import name_of
+from zeroshard.plan.groups import ParamGroup, active_mask, check_capture, check_members, parameters_of
 from zeroshard.plan.hyperparameters import Hyperparameters, settings_of
 from zeroshard.plan.layout import (
     Layout,
@@ -46,7 +46,7 @@ _logger = logging.getLogger(__name__)
 class Engine:
     """Groups, layout, local optimizer, parameter buffers and state metadata of one public optimizer.
 
-    Only its own methods replace them, once all ranks agree. Objects that it holds refer to it weakly.
+    Another plan is adopted once all ranks agree on it. Objects that the engine holds refer to it weakly.
 
     Args:
         ranks: the group.
@@ -56,7 +56,7 @@ class Engine:
 
     Attributes:
         groups: the public param groups.
-        control: the channel of the ranks' agreements.
+        coordinator: the channel of the ranks' agreements.
         traffic: bytes, calls and waiting so far.
         policy: as given; also with the names of parameters.
         layout: who owns what, and which tensors are active.
@@ -66,7 +66,7 @@ class Engine:
         hyperparameters: those that must be equal on all ranks.
         metadata: which state there is on all ranks.
         join: announces calls inside Join.
-        exchange: takes gradients bucket by bucket; None before the first call of a communication hook.
+        exchange: takes gradients bucket by bucket; None until a communication hook is registered, or first called.
         debugging: logs, or checks every step; None if nobody asks for that.
         broken: the error that every further call raises; None if all exchanges were completed.
         refused: why the loop was refused: it misused a hook, until a state is loaded; else empty.
@@ -82,23 +82,23 @@ class Engine:
         self, ranks: RankGroup, policy: Policy, defaults: Mapping[str, Any], read: Callable[[], list[ParamGroup]]
     ) -> None:
         self.traffic, self.policy = Traffic(), policy
-        self.control = control = Control(ranks, self.traffic)
+        self.coordinator = coordinator = Coordinator(ranks, self.traffic)
         self.exchange: GradExchange | None = None
         self.broken: RuntimeError | None = None
         self.refused = self.suspended = self.last_mode = ""
         name = name_of(policy.factory)
-        with agreed(control, "ZeroRedundancyOptimizer()") as declared:
+        with agreed(coordinator, "ZeroRedundancyOptimizer()") as proposal:
             groups = self.groups = read()
             self.layout = first_layout(policy, groups, name)
             self.local = LocalOptimizer(policy, groups, self.layout.plan, ranks.rank, defaults)
-            declared.set(with_hyperparameters(self.layout, settings_of(groups, self.local.optim.defaults)))
-            declared.flag = bool(self.local.optim.state)
-        begins_with_state = control.flagged
-        control.position = Position(ranks.context.number_optimizer(), name, 0)
-        self.buffers = ParamBuffers(control, as_bucket_view=policy.as_bucket_view)
+            proposal.set(with_hyperparameters(self.layout, settings_of(groups, self.local.optim.defaults)))
+            proposal.flag = bool(self.local.optim.state)
+        begins_with_state = coordinator.flagged
+        coordinator.position = Position(ranks.context.number_optimizer(), name, 0)
+        self.buffers = ParamBuffers(coordinator, as_bucket_view=policy.as_bucket_view)
         self.params = parameters_of(groups)
         self.hyperparameters = Hyperparameters()
-        self.hyperparameters.follow(groups)
+        self.hyperparameters.update(groups)
         self._lay_out()
         weak = weakref.proxy(self)
         self.metadata, self.join = StateMetadata(weak), JoinState(weak)
@@ -153,8 +153,8 @@ class Engine:
         If a rank was lost, or this one was interrupted (by a `BaseException` that is no `Exception`), no other rank
         waits for this one any more. An interruption of a single rank breaks nothing.
         """
-        is_interruption, ranks = not isinstance(error, Exception), self.control.ranks
-        if is_interruption and self.control.is_single_rank:
+        is_interruption, ranks = not isinstance(error, Exception), self.coordinator.ranks
+        if is_interruption and self.coordinator.is_single_rank:
             return
         if is_interruption or isinstance(error, PeerLostError):
             ranks.context.close(error)
@@ -179,7 +179,7 @@ class Engine:
     def _announce(self, call: Call, **arguments: Any) -> None:  # noqa: ANN401 - of any call
         """Announce a call inside of Join, if earlier exchanges came to their end."""
         self.check_broken()
-        if self.join.exchange is not None or self.join.models:
+        if self.join.context is not None or self.join.models:
             self.join.announce(call, **arguments)
 
     # ------------------------------------------------------------------ the layout
@@ -195,7 +195,7 @@ class Engine:
             Exception: an error in the parameters or groups; the other ranks must be told.
         """
         self.check_allowed()
-        check_capture(self.control.ranks, self.params)
+        check_capture(self.coordinator.ranks, self.params)
         check_members(self.groups, self.params)
         layout = self.current_layout()
         sync_groups(self.groups, self.local.optim.param_groups)
@@ -214,7 +214,7 @@ class Engine:
             if moved and all(map(same_place, self.layout.plan.tensors, layout.plan.tensors)):
                 # Even if ranks must agree first: until then, values must arrive where parameters are now.
                 self._lay_out()
-            if layout.declaration.digest == self.layout.declaration.digest:
+            if layout.config.digest == self.layout.config.digest:
                 layout = self.layout
             else:
                 self.local.check_not_converted(self.layout.plan, layout.plan)
@@ -224,7 +224,7 @@ class Engine:
         """Take over a layout that all ranks have agreed on; no-op if it is that in use."""
         if layout is self.layout:
             return
-        _logger.debug("rank %d takes over another layout", self.control.ranks.rank)
+        _logger.debug("rank %d takes over another layout", self.coordinator.ranks.rank)
         if not same_shards(layout.plan, self.layout.plan) or len(self.groups) != len(self.local.optim.param_groups):
             self.local.rebuild(self.groups, layout.plan)
         self.layout = layout
@@ -239,9 +239,9 @@ class Engine:
         Args:
             tensors: indices.
         """
-        settled = self.layout.settled | tensors
-        if settled != self.layout.settled:
-            self.layout = next_layout(self.policy, replace(self.layout, settled=settled), self.groups)
+        fixed = self.layout.fixed | tensors
+        if fixed != self.layout.fixed:
+            self.layout = next_layout(self.policy, replace(self.layout, fixed=fixed), self.groups)
 
     def to_text(self) -> str:
         """Return layout and hyperparameters as JSON, which ranks compare at the end of a step."""
@@ -262,8 +262,8 @@ class Engine:
         Raises:
             PeerLostError: if a rank is gone.
         """
-        buffers, settled = ParamBuffers(self.control, as_bucket_view=False), self.layout.settled
-        buffers.lay_out(self.params, self.layout.plan, [index in settled for index in range(len(self.params))])
+        buffers, fixed = ParamBuffers(self.coordinator, as_bucket_view=False), self.layout.fixed
+        buffers.lay_out(self.params, self.layout.plan, [index in fixed for index in range(len(self.params))])
         buffers.send()
         buffers.wait()
 
@@ -274,12 +274,13 @@ class Engine:
             append: checks the new group and appends it to the public ones.
         """
         exchange, before = self.exchange, len(self.groups)
-        is_noted = exchange is not None and exchange.has_same_hyperparameters()
+        early = exchange.early_steps if exchange is not None else None
+        is_accepted = early is not None and early.has_same_hyperparameters()
         with self.collective():
             layout = self.layout
             try:
-                with agreed(self.control, "add_param_group()") as declared:
-                    declared.set(layout.declaration)
+                with agreed(self.coordinator, "add_param_group()") as proposal:
+                    proposal.set(layout.config)
                     self.check_allowed()
                     append()
                     layout = next_layout(self.policy, layout, self.groups)
@@ -288,41 +289,42 @@ class Engine:
                     if exchange is not None:
                         exchange.buckets.check(parameters_of(self.groups), layout)
                     settings = settings_of(self.groups[before:], self.local.optim.defaults, first=before)
-                    declared.set(with_hyperparameters(layout, settings))
+                    proposal.set(with_hyperparameters(layout, settings))
             except BaseException:
                 del self.groups[before:]
                 raise
             self.adopt(layout)
             # Only the new group: edits of the others since the last step are not in the local optimizer yet.
             sync_groups(self.local.optim.param_groups[before:], self.groups[before:])
-            if self.control.agree("add_param_group()", flag=self.metadata.has_changed()):
+            if self.coordinator.agree("add_param_group()", flag=self.metadata.has_changed()):
                 self.metadata.exchange("add_param_group()")
         self.metadata.drop_consolidated()
-        if exchange is not None and is_noted:
+        if early is not None and is_accepted:
             # The hyperparameters of the new group do not count as changed.
-            exchange.note_hyperparameters()
+            early.accept_hyperparameters()
 
     # ------------------------------------------------------------------ steps
 
     @property
     def steps_early(self) -> bool:
         """Whether a communication hook steps during backward."""
-        return self.exchange is not None and self.exchange.mode is not StepMode.IN_STEP
+        return self.exchange is not None and self.exchange.early_steps is not None
 
     def step(self, closure: Closure | None, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as the inner step
         """Make a step, or check the one that backward has made."""
         exchange = self.exchange
-        may_be_torchs = exchange is not None and not (closure or exchange.has_stepped) and self.metadata.is_empty
-        if may_be_torchs and is_torchs_own_step(self):
+        early = exchange.early_steps if exchange is not None else None
+        may_be_torchs = exchange is not None and not closure and not (early is not None and early.has_stepped)
+        if may_be_torchs and self.metadata.is_empty and is_torchs_own_step(self):
             return self.init_state()
-        if exchange is not None and self.steps_early:
+        if early is not None:
             # Nothing is sent here: Join contexts need not know, and errors are raised only on this rank.
             if closure is not None or arguments:
                 raise ValueError(
                     "this optimizer is stepped during backward by its communication hook, so step() takes neither a "
                     "closure nor arguments; call step() without them, or not at all, or use reduce_to_owner_hook"
                 )
-            return exchange.check_step()
+            return early.check_step()
         error, inner = None, arguments
         if closure is not None:
             if exchange is None:
@@ -362,7 +364,7 @@ class Engine:
         assert self.exchange is not None
         with self.communicating():
             return clip_over_ranks(
-                self.control,
+                self.coordinator,
                 self.exchange,
                 max_norm,
                 norm_type,
@@ -424,8 +426,9 @@ class Engine:
             is_loaded = load(self, self._schema, read, from_rank)
         if is_loaded:
             self.metadata.drop_consolidated()
-            if self.exchange is not None:
-                self.exchange.begin_anew()
+            self.refused = ""
+            if self.exchange is not None and self.exchange.early_steps is not None:
+                self.exchange.early_steps.reset()
         return is_loaded
 
     def take_over_state(self, layout: Layout, operation: str, install: Callable[[], None]) -> None:
@@ -442,7 +445,7 @@ class Engine:
         inner = self.local.optim
         before = (inner.state, inner.param_groups)
         try:
-            with agreed(self.control, f"the end of {operation}"):
+            with agreed(self.coordinator, f"the end of {operation}"):
                 self.adopt(layout)
                 install()
             self.metadata.exchange(f"the state after {operation}")

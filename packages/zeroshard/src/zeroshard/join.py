@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.algorithms.join import Joinable
-from zeroshard_comm import Control, DisagreementError, PeerLostError, agreed
+from zeroshard_comm import Coordinator, DisagreementError, PeerLostError, agreed
 
 from zeroshard._torch_private import join_config
 from zeroshard.grads.placeholder import GradPlaceholder
@@ -24,6 +24,9 @@ from zeroshard.state.serialization import receive_value, send_value, write_value
 
 if TYPE_CHECKING:
     from zeroshard.engine import Engine
+    from zeroshard.grads.exchange import GradExchange
+
+__all__ = ["Call", "JoinCall", "JoinRound", "JoinState", "exchange_calls", "fail", "receive_value", "send_value"]
 
 
 class Call(IntEnum):
@@ -37,7 +40,7 @@ class Call(IntEnum):
     BACKWARD = 4
     """The begin of a backward that reduces; announced for its model, and by an optimizer that steps during it."""
     END = 5
-    """The end of a backward that has stepped."""
+    """The end of a backward whose hook steps; a rank without data then ends that step."""
     FORWARD = 6
     """A forward whose backward reduces."""
     FORWARD_UNDER_NO_SYNC = 7
@@ -53,7 +56,7 @@ class Call(IntEnum):
 
 
 @dataclass(frozen=True)
-class Announcement:
+class JoinCall:
     """What a rank says before a call.
 
     Attributes:
@@ -71,7 +74,7 @@ class Announcement:
 
 
 @dataclass(frozen=True)
-class Attendance:
+class JoinRound:
     """What all ranks have announced.
 
     Attributes:
@@ -79,12 +82,12 @@ class Attendance:
         running, joined: those ranks, and the others, ascending.
     """
 
-    made: Announcement
+    made: JoinCall
     running: tuple[int, ...]
     joined: tuple[int, ...] = ()
 
 
-def exchange(control: Control, mine: Announcement, error: Exception | None = None) -> Attendance:
+def exchange_calls(coordinator: Coordinator, mine: JoinCall, error: Exception | None = None) -> JoinRound:
     """Tell all ranks what this one is about to do, and hear it from them. Collective.
 
     Raises:
@@ -92,22 +95,22 @@ def exchange(control: Control, mine: Announcement, error: Exception | None = Non
         PeerLostError: if a rank is gone.
         Exception: the error of a rank that has failed, or is unable, on every rank.
     """
-    words = control.gather_ints([mine.call | mine.place << 4], "a call inside Join", often_equal=True)
-    answers = [Announcement(Call(word & 15), word >> 4) for [word] in words]
+    words = coordinator.gather_ints([mine.call | mine.place << 4], "a call inside Join", often_equal=True)
+    answers = [JoinCall(Call(word & 15), word >> 4) for [word] in words]
     if mine.call is Call.FAILED:
         frames = error.__traceback__ if error is not None else None
         with suppress(Exception):
-            control.agree("leaving Join", error=error)
+            coordinator.agree("leaving Join", error=error)
         if error is not None:
             # Else the frames of this call would keep the context.
             error.__traceback__ = frames
-        return Attendance(mine, ())
+        return JoinRound(mine, ())
     joined = tuple([rank for rank, answer in enumerate(answers) if answer.call in (Call.JOINED, Call.UNABLE)])
     running = tuple([rank for rank in range(len(answers)) if rank not in joined])
     calls = [answer.call for answer in answers]
     if Call.FAILED in calls or (Call.UNABLE in calls and running):
-        control.agree("leaving Join", error=error)
-    made = answers[running[0]] if running else Announcement(Call.JOINED)
+        coordinator.agree("leaving Join", error=error)
+    made = answers[running[0]] if running else JoinCall(Call.JOINED)
     for rank, answer in enumerate(answers):
         if rank in running and answer != made:
             raise DisagreementError(
@@ -115,20 +118,20 @@ def exchange(control: Control, mine: Announcement, error: Exception | None = Non
                 f"still have data must make the same calls in the same order, and decide about no_sync() and step() "
                 f"by the number of the batch"
             )
-    return Attendance(made, running, joined)
+    return JoinRound(made, running, joined)
 
 
-def fail(control: Control, error: Exception) -> None:
+def fail(coordinator: Coordinator, error: Exception) -> None:
     """Tell all ranks of an error at their next announcement. Collective."""
     with suppress(PeerLostError):
-        exchange(control, Announcement(Call.FAILED), error)
+        exchange_calls(coordinator, JoinCall(Call.FAILED), error)
 
 
 class JoinState:
     """Announces the calls of one optimizer, and sends ranks without data the values that they need.
 
     Attributes:
-        exchange: announces a call in the context that the optimizer is in; None outside. Contexts change these.
+        context: announces a call in the Join context that the optimizer is in; None outside. Contexts change these.
         divides_by_running: whether a hook of zeroshard averages gradients over the ranks that still have data.
         models: those that a communication hook was registered with.
     """
@@ -140,7 +143,7 @@ class JoinState:
 
     def leave(self) -> None:
         """Leave a context."""
-        self.exchange: Callable[[Call], Attendance | None] | None = None
+        self.context: Callable[[Call], JoinRound | None] | None = None
         self.divides_by_running = False
 
     def announce(self, call: Call, **arguments: Any) -> None:  # noqa: ANN401 - of any call
@@ -149,13 +152,13 @@ class JoinState:
         Raises:
             RuntimeError: if a model is in a Join context, and the optimizer is not.
         """
-        if self.exchange is None and any(join_config(model).enable for model in self.models):
+        if self.context is None and any(join_config(model).enable for model in self.models):
             raise self.left_out()
-        if self.exchange is None or self._engine.control.is_single_rank:
+        if self.context is None or self._engine.coordinator.is_single_rank:
             return
-        attendance = self.exchange(call)
-        if attendance is not None and attendance.joined and attendance.running and call is not Call.END:
-            self.hand_over(attendance, arguments)
+        join_round = self.context(call)
+        if join_round is not None and join_round.joined and join_round.running and call is not Call.END:
+            self.exchange_args(join_round, arguments)
 
     def announce_backward(self, *, is_own: bool = True, ends: bool = False) -> None:
         """Announce a backward during which shards are stepped, or its end; or take part in one of the others."""
@@ -169,29 +172,29 @@ class JoinState:
             "take no part in step(): use zeroshard_integrations.join.Join([ddp, optimizer])"
         )
 
-    def hand_over(self, attendance: Attendance, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Send ranks without data what a call needs, and return its arguments; or raise on all ranks. Collective."""
-        control, source, call = self._engine.control, attendance.running[0], attendance.made.call
-        rank, written = control.ranks.rank, dict[int, Any]()
-        with agreed(control, "a call inside Join"):
+    def exchange_args(self, join_round: JoinRound, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Send ranks without data what a call needs, or receive and set it there; return its arguments. Collective."""
+        coordinator, source, call = self._engine.coordinator, join_round.running[0], join_round.made.call
+        rank, written = coordinator.ranks.rank, dict[int, Any]()
+        with agreed(coordinator, "a call inside Join"):
             if call is Call.REFUSED:
                 what = "add_param_group(), load_state_dict(), train(), eval() and step(closure)"
                 raise RuntimeError(f"{what} need all ranks, and one has run out of data: call them outside of Join")
             if rank == source:
                 common = self._describe(call, arguments)
-                written = {peer: {**common, **self._tensors_for(peer, call)} for peer in attendance.joined}
-        with agreed(control, "a call inside Join"):
+                written = {peer: {**common, **self._tensors_for(peer, call)} for peer in join_round.joined}
+        with agreed(coordinator, "a call inside Join"):
             for peer, values in written.items():
-                send_value(control, peer, values)
-            if rank in attendance.joined:
-                given = receive_value(control, source)
+                send_value(coordinator, peer, values)
+            if rank in join_round.joined:
+                given = receive_value(coordinator, source)
                 arguments = given["arguments"]
                 self._take(call, given)
         return arguments
 
     def _describe(self, call: Call, arguments: Mapping[str, Any]) -> dict[str, Any]:
         groups = [{k: v for k, v in group.items() if k not in NOT_SYNCED} for group in self._engine.groups]
-        self._engine.hyperparameters.follow(self._engine.groups)
+        self._engine.hyperparameters.update(self._engine.groups)
         named = [(f"the hyperparameter {key!r}", value) for group in groups for key, value in group.items()]
         named += [(f"the argument {key!r} of {call.name.lower()}()", value) for key, value in arguments.items()]
         for name, value in named:
@@ -216,11 +219,11 @@ class JoinState:
         for shard in plan.of_rank(peer):
             value = values[shard.tensor]
             if value is not None:
-                found[str(shard.tensor)] = shard.box(value.detach()) if plan.is_cut(shard.tensor) else value.detach()
+                found[str(shard.tensor)] = shard.narrow(value.detach()) if plan.is_cut(shard.tensor) else value.detach()
         return found
 
     def _take(self, call: Call, given: Mapping[str, Any]) -> None:
-        groups, params, rank = self._engine.groups, self._engine.params, self._engine.control.ranks.rank
+        groups, params, rank = self._engine.groups, self._engine.params, self._engine.coordinator.ranks.rank
         for from_group, to_group in zip(given["groups"], groups, strict=True):
             for key, value in from_group.items():
                 present = to_group.get(key)
@@ -245,33 +248,37 @@ class JoinState:
                 # This rank's part of it; the rest is not looked at.
                 self._of_rank(rank, [each.grad for each in params])[tensor].copy_(values)
 
-    def drop_gradients(self) -> None:
-        """Set all gradients to None."""
-        for param in self._engine.params:
-            param.grad = None
+    # ------------------------------------------------------------------ a rank without data
 
+    @property
+    def exchange(self) -> GradExchange | None:
+        """What a communication hook hands gradients to; None without one."""
+        return self._engine.exchange
 
-def take_part(engine: Engine, attendance: Attendance) -> None:
-    """Do what the ranks that still have data do with an optimizer; raise what they raise. Collective."""
-    call, exchange = attendance.made.call, engine.exchange
-    if call is Call.END:
-        assert exchange is not None
-        exchange.end()
-        return
-    end_backward(engine)
-    arguments = engine.join.hand_over(attendance, {})
-    if call is Call.CLIP:
-        engine.apply_clipping(**arguments)
-    elif call is Call.CONSOLIDATE:
-        engine.apply_consolidation(**arguments)
-    else:
-        engine.apply_step(arguments)
-        if exchange is None:
-            engine.join.drop_gradients()
+    @property
+    def steps_early(self) -> bool:
+        """Whether that hook steps during backward."""
+        return self._engine.steps_early
 
+    def take_part(self, join_round: JoinRound) -> None:
+        """Do what the ranks that still have data do with the optimizer; raise what they raise. Collective."""
+        engine, exchange, call = self._engine, self.exchange, join_round.made.call
+        self.end_backward()
+        arguments = self.exchange_args(join_round, {}) if call is not Call.END else {}
+        if call is Call.END:
+            assert exchange is not None
+            exchange.end()
+        elif call is Call.CLIP:
+            engine.apply_clipping(**arguments)
+        elif call is Call.CONSOLIDATE:
+            engine.apply_consolidation(**arguments)
+        else:
+            engine.apply_step(arguments)
+            for param in engine.params if exchange is None else ():
+                param.grad = None
 
-def end_backward(engine: Engine) -> None:
-    """End a backward in which this rank got the others' gradients; a no-op if their hook steps during backward."""
-    exchange = engine.exchange
-    if exchange is not None and exchange.in_backward and not engine.steps_early:
-        exchange.end()
+    def end_backward(self) -> None:
+        """End a backward in which this rank got the others' gradients; a no-op if a hook steps during backward."""
+        exchange = self.exchange
+        if exchange is not None and exchange.in_backward and not self.steps_early:
+            exchange.end()

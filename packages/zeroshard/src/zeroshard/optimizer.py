@@ -25,6 +25,7 @@ from zeroshard._torch_private import disable_dynamo
 from zeroshard.debug.describe import OptimizerDescription, describe
 from zeroshard.engine import Engine
 from zeroshard.grads.exchange import GradExchange, StepMode
+from zeroshard.join import JoinState
 from zeroshard.local.optimizer import Closure, sync_groups
 from zeroshard.plan.eligibility import Coupled, OptimizerFactory, check_shardable
 from zeroshard.plan.groups import ParamGroup, read_group, read_groups
@@ -375,6 +376,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return self.process_group
 
     @property
+    def join_state(self) -> JoinState:
+        """What a context of ``zeroshard_integrations.join`` tells the optimizer, and asks of it."""
+        return self._engine.join
+
+    @property
     def train(self) -> Callable[[], Any]:
         """Call the local optimizer's ``train()``, which schedule-free optimizers have. Collective.
 
@@ -416,9 +422,19 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 The first call decides; there are none if shards are stepped during it.
 
         Raises:
-            ValueError: if gradients are taken in another way already, parameters cannot be exchanged in buckets, or
-                norms of other orders are asked for.
+            ValueError: if gradients are taken in another way already, ``overlap_with_ddp`` is another mode's,
+                parameters cannot be exchanged in buckets, or norms of other orders are asked for.
         """
+        if self._overlap_with_ddp and mode is StepMode.IN_STEP:
+            raise ValueError(
+                "the optimizer was built with overlap_with_ddp=True, to be stepped by a communication hook: build it "
+                "without, or register hook_with_zero_step or hook_with_zero_step_interleaved"
+            )
+        if not self._overlap_with_ddp and mode is not StepMode.IN_STEP:
+            raise ValueError(
+                "the optimizer must be built with overlap_with_ddp=True to be stepped by a communication hook; or "
+                "register reduce_to_owner_hook, which leaves stepping to step()"
+            )
         return self._engine.take_buckets(mode, names, norms=norms)
 
     @property

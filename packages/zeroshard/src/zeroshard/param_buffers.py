@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence, Set
 from itertools import groupby
 
 import torch
-from zeroshard_comm import Broadcast, Control, ParameterBroadcaster, Segment, choose_broadcaster
+from zeroshard_comm import Broadcast, Coordinator, ParameterBroadcaster, Segment, choose_broadcaster
 from zeroshard_core import BucketLayout, FlatBuffer, Plan, Slot, TensorSpec, bucket_layouts, storage_view
 
 from zeroshard.plan.memory import same_place
@@ -68,12 +68,12 @@ class ParamBuffers:
     Only :meth:`lay_out` changes it; a step only reads it.
 
     Args:
-        control: the channel of the group.
+        coordinator: the channel of the group.
         as_bucket_view: whether parameters are packed into flat buffers and become views of them.
     """
 
-    def __init__(self, control: Control, *, as_bucket_view: bool) -> None:
-        self._control, self._ranks, self._as_bucket_view = control, control.ranks, as_bucket_view
+    def __init__(self, coordinator: Coordinator, *, as_bucket_view: bool) -> None:
+        self._coordinator, self._ranks, self._as_bucket_view = coordinator, coordinator.ranks, as_bucket_view
         self._buffers: list[FlatBuffer] = []
         self._packed: dict[int, TensorSpec] = {}
         self._params: list[torch.Tensor] = []
@@ -113,7 +113,7 @@ class ParamBuffers:
         for segment in self.segments(plan, [index for index, is_active in enumerate(active) if is_active]):
             by_device.setdefault(segment.buffer.device, []).append(segment)
         self._broadcasters = [
-            choose_broadcaster(self._control, segments, device) for device, segments in by_device.items()
+            choose_broadcaster(self._coordinator, segments, device) for device, segments in by_device.items()
         ]
 
     def send(self) -> None:

@@ -69,7 +69,7 @@ def step(engine: Engine, arguments: Mapping[str, Any], error: Exception | None =
         error = exchange.end_abandoned() or error
         exchange = exchange if exchange.has_buckets else None
     layout, found = look(engine) if seen is None else seen
-    digest = engine.hyperparameters.follow(engine.groups)
+    digest = engine.hyperparameters.update(engine.groups)
     _agree_to_begin(engine, exchange, layout, found if error is None else error)
     if engine.debugging is not None and seen is None:
         engine.debugging.before_update()
@@ -91,11 +91,11 @@ def step(engine: Engine, arguments: Mapping[str, Any], error: Exception | None =
 
 
 def _agree_to_begin(engine: Engine, exchange: GradExchange | None, layout: Layout, error: Exception | None) -> None:
-    control, done = engine.control, exchange.operations.to_text if exchange is not None else None
+    coordinator, done = engine.coordinator, exchange.operations.to_text if exchange is not None else None
     is_under_way = exchange is not None and exchange.mode.is_interleaved
     try:
         with record_function("zeroshard::agree"):
-            check_config(control, "step()", layout.declaration, error=error, once=done)
+            check_config(coordinator, "step()", layout.config, error=error, once=done)
     except (PeerLostError, DifferentCallsError) as lost:
         if is_under_way:
             # Messages sent early will not be waited for.
@@ -109,8 +109,8 @@ def _agree_to_begin(engine: Engine, exchange: GradExchange | None, layout: Layou
         if is_under_way:
             _broadcast(engine, exchange, None, None)
         raise
-    if control.position is not None:
-        control.position = replace(control.position, steps=control.position.steps + 1)
+    if coordinator.position is not None:
+        coordinator.position = replace(coordinator.position, steps=coordinator.position.steps + 1)
     if exchange is not None:
         exchange.operations.agreed()
 
@@ -141,7 +141,7 @@ def _broadcast(engine: Engine, exchange: GradExchange | None, digest: int | None
         PeerLostError: if a rank is gone, and this one's update has not failed.
         Exception: an error of any rank's update, on every rank.
     """
-    control, metadata, error, found = engine.control, engine.metadata, failure, None
+    coordinator, metadata, error, found = engine.coordinator, engine.metadata, failure, None
     broadcasts = exchange.broadcasts if exchange is not None else [engine.buffers]
     try:
         try:
@@ -158,7 +158,7 @@ def _broadcast(engine: Engine, exchange: GradExchange | None, digest: int | None
         # Even if this rank has nothing to wait for: others may still be reading its shards.
         with record_function("zeroshard::agree"):
             try:
-                control.agree(
+                coordinator.agree(
                     "the end of step()",
                     digest,
                     error=error,
@@ -168,7 +168,7 @@ def _broadcast(engine: Engine, exchange: GradExchange | None, digest: int | None
                 )
             except Exception as raised:  # noqa: BLE001 - the metadata is exchanged before it is raised
                 found = raised
-        if control.flagged and not isinstance(found, PeerLostError):
+        if coordinator.flagged and not isinstance(found, PeerLostError):
             try:
                 metadata.exchange("the state after step()")
             except ValueError:

@@ -75,7 +75,7 @@ class Join:
         """How many ranks still have data, as of the last announced call; 0 after the block."""
         if self._context is None:
             return self._ranks.world_size
-        return len(self._context.attendance.running)
+        return len(self._context.join_round.running)
 
     notify_join_context = staticmethod(TorchJoin.notify_join_context)
     """Call it in a joinable before the collectives that its hook shadows, on every rank; torch's works too."""

@@ -12,12 +12,10 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from zeroshard import ZeroRedundancyOptimizer
-from zeroshard._torch_private import JoinConfig, join_config, set_join_config
-from zeroshard.join import Announcement, Attendance, Call, end_backward, exchange, fail, take_part
-from zeroshard.state.serialization import receive_value, send_value
-from zeroshard_comm import Control, RankGroup, agreed
+from zeroshard.join import Call, JoinCall, JoinRound, JoinState, exchange_calls, fail, receive_value, send_value
+from zeroshard_comm import Coordinator, RankGroup, agreed
 
-from zeroshard_integrations._torch_private import divide_by
+from zeroshard_integrations._torch_private import JoinConfig, divide_by, join_config, set_join_config
 from zeroshard_integrations.ddp import optimizers_of_hooks
 from zeroshard_integrations.join.ddp_model import DDPModel
 
@@ -31,18 +29,18 @@ class JoinContext:
         self._joinables, self._throws, self._arguments = joinables, throws, arguments
         self._hooks: dict[int, JoinHook] = {}
         self._models: dict[int, DDPModel] = {}
-        self._optimizers: dict[int, ZeroRedundancyOptimizer] = {}
+        self._optimizers: dict[int, JoinState] = {}
         ranks = check_joinables(joinables)
-        self._rank, self._control = ranks.rank, Control(ranks)
-        self.attendance = Attendance(Announcement(Call.NOTIFY), tuple(range(ranks.world_size)), ())
+        self._rank, self._coordinator = ranks.rank, Coordinator(ranks)
+        self.join_round = JoinRound(JoinCall(Call.NOTIFY), tuple(range(ranks.world_size)), ())
         self._has_run_out = self._is_reported = False
         settings = {"throw_on_early_termination": throws, **arguments}
         labels = ", ".join([f"{name}={_label(value)}" for name, value in sorted(settings.items())])
         entered = f"Join([{', '.join([type(joinable).__name__ for joinable in joinables])}], {labels})"
         explain = "rank {2} has entered {0}, and rank {3} {1}".format
         try:
-            with agreed(self._control, "entering Join", explain) as declared:
-                declared.digest, declared.detail = zlib.crc32(entered.encode()), lambda: entered
+            with agreed(self._coordinator, "entering Join", explain) as proposal:
+                proposal.digest, proposal.detail = zlib.crc32(entered.encode()), lambda: entered
                 for place, joinable in enumerate(joinables, 1):
                     self._take_in(place, joinable)
         except BaseException:
@@ -51,11 +49,12 @@ class JoinContext:
 
     def _take_in(self, place: int, joinable: Joinable) -> None:
         divides_by_running = not self._arguments.get("divide_by_initial_world_size", True)
-        notify: Callable[[], object] = partial(self._call, Announcement(Call.NOTIFY, place))
+        notify: Callable[[], object] = partial(self._call, JoinCall(Call.NOTIFY, place))
         enable = True
         if isinstance(joinable, ZeroRedundancyOptimizer):
-            joining, self._optimizers[place], notify = joinable._engine.join, joinable, lambda: None
-            joining.exchange = partial(self._optimizer_calls, place)
+            joining, notify = joinable.join_state, lambda: None
+            self._optimizers[place] = joining
+            joining.context = partial(self._optimizer_calls, place)
             joining.divides_by_running = divides_by_running
         else:
             self._hooks[place] = joinable.join_hook(**self._arguments)
@@ -80,7 +79,7 @@ class JoinContext:
         for model in self._models.values():
             model.leave()
         for optimizer in self._optimizers.values():
-            optimizer._engine.join.leave()
+            optimizer.leave()
         for joinable in self._joinables:
             if isinstance(join_config(joinable), JoinableConfig):
                 set_join_config(joinable, None)
@@ -90,75 +89,75 @@ class JoinContext:
         """Tell the others of an error at their next call, unless they know it or wait inside a backward."""
         if not self._is_reported and not any(model.in_backward for model in self._models.values()):
             self._is_reported = True
-            fail(self._control, error)
+            fail(self._coordinator, error)
 
-    def _call(self, mine: Announcement, error: Exception | None = None) -> Attendance:
+    def _call(self, mine: JoinCall, error: Exception | None = None) -> JoinRound:
         """Announce a call of this rank, or that it has run out; and hear of the others'."""
         if self._is_reported:
             raise RuntimeError(
                 "this Join block has ended with an error on every rank: leave it, and do not catch errors inside of it"
             )
         if self._has_run_out and mine.call not in (Call.JOINED, Call.UNABLE):
-            return self.attendance
+            return self.join_round
         # An error from here on is known to every rank.
         self._is_reported = True
-        self.attendance = attendance = exchange(self._control, mine, error)
-        if self._throws and attendance.joined and attendance.running:
+        self.join_round = join_round = exchange_calls(self._coordinator, mine, error)
+        if self._throws and join_round.joined and join_round.running:
             raise RuntimeError(
-                f"rank {attendance.joined[0]} has run out of data, and throw_on_early_termination is set: an error on "
+                f"rank {join_round.joined[0]} has run out of data, and throw_on_early_termination is set: an error on "
                 f"every rank. Catch it around the block to stop training here, or leave the setting out to go on"
             )
         self._is_reported = False
-        return attendance
+        return join_round
 
-    def _optimizer_calls(self, place: int, call: Call) -> Attendance:
+    def _optimizer_calls(self, place: int, call: Call) -> JoinRound:
         """A sharded optimizer is about to communicate."""
         if call in (Call.BACKWARD, Call.JOINED):
             # This was announced for its model, and all values were sent.
-            return Attendance(self.attendance.made, self.attendance.running, ())
+            return JoinRound(self.join_round.made, self.join_round.running, ())
         for model in self._models.values() if call is Call.END else ():
             model.in_backward = False
         check_has_model(self._joinables, self._optimizers[place])
-        return self._call(Announcement(call, place))
+        return self._call(JoinCall(call, place))
 
     def _forward_begins(self, place: int, model: DDPModel) -> None:
         call = Call.FORWARD if model.ddp.require_backward_grad_sync else Call.FORWARD_UNDER_NO_SYNC
         call = call if torch.is_grad_enabled() else Call.FORWARD_WITHOUT_GRADIENTS
-        attendance = self._call(Announcement(call, place))
+        join_round = self._call(JoinCall(call, place))
         if call is not Call.FORWARD_WITHOUT_GRADIENTS and not self._has_run_out:
-            model.watches_all = bool(attendance.joined) and len(self._models) > 1
+            model.watches_all = bool(join_round.joined) and len(self._models) > 1
             model.forward(reduces=call is Call.FORWARD)
 
     def _backward_begins(self, place: int, model: DDPModel) -> None:
-        if self.attendance.joined and any(not other.has_all for other in self._models.values() if other is not model):
+        if self.join_round.joined and any(not other.has_all for other in self._models.values() if other is not model):
             error = RuntimeError(
                 "gradients of two models of the Join block come in turns in one backward, and a rank has run out of "
                 "data, which does not know in which order: put both models into one DistributedDataParallel"
             )
             self._is_reported = True
-            fail(self._control, error)
+            fail(self._coordinator, error)
             raise error
-        attendance = self._call(Announcement(Call.BACKWARD, place))
+        join_round = self._call(JoinCall(Call.BACKWARD, place))
         if model.divides_by_running:
-            divide_by(model.ddp, len(attendance.running))
-        if attendance.joined:
+            divide_by(model.ddp, len(join_round.running))
+        if join_round.joined:
             model.look(is_local=False)
-            self._prepare_backward(model, attendance)
+            self._prepare_backward(model, join_round)
 
-    def _prepare_backward(self, model: DDPModel, attendance: Attendance) -> None:
+    def _prepare_backward(self, model: DDPModel, join_round: JoinRound) -> None:
         """Send ranks without data the values that they need for a backward of a model. Collective."""
         self._is_reported = True
-        self._send_gradients(model, attendance.running, attendance.joined)
+        self._send_gradients(model, join_round.running, join_round.joined)
         for optimizer in optimizers_of_hooks(model.ddp):
             if optimizer.steps_early:
-                optimizer.join.hand_over(attendance, {})
+                optimizer.exchange_args(join_round, {})
         self._is_reported = False
 
     def _send_gradients(self, model: DDPModel, running: Sequence[int], joined: Sequence[int]) -> None:
         """Send ranks without data the gradients to which the others add, or which they keep at the end."""
         is_joined = self._rank in joined
         mine = [0, 0] if is_joined else [int(not model.is_known), int(model.in_window)]
-        flags = self._control.gather_ints(mine, "a backward inside Join")
+        flags = self._coordinator.gather_ints(mine, "a backward inside Join")
         if any(is_unknown for is_unknown, _ in flags):
             raise RuntimeError(
                 "gradients that were reduced and others of no_sync() were added, or gradients were kept from before "
@@ -170,20 +169,20 @@ class JoinContext:
             if is_joined:
                 model.ddp.zero_grad()
         elif is_joined:
-            model.set_gradients(receive_value(self._control, running[0]))
+            model.set_gradients(receive_value(self._coordinator, running[0]))
         elif self._rank == running[0]:
             for peer in joined:
-                send_value(self._control, peer, model.gradients_to_send())
+                send_value(self._coordinator, peer, model.gradients_to_send())
 
     def shadow_others(self) -> None:
         """Take part in what the others do until all have left their loops; raise what they raise. Collective."""
         error = next(filter(None, [model.error() for model in self._models.values()]), None)
-        mine = Announcement(Call.JOINED if error is None else Call.UNABLE)
-        before, self._has_run_out = self.attendance.joined, True
-        while (attendance := self._call(mine, error)).running:
-            before = attendance.joined
-            self._do(attendance)
-        last = [rank for rank in attendance.joined if rank not in before]
+        mine = JoinCall(Call.JOINED if error is None else Call.UNABLE)
+        before, self._has_run_out = self.join_round.joined, True
+        while (join_round := self._call(mine, error)).running:
+            before = join_round.joined
+            self._do(join_round)
+        last = [rank for rank in join_round.joined if rank not in before]
         if before:
             for model in self._models.values():
                 if self._rank in last:
@@ -194,15 +193,15 @@ class JoinContext:
         for hook in self._hooks.values():
             hook.post_hook(self._rank in last)
 
-    def _do(self, attendance: Attendance) -> None:
-        made = attendance.made
+    def _do(self, join_round: JoinRound) -> None:
+        made = join_round.made
         for model in self._models.values():
             model.end_backward()
         for optimizer in self._optimizers.values():
-            end_backward(optimizer._engine)
+            optimizer.end_backward()
         if made.call is Call.BACKWARD:
             model = self._models[made.place]
-            self._prepare_backward(model, attendance)
+            self._prepare_backward(model, join_round)
             # Other ranks cannot be told of an error from here on: they are in their backward.
             self._is_reported = True
             model.shadow_backward()
@@ -211,7 +210,7 @@ class JoinContext:
             with_grad = made.call is not Call.FORWARD_WITHOUT_GRADIENTS
             self._models[made.place].shadow_forward(reduces=made.call is Call.FORWARD, with_grad=with_grad)
         elif made.place in self._optimizers:
-            take_part(self._optimizers[made.place]._engine, attendance)
+            self._optimizers[made.place].take_part(join_round)
         else:
             self._hooks[made.place].main_hook()
 
@@ -267,14 +266,14 @@ def check_joinables(joinables: Sequence[Joinable]) -> RankGroup:
             )
         if isinstance(joinable, ZeroRedundancyOptimizer):
             own.update(param for group in joinable.param_groups for param in group["params"])
-            check_has_model(joinables, joinable)
+            check_has_model(joinables, joinable.join_state)
         if isinstance(joinable, DistributedDataParallel):
             if not own.isdisjoint(joinable.parameters()):
                 raise ValueError(
                     "the optimizer comes before its model in Join, so a rank without data would step before it has "
                     "gradients: write Join([ddp, optimizer])"
                 )
-            known = [getattr(other, "_engine", None) for other in joinables]
+            known = [getattr(other, "join_state", None) for other in joinables]
             if any(optimizer not in known for optimizer in optimizers_of_hooks(joinable)):
                 raise ValueError(
                     "a communication hook of this model hands gradients to an optimizer that is not in the Join "
@@ -283,10 +282,10 @@ def check_joinables(joinables: Sequence[Joinable]) -> RankGroup:
     return RankGroup.of(joinables[0].join_process_group)
 
 
-def check_has_model(joinables: Sequence[Joinable], optimizer: ZeroRedundancyOptimizer) -> None:
+def check_has_model(joinables: Sequence[Joinable], optimizer: JoinState) -> None:
     """Raise a ValueError if an optimizer takes buckets of a model that is not in the context: its hook may be new."""
     models = [other for other in joinables if isinstance(other, DistributedDataParallel)]
-    if optimizer.takes_buckets and all(optimizer._engine not in optimizers_of_hooks(model) for model in models):
+    if optimizer.exchange is not None and all(optimizer not in optimizers_of_hooks(model) for model in models):
         raise ValueError(
             "a communication hook hands gradients to this optimizer of a model that is not in the Join block: write "
             "Join([ddp, optimizer])"

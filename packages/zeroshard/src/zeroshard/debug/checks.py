@@ -96,11 +96,11 @@ class InvariantChecks:
             PeerLostError: if a rank is gone.
         """
         engine, plan = self._engine, self._engine.layout.plan
-        control, compares = engine.control, engine.join.exchange is None
-        with agreed(control, _BEFORE) as declared:
+        coordinator, compares = engine.coordinator, engine.join.context is None
+        with agreed(coordinator, _BEFORE) as proposal:
             if compares:
-                declared.digest = engine.hyperparameters.follow(engine.groups)
-                declared.detail = self._hyperparameters
+                proposal.digest = engine.hyperparameters.update(engine.groups)
+                proposal.detail = self._hyperparameters
         if compares:
             self._compare("parameter", plan, [digest_of(param) for param in engine.params], _BEFORE, self._left)
             if engine.exchange is None:
@@ -122,19 +122,19 @@ class InvariantChecks:
 
     def _hyperparameters(self) -> str:
         """Return them as text that ranks compare, each with the first tensor of its group."""
-        groups, declaration, first = self._engine.groups, self._engine.layout.declaration, [0]
+        groups, config, first = self._engine.groups, self._engine.layout.config, [0]
         for group in groups:
             first.append(first[-1] + len(group["params"]))
         settings = {}
         for name, value in self._engine.hyperparameters.agreed.items():
             # The last group may be empty.
             index = min(first[int(name.rpartition(" ")[2])], first[-1] - 1)
-            settings[f"for {_title(declaration.plan, index)} and the rest of its group, {name}"] = value
-        return replace(declaration, settings=settings).to_json()
+            settings[f"for {_title(config.plan, index)} and the rest of its group, {name}"] = value
+        return replace(config, settings=settings).to_json()
 
     def _compare(self, what: str, plan: Plan, digests: Sequence[int], operation: str, left: Sequence[int] = ()) -> None:
-        control = self._engine.control
-        rows = control.gather_ints(digests, operation, often_equal=True)
+        coordinator = self._engine.coordinator
+        rows = coordinator.gather_ints(digests, operation, often_equal=True)
         found = [index for index, of_tensor in enumerate(zip(*rows, strict=True)) if len(set(of_tensor)) > 1]
         for index in found[:1]:
             of_ranks, owners = [row[index] for row in rows], plan.owners[index]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from zeroshard_comm import Volume
+from zeroshard_comm import KINDS, Volume
 from zeroshard_core import Plan
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def describe(engine: Engine) -> OptimizerDescription:
     Args:
         engine: of the optimizer.
     """
-    plan, local, ranks = engine.layout.plan, engine.local, engine.control.ranks
+    plan, local, ranks = engine.layout.plan, engine.local, engine.coordinator.ranks
     active = engine.layout.active
     state = {index: local.state_of(shard) for index, shard in local.shards.items()}
     others = [entries for key, entries in local.optim.state.items() if not isinstance(key, torch.Tensor)]
@@ -203,7 +203,7 @@ def describe(engine: Engine) -> OptimizerDescription:
         buckets,
         step_bytes(plan, ranks.rank, active_tensors(engine)),
         backward_bytes(plan, ranks.rank, [index for bucket in buckets for index in bucket.tensors]),
-        dict(engine.control.traffic.totals),
+        {kind: engine.coordinator.traffic.of(kind) for kind in KINDS},
     )
 
 

@@ -16,7 +16,7 @@ from zeroshard_core import Plan
 
 from zeroshard._torch_private import in_autograd
 from zeroshard.grads.bucket import Bucket, BucketPhase, BucketState
-from zeroshard.grads.operations import GradOperations
+from zeroshard.grads.norms import GradOperations
 from zeroshard.grads.placeholder import GradPlaceholder
 from zeroshard.local.optimizer import LocalOptimizer
 
@@ -25,8 +25,6 @@ _grad_of = attrgetter("grad")
 
 class GradAccumulator:
     """Knows where the reduced gradients of all parameters are, and which are accumulated from earlier backwards.
-
-    Only the exchange and its own placeholders call it.
 
     Args:
         world_size: number of ranks.
@@ -81,7 +79,7 @@ class GradAccumulator:
         self.in_backward, self.refusal = True, ""
         self._replaced.clear()
 
-    def reduced(self, state: BucketState, keep: Callable[[torch.Tensor], None]) -> None:
+    def add_saved(self, state: BucketState, keep: Callable[[torch.Tensor], None]) -> None:
         """Add the gradients of earlier backwards to those that have just been reduced.
 
         Args:
@@ -181,7 +179,7 @@ class GradAccumulator:
 
     # ------------------------------------------------------------------ what placeholders do
 
-    def accumulate(self, tensor: int) -> None:
+    def save_reduced(self, tensor: int) -> None:
         """Keep a reduced gradient, before a further backward overwrites it.
 
         Raises:
@@ -241,23 +239,25 @@ class GradAccumulator:
             self.mark_pending(tensor)
         elif gradient is not None:
             shard = self._local.shards[tensor]
-            (shard.shard.box(place) if shard.is_cut else place).copy_(gradient).mul_(self._world_size)
+            (shard.shard.narrow(place) if shard.is_cut else place).copy_(gradient).mul_(self._world_size)
         if not is_used:
             self._replaced[tensor] = place.data_ptr()
             self._keeps_reduced.add(tensor)
 
     def contribute(self, bucket: Bucket) -> Bucket:
-        """Prepare a bucket of zeros of a rank without a backward of its own.
+        """Prepare a bucket of zeros of a rank without a backward of its own; others are returned as they are.
 
         Gradients that were reduced before and not stepped yet are accumulated by their owners, as in other backwards.
         """
+        if in_autograd():
+            return bucket
         for param in bucket.params:
             # Whoever takes the bucket refuses parameters that the optimizer does not have.
             tensor = self.index_of.get(param)
             if tensor is None:
                 continue
             if isinstance(param.grad, GradPlaceholder) and not self.is_used(tensor):
-                self.accumulate(tensor)
+                self.save_reduced(tensor)
                 self.mark_pending(tensor)
             if param.requires_grad or param.grad is not None:
                 param.grad = self.placeholders[tensor]
@@ -284,5 +284,5 @@ def _unreduced(title: str, grad: torch.Tensor | None, *, is_used: bool) -> Runti
     return RuntimeError(
         f"{title} has not been reduced: the last backward() before step() was under no_sync(), and must not be; or "
         f"DistributedDataParallel waits for a parameter that it did not use, which needs find_unused_parameters=True, "
-        f"or that was frozen since the model was wrapped, which must then be wrapped anew"
+        f"or that was frozen since the model was wrapped, which must then be wrapped again"
     )

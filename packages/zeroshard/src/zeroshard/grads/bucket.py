@@ -72,7 +72,7 @@ class Bucket:
 
 
 class BucketState:
-    """The layout of a bucket for a plan, and the phase of the bucket. Only the exchange changes it.
+    """The layout of a bucket for a plan, and the phase of the bucket.
 
     Args:
         bucket: as it came for the first time.

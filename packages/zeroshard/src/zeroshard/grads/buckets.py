@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
-from zeroshard_comm import Control, Segment, agreed, choose_transport
+from zeroshard_comm import Coordinator, Segment, agreed, choose_transport
 
 from zeroshard.grads.bucket import Bucket, BucketPhase, BucketState, Rest, gradient_view
 from zeroshard.grads.placeholder import GradPlaceholder
@@ -31,7 +31,7 @@ class Buckets:
     Only the exchange and a change of the layout change it.
 
     Args:
-        control: the channel of the ranks' agreements, and the group.
+        coordinator: the channel of the ranks' agreements, and the group.
         gradients: where gradients are.
         local: the local optimizer.
         buffers: where parameters lie.
@@ -54,7 +54,7 @@ class Buckets:
 
     def __init__(
         self,
-        control: Control,
+        coordinator: Coordinator,
         gradients: GradAccumulator,
         local: LocalOptimizer,
         buffers: ParamBuffers,
@@ -63,10 +63,10 @@ class Buckets:
         *,
         is_interleaved: bool,
     ) -> None:
-        self._control, self._gradients, self._local, self._buffers = control, gradients, local, buffers
+        self._coordinator, self._gradients, self._local, self._buffers = coordinator, gradients, local, buffers
         self.device = common_device(params, layout)
         nbytes = sum(spec.nbytes for spec in layout.plan.tensors)
-        self.transport = choose_transport(control, self.device, nbytes)
+        self.transport = choose_transport(coordinator, self.device, nbytes)
         self.are_sent = is_interleaved and self.transport.shares_buckets
         self.by_index: dict[int, BucketState] = {}
         self.order: list[int] = []
@@ -166,7 +166,7 @@ class Buckets:
                 raise RuntimeError(
                     f"tensor {tensor} {self._layout.plan.tensors[tensor].name!r} has a gradient, but "
                     f"DistributedDataParallel does not reduce it, so that it differs on every rank: the model has "
-                    f"changed since it was wrapped. Wrap it anew, and build a new optimizer"
+                    f"changed since it was wrapped. Wrap it again, and build a new optimizer"
                 )
 
     def unarrived(self) -> str:
@@ -219,7 +219,7 @@ class Buckets:
                 "DistributedDataParallel: build a new optimizer for that"
             )
         layout = self._layout
-        with agreed(self._control, "backward()") as declared:
+        with agreed(self._coordinator, "backward()") as proposal:
             index_of, places = self._gradients.index_of, range(len(bucket.params))
             tensors = [_check_parameter(bucket, place, index_of, layout) for place in places]
             if self._known and tensors and self._known.isdisjoint(tensors):
@@ -232,12 +232,12 @@ class Buckets:
             self._lay_out_bucket(state)
             lies = f"{bucket.buffer.numel()} elements of {bucket.buffer.dtype}: tensors {tensors} at {state.offsets}"
             settings = {
-                **layout.declaration.settings,
+                **layout.config.settings,
                 "tags of hooks, in the order of their first backward": f"{self.transport.tags:#x}",
                 f"bucket {bucket.index}": lies,
                 "norms": ", ".join(map(str, self._gradients.operations.orders)),
             }
-            declared.set(replace(layout.declaration, settings=settings))
+            proposal.set(replace(layout.config, settings=settings))
         _logger.debug("bucket %d of %d bytes has the tensors %s", bucket.index, bucket.buffer.nbytes, tensors)
         self.by_index[bucket.index] = state
         # Others keep the states that they had before a rebuild until their own new bucket comes.

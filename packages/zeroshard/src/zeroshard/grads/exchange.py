@@ -27,13 +27,12 @@ from zeroshard._torch_private import disable_dynamo
 from zeroshard.grads.accumulation import GradAccumulator
 from zeroshard.grads.bucket import Bucket, BucketState, Rest
 from zeroshard.grads.buckets import Buckets, common_device
-from zeroshard.grads.norms import GradNorms, norm_orders
-from zeroshard.grads.operations import GradOperations
-from zeroshard.grads.placeholder import GradPlaceholder
+from zeroshard.grads.early_steps import EarlySteps
+from zeroshard.grads.norms import GradNorms, GradOperations, norm_orders
 from zeroshard.grads.stream import ReductionQueue
 from zeroshard.param_buffers import ParamBroadcast, ParamBuffers
-from zeroshard.plan.eligibility import check_capture, may_step_in_parts
-from zeroshard.plan.groups import active_mask
+from zeroshard.plan.eligibility import may_step_in_parts
+from zeroshard.plan.groups import active_mask, check_capture
 from zeroshard.step import Seen, look, step
 
 if TYPE_CHECKING:
@@ -69,6 +68,7 @@ class GradExchange:
         operations: what the loop does to gradients before a step.
         gradients: where gradients are, and which are accumulated over several backwards.
         buckets: those of the last backward.
+        early_steps: checks calls of ``step()`` if shards are stepped during backward; else None.
 
     Raises:
         RuntimeError: if the group has no backend for the device that parameters are on.
@@ -77,16 +77,16 @@ class GradExchange:
 
     def __init__(self, engine: Engine, mode: StepMode, *, norms: bool | Sequence[float]) -> None:
         self._engine: Engine = weakref.proxy(engine)
-        self.mode, self.join, control, grad_norms = mode, engine.join, engine.control, None
-        with agreed(control, "a communication hook's first call"):
+        self.mode, self.join, coordinator, grad_norms = mode, engine.join, engine.coordinator, None
+        with agreed(coordinator, "a communication hook's first call"):
             device = common_device(engine.params, engine.layout)
             orders = norm_orders(norms)
             if orders and mode is StepMode.IN_STEP:
-                grad_norms = GradNorms(control, device, orders)
+                grad_norms = GradNorms(coordinator, device, orders)
         self.operations = GradOperations(grad_norms, steps_early=mode is not StepMode.IN_STEP)
-        self.gradients = GradAccumulator(control.ranks.world_size, self.operations)
+        self.gradients = GradAccumulator(coordinator.ranks.world_size, self.operations)
         self.buckets = Buckets(
-            control,
+            coordinator,
             self.gradients,
             engine.local,
             engine.buffers,
@@ -94,15 +94,13 @@ class GradExchange:
             engine.layout,
             is_interleaved=mode.is_interleaved,
         )
-        self._queue = ReductionQueue(control.ranks.rank, device, uses_thread=self.buckets.transport.uses_thread)
+        self._queue = ReductionQueue(coordinator.ranks.rank, device, uses_thread=self.buckets.transport.uses_thread)
         # On a device with streams, waiting for a future also waits for the stream on which it was set.
         self._devices: list[int | str | torch.device] = [] if device.type == "cpu" else [device]
         self._backwards = self._arrived_before = 0
         self._is_own, self._may_step, self._all_may_step = True, False, False
         self._seen: Seen | None = None
-        self._backwards_since_step = self._stepped_with = 0
-        self._unstepped = ""
-        """Why the last backward has not stepped, if it should have."""
+        self.early_steps = EarlySteps(self._engine, self) if mode is not StepMode.IN_STEP else None
 
     @property
     def in_backward(self) -> bool:
@@ -126,8 +124,8 @@ class GradExchange:
                 the bucket's length.
 
         Returns:
-            A future of the bucket's buffer, in which this rank's parts then hold the means over all ranks. Other parts
-            are unchanged.
+            A future of the bucket's buffer, in which this rank's parts then hold the means over all ranks, and what it
+            has accumulated of them. Other parts are undefined.
 
         Raises:
             DisagreementError: if ranks have other buckets.
@@ -139,12 +137,12 @@ class GradExchange:
         engine.check_broken()
         bucket = self._numbered(bucket)
         if bucket.index == 0:
-            check_capture(engine.control.ranks, bucket.params)
+            check_capture(engine.coordinator.ranks, bucket.params)
             self._is_own = bucket.is_own
             self._take_over_unfrozen()
             self.gradients.divides_by_running = self.join.divides_by_running
             # A rank that has run out of data takes part in a backward only at the others' next call.
-            self.operations.takes_norms = self.join.exchange is None
+            self.operations.takes_norms = self.join.context is None
             if self.mode is not StepMode.IN_STEP:
                 self.join.announce_backward(is_own=bucket.is_own)
             self._look_early()
@@ -221,7 +219,7 @@ class GradExchange:
             if (header.backward, header.bucket) != (self._backwards, state.index):
                 raise RuntimeError(
                     f"rank {other} is in bucket {header.bucket} of its backward number {header.backward}, rank "
-                    f"{self._engine.control.ranks.rank} in bucket {state.index} of number {self._backwards}: a "
+                    f"{self._engine.coordinator.ranks.rank} in bucket {state.index} of number {self._backwards}: a "
                     f"backward has failed or was left out on one of them. Every rank must make the same calls in the "
                     f"same order"
                 )
@@ -232,7 +230,7 @@ class GradExchange:
             state.scale(len(headers) / running)
         state.present = tuple([any(bits) for bits in zip(*[header.present for header in headers], strict=True)])
         self._all_may_step = self._all_may_step and all(header.may_step for header in headers)
-        self.gradients.reduced(state, self._queue.keep)
+        self.gradients.add_saved(state, self._queue.keep)
 
     @disable_dynamo
     def end(self) -> None:
@@ -255,7 +253,7 @@ class GradExchange:
             self.buckets.end()
             self.gradients.end(self.buckets.arrived)
             with record_function("zeroshard::norms"):
-                self.operations.exchange_norms(self.buckets.arrived, agreed=self.buckets.transport.settles)
+                self.operations.exchange_norms(self.buckets.arrived, agreed=self.buckets.transport.ends_in_agreement)
         except BaseException as error:
             self._engine.mark_broken(error)
             raise
@@ -304,10 +302,10 @@ class GradExchange:
         active = zip(active_mask(engine.params), engine.layout.active, strict=True)
         # With gradients that wait for a step, the step refuses.
         grows = any(now and not before for now, before in active) and not self.buckets.unstepped
-        if engine.control.agree("backward()", flag=grows):
-            with agreed(engine.control, "backward()") as declared:
+        if engine.coordinator.agree("backward()", flag=grows):
+            with agreed(engine.coordinator, "backward()") as proposal:
                 layout = engine.update_layout()
-                declared.set(layout.declaration)
+                proposal.set(layout.config)
             engine.adopt(layout)
 
     # ------------------------------------------------------------------ what a step asks
@@ -382,21 +380,21 @@ class GradExchange:
 
     def _unended(self) -> RuntimeError:
         """Return an error for a backward that has not ended; let no rank wait for buckets that will not be sent."""
-        arrived, control = self.buckets.arrived, self._engine.control
+        arrived, coordinator = self.buckets.arrived, self._engine.coordinator
         why = "an exception has left it"
         if self._arrived_before == len(arrived):
             why = (
                 f"DistributedDataParallel still waits for the gradients of {self.buckets.unarrived()}. Parameters that "
                 f"a forward does not use need find_unused_parameters=True; a model of which parameters were frozen "
-                f"must be wrapped anew"
+                f"must be wrapped again"
             )
         error = RuntimeError(
-            f"the last backward did not come to its end on rank {control.ranks.rank}: {why}. Its gradients are not "
+            f"the last backward did not come to its end on rank {coordinator.ranks.rank}: {why}. Its gradients are not "
             f"complete: start again from a checkpoint"
         )
         if not arrived or not arrived[-1].is_last:
             self._engine.mark_broken(error)
-            control.ranks.context.close(error)
+            coordinator.ranks.context.close(error)
         return error
 
     # ------------------------------------------------------------------ steps during backward
@@ -424,80 +422,9 @@ class GradExchange:
             self.check_unreduced()
         except RuntimeError as found:
             error = found
-        try:
-            self._unstepped = "the last backward was left by an exception"
+        assert self.early_steps is not None
+        with self.early_steps.one(is_own=self._is_own):
             if self._is_own:
                 self.join.announce_backward(ends=True)
             with engine.communicating():
                 step(engine, {}, error, self._seen)
-            self._unstepped = ""
-        except Exception as raised:
-            self._unstepped = f"the last backward has not stepped: {raised}"
-            raise
-        if self._is_own:
-            self._backwards_since_step += 1
-            self.note_hyperparameters()
-
-    @property
-    def has_stepped(self) -> bool:
-        """Whether a backward has stepped since the last call of ``step()``."""
-        return self._backwards_since_step > 0
-
-    def has_same_hyperparameters(self) -> bool:
-        """Whether hyperparameters are those that the last backward has stepped with, or that were noted since."""
-        return self._engine.hyperparameters.follow(self._engine.groups) == self._stepped_with
-
-    def note_hyperparameters(self) -> None:
-        """Treat the current hyperparameters as those that the last backward has stepped with."""
-        self._stepped_with = self._engine.hyperparameters.follow(self._engine.groups)
-
-    def check_step(self) -> None:
-        """Check a call of ``step()`` after a backward that has stepped: there must be one such backward per call.
-
-        Nothing may have happened in between that a step after it would have seen.
-
-        Raises:
-            RuntimeError: if it was not, from then on until a state is loaded; or if gradients were never reduced.
-        """
-        engine = self._engine
-        engine.check_broken()
-        engine.check_loop()
-        refusal = self._unstepped or self.gradients.refusal
-        if refusal:
-            raise RuntimeError(refusal)
-        dropped = self._dropped()
-        self.check_gradients()
-        backwards, self._backwards_since_step = self._backwards_since_step, 0
-        found = ""
-        if backwards > 1:
-            found = f"{backwards} backwards have stepped since the last call of step()"
-        elif backwards and not self.has_same_hyperparameters():
-            found = "a hyperparameter was changed after the backward that has stepped with it"
-        elif backwards and dropped:
-            found = f"the gradient of {dropped} was removed or set to zero after the backward that has stepped with it"
-        elif not backwards and any(type(param.grad) is GradPlaceholder for param in engine.params):
-            found = "step() was called again with the same gradients, and no backward has stepped in between"
-        if found:
-            engine.refused = (
-                f"{found}: this communication hook steps during backward, which is for exactly one backward outside of "
-                f"no_sync() per step(). Accumulate under no_sync(), and change hyperparameters and gradients after "
-                f"step(); or use reduce_to_owner_hook, which leaves stepping to step(). Parameters are not those of a "
-                f"run without sharding any more: load a state before you go on"
-            )
-            engine.check_loop()
-
-    def _dropped(self) -> str:
-        """Name a tensor whose gradient was removed or set to zero since the backward that has stepped, if there is."""
-        for state in self.buckets.arrived:
-            if not state.zeroed and self.gradients.has_placeholders(state):
-                continue
-            for tensor, param, present in zip(state.tensors, state.params, state.present, strict=True):
-                is_there = type(param.grad) is GradPlaceholder or self.gradients.is_replaced(param)
-                if present and (tensor in state.zeroed or not is_there):
-                    return f"tensor {tensor} {self._engine.layout.plan.tensors[tensor].name!r}"
-        return ""
-
-    def begin_anew(self) -> None:
-        """Forget how step() was called: a state has been loaded."""
-        self._engine.refused = ""
-        self._backwards_since_step, self._unstepped = 0, ""

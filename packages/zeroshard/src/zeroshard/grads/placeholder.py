@@ -31,8 +31,7 @@ from zeroshard._torch_private import (
     in_autograd,
     make_wrapper_subclass,
 )
-from zeroshard.grads.norms import INF
-from zeroshard.grads.operations import GradOperations
+from zeroshard.grads.norms import INF, GradOperations
 from zeroshard.state.without_values import TensorWithoutValues
 
 if TYPE_CHECKING:
@@ -168,7 +167,7 @@ def _add(gradient: torch.Tensor, other: torch.Tensor, **options: object) -> torc
         held = next(item for item in (gradient, other) if isinstance(item, GradPlaceholder))
         raise held.refusal("adding")
     if gradient._local is None:
-        gradient._accumulator.accumulate(gradient._tensor)
+        gradient._accumulator.save_reduced(gradient._tensor)
         gradient._local = torch.empty_strided(
             gradient.shape, gradient.stride(), dtype=gradient.dtype, device=gradient.device
         ).copy_(other)

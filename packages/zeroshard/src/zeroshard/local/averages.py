@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch.optim.swa_utils import get_swa_multi_avg_fn
-from zeroshard_comm import Control, agreed
+from zeroshard_comm import Coordinator, agreed
 
 from zeroshard._torch_private import foreach_copy_
 from zeroshard.local.extra_state import AVERAGE, COUNT, ExtraEntries, Loaded
@@ -56,9 +56,9 @@ class AveragedParameters:
 
     def __init__(self, optimizer: ZeroRedundancyOptimizer, multi_avg_fn: Averaging | None = None) -> None:
         self._optimizer, self._average_by = optimizer, multi_avg_fn or get_swa_multi_avg_fn()
-        self._averages = _Averages(self._engine.control)
+        self._averages = _Averages(self._engine.coordinator)
         extra = self._engine.local.extra
-        with self._engine.collective(), agreed(self._engine.control, "AveragedParameters()"):
+        with self._engine.collective(), agreed(self._engine.coordinator, "AveragedParameters()"):
             if AVERAGE in extra.names:
                 raise ValueError("this optimizer has averages of its parameters already: use those")
         extra.add(self._averages)
@@ -79,7 +79,7 @@ class AveragedParameters:
             RuntimeError: inside Join, where ranks without data make no such call, or in the block of :meth:`applied`.
         """
         engine, local = self._engine, self._engine.local
-        if engine.join.exchange is not None:
+        if engine.join.context is not None:
             raise RuntimeError("averages cannot be updated inside Join: a rank without data would not update its part")
         engine.check_allowed()
         # Parameters may have been written to, or their .data rebound, since the step.
@@ -114,20 +114,20 @@ class AveragedParameters:
         originals: dict[torch.Tensor, torch.Tensor] = {}
         with engine.collective(), torch.no_grad():
             layout = engine.layout
-            with agreed(engine.control, name) as declared:
+            with agreed(engine.coordinator, name) as proposal:
                 layout = engine.update_layout()
-                settings = {**layout.declaration.settings, "number of updates of the average": self.n_averaged}
-                declared.set(replace(layout.declaration, settings=settings))
+                settings = {**layout.config.settings, "number of updates of the average": self.n_averaged}
+                proposal.set(replace(layout.config, settings=settings))
                 if not self.n_averaged:
                     raise RuntimeError("there is no average of the parameters yet: call update() after step() before")
             engine.adopt(layout)
             try:
-                with agreed(engine.control, f"the memory for {name}"):
-                    for index in sorted(layout.settled):
+                with agreed(engine.coordinator, f"the memory for {name}"):
+                    for index in sorted(layout.fixed):
                         originals[engine.params[index]] = engine.params[index].detach().clone()
                     self._averages.write()
                 engine.broadcast_params()
-                engine.control.agree(f"the end of {name}")
+                engine.coordinator.agree(f"the end of {name}")
             except BaseException:
                 _restore(originals)
                 raise
@@ -144,7 +144,7 @@ class _Averages(ExtraEntries):
     """The averages of what this rank owns, and how many values are in them.
 
     Args:
-        control: the channel of the ranks.
+        coordinator: the channel of the ranks.
 
     Attributes:
         count: int64, 0-dim, on the CPU.
@@ -152,8 +152,8 @@ class _Averages(ExtraEntries):
 
     names = (AVERAGE, COUNT)
 
-    def __init__(self, control: Control) -> None:
-        self._control = control
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
         self.count = torch.zeros((), dtype=torch.int64, device="cpu")
         self._averages: dict[int, torch.Tensor] = {}
         """By tensor; made from present values when it is first asked for."""
@@ -223,5 +223,5 @@ class _Averages(ExtraEntries):
         }
         mine = max((int(entries[COUNT]) for entries in loaded.values() if COUNT in entries), default=0)
         # Some ranks own nothing that was averaged.
-        counts = self._control.gather_ints([mine], "load_state_dict() of averages")
+        counts = self._coordinator.gather_ints([mine], "load_state_dict() of averages")
         self.count.fill_(max(count for [count] in counts))

@@ -31,7 +31,9 @@ class LocalOptimizer:
     """Owns the inner optimizer and the shards it works on.
 
     Only this class changes the members of the inner optimizer's param groups; hyperparameters are synced by
-    :func:`sync_groups`, state is changed by the inner optimizer's own step and by a load.
+    :func:`sync_groups`. The state changes in a step, ``train()`` or ``eval()`` of the inner optimizer; in a load and in
+    ``init_state()``, by :meth:`Engine.take_over_state`; when shards come and go, by :meth:`rebuild`; in
+    :class:`AveragedParameters`; and where the user writes to this rank's entries of ``optimizer.state``.
 
     Args:
         policy: has the optimizer class, and says whether it may couple tensors, and step master weights.

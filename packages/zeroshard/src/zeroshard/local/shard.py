@@ -74,9 +74,9 @@ def gradient_of(shard: LocalShard) -> torch.Tensor | None:
         return None if grad is None else grad.detach()
     if grad.stride() != shard.param.stride():
         grad = torch.empty_like(shard.param, dtype=grad.dtype, device=grad.device).copy_(grad)
-    return shard.shard.box(grad.detach())
+    return shard.shard.narrow(grad.detach())
 
 
 def rows_of(shard: Shard, param: torch.Tensor) -> torch.Tensor:
     """The view of a detached shard: the parameter itself, or some rows of it."""
-    return param.detach() if shard.numel == param.numel() else shard.box(param.detach())
+    return param.detach() if shard.numel == param.numel() else shard.narrow(param.detach())

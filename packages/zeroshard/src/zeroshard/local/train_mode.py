@@ -35,15 +35,15 @@ def call_on_all_ranks(engine: Engine, name: str) -> Any:  # noqa: ANN401 - what 
         DisagreementError, PeerLostError: if ranks call different methods, or one is gone.
         Exception: an error of any rank, on every rank.
     """
-    control, layout, inner = engine.control, engine.layout, engine.local.optim
-    with agreed(control, f"{name}()") as declared:
+    coordinator, layout, inner = engine.coordinator, engine.layout, engine.local.optim
+    with agreed(coordinator, f"{name}()") as proposal:
         layout = engine.update_layout()
-        declared.set(layout.declaration)
+        proposal.set(layout.config)
     engine.adopt(layout)
-    engine.hyperparameters.follow(engine.groups)
+    engine.hyperparameters.update(engine.groups)
     last, engine.last_mode = engine.last_mode, ""
     before = _versions(engine)
-    with agreed(control, f"the end of {name}()"):
+    with agreed(coordinator, f"the end of {name}()"):
         try:
             result = getattr(inner, name)()
             engine.last_mode = name
@@ -51,7 +51,7 @@ def call_on_all_ranks(engine: Engine, name: str) -> Any:  # noqa: ANN401 - what 
             engine.local.masters.round()
             # Frameworks call train() before every batch. Writes to ``.data`` are not seen.
             is_alike = last == name == engine.last_mode and before == _versions(engine)
-            if control.agree(f"what {name}() has changed", flag=not is_alike) and not control.is_single_rank:
+            if coordinator.agree(f"what {name}() has changed", flag=not is_alike) and not coordinator.is_single_rank:
                 engine.broadcast_params()
                 _send_groups(engine)
             sync_groups(inner.param_groups, engine.groups)
@@ -68,15 +68,15 @@ def _versions(engine: Engine) -> object:
 
 def _send_groups(engine: Engine) -> None:
     """Send what an owner's optimizer wrote to a group, e.g. train_mode, to ranks without parameters of it."""
-    control, plan = engine.control, engine.layout.plan
-    rank, owners = control.ranks.rank, defaultdict[int, set[int]](set)
+    coordinator, plan = engine.coordinator, engine.layout.plan
+    rank, owners = coordinator.ranks.rank, defaultdict[int, set[int]](set)
     for spec, ranks in zip(plan.tensors, plan.owners, strict=True):
         owners[spec.group].update(ranks)
     for number, owning in sorted(owners.items()):
         group = engine.local.optim.param_groups[number]
         if rank == min(owning):
             written = {key: group[key] for key in group.keys() - NOT_SYNCED if isinstance(group[key], _PLAIN)}
-            for peer in set(control.ranks.peers) - owning:
-                send_value(control, peer, written)
+            for peer in set(coordinator.ranks.peers) - owning:
+                send_value(coordinator, peer, written)
         elif rank not in owning:
-            group.update(receive_value(control, min(owning)))
+            group.update(receive_value(coordinator, min(owning)))

@@ -9,13 +9,11 @@ nothing of them is imported. :func:`zeroshard.check_optimizer` tries out any oth
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import torch
 from torch import optim
-from zeroshard_comm import RankGroup
 
 from zeroshard._torch_private import step_post_hooks, step_pre_hooks
 
@@ -213,29 +211,3 @@ def check_differentiable(optimizer: optim.Optimizer) -> None:
             f"{type(optimizer).__name__}(differentiable=True) cannot be sharded: autograd does not pass from "
             f"one rank to another. Leave it out, or use the optimizer unsharded"
         )
-
-
-def check_capture(ranks: RankGroup, params: Sequence[torch.Tensor]) -> None:
-    """Raise if a CUDA graph is being captured whose replay would not exchange anything.
-
-    Args:
-        ranks: that exchange parameters.
-        params: the parameters.
-
-    Raises:
-        RuntimeError: with what to do.
-    """
-    if not is_captured(params) or ranks.world_size == 1:
-        return
-    backend = ranks.backend("cuda")
-    if backend != "nccl":
-        raise RuntimeError(
-            f"step() of a sharded optimizer cannot be captured in a CUDA graph over the backend {backend or 'gloo'!r}: "
-            f"values travel through the host, and a replay would leave that out. Use nccl, or capture forward and "
-            f"backward alone, for example by torch.cuda.make_graphed_callables"
-        )
-
-
-def is_captured(params: Sequence[torch.Tensor]) -> bool:
-    """Whether what is done to these parameters now is captured in a CUDA graph."""
-    return bool(params) and params[0].is_cuda and torch.cuda.is_current_stream_capturing()

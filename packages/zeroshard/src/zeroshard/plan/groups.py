@@ -7,6 +7,7 @@ from operator import is_
 from typing import Any
 
 import torch
+from zeroshard_comm import RankGroup
 from zeroshard_core import TensorSpec, is_dense
 
 ParamGroup = dict[str, Any]
@@ -68,7 +69,7 @@ def parameters_of(groups: Iterable[Mapping[str, Any]]) -> list[torch.Tensor]:
     return [param for group in groups for param in group["params"]]
 
 
-def title_of(groups: Sequence[Mapping[str, Any]], index: int) -> str:
+def label_of(groups: Sequence[Mapping[str, Any]], index: int) -> str:
     """Return the name of a parameter for errors, e.g. ``"parameter 0 of group 1 ('bias')"``."""
     number = 0
     while index >= len(groups[number]["params"]):
@@ -91,6 +92,32 @@ def check_members(groups: Sequence[ParamGroup], params: Sequence[torch.Tensor]) 
             "the members of param_groups are not those that the optimizer was built with; "
             "add parameters with add_param_group(), and build a new optimizer to exchange or remove them"
         )
+
+
+def check_capture(ranks: RankGroup, params: Sequence[torch.Tensor]) -> None:
+    """Raise if a CUDA graph is being captured whose replay would not exchange anything.
+
+    Args:
+        ranks: that exchange parameters.
+        params: the parameters.
+
+    Raises:
+        RuntimeError: with what to do.
+    """
+    if not is_captured(params) or ranks.world_size == 1:
+        return
+    backend = ranks.backend("cuda")
+    if backend != "nccl":
+        raise RuntimeError(
+            f"step() of a sharded optimizer cannot be captured in a CUDA graph over the backend {backend or 'gloo'!r}: "
+            f"values travel through the host, and a replay would leave that out. Use nccl, or capture forward and "
+            f"backward alone, for example by torch.cuda.make_graphed_callables"
+        )
+
+
+def is_captured(params: Sequence[torch.Tensor]) -> bool:
+    """Whether what is done to these parameters now is captured in a CUDA graph."""
+    return bool(params) and params[0].is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def specs_of(
@@ -119,12 +146,12 @@ def specs_of(
             index = len(specs)
             if param.layout is not torch.strided:
                 raise ValueError(
-                    f"{title_of(groups, index)}, of shape {tuple(param.shape)}, is a {param.layout} tensor: sparse "
+                    f"{label_of(groups, index)}, of shape {tuple(param.shape)}, is a {param.layout} tensor: sparse "
                     f"parameters are not supported, only sparse gradients of dense ones"
                 )
             if active[index] and hasattr(param, "device_mesh"):
                 raise TypeError(
-                    f"{title_of(groups, index)}, of shape {tuple(param.shape)}, is a DTensor, which is sharded "
+                    f"{label_of(groups, index)}, of shape {tuple(param.shape)}, is a DTensor, which is sharded "
                     f"already; pass it to an optimizer that does not shard"
                 )
             kind = param.device.type

@@ -13,19 +13,19 @@ import torch
 def settings_of(
     groups: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any], *, first: int = 0, in_step: bool = False
 ) -> dict[str, str]:
-    """Write down hyperparameters so that ranks can compare them, :func:`in_words`: ``{"lr of group 0": "0.1"}``.
+    """Write down hyperparameters so that ranks can compare them, :func:`to_text`: ``{"lr of group 0": "0.1"}``.
 
     Groups are numbered from ``first`` on. Missing values are taken from ``defaults``.
     """
     return {
-        f"{key} of group {number}": in_words(value, in_step=in_step)
+        f"{key} of group {number}": to_text(value, in_step=in_step)
         for number, group in enumerate(groups, first)
         for key, value in {**defaults, **group}.items()
         if key not in ("params", "param_names")
     }
 
 
-def in_words(value: object, *, in_step: bool = False) -> str:
+def to_text(value: object, *, in_step: bool = False) -> str:
     """Write a value so that ranks can compare it: values with the same meaning give the same text.
 
     For other objects than numbers, strings, tensors, and lists, tuples or dicts of these, only the type is written: the
@@ -52,7 +52,7 @@ class Hyperparameters:
         self.agreed: dict[str, str] = {}
         self._seen: dict[str, str] = {}
 
-    def follow(self, groups: Sequence[Mapping[str, Any]]) -> int:
+    def update(self, groups: Sequence[Mapping[str, Any]]) -> int:
         """Read the user's changes of the public param groups, and return a 32-bit checksum of :attr:`agreed`."""
         now = settings_of(groups, {}, in_step=True)
         if now != self._seen:

@@ -59,7 +59,7 @@ class Policy:
     debug_level: str = field(default_factory=debug_level)
 
     @property
-    def leaves_objects(self) -> bool:
+    def drops_objects(self) -> bool:
         """Whether entries of the state that cannot be sent are left out."""
         return self.objects == "leave out"
 
@@ -76,14 +76,14 @@ class Layout:
     Attributes:
         plan: who owns what.
         active: per tensor, whether a step may change it.
-        settled: tensors that have been active once, or have been given state; they keep their owner.
-        declaration: what this rank contributes to agreements on it.
+        fixed: tensors that have been active once, or have been given state; they keep their owner.
+        config: what this rank contributes to agreements on it.
     """
 
     plan: Plan
     active: tuple[bool, ...]
-    settled: frozenset[int]
-    declaration: ShardingConfig
+    fixed: frozenset[int]
+    config: ShardingConfig
 
 
 def first_layout(policy: Policy, groups: Sequence[ParamGroup], optimizer_name: str) -> Layout:
@@ -106,7 +106,7 @@ def next_layout(policy: Policy, layout: Layout, groups: Sequence[ParamGroup]) ->
     Raises:
         ValueError: as :func:`first_layout`, or if a parameter has changed its shape.
     """
-    return _layout(policy, groups, layout.plan, layout.settled, str(layout.declaration.settings["optimizer"]))
+    return _layout(policy, groups, layout.plan, layout.fixed, str(layout.config.settings["optimizer"]))
 
 
 def renamed(policy: Policy, layout: Layout, groups: Sequence[ParamGroup]) -> Layout:
@@ -114,7 +114,7 @@ def renamed(policy: Policy, layout: Layout, groups: Sequence[ParamGroup]) -> Lay
     specs = specs_of(groups, layout.active, policy.names)
     tensors = tuple(replace(old, name=new.name) for old, new in zip(layout.plan.tensors, specs, strict=True))
     plan = replace(layout.plan, tensors=tensors)
-    return replace(layout, plan=plan, declaration=replace(layout.declaration, plan=plan))
+    return replace(layout, plan=plan, config=replace(layout.config, plan=plan))
 
 
 def same_shards(one: Plan, other: Plan) -> bool:
@@ -125,15 +125,15 @@ def same_shards(one: Plan, other: Plan) -> bool:
 
 def with_hyperparameters(layout: Layout, hyperparameters: Mapping[str, str]) -> ShardingConfig:
     """Declare hyperparameters beside a layout: once, as they may change with every step."""
-    return replace(layout.declaration, settings={**layout.declaration.settings, **hyperparameters})
+    return replace(layout.config, settings={**layout.config.settings, **hyperparameters})
 
 
 def _layout(
-    policy: Policy, groups: Sequence[ParamGroup], old: Plan | None, settled: frozenset[int], optimizer_name: str
+    policy: Policy, groups: Sequence[ParamGroup], old: Plan | None, fixed: frozenset[int], optimizer_name: str
 ) -> Layout:
     active = active_mask(parameters_of(groups))
     # A tensor that was trainable once keeps its weight: its state is still held.
-    weighs = [is_active or index in settled for index, is_active in enumerate(active)]
+    weighs = [is_active or index in fixed for index, is_active in enumerate(active)]
     specs = specs_of(groups, weighs, policy.names)
     check_memory(groups, active)
     if old is None:
@@ -148,13 +148,13 @@ def _layout(
         place = [
             index
             for index, spec in enumerate(specs)
-            if index >= len(old.tensors) or (spec.trainable and index not in settled)
+            if index >= len(old.tensors) or (spec.trainable and index not in fixed)
         ]
         plan = repartition(old, specs, place=place, strategy=policy.strategy, cost=policy.cost)
     if any(len(plan.of_tensor(index)) > 1 for index in range(len(specs))):
         check_elementwise(policy.factory, policy.name, declared=policy.elementwise)
     newly = frozenset(index for index, is_heavy in enumerate(weighs) if is_heavy)
-    declaration = ShardingConfig(
+    config = ShardingConfig(
         plan,
         {
             "optimizer": optimizer_name,
@@ -166,4 +166,4 @@ def _layout(
         },
         active,
     )
-    return Layout(plan, active, newly, declaration)
+    return Layout(plan, active, newly, config)

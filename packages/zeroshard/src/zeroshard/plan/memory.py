@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from zeroshard_core import TensorSpec, is_dense
 
-from zeroshard.plan.groups import parameters_of, title_of
+from zeroshard.plan.groups import label_of, parameters_of
 
 
 def check_memory(groups: Sequence[Mapping[str, Any]], active: Sequence[bool]) -> None:
@@ -28,12 +28,12 @@ def check_memory(groups: Sequence[Mapping[str, Any]], active: Sequence[bool]) ->
             continue
         if not is_dense(param):
             raise ValueError(
-                f"{title_of(groups, index)}, of shape {tuple(param.shape)} and strides {param.stride()}, has gaps in "
+                f"{label_of(groups, index)}, of shape {tuple(param.shape)} and strides {param.stride()}, has gaps in "
                 f"memory, or elements that share memory: call p.data = p.data.contiguous() first"
             )
         if param.is_conj() or param.is_neg():
             raise ValueError(
-                f"{title_of(groups, index)}, of shape {tuple(param.shape)}, is a conjugate or negative view: call "
+                f"{label_of(groups, index)}, of shape {tuple(param.shape)}, is a conjugate or negative view: call "
                 f"p.data = p.data.resolve_conj().resolve_neg() first"
             )
         if param.device.type != "meta" and param.numel() > 0:
@@ -46,7 +46,7 @@ def check_memory(groups: Sequence[Mapping[str, Any]], active: Sequence[bool]) ->
             if start < stop:
                 one, two = sorted((one, two))
                 raise ValueError(
-                    f"{title_of(groups, one)} and {title_of(groups, two)} share memory: use one Parameter in both "
+                    f"{label_of(groups, one)} and {label_of(groups, two)} share memory: use one Parameter in both "
                     f"places of the model, which then has one owner, or give one of them memory of its own"
                 )
 

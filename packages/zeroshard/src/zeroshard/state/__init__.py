@@ -1,8 +1,8 @@
 """What users see, save and load of the optimizer state, which flows between the local optimizers and one state dict.
 
-Out: ranks tell each other by ``metadata`` which entries they have, in words of ``description`` and ``serialization``.
-``view`` is ``optimizer.state``, ``partial`` is ``state_dict()`` on one rank, both with a ``placeholder`` for what other
-ranks own; ``consolidate`` brings all values to one rank, and ``names`` exchanges indices and names. In: ``check``
+Out: ranks tell each other by ``metadata`` which entries they have, as ``serialization`` writes them.
+``view`` is ``optimizer.state``, ``listing`` makes ``state_dict()`` of one rank, both with a ``placeholder`` for what
+other ranks own; ``consolidate`` brings all values to one rank, and ``names`` exchanges indices and names. In: ``check``
 compares a state dict with the ``schema`` of the optimizer class and cuts it, and ``load`` installs what a rank owns;
 ``initialize`` makes the state before the first step.
 """

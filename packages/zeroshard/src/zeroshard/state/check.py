@@ -14,13 +14,13 @@ from zeroshard_core import Plan, Shard, cut_state
 from zeroshard.local.extra_state import ExtraState
 from zeroshard.local.optimizer import NOT_SYNCED
 from zeroshard.plan.groups import ParamGroup, parameters_of
-from zeroshard.plan.hyperparameters import in_words
+from zeroshard.plan.hyperparameters import to_text
 from zeroshard.state.metadata import StateMetadata
 from zeroshard.state.placeholder import StatePlaceholder, has_placeholder
 from zeroshard.state.schema import StateSchema
 
 
-class Given(IntEnum):
+class LoadSource(IntEnum):
     """Which values the state dict of a rank has."""
 
     WHOLE = 0
@@ -32,7 +32,7 @@ class Given(IntEnum):
 
 
 @dataclass(frozen=True)
-class LoadedPart:
+class ShardState:
     """The part of a state dict that one rank loads.
 
     Attributes:
@@ -47,7 +47,7 @@ class LoadedPart:
 
 
 @dataclass(frozen=True)
-class CheckedStateDict:
+class ValidatedStateDict:
     """A state dict that fits the optimizer. Nothing in it was modified or copied.
 
     Attributes:
@@ -62,14 +62,14 @@ class CheckedStateDict:
     groups: Sequence[Mapping[str, Any]]
     structure: str
 
-    def form(self, rank: int, plan: Plan) -> Given:
+    def form(self, rank: int, plan: Plan) -> LoadSource:
         """Return which values it has, on this rank."""
         if not has_placeholder(self.by_tensor):
-            return Given.WHOLE
+            return LoadSource.WHOLE
         owned = [self.by_tensor.get(shard.tensor, {}).values() for shard in plan.of_rank(rank)]
         if not any(owned):
-            return Given.NOTHING_OWNED
-        return Given.LACKING if any(_lacks(value) for of in owned for value in of) else Given.OWNED
+            return LoadSource.NOTHING_OWNED
+        return LoadSource.LACKING if any(_lacks(value) for of in owned for value in of) else LoadSource.OWNED
 
     def checksums(self, plan: Plan) -> list[int]:
         """Return a checksum of each tensor's state, and one of all else; 0 if some of it is not here.
@@ -79,11 +79,11 @@ class CheckedStateDict:
         counted = [self.by_tensor.get(index, {}) for index in range(len(plan.tensors))]
         others = {} if has_placeholder(self.by_tensor) else self.others
         return [
-            0 if _lacks(entries) else zlib.crc32(f"{in_words(entries)} {_samples(entries)}".encode()) or 1
+            0 if _lacks(entries) else zlib.crc32(f"{to_text(entries)} {_samples(entries)}".encode()) or 1
             for entries in (*counted, others)
         ]
 
-    def part_of(self, rank: int, plan: Plan) -> LoadedPart:
+    def part_of(self, rank: int, plan: Plan) -> ShardState:
         """Return what a rank loads.
 
         Raises:
@@ -96,7 +96,7 @@ class CheckedStateDict:
             if shard.tensor in self.by_tensor
         }
         groups = [{key: value for key, value in group.items() if key not in NOT_SYNCED} for group in self.groups]
-        return LoadedPart({**owned, **self.others}, groups, sorted(self.by_tensor))
+        return ShardState({**owned, **self.others}, groups, sorted(self.by_tensor))
 
 
 def _lacks(value: object) -> bool:
@@ -139,7 +139,7 @@ def check_state_dict(
     schema: StateSchema,
     metadata: StateMetadata,
     extra: ExtraState,
-) -> CheckedStateDict:
+) -> ValidatedStateDict:
     """Check a state dict against the optimizer.
 
     Args:
@@ -203,7 +203,7 @@ def check_state_dict(
             )
     stateful = {index: entries for index, entries in by_tensor.items() if entries}
     kinds = sorted((str(index), _structure(entries)) for index, entries in (stateful | others).items())
-    return CheckedStateDict(stateful, others, list(saved_groups), f"{kinds} {in_words(saved_groups)}")
+    return ValidatedStateDict(stateful, others, list(saved_groups), f"{kinds} {to_text(saved_groups)}")
 
 
 def _check_type(value: object, expected: type, what: str) -> None:

@@ -14,8 +14,7 @@ from zeroshard_core import Plan, Shard, StateMapError, storage_view
 
 from zeroshard.local.optimizer import LocalOptimizer, sync_groups
 from zeroshard.plan.groups import ParamGroup
-from zeroshard.state.description import Described, Key, describe_entries, part_dtype
-from zeroshard.state.serialization import read_value, write_value
+from zeroshard.state.serialization import Described, Key, describe_entries, part_dtype, read_value, write_value
 
 if TYPE_CHECKING:
     from zeroshard.engine import Engine
@@ -42,33 +41,33 @@ def consolidate(engine: Engine, target: int, to: object) -> dict[Any, Any] | Non
         PeerLostError: if a rank is gone.
         Exception: if a hyperparameter cannot be copied. This and the others but a lost rank are raised on every rank.
     """
-    operation, plan, control = f"consolidate_state_dict(to={target})", engine.layout.plan, engine.control
-    groups, leaves_objects = engine.groups, engine.policy.leaves_objects
+    operation, plan, coordinator = f"consolidate_state_dict(to={target})", engine.layout.plan, engine.coordinator
+    groups, drops_objects = engine.groups, engine.policy.drops_objects
     manifest = Manifest([], [])
-    with agreed(control, operation) as declared:
-        declared.set(engine.layout.declaration)
+    with agreed(coordinator, operation) as proposal:
+        proposal.set(engine.layout.config)
         if not 0 <= target < plan.world_size:
             raise ValueError(
                 f"consolidate_state_dict(to={to!r}): `to` must be a group rank from 0 to {plan.world_size - 1}"
             )
         sync_groups(groups, engine.local.optim.param_groups)
-        manifest = _describe(engine.local, plan, control.ranks.rank, leaves_objects=leaves_objects)
+        manifest = _describe(engine.local, plan, coordinator.ranks.rank, drops_objects=drops_objects)
         # state_dict() does so on the target alone.
         pack_groups(groups)
     engine.metadata.drop_consolidated()
     assembler = _Assembler(plan)
-    gather(control, manifest, target, assembler.receive_buffers, operation=operation)
-    return assembler.state() if control.ranks.rank == target else None
+    gather(coordinator, manifest, target, assembler.receive_buffers, operation=operation)
+    return assembler.state() if coordinator.ranks.rank == target else None
 
 
-def _describe(local: LocalOptimizer, plan: Plan, rank: int, *, leaves_objects: bool) -> Manifest:
+def _describe(local: LocalOptimizer, plan: Plan, rank: int, *, drops_objects: bool) -> Manifest:
     """Describe all state of this rank: the entries of each of its shards, and what belongs to no parameter."""
     tensors, owned = list[torch.Tensor](), []
     state = local.optim.state
     for shard in plan.of_rank(rank):
         held, name = local.shards[shard.tensor], plan.tensors[shard.tensor].name
         entries = local.state_of(held) or {}
-        owned.append(describe_entries(held, entries, name, tensors, leaves_objects=leaves_objects))
+        owned.append(describe_entries(held, entries, name, tensors, drops_objects=drops_objects))
     others = {
         key: write_value(value, tensors, f"state entry {key!r}") for key, value in state.items() if isinstance(key, str)
     }

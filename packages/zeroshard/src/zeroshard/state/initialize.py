@@ -25,12 +25,12 @@ def init_state(engine: Engine) -> None:
         DisagreementError: if the ranks' models differ.
         Exception: an error of any rank, on every rank, which leaves everything unchanged.
     """
-    control, layout, local, metadata = engine.control, engine.layout, engine.local, engine.metadata
-    with agreed(control, "init_state()") as declared:
+    coordinator, layout, local, metadata = engine.coordinator, engine.layout, engine.local, engine.metadata
+    with agreed(coordinator, "init_state()") as proposal:
         layout = engine.update_layout()
-        declared.set(layout.declaration)
-        declared.flag = any(local.optim.state.values()) or any(map(local.state_of, local.shards.values()))
-    if control.flagged:
+        proposal.set(layout.config)
+        proposal.flag = any(local.optim.state.values()) or any(map(local.state_of, local.shards.values()))
+    if coordinator.flagged:
         return
 
     def install() -> None:

@@ -12,7 +12,7 @@ from zeroshard_core import TensorSpec
 from zeroshard.local.shard import LocalShard
 from zeroshard.plan.groups import parameters_of
 from zeroshard.state.consolidate import pack_groups
-from zeroshard.state.metadata import title_of
+from zeroshard.state.metadata import label_of
 from zeroshard.state.placeholder import StatePlaceholder
 from zeroshard.state.without_values import TensorWithoutValues
 
@@ -120,7 +120,7 @@ def own_entries(shard: LocalShard, spec: TensorSpec, entries: object) -> object:
     if not shard.is_cut:
         return dict(entries)
     return {
-        key: StatePlaceholder(spec.shape, value.dtype, value.device, title_of(key, spec), value, shard.shard)
+        key: StatePlaceholder(spec.shape, value.dtype, value.device, label_of(key, spec), value, shard.shard)
         if isinstance(value, torch.Tensor) and value.dim() > 0
         else value
         for key, value in entries.items()

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from zeroshard_comm import Control, DisagreementError, agreed, explain_configs
+from zeroshard_comm import Coordinator, DisagreementError, agreed, explain_configs
 
 from zeroshard.local.optimizer import LocalOptimizer, sync_groups
 from zeroshard.plan.groups import parameters_of
-from zeroshard.state.check import Given, LoadedPart, check_state_dict
+from zeroshard.state.check import LoadSource, ShardState, check_state_dict
 from zeroshard.state.schema import StateSchema
 from zeroshard.state.serialization import copy_value, receive_value, send_value, write_value
 
@@ -46,11 +46,11 @@ def load(
         DisagreementError: if the ranks' state dicts differ in structure or hyperparameters, or their models differ.
         Exception: whatever else a rank meets. All raise on every rank, and leave local optimizer and groups as before.
     """
-    control, layout, groups, metadata = engine.control, engine.layout, engine.groups, engine.metadata
-    rank, parts, holder = control.ranks.rank, dict[int, LoadedPart](), metadata.consolidated_to
+    coordinator, layout, groups, metadata = engine.coordinator, engine.layout, engine.groups, engine.metadata
+    rank, parts, holder = coordinator.ranks.rank, dict[int, ShardState](), metadata.consolidated_to
     given: Mapping[str, Any] = {}
-    form, checksums = Given.NOTHING_OWNED, [0] * (1 + len(engine.params))
-    with agreed(control, "load_state_dict()", _explain) as declared:
+    form, checksums = LoadSource.NOTHING_OWNED, [0] * (1 + len(engine.params))
+    with agreed(coordinator, "load_state_dict()", _explain) as proposal:
         given = read()
         layout = engine.update_layout()
         ranks = range(layout.plan.world_size)
@@ -63,23 +63,23 @@ def load(
         checked = None if is_empty else check_state_dict(given, groups, layout.plan, schema, metadata, extra)
         if checked is not None:
             form, checksums = checked.form(rank, layout.plan), checked.checksums(layout.plan)
-            hands_out = rank == (holder if from_rank is None else from_rank) and form is Given.WHOLE
-            receivers = ranks if hands_out else [] if form is Given.LACKING and holder is not None else [rank]
+            hands_out = rank == (holder if from_rank is None else from_rank) and form is LoadSource.WHOLE
+            receivers = ranks if hands_out else [] if form is LoadSource.LACKING and holder is not None else [rank]
             parts = {receiver: checked.part_of(receiver, layout.plan) for receiver in receivers}
             if rank in parts:
                 # Tensors stay on their devices, but share no memory with the state dict.
-                parts[rank] = LoadedPart(**copy_value(vars(parts[rank])))
+                parts[rank] = ShardState(**copy_value(vars(parts[rank])))
         structure = checked.structure if checked is not None and from_rank is None else ""
         kind = {"from_rank of load_state_dict()": from_rank, "its state dict": "given" if structure else "empty"}
         kind["added state"] = ", ".join(sorted(extra.names))
-        declared.set(replace(layout.declaration, settings={**layout.declaration.settings, **kind}))
-        declared.digest ^= int.from_bytes(hashlib.sha256(structure.encode()).digest()[:8], "big") >> 1
-        declared.flag = checked is not None
-    if not control.flagged:
+        proposal.set(replace(layout.config, settings={**layout.config.settings, **kind}))
+        proposal.digest ^= int.from_bytes(hashlib.sha256(structure.encode()).digest()[:8], "big") >> 1
+        proposal.flag = checked is not None
+    if not coordinator.flagged:
         return False
     if from_rank is None:
-        from_rank = _source(control, form, checksums, holder)
-    part = _handed_out(control, parts, from_rank)
+        from_rank = _source(coordinator, form, checksums, holder)
+    part = _handed_out(coordinator, parts, from_rank)
     engine.take_over_state(layout, "load_state_dict()", lambda: _install(engine.local, part))
     extra.end_load()
     sync_groups(engine.local.optim.param_groups, groups)
@@ -88,7 +88,7 @@ def load(
     return True
 
 
-def _source(control: Control, form: Given, checksums: Sequence[int], holder: int | None) -> int | None:
+def _source(coordinator: Coordinator, form: LoadSource, checksums: Sequence[int], holder: int | None) -> int | None:
     """Compare what ranks were handed. Collective.
 
     Returns:
@@ -98,8 +98,8 @@ def _source(control: Control, form: Given, checksums: Sequence[int], holder: int
     Raises:
         DisagreementError: if ranks were handed different values, or only placeholders.
     """
-    told = control.gather_ints([form, *checksums], "load_state_dict()")
-    forms = [Given(each) for each, *_ in told]
+    told = coordinator.gather_ints([form, *checksums], "load_state_dict()")
+    forms = [LoadSource(each) for each, *_ in told]
     for of_tensor in zip(*[of_rank[1:] for of_rank in told], strict=True):
         having = [rank for rank, checksum in enumerate(of_tensor) if checksum]
         different = [rank for rank in having if of_tensor[rank] != of_tensor[having[0]]]
@@ -107,29 +107,29 @@ def _source(control: Control, form: Given, checksums: Sequence[int], holder: int
             raise DisagreementError(
                 f"load_state_dict(): rank {different[0]} differs from rank {having[0]}: {_DIFFERENT}"
             )
-    if Given.LACKING not in forms:
+    if LoadSource.LACKING not in forms:
         return None
-    if holder is None or forms[holder] is not Given.WHOLE:
+    if holder is None or forms[holder] is not LoadSource.WHOLE:
         raise DisagreementError(
-            f"load_state_dict(): rank {forms.index(Given.LACKING)} was handed placeholders for what it owns, as "
+            f"load_state_dict(): rank {forms.index(LoadSource.LACKING)} was handed placeholders for what it owns, as "
             f"state_dict() lists while another rank has the consolidated state, and no rank was handed that state. "
             f"Hand in what state_dict() lists now on every rank, or all values on one rank, with from_rank"
         )
     return holder
 
 
-def _handed_out(control: Control, parts: Mapping[int, LoadedPart], from_rank: int | None) -> LoadedPart:
+def _handed_out(coordinator: Coordinator, parts: Mapping[int, ShardState], from_rank: int | None) -> ShardState:
     """Return the part of this rank, which may come from another one. Collective."""
-    rank = control.ranks.rank
-    if from_rank is None or control.is_single_rank:
+    rank = coordinator.ranks.rank
+    if from_rank is None or coordinator.is_single_rank:
         return parts[rank]
-    with agreed(control, "load_state_dict()"):
+    with agreed(coordinator, "load_state_dict()"):
         if rank == from_rank:
             write_value([vars(part) for part in parts.values()], [], "what load_state_dict() hands to other ranks")
     if rank != from_rank:
-        return LoadedPart(**receive_value(control, from_rank))
-    for peer in control.ranks.peers:
-        send_value(control, peer, vars(parts[peer]))
+        return ShardState(**receive_value(coordinator, from_rank))
+    for peer in coordinator.ranks.peers:
+        send_value(coordinator, peer, vars(parts[peer]))
     return parts[rank]
 
 
@@ -137,7 +137,7 @@ def _explain(here: str, there: str, rank: int, other: int) -> str:
     return explain_configs(here, there, rank, other) or _DIFFERENT
 
 
-def _install(local: LocalOptimizer, part: LoadedPart) -> None:
+def _install(local: LocalOptimizer, part: ShardState) -> None:
     """Hand state to the inner optimizer through its own ``load_state_dict``, which casts and moves it."""
     inner = local.optim
     position = {tensor: number for number, tensor in enumerate(parameters_of(inner.param_groups))}

@@ -12,9 +12,8 @@ import torch
 from zeroshard_comm import agreed, all_gather_text
 from zeroshard_core import TensorSpec
 
-from zeroshard.state.description import Described, Key, describe_entries, part_dtype
 from zeroshard.state.placeholder import StatePlaceholder
-from zeroshard.state.serialization import read_value
+from zeroshard.state.serialization import Described, Key, describe_entries, part_dtype, read_value
 
 if TYPE_CHECKING:
     from zeroshard.engine import Engine
@@ -80,11 +79,11 @@ class StateMetadata:
             StateMapError: on a rank, and a ValueError on the others, if some state can be neither sent nor joined.
             PeerLostError: if a rank is gone.
         """
-        control, mine = self._engine.control, ""
-        with agreed(control, operation):
+        coordinator, mine = self._engine.coordinator, ""
+        with agreed(coordinator, operation):
             mine = self._mine()
         described: dict[int, Described] = {}
-        for of_rank in map(json.loads, all_gather_text(control, mine, operation)):
+        for of_rank in map(json.loads, all_gather_text(coordinator, mine, operation)):
             for index, entries in of_rank.items():
                 # Owners of parts of one tensor have the same entries.
                 described.setdefault(int(index), entries)
@@ -97,7 +96,7 @@ class StateMetadata:
         for key, described in self._described.get(index, ()):
             dtype = part_dtype(described)
             written = {"tensor": [dtype, spec.shape, None, param.device.type]} if dtype else described
-            entries[key] = read_value(written, partial(_placeholder, title_of(key, spec), param.device))
+            entries[key] = read_value(written, partial(_placeholder, label_of(key, spec), param.device))
         return entries
 
     def _mine(self) -> str:
@@ -108,7 +107,7 @@ class StateMetadata:
             entries = local.state_of(shard)
             if entries is not None:
                 kinds = self._kind(entries)
-                described[index] = describe_entries(shard, kinds, tensors[index].name, [], leaves_objects=False)
+                described[index] = describe_entries(shard, kinds, tensors[index].name, [], drops_objects=False)
         return json.dumps(described)
 
     def _kind(self, value: Any) -> Any:  # noqa: ANN401 - a state entry
@@ -123,7 +122,7 @@ class StateMetadata:
             return value
         if isinstance(value, (bool, int, float)):
             return torch.tensor(value, device="cpu")
-        is_kept = isinstance(value, str) or self._engine.policy.leaves_objects
+        is_kept = isinstance(value, str) or self._engine.policy.drops_objects
         return torch.empty((), dtype=torch.uint8, device="cpu") if is_kept else value
 
     def _entries(self) -> list[Any]:
@@ -141,7 +140,7 @@ class StateMetadata:
         return found
 
 
-def title_of(key: object, spec: TensorSpec) -> str:
+def label_of(key: object, spec: TensorSpec) -> str:
     """Return the name of an entry, for errors."""
     return f"state entry {key!r} of {spec.name!r}"
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from zeroshard_comm import Control, Manifest, receive_values, send_values
+from zeroshard_comm import Coordinator, Manifest, receive_values, send_values
 from zeroshard_core import StateMapError, is_dense
+
+from zeroshard.local.shard import LocalShard
 
 MakeTensor = Callable[[torch.dtype, Sequence[int], Sequence[int] | None, str], torch.Tensor]
 """Makes a tensor of a dtype, a shape and strides (None: contiguous), told the kind of device of the one described."""
+
+Key = str | int
+Described = list[tuple[Key, Any]]
+"""Entries by their keys, as pairs, since JSON would turn integers into text."""
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -96,6 +102,59 @@ def read_value(written: Any, make: MakeTensor) -> Any:  # noqa: ANN401 - JSON in
     raise StateMapError(f"damaged description of a state entry: {written!r}")
 
 
+def describe_entries(
+    shard: LocalShard, entries: Mapping[Any, Any], name: str, tensors: list[torch.Tensor], *, drops_objects: bool
+) -> Described:
+    """Describe the state of a shard as JSON, :func:`write_value` of each entry.
+
+    An entry with one value per element of a part of a tensor is ``{"part": dtype}``.
+
+    Args:
+        shard: what the state belongs to.
+        entries: its state.
+        name: of the parameter, for errors.
+        tensors: receives the tensors, in the order of the description.
+        drops_objects: omit entries that hold objects that cannot be sent, instead of raising.
+
+    Raises:
+        StateMapError: if an entry can be neither sent nor joined to those of other parts.
+    """
+    described: Described = []
+    if not isinstance(entries, Mapping):
+        raise StateMapError(f"the state of {name!r} is a {type(entries).__name__}, not a dict")
+    for key, value in entries.items():
+        if not is_key(key):
+            raise StateMapError(f"the state of {name!r} has the key {key!r}; only strings and integers can be saved")
+        where, found = f"state entry {key!r} of {name!r}", list[torch.Tensor]()
+        if shard.is_cut and isinstance(value, torch.Tensor) and value.dim() > 0:
+            tensors.append(_laid_out_as(shard.tensor, value, where))
+            described.append((key, {"part": dtype_name(value)}))
+            continue
+        try:
+            described.append((key, write_value(value, found, where)))
+        except StateMapError as error:
+            if not drops_objects:
+                raise StateMapError(f"{error}. With objects='leave out' checkpoints omit such entries") from None
+            continue
+        tensors += found
+    return described
+
+
+def part_dtype(described: Any) -> str:  # noqa: ANN401 - JSON
+    """Return the dtype of the whole entry of which a part was described, ``""`` if it was no part."""
+    return str(described.get("part", "")) if isinstance(described, dict) else ""
+
+
+def _laid_out_as(part: torch.Tensor, value: torch.Tensor, where: str) -> torch.Tensor:
+    """The state of a part of a tensor, laid out in memory as the part is, since its bytes are sent."""
+    if value.shape != part.shape:
+        raise StateMapError(
+            f"{where} has shape {tuple(value.shape)} for a part of shape {tuple(part.shape)}, so it is not elementwise "
+            f"and cannot be joined; use partition='whole' for this optimizer"
+        )
+    return value if value.stride() == part.stride() else torch.empty_like(part, dtype=value.dtype).copy_(value)
+
+
 def copy_value(value: Any) -> Any:  # noqa: ANN401 - a state entry
     """Copy a state entry, tensors included, so that nothing is shared with it."""
     if isinstance(value, torch.Tensor):
@@ -108,7 +167,7 @@ def copy_value(value: Any) -> Any:  # noqa: ANN401 - a state entry
     return value
 
 
-def send_value(control: Control, peer: int, value: object) -> None:
+def send_value(coordinator: Coordinator, peer: int, value: object) -> None:
     """Send a value that :func:`write_value` accepts to a rank, which calls :func:`receive_value`.
 
     Raises:
@@ -118,10 +177,10 @@ def send_value(control: Control, peer: int, value: object) -> None:
     tensors: list[torch.Tensor] = []
     description = write_value(value, tensors, "a value")
     sent = [tensor.detach().contiguous() for tensor in tensors]
-    send_values(control, peer, Manifest(description, sent), "sending a value")
+    send_values(coordinator, peer, Manifest(description, sent), "sending a value")
 
 
-def receive_value(control: Control, peer: int) -> Any:  # noqa: ANN401 - as send_value
+def receive_value(coordinator: Coordinator, peer: int) -> Any:  # noqa: ANN401 - as send_value
     """Receive what :func:`send_value` sends; tensors are contiguous, on the CPU.
 
     Raises:
@@ -138,5 +197,5 @@ def receive_value(control: Control, peer: int) -> Any:  # noqa: ANN401 - as send
         values.append(read_value(description, make))
         return [tensor.view(-1) for tensor in arriving]
 
-    receive_values(control, peer, place, "receiving a value")
+    receive_values(coordinator, peer, place, "receiving a value")
     return values[0]

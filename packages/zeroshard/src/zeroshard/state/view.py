@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class StateView(MutableMapping[Any, Any]):
     """The state of this rank's shards, which can be written, and placeholders for other ranks' shards.
 
-    Entries that are not of the class come beside those that are, which writes go to.
+    Extra entries (master weights, averages) are merged into what is read; writes go to the optimizer class's own dict.
     As with an optimizer's own ``state``, looking up what is not there puts an empty dict there, where this rank owns
     the parameter. A copy of the view is a dict of its own.
 

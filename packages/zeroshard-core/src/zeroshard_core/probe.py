@@ -1,0 +1,85 @@
+"""Which state an optimizer class keeps for a tensor: found by stepping it once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zeroshard_core.spec import TensorSpec
+
+_IMPLEMENTATIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
+"""Hyperparameters of torch's optimizers that choose how a step is computed, and not what it keeps."""
+
+
+@dataclass(frozen=True)
+class StateEntry:
+    """One entry of the state of a tensor.
+
+    Attributes:
+        shape: of a tensor; ``()`` for a number, and None for anything else.
+        dtype: of a tensor; else None.
+        nbytes: of a tensor; else 0.
+    """
+
+    shape: tuple[int, ...] | None
+    dtype: torch.dtype | None = None
+    nbytes: int = 0
+
+
+Probed = dict[tuple[tuple[int, ...], torch.dtype], dict[str, StateEntry]]
+"""By shape and dtype of a tensor, the entries of its state."""
+
+
+def probe(
+    cls: Callable[..., torch.optim.Optimizer], hyperparameters: Mapping[str, Any], tensors: Iterable[TensorSpec]
+) -> Probed:
+    """Step an optimizer once for each distinct shape and dtype, with a gradient of ones, and return the state it keeps.
+
+    On the meta device, where nothing is allocated; or, if the class refuses that, with a tensor of zeros on the CPU,
+    which for a moment takes the memory of the tensor, its gradient and its state.
+
+    >>> found = probe(torch.optim.Adam, {"lr": 0.1}, [TensorSpec("weight", (10, 4), torch.float32)])
+    >>> found[(10, 4), torch.float32]["exp_avg"]
+    StateEntry(shape=(10, 4), dtype=torch.float32, nbytes=160)
+
+    Args:
+        cls: an optimizer class, or a function that builds an optimizer from a list of parameters.
+        hyperparameters: its keyword arguments. Those that only choose torch's implementation are left out.
+        tensors: what to step.
+
+    Raises:
+        Exception: what the class raises on a tensor of the CPU.
+    """
+    found: Probed = {}
+    arguments = {key: value for key, value in hyperparameters.items() if key not in _IMPLEMENTATIONS}
+    for spec in tensors:
+        if (spec.shape, spec.dtype) not in found:
+            try:
+                state = _stepped(cls, arguments, spec, "meta")
+            except Exception:  # noqa: BLE001 - whatever it is, a real tensor tells
+                state = _stepped(cls, arguments, spec, "cpu")
+            found[spec.shape, spec.dtype] = {key: _entry(value) for key, value in state.items()}
+    return found
+
+
+def _stepped(
+    cls: Callable[..., torch.optim.Optimizer], arguments: Mapping[str, Any], spec: TensorSpec, device: str
+) -> Mapping[str, Any]:
+    param = torch.zeros(spec.shape, dtype=spec.dtype, device=device).requires_grad_()
+    param.grad = torch.ones_like(param)
+    copied = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in arguments.items()}
+    optimizer = cls([param], **copied)
+    # Without the hooks that users register for all optimizers: torch marks the wrapper that calls them.
+    step: Callable[..., Any] = type(optimizer).step
+    (getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step)(optimizer)
+    state: Mapping[str, Any] = optimizer.state[param]
+    return state
+
+
+def _entry(value: object) -> StateEntry:
+    if isinstance(value, torch.Tensor):
+        return StateEntry(tuple(value.shape), value.dtype, value.numel() * value.element_size())
+    return StateEntry(() if isinstance(value, (int, float)) else None)

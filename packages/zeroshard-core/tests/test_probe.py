@@ -1,0 +1,77 @@
+"""The probe steps on the meta device, or on the CPU where a class refuses that; and says what the class keeps."""
+
+import pytest
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from zeroshard_core import StateEntry, TensorSpec, probe
+
+LARGE = TensorSpec("embedding", (1 << 20, 1 << 20), torch.bfloat16)
+
+
+class Watched(torch.optim.SGD):
+    """Remembers the devices of what it steps, and refuses those in ``refused``."""
+
+    seen = ()
+    refused = ""
+
+    def __init__(self, params, **defaults):
+        super().__init__(params, **defaults)
+        device = self.param_groups[0]["params"][0].device.type
+        if device == self.refused:
+            raise NotImplementedError(device)
+        type(self).seen += (device,)
+
+
+@pytest.fixture(autouse=True)
+def watched(monkeypatch):
+    monkeypatch.setattr(Watched, "seen", ())
+    return Watched
+
+
+def test_a_tensor_that_no_memory_holds_is_probed():
+    # Given a tensor of 2 TiB, when the state of Adam is asked for,
+    found = probe(torch.optim.Adam, {"lr": 0.1, "fused": True}, [LARGE])[LARGE.shape, LARGE.dtype]
+
+    # Then both moments are known by shape, dtype and bytes, and the step as a number of 4 bytes.
+    moment = StateEntry(LARGE.shape, torch.bfloat16, 2 << 40)
+    assert found == {"step": StateEntry((), torch.float32, 4), "exp_avg": moment, "exp_avg_sq": moment}
+
+
+def test_each_shape_and_dtype_is_stepped_once():
+    specs = [TensorSpec(name, shape, torch.float32) for name, shape in [("a", (2, 3)), ("b", (2, 3)), ("c", (3,))]]
+    found = probe(Watched, {"momentum": 0.5}, [*specs, TensorSpec("d", (3,), torch.float64)])
+    assert list(found) == [((2, 3), torch.float32), ((3,), torch.float32), ((3,), torch.float64)]
+    assert Watched.seen == ("meta",) * 3
+
+
+def test_a_class_that_refuses_the_meta_device_is_stepped_on_the_cpu(watched, monkeypatch):
+    monkeypatch.setattr(watched, "refused", "meta")
+    found = probe(watched, {"momentum": 0.5}, [TensorSpec("a", (2, 3), torch.float32)])
+    assert found[(2, 3), torch.float32] == {"momentum_buffer": StateEntry((2, 3), torch.float32, 24)}
+    assert watched.seen == ("cpu",)
+
+
+def test_what_a_class_raises_on_the_cpu_is_raised(watched, monkeypatch):
+    monkeypatch.setattr(watched, "refused", "meta")
+    with pytest.raises(RuntimeError, match="floating point"):
+        probe(watched, {}, [TensorSpec("ids", (3,), torch.int64)])
+
+
+def test_hooks_of_all_optimizers_are_not_called():
+    called = []
+    handle = register_optimizer_step_pre_hook(lambda *_: called.append(1))
+    try:
+        probe(torch.optim.Adam, {}, [TensorSpec("a", (3,), torch.float32)])
+    finally:
+        handle.remove()
+    assert not called
+
+
+def test_numbers_and_other_objects_have_no_bytes():
+    class Noted(torch.optim.SGD):
+        def step(self, closure=None):
+            param = self.param_groups[0]["params"][0]
+            self.state[param].update({"steps": 1, "notes": {"a": 1}})
+
+    found = probe(Noted, {}, [TensorSpec("a", (3,), torch.float32)])[(3,), torch.float32]
+    assert found == {"steps": StateEntry(()), "notes": StateEntry(None)}
