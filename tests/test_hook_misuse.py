@@ -6,6 +6,7 @@ Where something is refused, an error says what it is and what to do; nobody wait
 # No `from __future__ import annotations`: DDP compares the annotations of hooks with the types themselves.
 import copy
 import re
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -387,6 +388,23 @@ def test_a_parameter_without_a_gradient(hook: str, place: int, when: str) -> Non
     words = r"(?s)^(?!.*(inside no_sync|exception has left)).*find_unused_parameters=True"
     with pytest.raises(RuntimeError, match=words):
         iterate()
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@EVERY_HOOK
+def test_a_rank_that_is_first_in_step_tells_a_slower_one_what_is_missing(rank: int, hook: str) -> None:
+    """The slower one sends its last bucket when the other has raised."""
+    twins = Twins(hook, model=Layers, process_group=group_of(), ddp={"bucket_cap_mb": 0.001})
+    layers = twins.ddp.module.layers
+    for number in range(3):
+        twins.iterate(number)
+    layers[0].requires_grad_(False)
+    layers[1].weight.register_hook(lambda _: time.sleep(0.5 * rank))
+    twins.optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match=r"still waits for the gradients of .*find_unused_parameters=True"):
+        for _ in range(2):
+            twins.backward(twins.ddp, 5)
+            twins.optimizer.step()
 
 
 # ---------------------------------------------------------------------- torch.compile

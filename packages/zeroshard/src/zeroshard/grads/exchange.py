@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from enum import Enum
 from functools import partial
@@ -383,6 +383,9 @@ class GradExchange:
         arrived, coordinator = self.buckets.arrived, self._engine.coordinator
         why = "an exception has left it"
         if self._arrived_before == len(arrived):
+            # A slower rank sends these buckets too, and then finds out for itself.
+            with suppress(Exception):
+                self._queue.drain()
             why = (
                 f"DistributedDataParallel still waits for the gradients of {self.buckets.unarrived()}. Parameters that "
                 f"a forward does not use need find_unused_parameters=True; a model of which parameters were frozen "
