@@ -25,6 +25,8 @@ from spawned import as_rank
 
 INTERFACE = "link0"
 SHAPING = ("burst", "256kb", "latency", "50ms")
+_CONGESTION_CONTROL = "reno"
+"""Which every Linux has. BBR, the default of some, takes the shaper's small buffer for a slow link, and stalls."""
 _BRIDGE = "bridge0"
 _FOLDER = Path(__file__).parent
 
@@ -129,6 +131,8 @@ def rank_main() -> None:
     """Be one rank, as the command line says."""
     rank, ranks, folder, module, function, arguments = json.loads(sys.argv[1])
     chosen = getattr(__import__(module), function)
+    # Of this process's namespace alone.
+    Path("/proc/sys/net/ipv4/tcp_congestion_control").write_text(_CONGESTION_CONTROL, encoding="ascii")
     as_rank(rank, ranks, folder, chosen, tuple(arguments))
 
 

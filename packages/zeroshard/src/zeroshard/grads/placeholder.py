@@ -26,6 +26,7 @@ from zeroshard._torch_private import (
     ATEN_FOREACH_MUL_TENSOR_,
     ATEN_FOREACH_NORM,
     ATEN_FOREACH_ZERO_,
+    ATEN_SHALLOW_COPY,
     ATEN_TO_COPY,
     amp_unscale_,
     in_autograd,
@@ -303,6 +304,8 @@ GradPlaceholder.allowed = {
     _aten.add_.Tensor: _add,
     _aten.add.Tensor: _add,
     ATEN_TO_COPY: _convert,
+    # As torch answers for its own devices without asking.
+    ATEN_SHALLOW_COPY: lambda *_: True,
     _aten.copy_.default: _copy,
     _aten.linalg_vector_norm.default: _norm,
     ATEN_FOREACH_NORM: _foreach_norm,
