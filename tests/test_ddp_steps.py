@@ -148,15 +148,14 @@ def test_parameters_that_are_added_or_unfrozen_between_backward_and_step_are_ref
     twins = thawing()
     params, owners = list(twins.ddp.parameters()), twins.optimizer.plan.owners
     before = [param.detach().clone() for param in params]
-    if where == "on rank 1" and rank == 0:
-        # It has unfrozen nothing; but a group is added by all ranks.
-        grow = add_group if grow is add_group else lambda twins: twins.optimizer.step()
+    # A rank that has unfrozen nothing steps; a group is added by all ranks.
+    is_stepping = where == "on rank 1" and rank == 0 and grow is unfreeze
     with pytest.raises(RuntimeError, match=TOO_EARLY):
-        grow(twins)
+        _ = twins.optimizer.step() if is_stepping else grow(twins)
     assert all(map(torch.equal, before, params))
     assert twins.optimizer.plan.owners == owners
     assert len(twins.optimizer.param_groups) == 1
-    # What was refused can be done after the step.
+    # What was refused can be done by all ranks after the step.
     for param in params[:2]:
         param.requires_grad_(False)
     twins.optimizer.step()
