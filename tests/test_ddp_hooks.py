@@ -2,6 +2,7 @@
 
 # No `from __future__ import annotations`: DDP compares the annotations of hooks with the types themselves.
 import copy
+import gc
 from typing import Any
 
 import pytest
@@ -396,3 +397,14 @@ class TwoKinds(nn.Module):
 def test_buckets_of_two_dtypes(hook: str, static: bool) -> None:
     # In the first backward of a static graph DDP announces every bucket as the first, and none as the last.
     train(Twins(hook, model=TwoKinds, ddp={"static_graph": static}), last=6)
+
+
+@pytest.mark.ranks(1, backend="gloo")
+@pytest.mark.parametrize("hook", HOOKS[1:])
+def test_a_hook_whose_optimizer_is_gone_says_so(hook: str) -> None:
+    twins = Twins(hook)
+    twins.iterate(0)
+    del twins.optimizer
+    gc.collect()
+    with pytest.raises(RuntimeError, match="is gone: keep a reference to it"):
+        twins.backward(twins.ddp, 1)

@@ -406,6 +406,19 @@ def test_a_rank_that_is_first_in_step_tells_a_slower_one_what_is_missing(rank: i
         twins.optimizer.step()
 
 
+@pytest.mark.ranks(2, backend="gloo")
+def test_ranks_that_miss_different_buckets_do_not_wait_for_each_other(rank: int) -> None:
+    """No bucket arrives on rank 1, where the first one is not complete."""
+    twins = Twins("owner", model=Layers, process_group=group_of(), ddp={"bucket_cap_mb": 0.001})
+    for number in range(3):
+        twins.iterate(number)
+    twins.ddp.module.unused = 2 * rank
+    twins.optimizer.zero_grad()
+    twins.backward(twins.ddp, 5)
+    with pytest.raises(RuntimeError, match="still waits for the gradients of" if rank == 0 else None):
+        twins.optimizer.step()
+
+
 # ---------------------------------------------------------------------- torch.compile
 
 

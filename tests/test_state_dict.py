@@ -573,3 +573,28 @@ def test_state_is_moved_as_lightning_does() -> None:
         pair.sharded.state[param] = rebuilt(entries)
     pair.step()
     pair.check_equal()
+
+
+class Counting(optim.SGD):
+    """Counts its steps for each tensor, in a number of Python."""
+
+    elementwise = True
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["steps"] = self.state[param].get("steps", 0) + 1
+        return super().step(closure)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_a_number_in_the_state_of_a_tensor_without_dimensions_is_loaded(rank: int) -> None:
+    params = [nn.Parameter(torch.tensor(1.0)), nn.Parameter(torch.ones(3))]
+    optimizer = ZeroRedundancyOptimizer(params, Counting, lr=0.1)
+    for _ in range(2):
+        set_gradients(params, 0)
+        optimizer.step()
+    optimizer.consolidate_state_dict(to=0)
+    saved = optimizer.state_dict() if rank == 0 else {}
+    optimizer.load_state_dict(saved, from_rank=0)
+    assert [entries["steps"] for entries in optimizer.optim.state.values()] == [2]

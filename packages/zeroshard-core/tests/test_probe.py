@@ -51,6 +51,29 @@ def test_a_class_that_refuses_the_meta_device_is_stepped_on_the_cpu(watched, mon
     assert watched.seen == ("cpu",)
 
 
+def test_a_large_tensor_of_a_class_that_refuses_the_meta_device_takes_no_memory(watched, monkeypatch):
+    # Given a class that must be stepped on the CPU, when a tensor of 2 TiB is asked for,
+    monkeypatch.setattr(watched, "refused", "meta")
+    found = probe(watched, {"momentum": 0.5}, [LARGE])[LARGE.shape, LARGE.dtype]
+
+    # Then its state is that of a small one, with the sizes of the large one in place of its own.
+    assert found == {"momentum_buffer": StateEntry(LARGE.shape, torch.bfloat16, 2 << 40)}
+
+
+def test_factored_state_follows_the_dimensions_that_it_shares():
+    found = probe(torch.optim.Adafactor, {}, [TensorSpec("a", (1000, 20), torch.float32)])[(1000, 20), torch.float32]
+    assert {key: entry.shape for key, entry in found.items()} == {"step": (), "row_var": (1000, 1), "col_var": (1, 20)}
+
+
+@pytest.mark.parametrize("implementation", ["fused", "foreach", "capturable"])
+def test_an_implementation_that_the_class_has_chosen_is_left_out(implementation):
+    def build(params, **group):
+        return torch.optim.AdamW([{**group, "params": params}], **{implementation: True})
+
+    found = probe(build, {"lr": 0.1}, [LARGE])[LARGE.shape, LARGE.dtype]
+    assert found["exp_avg"] == StateEntry(LARGE.shape, torch.bfloat16, 2 << 40)
+
+
 def test_what_a_class_raises_on_the_cpu_is_raised(watched, monkeypatch):
     monkeypatch.setattr(watched, "refused", "meta")
     with pytest.raises(RuntimeError, match="floating point"):

@@ -75,7 +75,8 @@ class Traffic:
         Raises:
             KeyError: if there is no such kind.
         """
-        return Volume(*self._counts[kind])
+        with _adding:
+            return Volume(*self._counts[kind])
 
     def total(self) -> Volume:
         """Return the totals over all kinds."""
@@ -83,4 +84,5 @@ class Traffic:
 
     def reset(self) -> None:
         """Set every total back to zero."""
-        self._counts = {kind: [0, 0, 0, 0.0] for kind in KINDS}
+        with _adding:
+            self._counts = {kind: [0, 0, 0, 0.0] for kind in KINDS}

@@ -10,6 +10,7 @@ operations: each rank says so with each bucket, and a bucket is stepped early on
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -37,6 +38,11 @@ from zeroshard.step import Seen, look, step
 
 if TYPE_CHECKING:
     from zeroshard.engine import Engine
+    from zeroshard.join import JoinState
+
+
+_PATIENCE = 5.0
+"""Seconds that a rank with an incomplete backward gives slower ones to come as far."""
 
 
 class StepMode(Enum):
@@ -64,7 +70,6 @@ class GradExchange:
         norms: which norms of gradients every rank learns at the end of each backward; see :func:`norm_orders`.
 
     Attributes:
-        join: announces calls inside Join.
         operations: what the loop does to gradients before a step.
         gradients: where gradients are, and which are accumulated over several backwards.
         buckets: those of the last backward.
@@ -77,7 +82,7 @@ class GradExchange:
 
     def __init__(self, engine: Engine, mode: StepMode, *, norms: bool | Sequence[float]) -> None:
         self._engine: Engine = weakref.proxy(engine)
-        self.mode, self.join, coordinator, grad_norms = mode, engine.join, engine.coordinator, None
+        self.mode, coordinator, grad_norms = mode, engine.coordinator, None
         with agreed(coordinator, "a communication hook's first call"):
             device = common_device(engine.params, engine.layout)
             orders = norm_orders(norms)
@@ -101,6 +106,11 @@ class GradExchange:
         self._is_own, self._may_step, self._all_may_step = True, False, False
         self._seen: Seen | None = None
         self.early_steps = EarlySteps(self._engine, self) if mode is not StepMode.IN_STEP else None
+
+    @property
+    def join(self) -> JoinState:
+        """Announces calls inside Join."""
+        return self._engine.join
 
     @property
     def in_backward(self) -> bool:
@@ -383,9 +393,10 @@ class GradExchange:
         arrived, coordinator = self.buckets.arrived, self._engine.coordinator
         why = "an exception has left it"
         if self._arrived_before == len(arrived):
-            # A slower rank sends these buckets too, and then finds out for itself.
-            with suppress(Exception):
-                self._queue.drain()
+            # A slower rank sends these buckets too, and then finds out for itself; or does not, so not for ever.
+            ending = threading.Thread(target=self._drain_quietly, daemon=True)
+            ending.start()
+            ending.join(_PATIENCE)
             why = (
                 f"DistributedDataParallel still waits for the gradients of {self.buckets.unarrived()}. Parameters that "
                 f"a forward does not use need find_unused_parameters=True; a model of which parameters were frozen "
@@ -399,6 +410,10 @@ class GradExchange:
             self._engine.mark_broken(error)
             coordinator.ranks.context.close(error)
         return error
+
+    def _drain_quietly(self) -> None:
+        with suppress(Exception):
+            self._queue.drain()
 
     # ------------------------------------------------------------------ steps during backward
 

@@ -305,7 +305,7 @@ GradPlaceholder.allowed = {
     _aten.add.Tensor: _add,
     ATEN_TO_COPY: _convert,
     # As torch answers for its own devices without asking.
-    ATEN_SHALLOW_COPY: lambda *_: True,
+    ATEN_SHALLOW_COPY: lambda one, other: one.device.type == other.device.type,
     _aten.copy_.default: _copy,
     _aten.linalg_vector_norm.default: _norm,
     ATEN_FOREACH_NORM: _foreach_norm,

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import optim
-from zeroshard_core import Probed, StateEntry, TensorSpec, probe
+from zeroshard_core import StateEntry, TensorSpec, probe
 
 from zeroshard.local.extra_state import ADVICE
 from zeroshard.local.optimizer import NOT_SYNCED
@@ -35,7 +35,7 @@ class StateSchema:
         self._build = lambda params, **group: policy.factory([{**group, "params": params}], **defaults)
         self._applies = is_elementwise(policy.factory, declared=policy.elementwise)
         self._applies |= class_of(policy.factory) in vars(optim).values()
-        self._known: dict[str, Probed] = {}
+        self._known: dict[str, dict[tuple[tuple[int, ...], torch.dtype], Mapping[str, StateEntry] | None]] = {}
 
     def check(self, entries: Mapping[str, Any], spec: TensorSpec, group: Mapping[str, Any], where: str) -> None:
         """Check the state of one tensor.
@@ -67,7 +67,7 @@ class StateSchema:
                 continue
             is_tensor = isinstance(value, torch.Tensor)
             found = f"has shape {tuple(value.shape)}" if is_tensor else f"is a {type(value).__name__}"
-            if not entry.shape and spec.shape:
+            if not entry.shape:
                 fits = value.numel() == 1 if is_tensor else isinstance(value, (int, float))
                 wanted = "a single number"
             else:
@@ -87,7 +87,7 @@ class StateSchema:
         key = (spec.shape, spec.dtype)
         if key not in known:
             try:
-                known.update(probe(self._build, settings, [spec]))
+                known[key] = probe(self._build, settings, [spec])[key]
             except Exception:  # noqa: BLE001 - an unsupported class may raise any exception
-                return None
+                known[key] = None
         return known[key]
