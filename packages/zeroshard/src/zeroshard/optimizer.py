@@ -57,7 +57,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         partition: ``"whole"`` (each tensor has one owner), ``"split"`` (large tensors are cut evenly; elementwise
             optimizers only), ``"hybrid"`` (whole, except tensors larger than a fair share; elementwise only), or a
             function of your own, see :data:`zeroshard_core.Strategy`.
-        cost: what a tensor weighs when tensors are dealt out; its number of elements by default.
+        cost: what a tensor weighs when tensors are partitioned; its number of elements by default.
         elementwise: declares that ``optimizer_class`` is elementwise, if zeroshard does not know it.
         objects: ``"leave out"`` omits state entries that are not tensors, numbers, strings, lists or dicts from
             checkpoints; by default the step that adds one raises.
