@@ -149,9 +149,9 @@ def test_fsdp_average_of_weights_is_not_joined_before_the_next_step(rank, world_
 @seeded("race")
 @pytest.mark.ranks(1, backend="emulated")
 def test_zeroshard_does_not_join_the_stream_that_steps(rank, process_group, device, monkeypatch):
-    """hook_with_zero_step writes parameters on its side stream, and backward ends without a join."""
+    """hook_with_zero_step_interleaved writes parameters on its side stream, and backward ends without a join."""
     monkeypatch.setattr(SideStream, "join", lambda self: None)
-    ddp, optimizer = zeroshard_in_ddp(device, "behind")
+    ddp, optimizer = zeroshard_in_ddp(device, "interleaved")
     train(ddp, optimizer, batches(rank, device))
 
 
