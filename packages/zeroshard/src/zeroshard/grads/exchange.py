@@ -391,12 +391,8 @@ class GradExchange:
     def _unended(self) -> RuntimeError:
         """Return an error for a backward that has not ended; let no rank wait for buckets that will not be sent."""
         arrived, coordinator = self.buckets.arrived, self._engine.coordinator
-        why = "an exception has left it"
-        if self._arrived_before == len(arrived):
-            # A slower rank sends these buckets too, and then finds out for itself; or does not, so not for ever.
-            ending = threading.Thread(target=self._drain_quietly, daemon=True)
-            ending.start()
-            ending.join(_PATIENCE)
+        why, still_waits = "an exception has left it", self._arrived_before == len(arrived)
+        if still_waits:
             why = (
                 f"DistributedDataParallel still waits for the gradients of {self.buckets.unarrived()}. Parameters that "
                 f"a forward does not use need find_unused_parameters=True; a model of which parameters were frozen "
@@ -407,6 +403,11 @@ class GradExchange:
             f"complete: start again from a checkpoint"
         )
         if not arrived or not arrived[-1].is_last:
+            if still_waits:
+                # A slower rank sends these buckets too, and then finds out for itself; or does not, so not for ever.
+                ending = threading.Thread(target=self._drain_quietly, daemon=True)
+                ending.start()
+                ending.join(_PATIENCE)
             self._engine.mark_broken(error)
             coordinator.ranks.context.close(error)
         return error
