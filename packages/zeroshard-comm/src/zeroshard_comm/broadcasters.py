@@ -1,4 +1,4 @@
-"""Parameters from their owners to all ranks: by tagged messages, and by collectives."""
+"""Parameters from their owners to all ranks, by tagged messages."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import time
 from abc import abstractmethod
 from collections.abc import Sequence
 
-import torch.distributed as dist
-
 from zeroshard_comm.interfaces import Broadcast, ParameterBroadcaster, Segment
-from zeroshard_comm.messages import PACK_BELOW, Message, pack_pieces, receive, send, wait_for_collective
+from zeroshard_comm.messages import PACK_BELOW, Message, pack_pieces, receive, send
 from zeroshard_comm.process_group import RankGroup
 from zeroshard_comm.traffic import Traffic
 
@@ -124,34 +122,3 @@ class _Sent(_Arriving):
         arriving = self._receives.pop(place, None)
         if arriving is not None:
             arriving.wait(_OPERATION)
-
-
-class CollectiveBroadcaster(_Packed):
-    """One broadcast for each message, all in flight at once, issued in one order by the thread that calls."""
-
-    def begin(self) -> Broadcast:
-        """Issue nothing yet: collectives are issued in one order, when there are values to send."""
-        self.unpacks = self.ranks.moves_data()
-        return _Issued(self)
-
-
-class _Issued(_Arriving):
-    def __init__(self, broadcaster: CollectiveBroadcaster) -> None:
-        super().__init__(broadcaster)
-        self._works: list[dist.Work | None] = []
-
-    def send(self) -> None:
-        broadcaster, group = self._broadcaster, self._broadcaster.ranks.group
-        for message in broadcaster.messages:
-            if message.owner == self._rank:
-                message.pack()
-            # As bytes: backends refuse some dtypes that they would move without looking at them.
-            work = dist.broadcast(message.data, group=group, group_src=message.owner, async_op=True)
-            self._works.append(work)
-        broadcaster.traffic.add("share", sent=broadcaster.sent, received=broadcaster.received, calls=len(self._works))
-
-    def wait(self) -> None:
-        self.arrive()
-
-    def _wait_for(self, place: int) -> None:
-        wait_for_collective(self._works[place], self._broadcaster.ranks, "share")

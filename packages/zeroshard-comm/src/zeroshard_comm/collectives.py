@@ -1,46 +1,115 @@
-"""What travels by collectives, where messages cannot be matched by tag: gradients to their owners.
+"""The two moves by collectives, where messages cannot be matched by tag: as NCCL has them.
 
-As in :mod:`zeroshard_comm.message_reducer`, with one reduce for each owner and range of the bucket: large ones in
-place, small ones packed into one buffer per owner. Headers travel from host to host, so that reading them does not wait
-for an accelerator. Everything is issued by the thread that calls, in the order of :meth:`CollectiveReducer.begin`,
-which must be the same on all ranks.
+What a rank owns of cut tensors travels in an owner-major matrix, see :mod:`zeroshard_comm.owner_major`: gradients by
+one reduce-scatter of a bucket, parameters by one all-gather. Whole tensors travel in place, by one group of reduces, or
+of broadcasts. A matrix lies in one of two buffers in turn, and a larger one travels in chunks. Headers travel from host
+to host, so that reading them does not wait for an accelerator.
+
+Everything is issued by the thread that calls, in one order, which must be the same on all ranks.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
 from zeroshard_core import Run
 
-from zeroshard_comm._torch_private import foreach_copy_
+from zeroshard_comm._torch_private import all_gather, coalescing_manager, foreach_copy_, reduce_scatter
 from zeroshard_comm.agreement import Coordinator
-from zeroshard_comm.interfaces import BucketHeader, BucketReduceWork, GradientReducer
-from zeroshard_comm.messages import PACK_BELOW, Message, receive, send, wait_for_collective
+from zeroshard_comm.interfaces import (
+    Broadcast,
+    BucketHeader,
+    BucketReduceWork,
+    GradientReducer,
+    ParameterBroadcaster,
+    Segment,
+)
+from zeroshard_comm.messages import Message, Waitable, receive, send, wait_for_collective
+from zeroshard_comm.owner_major import Item, OwnerMajor, Piece
 from zeroshard_comm.process_group import RankGroup
 from zeroshard_comm.traffic import Traffic
 
 TAG_HEADERS = 0x5A530040
 
+STAGING_BYTES = 64 * 1024 * 1024
+"""Of each of the two buffers, at most; one unit of columns always fits."""
 
-@dataclass(frozen=True)
-class _PackedReduce:
-    """Small ranges of one owner, and their places in one buffer."""
 
-    owner: int
-    staging: torch.Tensor
-    slots: tuple[torch.Tensor, ...]
-    ranges: tuple[tuple[int, int], ...]
+class _Slot:
+    """One of the buffers. Whoever takes it is ordered after those that used it before, on whatever stream."""
+
+    def __init__(self) -> None:
+        self._memory: torch.Tensor | None = None
+        self._finish: Callable[[], object] | None = None
+        self._read: torch.Event | None = None
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return memory to write to, 1-D."""
+        if self._finish is not None:
+            self._finish()
+        if self._read is not None:
+            torch.accelerator.current_stream(device).wait_event(self._read)
+        self._finish = self._read = None
+        nbytes = numel * dtype.itemsize
+        if self._memory is None or self._memory.numel() < nbytes:
+            if self._memory is not None and device.type != "cpu":
+                self._memory.record_stream(torch.accelerator.current_stream(device))
+            self._memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        return self._memory[:nbytes].view(dtype)
+
+    def lend(self, finish: Callable[[], object]) -> None:
+        """Let a collective use it until it is given back, or needed again: then ``finish`` is called, once."""
+        self._finish = finish
+
+    def give_back(self) -> None:
+        """Take note that the current stream has waited for the collective, and has been given all that reads it."""
+        self._finish = None
+        if self._memory is not None and self._memory.device.type != "cpu":
+            self._read = torch.accelerator.current_stream(self._memory.device).record_event()
+
+
+class Staging:
+    """Two buffers per device in turn, for all matrices of a process group; they grow to what is asked for."""
+
+    def __init__(self) -> None:
+        self._slots: dict[tuple[torch.device, int], _Slot] = {}
+        self._turn = 0
+
+    def slot(self, device: torch.device, number: int) -> _Slot:
+        """Return one of the two."""
+        return self._slots.setdefault((device, number % 2), _Slot())
+
+    def next_slot(self, device: torch.device) -> _Slot:
+        """Return the one whose turn it is."""
+        self._turn += 1
+        return self.slot(device, self._turn)
+
+
+def _together(
+    ranks: RankGroup, device: torch.device, calls: Sequence[Callable[[], Waitable | None]]
+) -> list[Waitable | None]:
+    """Issue collectives as one group, or one by one where the backend has no groups."""
+    if not calls:
+        return []
+    if not ranks.coalesces(device):
+        return [call() for call in calls]
+    with coalescing_manager(ranks.group, device=device, async_ops=True) as group:
+        for call in calls:
+            call()
+    return [group]
 
 
 class CollectiveReducer(GradientReducer):
     """The collectives of one bucket.
 
     Args:
-        ranks: a group on which nothing else is issued.
+        ranks: a group whose collectives are issued in one order.
         coordinator: has the channel of the headers.
         traffic: where bytes are counted, as kinds ``"reduce"`` and ``"control"``.
         runs: ranges of elements of the bucket and who owns them, in bucket order; elements between them have no owner.
@@ -58,60 +127,219 @@ class CollectiveReducer(GradientReducer):
         tensors: int,
     ) -> None:
         self.ranks, self.coordinator, self.traffic, self.tensors = ranks, coordinator, traffic, tensors
-        world_size = ranks.world_size
+        self._staging = ranks.context.shared(Staging)
+        self._dtype, self._device = like.dtype, like.device
         # A single rank has nothing to reduce.
-        moved = [run for run in runs if run.stop > run.start] if world_size > 1 else []
-        limit = PACK_BELOW // like.element_size()
-        self._large = [run for run in moved if run.stop - run.start >= limit]
-        self.packed: list[_PackedReduce] = []
-        for owner in range(world_size):
-            ranges = [(run.start, run.stop) for run in moved if run.rank == owner and run.stop - run.start < limit]
-            if ranges:
-                sizes = [stop - start for start, stop in ranges]
-                staging = torch.empty(sum(sizes), dtype=like.dtype, device=like.device)
-                self.packed.append(_PackedReduce(owner, staging, tuple(staging.split(sizes)), tuple(ranges)))
+        self._runs = runs = [run for run in runs if run.stop > run.start] if ranks.world_size > 1 else []
+        self._matrix = matrix = OwnerMajor.of(
+            [Item(run.rank, run.stop - run.start, run.is_part) for run in runs], ranks.world_size
+        )
+        self._chunks = matrix.chunks(STAGING_BYTES // like.element_size())
+        self._pieces = [matrix.pieces(columns) for columns in self._chunks]
+        self._owned = torch.empty(matrix.width, dtype=like.dtype, device=like.device)
+        self._starts = [run.start for run in runs]
+        self._packed: tuple[int, list[list[torch.Tensor]]] = (0, [])
+
+    def owned(self, buffer: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """Return where the mean of a range lies: in the bucket, or in this rank's row of the matrix."""
+        number = bisect_right(self._starts, start) - 1
+        column = self._matrix.columns[number] if self._runs else None
+        if column is None:
+            return buffer[start:stop]
+        place = column + start - self._runs[number].start
+        return self._owned[place : place + stop - start]
+
+    def release(self) -> None:
+        """Drop what refers to the memory of the last bucket."""
+        self._packed = (0, [])
 
     def begin(self, buffer: torch.Tensor, header: BucketHeader, *, gradients: bool = True) -> BucketReduceWork:
         """Send a header, and issue the reductions of a bucket after what the current stream is doing."""
         headers = HeaderExchange(self.coordinator, header.to_words(), TAG_HEADERS, "backward()")
-        works: list[dist.Work | None] = []
-        if gradients and self.ranks.world_size > 1:
-            # First, as DDP does: a sum in half precision may be too large.
-            buffer.div_(self.ranks.world_size)
-            moved = [(run.rank, buffer[run.start : run.stop]) for run in self._large]
-            for packed in self.packed:
-                torch.cat([buffer[start:stop] for start, stop in packed.ranges], out=packed.staging)
-                moved.append((packed.owner, packed.staging))
-            works = [dist.reduce(part, group=self.ranks.group, group_dst=owner, async_op=True) for owner, part in moved]
-            everything = sum(part.nbytes for _, part in moved)
-            owned = sum(part.nbytes for owner, part in moved if owner == self.ranks.rank)
+        works: list[Waitable | None] = []
+        if gradients and self._runs:
+            for columns, views in zip(self._chunks, self._views_of(buffer), strict=True):
+                slot = self._staging.next_slot(self._device)
+                packed = slot.take(len(columns) * self.ranks.world_size, self._dtype, self._device)
+                torch.cat(views, out=packed)
+                row = self._owned[columns.start : columns.stop]
+                work = reduce_scatter(row, packed, op=dist.ReduceOp.AVG, group=self.ranks.group, async_op=True)
+                slot.lend(partial(wait_for_collective, work, self.ranks, "reduce"))
+                works.append(work)
+            works += _together(self.ranks, self._device, [self._reduce_of(buffer, i) for i in self._matrix.outside])
+            sizes = [(run.stop - run.start) * self._dtype.itemsize for run in self._runs]
+            owned = sum(size for size, run in zip(sizes, self._runs, strict=True) if run.rank == self.ranks.rank)
             received = owned * len(self.ranks.peers)
-            self.traffic.add("reduce", sent=everything - owned, received=received, calls=len(works))
-        return _CollectiveWork(self, buffer, headers, works)
+            self.traffic.add("reduce", sent=sum(sizes) - owned, received=received, calls=len(works))
+        return _CollectiveWork(self, headers, works)
+
+    def _reduce_of(self, buffer: torch.Tensor, number: int) -> Callable[[], Waitable | None]:
+        run = self._runs[number]
+        part = buffer[run.start : run.stop]
+        return partial(
+            dist.reduce, part, group=self.ranks.group, group_dst=run.rank, op=dist.ReduceOp.AVG, async_op=True
+        )
+
+    def _views_of(self, buffer: torch.Tensor) -> list[list[torch.Tensor]]:
+        """Per chunk, what is packed into it: views of the bucket and padding, kept as long as the bucket stays."""
+        if self._packed[0] != buffer.data_ptr():
+            most = max([piece.numel for chunk in self._pieces for piece in chunk if piece.item is None], default=0)
+            padding = torch.zeros(most, dtype=self._dtype, device=self._device)
+            starts = self._starts
+            views = [
+                [
+                    padding[:numel] if item is None else buffer[starts[item] + start : starts[item] + start + numel]
+                    for item, start, numel in ((piece.item, piece.start, piece.numel) for piece in chunk)
+                ]
+                for chunk in self._pieces
+            ]
+            self._packed = buffer.data_ptr(), views
+        return self._packed[1]
 
 
 class _CollectiveWork(BucketReduceWork):
-    def __init__(
-        self, reducer: CollectiveReducer, buffer: torch.Tensor, headers: HeaderExchange, works: list[dist.Work | None]
-    ) -> None:
-        self._reducer, self._buffer, self._headers, self._works = reducer, buffer, headers, works
+    def __init__(self, reducer: CollectiveReducer, headers: HeaderExchange, works: list[Waitable | None]) -> None:
+        self._reducer, self._headers, self._works = reducer, headers, works
 
     def finish(self) -> list[BucketHeader]:
         headers = [BucketHeader.from_words(words, self._reducer.tensors) for words in self._headers.wait()]
-        if not self._works:
-            return headers
         started = time.perf_counter()
         works, self._works = self._works, []
         for work in works:
             wait_for_collective(work, self._reducer.ranks, "reduce")
         self._reducer.traffic.add("reduce", waited=time.perf_counter() - started)
-        for packed in self._reducer.packed:
-            if packed.owner == self._reducer.ranks.rank:
-                foreach_copy_([self._buffer[start:stop] for start, stop in packed.ranges], packed.slots)
         return headers
 
     def close(self) -> None:
         """Do nothing: a collective that has been finished has been sent."""
+
+
+class CollectiveBroadcaster(ParameterBroadcaster):
+    """All-gathers and broadcasts of segments, issued in one order by the thread that calls.
+
+    Args:
+        ranks: a group whose collectives are issued in one order.
+        segments: as for :class:`ParameterBroadcaster`.
+        traffic: as there.
+    """
+
+    def __init__(self, ranks: RankGroup, segments: Sequence[Segment], traffic: Traffic | None = None) -> None:
+        super().__init__(ranks, segments, traffic)
+        staging = ranks.context.shared(Staging)
+        by_dtype: dict[torch.dtype, list[Segment]] = {}
+        # A single rank has nothing to send.
+        for segment in self.segments if ranks.world_size > 1 else ():
+            by_dtype.setdefault(segment.buffer.dtype, []).append(segment)
+        self.gathers: list[_Gather] = []
+        self.whole: list[Segment] = []
+        for alike in by_dtype.values():
+            items = [Item(segment.owner, segment.buffer.numel(), segment.is_part) for segment in alike]
+            matrix = OwnerMajor.of(items, ranks.world_size)
+            self.whole += [alike[index] for index in matrix.outside]
+            for columns in matrix.chunks(STAGING_BYTES // alike[0].buffer.element_size()):
+                slot = staging.slot(alike[0].buffer.device, len(self.gathers))
+                buffers = [segment.buffer for segment in alike]
+                self.gathers.append(_Gather(ranks, slot, buffers, matrix.pieces(columns), len(columns)))
+
+    def begin(self) -> Broadcast:
+        """Issue nothing yet: collectives are issued in one order, when there are values to send."""
+        return _CollectiveBroadcast(self)
+
+
+class _Gather:
+    """One chunk of a matrix of segments: this rank's row is packed, gathered with the others', and unpacked."""
+
+    def __init__(
+        self, ranks: RankGroup, slot: _Slot, buffers: Sequence[torch.Tensor], pieces: Sequence[Piece], width: int
+    ) -> None:
+        self._ranks, self._slot, self._buffers, self._width = ranks, slot, buffers, width
+        self._sizes = [piece.numel for piece in pieces]
+        self._pieces: list[tuple[int, Piece]] = []
+        """Those of other ranks, with their places among all, without padding."""
+        own: list[torch.Tensor] = []
+        for place, (piece, stop) in enumerate(zip(pieces, accumulate(self._sizes), strict=True)):
+            if piece.item is None:
+                continue
+            if (stop - 1) // width == ranks.rank:
+                own.append(self._view(piece))
+            else:
+                self._pieces.append((place, piece))
+        self._own = own
+        self._targets = [self._view(piece) for _, piece in self._pieces]
+        self._sources: tuple[int, list[torch.Tensor]] = (0, [])
+        self._work: dist.Work | None = None
+        self._is_issued = False
+
+    def issue(self) -> None:
+        like = self._buffers[0]
+        packed = self._slot.take(self._width * self._ranks.world_size, like.dtype, like.device)
+        row = packed.view(self._ranks.world_size, -1)[self._ranks.rank]
+        if self._own:
+            torch.cat(self._own, out=row[: sum(map(torch.Tensor.numel, self._own))])
+        if self._sources[0] != packed.data_ptr():
+            views = packed.split(self._sizes)
+            self._sources = packed.data_ptr(), [views[place] for place, _ in self._pieces]
+        # As bytes: backends refuse some dtypes that they would move without looking at them.
+        everything, mine = packed.view(torch.uint8), row.view(torch.uint8)
+        self._is_issued = True
+        self._work = all_gather(everything, mine, group=self._ranks.group, async_op=True)
+        self._slot.lend(self.finish)
+
+    def finish(self) -> None:
+        """Order the current stream after it, and unpack what other ranks own; a no-op if it is done."""
+        if not self._is_issued:
+            return
+        wait_for_collective(self._work, self._ranks, "share")
+        self._is_issued, self._work = False, None
+        if self._targets and self._ranks.moves_data():
+            foreach_copy_(self._targets, self._sources[1])
+        self._slot.give_back()
+
+    def _view(self, piece: Piece) -> torch.Tensor:
+        assert piece.item is not None
+        return self._buffers[piece.item][piece.start : piece.start + piece.numel]
+
+
+class _CollectiveBroadcast(Broadcast):
+    def __init__(self, broadcaster: CollectiveBroadcaster) -> None:
+        self._broadcaster = broadcaster
+        self._gathers: list[_Gather] = []
+        self._works: list[Waitable | None] = []
+
+    def send(self) -> None:
+        broadcaster, ranks = self._broadcaster, self._broadcaster.ranks
+        for gather in broadcaster.gathers:
+            if len(self._gathers) == 2:
+                self._gathers.pop(0).finish()
+            gather.issue()
+            self._gathers.append(gather)
+        calls = [
+            partial(
+                dist.broadcast,
+                segment.buffer.view(torch.uint8),
+                group=ranks.group,
+                group_src=segment.owner,
+                async_op=True,
+            )
+            for segment in broadcaster.whole
+        ]
+        if calls:
+            self._works = _together(ranks, broadcaster.whole[0].buffer.device, calls)
+        calls_issued = len(broadcaster.gathers) + len(self._works)
+        broadcaster.traffic.add("share", sent=broadcaster.sent, received=broadcaster.received, calls=calls_issued)
+
+    def arrive(self) -> None:
+        started = time.perf_counter()
+        gathers, self._gathers = self._gathers, []
+        for gather in gathers:
+            gather.finish()
+        works, self._works = self._works, []
+        for work in works:
+            wait_for_collective(work, self._broadcaster.ranks, "share")
+        self._broadcaster.traffic.add("share", waited=time.perf_counter() - started)
+
+    def wait(self) -> None:
+        self.arrive()
 
 
 class HeaderExchange:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from zeroshard_comm import BucketReduceWork
@@ -134,6 +134,10 @@ class ReductionQueue:
         self._begun.append((finish, work))
         if self._uses_thread:
             self._worker.submit(self._finish_next)
+
+    def beside(self) -> AbstractContextManager[None]:
+        """While the block runs, queue work where reductions are finished: beside what computes gradients."""
+        return self._side.after_current()
 
     def finish(self, *, leave: int) -> None:
         """Finish all but the last few; a no-op if a thread does that."""
