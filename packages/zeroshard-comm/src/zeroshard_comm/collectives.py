@@ -31,7 +31,7 @@ from zeroshard_comm.interfaces import (
     Segment,
 )
 from zeroshard_comm.messages import Message, Waitable, receive, send, wait_for_collective
-from zeroshard_comm.owner_major import Item, OwnerMajor, Piece
+from zeroshard_comm.owner_major import Chunk, Item, OwnerMajor, Piece
 from zeroshard_comm.process_group import RankGroup
 from zeroshard_comm.traffic import Traffic
 
@@ -53,13 +53,14 @@ class _Slot:
         """Return memory to write to, 1-D."""
         if self._finish is not None:
             self._finish()
-        if self._read is not None:
-            torch.accelerator.current_stream(device).wait_event(self._read)
+        stream = _current_stream(device)
+        if stream is not None and self._read is not None:
+            stream.wait_event(self._read)
         self._finish = self._read = None
         nbytes = numel * dtype.itemsize
         if self._memory is None or self._memory.numel() < nbytes:
-            if self._memory is not None and device.type != "cpu":
-                self._memory.record_stream(torch.accelerator.current_stream(device))
+            if stream is not None and self._memory is not None:
+                self._memory.record_stream(stream)
             self._memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
         return self._memory[:nbytes].view(dtype)
 
@@ -67,11 +68,17 @@ class _Slot:
         """Let a collective use it until it is given back, or needed again: then ``finish`` is called, once."""
         self._finish = finish
 
-    def give_back(self) -> None:
+    def give_back(self, device: torch.device) -> None:
         """Take note that the current stream has waited for the collective, and has been given all that reads it."""
-        self._finish = None
-        if self._memory is not None and self._memory.device.type != "cpu":
-            self._read = torch.accelerator.current_stream(self._memory.device).record_event()
+        stream = _current_stream(device)
+        self._finish, self._read = None, stream.record_event() if stream is not None else None
+
+
+def _current_stream(device: torch.device) -> torch.Stream | None:
+    """Return the current stream of a device; None if it has no streams."""
+    accelerator = torch.accelerator.current_accelerator()
+    has_streams = accelerator is not None and accelerator.type == device.type
+    return torch.accelerator.current_stream(device) if has_streams else None
 
 
 class Staging:
@@ -135,10 +142,9 @@ class CollectiveReducer(GradientReducer):
             [Item(run.rank, run.stop - run.start, run.is_part) for run in runs], ranks.world_size
         )
         self._chunks = matrix.chunks(STAGING_BYTES // like.element_size())
-        self._pieces = [matrix.pieces(columns) for columns in self._chunks]
         self._owned = torch.empty(matrix.width, dtype=like.dtype, device=like.device)
         self._starts = [run.start for run in runs]
-        self._packed: tuple[int, list[list[torch.Tensor]]] = (0, [])
+        self._packed: tuple[int, list[list[torch.Tensor]]] = (-1, [])
 
     def owned(self, buffer: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         """Return where the mean of a range lies: in the bucket, or in this rank's row of the matrix."""
@@ -151,18 +157,18 @@ class CollectiveReducer(GradientReducer):
 
     def release(self) -> None:
         """Drop what refers to the memory of the last bucket."""
-        self._packed = (0, [])
+        self._packed = (-1, [])
 
     def begin(self, buffer: torch.Tensor, header: BucketHeader, *, gradients: bool = True) -> BucketReduceWork:
         """Send a header, and issue the reductions of a bucket after what the current stream is doing."""
         headers = HeaderExchange(self.coordinator, header.to_words(), TAG_HEADERS, "backward()")
         works: list[Waitable | None] = []
         if gradients and self._runs:
-            for columns, views in zip(self._chunks, self._views_of(buffer), strict=True):
+            for chunk, views in zip(self._chunks, self._views_of(buffer), strict=True):
                 slot = self._staging.next_slot(self._device)
-                packed = slot.take(len(columns) * self.ranks.world_size, self._dtype, self._device)
+                packed = slot.take(chunk.width * self.ranks.world_size, self._dtype, self._device)
                 torch.cat(views, out=packed)
-                row = self._owned[columns.start : columns.stop]
+                row = self._owned[chunk.columns.start : chunk.columns.stop]
                 work = reduce_scatter(row, packed, op=dist.ReduceOp.AVG, group=self.ranks.group, async_op=True)
                 slot.lend(partial(wait_for_collective, work, self.ranks, "reduce"))
                 works.append(work)
@@ -183,15 +189,16 @@ class CollectiveReducer(GradientReducer):
     def _views_of(self, buffer: torch.Tensor) -> list[list[torch.Tensor]]:
         """Per chunk, what is packed into it: views of the bucket and padding, kept as long as the bucket stays."""
         if self._packed[0] != buffer.data_ptr():
-            most = max([piece.numel for chunk in self._pieces for piece in chunk if piece.item is None], default=0)
+            pieces = [piece for chunk in self._chunks for piece in chunk.pieces]
+            most = max([piece.numel for piece in pieces if piece.item is None], default=0)
             padding = torch.zeros(most, dtype=self._dtype, device=self._device)
             starts = self._starts
             views = [
                 [
                     padding[:numel] if item is None else buffer[starts[item] + start : starts[item] + start + numel]
-                    for item, start, numel in ((piece.item, piece.start, piece.numel) for piece in chunk)
+                    for item, start, numel in ((piece.item, piece.start, piece.numel) for piece in chunk.pieces)
                 ]
-                for chunk in self._pieces
+                for chunk in self._chunks
             ]
             self._packed = buffer.data_ptr(), views
         return self._packed[1]
@@ -236,10 +243,10 @@ class CollectiveBroadcaster(ParameterBroadcaster):
             items = [Item(segment.owner, segment.buffer.numel(), segment.is_part) for segment in alike]
             matrix = OwnerMajor.of(items, ranks.world_size)
             self.whole += [alike[index] for index in matrix.outside]
-            for columns in matrix.chunks(STAGING_BYTES // alike[0].buffer.element_size()):
-                slot = staging.slot(alike[0].buffer.device, len(self.gathers))
-                buffers = [segment.buffer for segment in alike]
-                self.gathers.append(_Gather(ranks, slot, buffers, matrix.pieces(columns), len(columns)))
+            buffers = [segment.buffer for segment in alike]
+            for chunk in matrix.chunks(STAGING_BYTES // buffers[0].element_size()):
+                slot = staging.slot(buffers[0].device, len(self.gathers))
+                self.gathers.append(_Gather(ranks, slot, buffers, chunk))
 
     def begin(self) -> Broadcast:
         """Issue nothing yet: collectives are issued in one order, when there are values to send."""
@@ -249,24 +256,22 @@ class CollectiveBroadcaster(ParameterBroadcaster):
 class _Gather:
     """One chunk of a matrix of segments: this rank's row is packed, gathered with the others', and unpacked."""
 
-    def __init__(
-        self, ranks: RankGroup, slot: _Slot, buffers: Sequence[torch.Tensor], pieces: Sequence[Piece], width: int
-    ) -> None:
-        self._ranks, self._slot, self._buffers, self._width = ranks, slot, buffers, width
-        self._sizes = [piece.numel for piece in pieces]
+    def __init__(self, ranks: RankGroup, slot: _Slot, buffers: Sequence[torch.Tensor], chunk: Chunk) -> None:
+        self._ranks, self._slot, self._buffers, self._width = ranks, slot, buffers, chunk.width
+        self._sizes = [piece.numel for piece in chunk.pieces]
         self._pieces: list[tuple[int, Piece]] = []
         """Those of other ranks, with their places among all, without padding."""
         own: list[torch.Tensor] = []
-        for place, (piece, stop) in enumerate(zip(pieces, accumulate(self._sizes), strict=True)):
+        for place, (piece, stop) in enumerate(zip(chunk.pieces, accumulate(self._sizes), strict=True)):
             if piece.item is None:
                 continue
-            if (stop - 1) // width == ranks.rank:
+            if (stop - 1) // chunk.width == ranks.rank:
                 own.append(self._view(piece))
             else:
                 self._pieces.append((place, piece))
         self._own = own
         self._targets = [self._view(piece) for _, piece in self._pieces]
-        self._sources: tuple[int, list[torch.Tensor]] = (0, [])
+        self._sources: tuple[int, list[torch.Tensor]] = (-1, [])
         self._work: dist.Work | None = None
         self._is_issued = False
 
@@ -293,7 +298,7 @@ class _Gather:
         self._is_issued, self._work = False, None
         if self._targets and self._ranks.moves_data():
             foreach_copy_(self._targets, self._sources[1])
-        self._slot.give_back()
+        self._slot.give_back(self._buffers[0].device)
 
     def _view(self, piece: Piece) -> torch.Tensor:
         assert piece.item is not None

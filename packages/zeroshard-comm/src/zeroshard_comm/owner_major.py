@@ -47,6 +47,24 @@ class Piece:
 
 
 @dataclass(frozen=True)
+class Chunk:
+    """Some columns of the matrix, which travel together.
+
+    Attributes:
+        columns: their numbers.
+        pieces: what lies in them, row by row; each row is filled up with one piece of padding.
+    """
+
+    columns: range
+    pieces: tuple[Piece, ...]
+
+    @property
+    def width(self) -> int:
+        """How many columns."""
+        return len(self.columns)
+
+
+@dataclass(frozen=True)
 class OwnerMajor:
     """Which items lie in the matrix, and where.
 
@@ -84,25 +102,33 @@ class OwnerMajor:
         """The items that are not in the matrix."""
         return [index for index, column in enumerate(self.columns) if column is None]
 
-    def chunks(self, most_elements: int) -> list[range]:
-        """Cut the columns so that a chunk of the matrix has at most so many elements, or one unit of columns."""
-        step = max(_UNIT, most_elements // self.world_size // _UNIT * _UNIT)
-        return [range(start, min(start + step, self.width)) for start in range(0, self.width, step)]
+    def chunks(self, most_elements: int) -> list[Chunk]:
+        """Cut the columns so that a chunk has at most so many elements, or one unit of columns.
 
-    def pieces(self, columns: range) -> list[Piece]:
-        """List what lies in some columns, row by row; each row is filled up with one piece of padding."""
-        rows: list[list[Piece]] = [[] for _ in range(self.world_size)]
+        Args:
+            most_elements: of a chunk, in all rows together.
+        """
+        step = max(_UNIT, most_elements // self.world_size // _UNIT * _UNIT)
+        starts = range(0, self.width, step)
+        rows: list[list[list[Piece]]] = [[[] for _ in range(self.world_size)] for _ in starts]
         for index, (item, first) in enumerate(zip(self.items, self.columns, strict=True)):
-            if first is not None:
-                start, stop = max(first, columns.start), min(first + item.numel, columns.stop)
-                if start < stop:
-                    rows[item.owner].append(Piece(index, start - first, stop - start))
-        return [piece for row in rows for piece in _padded(row, len(columns))]
+            if first is None:
+                continue
+            start, stop = first, first + item.numel
+            while start < stop:
+                number = start // step
+                end = min(stop, (number + 1) * step)
+                rows[number][item.owner].append(Piece(index, start - first, end - start))
+                start = end
+        return [
+            Chunk(columns, tuple([piece for row in of_chunk for piece in _padded(row, len(columns))]))
+            for of_chunk, columns in zip(rows, [range(at, min(at + step, self.width)) for at in starts], strict=True)
+        ]
 
 
 def _padded(row: list[Piece], width: int) -> Iterator[Piece]:
     yield from row
-    missing = width - sum(piece.numel for piece in row)
+    missing = width - sum([piece.numel for piece in row])
     if missing:
         yield Piece(None, 0, missing)
 

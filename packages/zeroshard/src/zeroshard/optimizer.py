@@ -113,7 +113,16 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.rank, self.global_rank = ranks.rank, ranks.global_rank
         self.parameters_as_bucket_view = views = parameters_as_bucket_view
         policy = Policy(
-            partition, cost, optimizer_class, elementwise, views, ranks.world_size, objects, coupled, master_weights
+            partition,
+            cost,
+            optimizer_class,
+            elementwise,
+            views,
+            ranks.world_size,
+            objects,
+            coupled,
+            master_weights,
+            by_messages=("cpu",) if ranks.sends_tagged(torch.device("cpu")) else (),
         )
 
         def read() -> list[ParamGroup]:

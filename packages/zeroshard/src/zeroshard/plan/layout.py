@@ -14,7 +14,7 @@ from typing import Literal, get_args
 import torch
 import torch.distributed as dist
 from zeroshard_comm import ShardingConfig
-from zeroshard_core import Cost, Plan, Strategy, partition, repartition
+from zeroshard_core import SMALLEST_PART, Cost, Plan, Strategy, TensorSpec, partition, repartition
 
 from zeroshard.plan.eligibility import Coupled, OptimizerFactory, check_elementwise, name_of
 from zeroshard.plan.groups import ParamGroup, active_mask, parameters_of, specs_of
@@ -44,6 +44,7 @@ class Policy:
         master_weights: whether the owners of parameters in half precision step float32 copies of them.
         names: of parameters that were passed without names.
         debug_level: as :func:`debug_level`, when the optimizer was built.
+        by_messages: types of devices whose tensors travel by messages; others do by collectives.
     """
 
     strategy: str | Strategy
@@ -57,6 +58,7 @@ class Policy:
     master_weights: bool = False
     names: Mapping[torch.Tensor, str] = field(default_factory=dict)
     debug_level: str = field(default_factory=debug_level)
+    by_messages: Sequence[str] = ("cpu",)
 
     @property
     def drops_objects(self) -> bool:
@@ -67,6 +69,15 @@ class Policy:
     def name(self) -> str:
         """The strategy's name, for messages."""
         return self.strategy if isinstance(self.strategy, str) else name_of(self.strategy)
+
+    def smallest_part(self, specs: Sequence[TensorSpec]) -> int:
+        """Return the least number of elements of a part of a cut tensor.
+
+        A part costs a message, but nothing in a collective of all ranks. There larger parts cost padding, if there are
+        many ranks: at 512, the buckets of GPT-2 would be 1.75 times as large, and are 1.15 times with small parts.
+        """
+        sends = all(spec.device.partition(":")[0] in self.by_messages for spec in specs)
+        return SMALLEST_PART if sends or self.world_size < 64 else 1024
 
 
 @dataclass(frozen=True)
@@ -136,8 +147,9 @@ def _layout(
     weighs = [is_active or index in fixed for index, is_active in enumerate(active)]
     specs = specs_of(groups, weighs, policy.names)
     check_memory(groups, active)
+    smallest = policy.smallest_part(specs)
     if old is None:
-        plan = partition(specs, policy.world_size, strategy=policy.strategy, cost=policy.cost)
+        plan = partition(specs, policy.world_size, strategy=policy.strategy, cost=policy.cost, smallest_part=smallest)
     else:
         for index, (before, now) in enumerate(zip(old.tensors, specs, strict=False)):
             if before.shape != now.shape:
@@ -150,7 +162,7 @@ def _layout(
             for index, spec in enumerate(specs)
             if index >= len(old.tensors) or (spec.trainable and index not in fixed)
         ]
-        plan = repartition(old, specs, place=place, strategy=policy.strategy, cost=policy.cost)
+        plan = repartition(old, specs, place=place, strategy=policy.strategy, cost=policy.cost, smallest_part=smallest)
     if any(len(plan.of_tensor(index)) > 1 for index in range(len(specs))):
         check_elementwise(policy.factory, policy.name, declared=policy.elementwise)
     newly = frozenset(index for index, is_heavy in enumerate(weighs) if is_heavy)
