@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from zeroshard_core import Run
 
-from zeroshard_comm._torch_private import all_gather, coalescing_manager, foreach_copy_, reduce_scatter
+from zeroshard_comm._torch_private import all_gather, coalescing_manager, reduce_scatter
 from zeroshard_comm.agreement import Coordinator
 from zeroshard_comm.interfaces import (
     Broadcast,
@@ -31,7 +31,7 @@ from zeroshard_comm.interfaces import (
     Segment,
 )
 from zeroshard_comm.messages import Message, Waitable, receive, send, wait_for_collective
-from zeroshard_comm.owner_major import Chunk, Item, OwnerMajor, Piece
+from zeroshard_comm.owner_major import Chunk, Item, OwnerMajor
 from zeroshard_comm.process_group import RankGroup
 from zeroshard_comm.traffic import Traffic
 
@@ -143,7 +143,10 @@ class CollectiveReducer(GradientReducer):
         )
         self._chunks = matrix.chunks(STAGING_BYTES // like.element_size())
         self._owned = torch.empty(matrix.width, dtype=like.dtype, device=like.device)
-        self._starts = [run.start for run in runs]
+        self._starts, self._whole = [run.start for run in runs], matrix.outside
+        sizes = [(run.stop - run.start) * like.element_size() for run in runs]
+        owned = sum(size for size, run in zip(sizes, runs, strict=True) if run.rank == ranks.rank)
+        self._sent, self._received = sum(sizes) - owned, owned * len(ranks.peers)
         self._packed: tuple[int, list[list[torch.Tensor]]] = (-1, [])
 
     def owned(self, buffer: torch.Tensor, start: int, stop: int) -> torch.Tensor:
@@ -172,11 +175,8 @@ class CollectiveReducer(GradientReducer):
                 work = reduce_scatter(row, packed, op=dist.ReduceOp.AVG, group=self.ranks.group, async_op=True)
                 slot.lend(partial(wait_for_collective, work, self.ranks, "reduce"))
                 works.append(work)
-            works += _together(self.ranks, self._device, [self._reduce_of(buffer, i) for i in self._matrix.outside])
-            sizes = [(run.stop - run.start) * self._dtype.itemsize for run in self._runs]
-            owned = sum(size for size, run in zip(sizes, self._runs, strict=True) if run.rank == self.ranks.rank)
-            received = owned * len(self.ranks.peers)
-            self.traffic.add("reduce", sent=sum(sizes) - owned, received=received, calls=len(works))
+            works += _together(self.ranks, self._device, [self._reduce_of(buffer, i) for i in self._whole])
+            self.traffic.add("reduce", sent=self._sent, received=self._received, calls=len(works))
         return _CollectiveWork(self, headers, works)
 
     def _reduce_of(self, buffer: torch.Tensor, number: int) -> Callable[[], Waitable | None]:
@@ -254,36 +254,51 @@ class CollectiveBroadcaster(ParameterBroadcaster):
 
 
 class _Gather:
-    """One chunk of a matrix of segments: this rank's row is packed, gathered with the others', and unpacked."""
+    """One chunk of a matrix of segments: this rank's row is packed, gathered with the others', and unpacked.
+
+    Pieces whose places are next to each other in memory are unpacked together, as parts of one parameter are.
+    """
 
     def __init__(self, ranks: RankGroup, slot: _Slot, buffers: Sequence[torch.Tensor], chunk: Chunk) -> None:
-        self._ranks, self._slot, self._buffers, self._width = ranks, slot, buffers, chunk.width
+        self._ranks, self._slot, self._width = ranks, slot, chunk.width
+        self._dtype, self._device = buffers[0].dtype, buffers[0].device
         self._sizes = [piece.numel for piece in chunk.pieces]
-        self._pieces: list[tuple[int, Piece]] = []
-        """Those of other ranks, with their places among all, without padding."""
-        own: list[torch.Tensor] = []
-        for place, (piece, stop) in enumerate(zip(chunk.pieces, accumulate(self._sizes), strict=True)):
-            if piece.item is None:
-                continue
-            if (stop - 1) // chunk.width == ranks.rank:
-                own.append(self._view(piece))
+        placed: list[tuple[int, int, int]] = []
+        self._own: list[torch.Tensor] = []
+        rows = [(stop - 1) // chunk.width for stop in accumulate(self._sizes)]
+        for place, (piece, row) in enumerate(zip(chunk.pieces, rows, strict=True)):
+            if piece.item is not None:
+                placed.append((piece.item, piece.start, place))
+                if row == ranks.rank:
+                    self._own.append(buffers[piece.item][piece.start : piece.start + piece.numel])
+        self._targets: list[torch.Tensor] = []
+        self._places: list[list[int]] = []
+        """Per target, the pieces that lie there, one after another."""
+        end = 0
+        for item, start, place in sorted(placed):
+            target = buffers[item][start : start + self._sizes[place]]
+            if end and target.data_ptr() == end and _share_memory(self._targets[-1], target):
+                before = self._targets.pop()
+                self._targets.append(before.as_strided((before.numel() + target.numel(),), (1,)))
+                self._places[-1].append(place)
+            elif rows[place] != ranks.rank:
+                self._targets.append(target)
+                self._places.append([place])
             else:
-                self._pieces.append((place, piece))
-        self._own = own
-        self._targets = [self._view(piece) for _, piece in self._pieces]
-        self._sources: tuple[int, list[torch.Tensor]] = (-1, [])
+                continue
+            end = target.data_ptr() + target.nbytes
+        self._sources: tuple[int, list[list[torch.Tensor]]] = (-1, [])
         self._work: dist.Work | None = None
         self._is_issued = False
 
     def issue(self) -> None:
-        like = self._buffers[0]
-        packed = self._slot.take(self._width * self._ranks.world_size, like.dtype, like.device)
+        packed = self._slot.take(self._width * self._ranks.world_size, self._dtype, self._device)
         row = packed.view(self._ranks.world_size, -1)[self._ranks.rank]
         if self._own:
             torch.cat(self._own, out=row[: sum(map(torch.Tensor.numel, self._own))])
         if self._sources[0] != packed.data_ptr():
             views = packed.split(self._sizes)
-            self._sources = packed.data_ptr(), [views[place] for place, _ in self._pieces]
+            self._sources = packed.data_ptr(), [[views[place] for place in places] for places in self._places]
         # As bytes: backends refuse some dtypes that they would move without looking at them.
         everything, mine = packed.view(torch.uint8), row.view(torch.uint8)
         self._is_issued = True
@@ -296,13 +311,15 @@ class _Gather:
             return
         wait_for_collective(self._work, self._ranks, "share")
         self._is_issued, self._work = False, None
-        if self._targets and self._ranks.moves_data():
-            foreach_copy_(self._targets, self._sources[1])
-        self._slot.give_back(self._buffers[0].device)
+        if self._ranks.moves_data():
+            for target, sources in zip(self._targets, self._sources[1], strict=True):
+                torch.cat(sources, out=target)
+        self._slot.give_back(self._device)
 
-    def _view(self, piece: Piece) -> torch.Tensor:
-        assert piece.item is not None
-        return self._buffers[piece.item][piece.start : piece.start + piece.numel]
+
+def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    address = one.untyped_storage().data_ptr()
+    return address != 0 and address == other.untyped_storage().data_ptr()
 
 
 class _CollectiveBroadcast(Broadcast):
