@@ -70,6 +70,33 @@ def test_large_and_small_tensors(hook: str, partition: str) -> None:
     train(CollectiveTwins(hook, model=large, partition=partition, ddp={"bucket_cap_mb": 1}), last=4)
 
 
+@pytest.mark.exhaustive_at(3)
+@pytest.mark.ranks(2, 3, backend="gloo")
+@EVERY_HOOK
+@pytest.mark.parametrize("partition", ["split", "hybrid"])
+def test_buckets_and_parameters_that_travel_in_chunks(
+    hook: str, partition: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collectives, "STAGING_BYTES", 10_000)
+    train(CollectiveTwins(hook, partition=partition), last=4)
+    train(CollectiveTwins(hook, partition=partition, parameters_as_bucket_view=True), last=4)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@PARTITIONS
+def test_gradients_that_wait_for_a_step_stay_when_parameters_are_laid_out_again(partition: str) -> None:
+    twins = CollectiveTwins("owner", partition=partition)
+    train(twins, last=2)
+    for number in range(3, 6):
+        for ddp, optimizer in twins.sides:
+            optimizer.zero_grad()
+            twins.backward(ddp, number)
+            for param in ddp.parameters():
+                param.data = param.data.clone()
+            optimizer.step()
+        twins.check(f"after iteration {number}")
+
+
 @pytest.mark.ranks(2, 3, backend="gloo")
 @EVERY_HOOK
 @VIEWS
