@@ -14,7 +14,7 @@ import json
 import shlex
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from time import process_time
@@ -153,7 +153,7 @@ def main(
     raise typer.Exit(0 if all(met) else 1)
 
 
-def table(found: dict[str, Any]) -> str:
+def table(found: Mapping[str, Any]) -> str:
     """Return the figures as a table in Markdown."""
     lines = ["| partition | ranks | ms | torch's, ms | / torch |", "| --- | ---: | ---: | ---: | ---: |"]
     lines += [
