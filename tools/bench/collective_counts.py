@@ -124,7 +124,8 @@ def count(shapes: Sequence[tuple[int, ...]], strategy: str, *, is_first: bool = 
             buffer = torch.empty(sum(specs[tensor].numel for tensor in tensors), device=META)
             reducer = transport.reducer(_runs(plan, tensors), buffer, len(tensors))
             reducer.begin(buffer, BucketHeader(1, number, (True,) * len(tensors))).finish()
-            matrix = reducer._matrix  # type: ignore[attr-defined]  # the matrix is nobody else's business
+            assert isinstance(reducer, collectives.CollectiveReducer)
+            matrix = reducer.matrix
             held = sum(
                 item.numel for item, column in zip(matrix.items, matrix.columns, strict=True) if column is not None
             )

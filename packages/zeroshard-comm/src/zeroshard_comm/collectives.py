@@ -42,36 +42,65 @@ STAGING_BYTES = 64 * 1024 * 1024
 
 
 class _Slot:
-    """One of the buffers. Whoever takes it is ordered after those that used it before, on whatever stream."""
+    """One of the buffers. Whoever takes it is ordered after those that used it before, on whatever stream.
 
-    def __init__(self) -> None:
+    Args:
+        device: where it lies.
+
+    Attributes:
+        passage: the collective that uses it now, if one does.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.passage: _Passage | None = None
         self._memory: torch.Tensor | None = None
-        self._finish: Callable[[], object] | None = None
         self._read: torch.Event | None = None
 
-    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return memory to write to, 1-D."""
-        if self._finish is not None:
-            self._finish()
-        stream = _current_stream(device)
+        if self.passage is not None:
+            self.passage.finish()
+        stream = _current_stream(self.device)
         if stream is not None and self._read is not None:
             stream.wait_event(self._read)
-        self._finish = self._read = None
         nbytes = numel * dtype.itemsize
         if self._memory is None or self._memory.numel() < nbytes:
             if stream is not None and self._memory is not None:
                 self._memory.record_stream(stream)
-            self._memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            self._memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         return self._memory[:nbytes].view(dtype)
 
-    def lend(self, finish: Callable[[], object]) -> None:
-        """Let a collective use it until it is given back, or needed again: then ``finish`` is called, once."""
-        self._finish = finish
+    def give_back(self) -> None:
+        """Take note that the current stream has been given all that reads it."""
+        stream = _current_stream(self.device)
+        self.passage, self._read = None, stream.record_event() if stream is not None else None
 
-    def give_back(self, device: torch.device) -> None:
-        """Take note that the current stream has waited for the collective, and has been given all that reads it."""
-        stream = _current_stream(device)
-        self._finish, self._read = None, stream.record_event() if stream is not None else None
+
+class _Passage:
+    """One collective that passes through a slot, from the moment when it was issued.
+
+    Args:
+        ranks: its group.
+        slot: holds it until it is finished, or the memory is needed again.
+        work: what torch returned for it.
+        kind: of move, for messages.
+        unpack: copies what has arrived out of the slot.
+    """
+
+    def __init__(
+        self, ranks: RankGroup, slot: _Slot, work: dist.Work | None, kind: str, unpack: Callable[[], None] | None = None
+    ) -> None:
+        self._ranks, self._slot, self._work, self._kind, self._unpack = ranks, slot, work, kind, unpack
+        slot.passage = self
+
+    def finish(self) -> None:
+        """Order the current stream after it, unpack it, and give the slot back; a no-op if that was done."""
+        if self._slot.passage is self:
+            wait_for_collective(self._work, self._ranks, self._kind)
+            if self._unpack is not None:
+                self._unpack()
+            self._slot.give_back()
 
 
 def _current_stream(device: torch.device) -> torch.Stream | None:
@@ -90,7 +119,7 @@ class Staging:
 
     def slot(self, device: torch.device, number: int) -> _Slot:
         """Return one of the two."""
-        return self._slots.setdefault((device, number % 2), _Slot())
+        return self._slots.setdefault((device, number % 2), _Slot(device))
 
     def next_slot(self, device: torch.device) -> _Slot:
         """Return the one whose turn it is."""
@@ -122,6 +151,9 @@ class CollectiveReducer(GradientReducer):
         runs: ranges of elements of the bucket and who owns them, in bucket order; elements between them have no owner.
         like: a bucket, or any tensor of its dtype and device.
         tensors: number of tensors in the bucket.
+
+    Attributes:
+        matrix: which runs travel by reduce-scatter.
     """
 
     def __init__(
@@ -134,11 +166,10 @@ class CollectiveReducer(GradientReducer):
         tensors: int,
     ) -> None:
         self.ranks, self.coordinator, self.traffic, self.tensors = ranks, coordinator, traffic, tensors
-        self._staging = ranks.context.shared(Staging)
         self._dtype, self._device = like.dtype, like.device
         # A single rank has nothing to reduce.
         self._runs = runs = [run for run in runs if run.stop > run.start] if ranks.world_size > 1 else []
-        self._matrix = matrix = OwnerMajor.of(
+        self.matrix = matrix = OwnerMajor.of(
             [Item(run.rank, run.stop - run.start, run.is_part) for run in runs], ranks.world_size
         )
         self._chunks = matrix.chunks(STAGING_BYTES // like.element_size())
@@ -152,7 +183,7 @@ class CollectiveReducer(GradientReducer):
     def owned(self, buffer: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         """Return where the mean of a range lies: in the bucket, or in this rank's row of the matrix."""
         number = bisect_right(self._starts, start) - 1
-        column = self._matrix.columns[number] if self._runs else None
+        column = self.matrix.columns[number] if self._runs else None
         if column is None:
             return buffer[start:stop]
         place = column + start - self._runs[number].start
@@ -165,19 +196,21 @@ class CollectiveReducer(GradientReducer):
     def begin(self, buffer: torch.Tensor, header: BucketHeader, *, gradients: bool = True) -> BucketReduceWork:
         """Send a header, and issue the reductions of a bucket after what the current stream is doing."""
         headers = HeaderExchange(self.coordinator, header.to_words(), TAG_HEADERS, "backward()")
+        scatters: list[_Passage] = []
         works: list[Waitable | None] = []
         if gradients and self._runs:
+            staging = self.ranks.context.shared(Staging)
             for chunk, views in zip(self._chunks, self._views_of(buffer), strict=True):
-                slot = self._staging.next_slot(self._device)
-                packed = slot.take(chunk.width * self.ranks.world_size, self._dtype, self._device)
+                slot = staging.next_slot(self._device)
+                packed = slot.take(chunk.width * self.ranks.world_size, self._dtype)
                 torch.cat(views, out=packed)
                 row = self._owned[chunk.columns.start : chunk.columns.stop]
                 work = reduce_scatter(row, packed, op=dist.ReduceOp.AVG, group=self.ranks.group, async_op=True)
-                slot.lend(partial(wait_for_collective, work, self.ranks, "reduce"))
-                works.append(work)
-            works += _together(self.ranks, self._device, [self._reduce_of(buffer, i) for i in self._whole])
-            self.traffic.add("reduce", sent=self._sent, received=self._received, calls=len(works))
-        return _CollectiveWork(self, headers, works)
+                scatters.append(_Passage(self.ranks, slot, work, "reduce"))
+            works = _together(self.ranks, self._device, [self._reduce_of(buffer, i) for i in self._whole])
+            calls = len(scatters) + len(works)
+            self.traffic.add("reduce", sent=self._sent, received=self._received, calls=calls)
+        return _CollectiveWork(self, headers, scatters, works)
 
     def _reduce_of(self, buffer: torch.Tensor, number: int) -> Callable[[], Waitable | None]:
         run = self._runs[number]
@@ -205,15 +238,23 @@ class CollectiveReducer(GradientReducer):
 
 
 class _CollectiveWork(BucketReduceWork):
-    def __init__(self, reducer: CollectiveReducer, headers: HeaderExchange, works: list[Waitable | None]) -> None:
-        self._reducer, self._headers, self._works = reducer, headers, works
+    def __init__(
+        self,
+        reducer: CollectiveReducer,
+        headers: HeaderExchange,
+        scatters: Sequence[_Passage],
+        works: Sequence[Waitable | None],
+    ) -> None:
+        self._reducer, self._headers, self._scatters, self._works = reducer, headers, scatters, works
 
     def finish(self) -> list[BucketHeader]:
         headers = [BucketHeader.from_words(words, self._reducer.tensors) for words in self._headers.wait()]
         started = time.perf_counter()
-        works, self._works = self._works, []
-        for work in works:
+        for scatter in self._scatters:
+            scatter.finish()
+        for work in self._works:
             wait_for_collective(work, self._reducer.ranks, "reduce")
+        self._scatters = self._works = ()
         self._reducer.traffic.add("reduce", waited=time.perf_counter() - started)
         return headers
 
@@ -260,8 +301,7 @@ class _Gather:
     """
 
     def __init__(self, ranks: RankGroup, slot: _Slot, buffers: Sequence[torch.Tensor], chunk: Chunk) -> None:
-        self._ranks, self._slot, self._width = ranks, slot, chunk.width
-        self._dtype, self._device = buffers[0].dtype, buffers[0].device
+        self._ranks, self._slot, self._width, self._dtype = ranks, slot, chunk.width, buffers[0].dtype
         self._sizes = [piece.numel for piece in chunk.pieces]
         placed: list[tuple[int, int, int]] = []
         self._own: list[torch.Tensor] = []
@@ -288,11 +328,9 @@ class _Gather:
                 continue
             end = target.data_ptr() + target.nbytes
         self._sources: tuple[int, list[list[torch.Tensor]]] = (-1, [])
-        self._work: dist.Work | None = None
-        self._is_issued = False
 
-    def issue(self) -> None:
-        packed = self._slot.take(self._width * self._ranks.world_size, self._dtype, self._device)
+    def issue(self) -> _Passage:
+        packed = self._slot.take(self._width * self._ranks.world_size, self._dtype)
         row = packed.view(self._ranks.world_size, -1)[self._ranks.rank]
         if self._own:
             torch.cat(self._own, out=row[: sum(map(torch.Tensor.numel, self._own))])
@@ -301,20 +339,13 @@ class _Gather:
             self._sources = packed.data_ptr(), [[views[place] for place in places] for places in self._places]
         # As bytes: backends refuse some dtypes that they would move without looking at them.
         everything, mine = packed.view(torch.uint8), row.view(torch.uint8)
-        self._is_issued = True
-        self._work = all_gather(everything, mine, group=self._ranks.group, async_op=True)
-        self._slot.lend(self.finish)
+        work = all_gather(everything, mine, group=self._ranks.group, async_op=True)
+        return _Passage(self._ranks, self._slot, work, "share", self._unpack)
 
-    def finish(self) -> None:
-        """Order the current stream after it, and unpack what other ranks own; a no-op if it is done."""
-        if not self._is_issued:
-            return
-        wait_for_collective(self._work, self._ranks, "share")
-        self._is_issued, self._work = False, None
+    def _unpack(self) -> None:
         if self._ranks.moves_data():
             for target, sources in zip(self._targets, self._sources[1], strict=True):
                 torch.cat(sources, out=target)
-        self._slot.give_back(self._device)
 
 
 def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -325,39 +356,31 @@ def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 class _CollectiveBroadcast(Broadcast):
     def __init__(self, broadcaster: CollectiveBroadcaster) -> None:
         self._broadcaster = broadcaster
-        self._gathers: list[_Gather] = []
+        self._gathers: list[_Passage] = []
         self._works: list[Waitable | None] = []
 
     def send(self) -> None:
         broadcaster, ranks = self._broadcaster, self._broadcaster.ranks
-        for gather in broadcaster.gathers:
-            if len(self._gathers) == 2:
-                self._gathers.pop(0).finish()
-            gather.issue()
-            self._gathers.append(gather)
+        # The third one finishes the first: they pass through two slots.
+        self._gathers = [gather.issue() for gather in broadcaster.gathers]
         calls = [
             partial(
-                dist.broadcast,
-                segment.buffer.view(torch.uint8),
-                group=ranks.group,
-                group_src=segment.owner,
-                async_op=True,
+                dist.broadcast, whole.buffer.view(torch.uint8), group=ranks.group, group_src=whole.owner, async_op=True
             )
-            for segment in broadcaster.whole
+            for whole in broadcaster.whole
         ]
         if calls:
             self._works = _together(ranks, broadcaster.whole[0].buffer.device, calls)
-        calls_issued = len(broadcaster.gathers) + len(self._works)
-        broadcaster.traffic.add("share", sent=broadcaster.sent, received=broadcaster.received, calls=calls_issued)
+        issued = len(self._gathers) + len(self._works)
+        broadcaster.traffic.add("share", sent=broadcaster.sent, received=broadcaster.received, calls=issued)
 
     def arrive(self) -> None:
         started = time.perf_counter()
-        gathers, self._gathers = self._gathers, []
-        for gather in gathers:
+        for gather in self._gathers:
             gather.finish()
-        works, self._works = self._works, []
-        for work in works:
+        for work in self._works:
             wait_for_collective(work, self._broadcaster.ranks, "share")
+        self._gathers, self._works = [], []
         self._broadcaster.traffic.add("share", waited=time.perf_counter() - started)
 
     def wait(self) -> None:
