@@ -32,7 +32,7 @@ class MasterWeights(ExtraEntries):
 
     def rebuild(self, shards: Sequence[LocalShard]) -> None:
         """Take over shards, those without a master too."""
-        self._shards = [shard for shard in shards if shard.rounded is not None]
+        self._shards = [shard for shard in shards if shard.is_master]
         self._entries = {shard.index: {MASTER: shard.tensor.detach()} for shard in self._shards}
         self._versions = []
 
@@ -64,7 +64,7 @@ class MasterWeights(ExtraEntries):
 
     def round(self, shards: Sequence[LocalShard] | None = None) -> None:
         """Write the masters of some shards, or of all, to their parameters."""
-        chosen = self._shards if shards is None else [shard for shard in shards if shard.rounded is not None]
+        chosen = self._shards if shards is None else [shard for shard in shards if shard.is_master]
         if chosen:
             with torch.no_grad():
                 foreach_copy_([shard.rows for shard in chosen], [shard.tensor for shard in chosen])
@@ -78,5 +78,5 @@ class MasterWeights(ExtraEntries):
             if self._shards:
                 self.round(shards)
                 for shard in shards:
-                    if shard.rounded is not None:
+                    if shard.is_master:
                         shard.tensor.grad = None

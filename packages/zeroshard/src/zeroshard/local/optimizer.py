@@ -14,9 +14,9 @@ from zeroshard_core import Plan
 from zeroshard._torch_private import step_post_hooks, step_pre_hooks
 from zeroshard.local.extra_state import ExtraState
 from zeroshard.local.master_weights import MasterWeights
-from zeroshard.local.shard import LocalShard, gradient_of, rows_of
+from zeroshard.local.shard import LocalShard, gradient_of
 from zeroshard.plan.eligibility import check_differentiable, check_uncoupled
-from zeroshard.plan.groups import ParamGroup
+from zeroshard.plan.groups import ParamGroup, same_place
 
 if TYPE_CHECKING:
     from zeroshard.plan.layout import Policy
@@ -35,20 +35,10 @@ class LocalOptimizer:
     ``init_state()``, by :meth:`Engine.take_over_state`; when shards come and go, by :meth:`rebuild`; in
     :class:`AveragedParameters`; and where the user writes to this rank's entries of ``optimizer.state``.
 
-    Args:
-        policy: has the optimizer class, and says whether it may couple tensors, and step master weights.
-        groups: the public param groups.
-        plan: the plan over all their parameters.
-        rank: group rank of this process.
-        defaults: the user's keyword arguments for the class.
-
     Attributes:
         extra: state that is not the class's own.
         masters: the master weights; none without ``master_weights``.
         shards: this rank's, by tensor index, ascending; replaced, never changed in place.
-
-    Raises:
-        Exception: any error of the class's constructor, or as :func:`check_uncoupled`.
     """
 
     def __init__(
@@ -65,26 +55,11 @@ class LocalOptimizer:
         self._accept(members)
 
     def dry_run(self, groups: Sequence[ParamGroup], plan: Plan) -> None:
-        """Build another optimizer for this rank's shards of the last group, so that errors of the class occur now.
-
-        Args:
-            groups: the public param groups, the new one last.
-            plan: the plan over all their parameters.
-
-        Raises:
-            Exception: as the constructor, for these hyperparameters or tensors.
-        """
+        """Build another optimizer for this rank's shards of the last group, so that errors of the class occur now."""
         self.build([_local_group(groups[-1], self._members(groups, plan)[-1])])
 
     def rebuild(self, groups: Sequence[ParamGroup], plan: Plan) -> None:
-        """Take over a plan that adds groups or gives tensors without state another owner.
-
-        State of shards that stay is untouched; a shard that leaves must not have been stepped on any rank.
-
-        Args:
-            groups: the public param groups; new ones at the end.
-            plan: the new plan.
-        """
+        """Take over a plan that adds groups, or gives tensors without state on any rank another owner."""
         members, self._plan = self._members(groups, plan), plan
         known = {shard.tensor for shard in self.shards.values()}
         arrived = [shard for of_group in members for shard in of_group if shard.tensor not in known]
@@ -106,7 +81,8 @@ class LocalOptimizer:
     def rebind(self) -> None:
         """Point detached shards at their parameters' present storage, after a parameter's ``.data`` was rebound."""
         for shard in self._detached:
-            (shard.tensor if shard.rounded is None else shard.rounded).data = rows_of(shard.shard, shard.param)
+            if not shard.is_master:
+                shard.tensor.data = shard.rows
         self.extra.rebuild([*self.shards.values()])
 
     def detach_shards(self) -> None:
@@ -130,19 +106,11 @@ class LocalOptimizer:
         self.extra.rebuild([*self.shards.values()])
 
     def check_not_converted(self, before: Plan, now: Plan) -> None:
-        """Raise if a parameter was converted whose state, on this rank, was made for it as it was.
-
-        Args:
-            before: the plan that the shards were made for.
-            now: the plan that follows the model.
-
-        Raises:
-            ValueError: naming the tensor.
-        """
+        """Raise a ValueError if a parameter with state on this rank was converted between two plans."""
         for index, shard in self.shards.items():
             old, new = before.tensors[index], now.tensors[index]
-            has_state = shard.rounded is not None or bool(self.optim.state.get(shard.tensor))
-            if has_state and (old.dtype, old.device, old.stride) != (new.dtype, new.device, new.stride):
+            has_state = shard.is_master or bool(self.optim.state.get(shard.tensor))
+            if has_state and not same_place(old, new):
                 raise ValueError(
                     f"tensor {index} {new.name!r} has optimizer state, and has changed its dtype, device or memory "
                     f"format: convert the model before the optimizer is built, or convert it back before step() and "
@@ -150,11 +118,7 @@ class LocalOptimizer:
                 )
 
     def check_gradients(self) -> None:
-        """Raise if a gradient cannot be cut, before anything is stepped.
-
-        Raises:
-            RuntimeError: if a cut parameter has a sparse gradient.
-        """
+        """Raise a RuntimeError if a cut parameter has a sparse gradient, before anything is stepped."""
         for shard in self._cut:
             grad = shard.param.grad
             if grad is not None and grad.layout is not torch.strided:
@@ -176,10 +140,7 @@ class LocalOptimizer:
                 shard.tensor.grad = None
 
     def step(self, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as the inner step
-        """Step the inner optimizer with the gradients that its tensors have, and call its own hooks.
-
-        Without its profiling wrapper, so that hooks for all optimizers are called once per step.
-        """
+        """Step the inner optimizer with the gradients that its tensors have, and call its own hooks."""
         if not self.extra.kinds:
             return self._step(arguments)
         shards = [*self.shards.values()]
@@ -196,6 +157,7 @@ class LocalOptimizer:
             changed = pre_hook(inner, positional, keywords)
             if changed is not None:
                 positional, keywords = changed
+        # Without the wrapper, so that hooks for all optimizers are called once per step.
         result = unwrapped_step(type(inner))(*positional, **keywords)
         for post_hook in list(step_post_hooks(inner).values()):
             post_hook(inner, positional, keywords)
@@ -241,14 +203,9 @@ class LocalOptimizer:
 
 
 class PartialStepper:
-    """Steps some shards of a local optimizer: on a copy of it whose param groups have only these.
+    """Steps some shards of a local optimizer: on a copy of it that shares its state, and whose groups have only these.
 
-    The copy shares the inner optimizer's state and has param groups of its own, so the real groups are never
-    changed. One thread steps it. Made once per plan and bucket.
-
-    Args:
-        local: the local optimizer; see :mod:`zeroshard.plan.eligibility`.
-        shards: those of its shards that are stepped together.
+    Made once per plan and bucket; one thread steps it.
     """
 
     def __init__(self, local: LocalOptimizer, shards: Sequence[LocalShard]) -> None:
@@ -264,11 +221,7 @@ class PartialStepper:
         self._copy: optim.Optimizer = object.__new__(type(self._inner))
 
     def step(self, arguments: Mapping[str, Any]) -> None:
-        """Step the shards that have a gradient, with the hyperparameters that the inner optimizer has now.
-
-        Args:
-            arguments: keyword arguments of the inner step.
-        """
+        """Step the shards that have a gradient, with the hyperparameters that the inner optimizer has now."""
         if not self._groups:
             return
         inner, copied = self._inner, self._copy
@@ -283,11 +236,7 @@ class PartialStepper:
 
 
 def sync_groups(source: Sequence[Mapping[str, Any]], target: Sequence[ParamGroup]) -> None:
-    """Copy every attribute except the members from each group of ``source`` to its counterpart, e.g. learning rates.
-
-    Raises:
-        ValueError: if the numbers of groups differ; then nothing is copied.
-    """
+    """Copy every attribute but the members from each group to its counterpart; ValueError if their numbers differ."""
     if len(source) != len(target):
         raise ValueError(
             f"there are {len(source)} param groups where there should be {len(target)}: add groups with "
@@ -300,7 +249,7 @@ def sync_groups(source: Sequence[Mapping[str, Any]], target: Sequence[ParamGroup
 
 
 def unwrapped_step(kind: type[optim.Optimizer]) -> Callable[..., Any]:
-    """The step function under the wrapper that fires hooks and profiles; torch marks that wrapper with ``hooked``."""
+    """The step function under the wrapper that calls hooks and profiles; torch marks that wrapper with ``hooked``."""
     step = kind.step
     return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
 
