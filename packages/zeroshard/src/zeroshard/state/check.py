@@ -25,57 +25,44 @@ class LoadSource(IntEnum):
 
     WHOLE = 0
     OWNED = 1
-    NOTHING_OWNED = 2
-    """The others' are placeholders, and the rank owns none."""
-    LACKING = 3
-    """Not even those that the rank owns, as while another one has the consolidated state."""
+    """All that the rank owns, which may be none; the others are placeholders."""
+    LACKING = 2
+    """Not even what the rank owns, as while another one has the consolidated state."""
 
 
 @dataclass(frozen=True)
 class ShardState:
-    """The part of a state dict that one rank loads.
-
-    Attributes:
-        state: of its shards by tensor index, and what belongs to no tensor by its own keys.
-        groups: hyperparameters.
-        stateful: tensor indices that have state on any rank.
-    """
+    """The part of a state dict that one rank loads."""
 
     state: dict[Any, Any]
+    """Of its shards by tensor index, and what belongs to no tensor by its own keys."""
     groups: list[dict[str, Any]]
     stateful: list[int]
+    """Indices of the tensors that have state on any rank."""
 
 
 @dataclass(frozen=True)
 class ValidatedStateDict:
-    """A state dict that fits the optimizer. Nothing in it was modified or copied.
-
-    Attributes:
-        by_tensor: the entries of tensors that have state, by index.
-        others: state that belongs to no tensor, under its own keys.
-        groups: its param groups.
-        structure: a text of everything except the values of the state, which ranks compare.
-    """
+    """A state dict that fits the optimizer: nothing in it was modified or copied."""
 
     by_tensor: Mapping[int, Mapping[Any, Any]]
+    """The entries of tensors that have state."""
     others: Mapping[Any, Any]
+    """State that belongs to no tensor, under its own keys."""
     groups: Sequence[Mapping[str, Any]]
     structure: str
+    """A text of everything except the values of the state, which ranks compare."""
 
     def form(self, rank: int, plan: Plan) -> LoadSource:
         """Return which values it has, on this rank."""
         if not has_placeholder(self.by_tensor):
             return LoadSource.WHOLE
-        owned = [self.by_tensor.get(shard.tensor, {}).values() for shard in plan.of_rank(rank)]
-        if not any(owned):
-            return LoadSource.NOTHING_OWNED
-        return LoadSource.LACKING if any(_lacks(value) for of in owned for value in of) else LoadSource.OWNED
+        owned = [self.by_tensor.get(shard.tensor, {}) for shard in plan.of_rank(rank)]
+        return LoadSource.LACKING if any(map(_lacks, owned)) else LoadSource.OWNED
 
     def checksums(self, plan: Plan) -> list[int]:
-        """Return a checksum of each tensor's state, and one of all else; 0 if some of it is not here.
-
-        Of numbers, and of one element of each entry that is here as a whole: two checkpoints differ in these.
-        """
+        """Return a checksum of each tensor's state, and one of all else; 0 if some of it is not here."""
+        # Of numbers, and of one element of each entry that is here as a whole: two checkpoints differ in these.
         counted = [self.by_tensor.get(index, {}) for index in range(len(plan.tensors))]
         others = {} if has_placeholder(self.by_tensor) else self.others
         return [
@@ -84,12 +71,7 @@ class ValidatedStateDict:
         ]
 
     def part_of(self, rank: int, plan: Plan) -> ShardState:
-        """Return what a rank loads.
-
-        Raises:
-            StateMapError: if the state of a tensor cannot be cut.
-            ValueError: if values are missing that the rank owns.
-        """
+        """Return what a rank loads, or raise a ValueError if it cannot be cut, or values of it are missing."""
         owned = {
             shard.tensor: _owned(self.by_tensor[shard.tensor], plan, shard)
             for shard in plan.of_rank(rank)
@@ -140,20 +122,7 @@ def check_state_dict(
     metadata: StateMetadata,
     extra: ExtraState,
 ) -> ValidatedStateDict:
-    """Check a state dict against the optimizer.
-
-    Args:
-        state_dict: of the whole state, or with placeholders.
-        groups: the public param groups.
-        plan: who owns what.
-        schema: what state the optimizer class keeps.
-        metadata: what state the optimizer has.
-        extra: knows the entries that are not of the class.
-
-    Raises:
-        TypeError: if it is no state dict of an optimizer.
-        ValueError: for another number of groups or parameters, or entries that are missing, extra or misshapen.
-    """
+    """Check a state dict, of the whole state or with placeholders, against the optimizer; raise what does not fit."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
         raise TypeError(
             "load_state_dict() expects a dict with 'state' and 'param_groups', as an optimizer's state_dict(); "
@@ -190,12 +159,13 @@ def check_state_dict(
     for (key, index), spec, param in zip(index_of.items(), plan.tensors, parameters_of(groups), strict=True):
         by_name = isinstance(key, str)
         where = f"loaded state dict, parameter {index} {key if by_name else spec.name!r}"
+        is_unstepped = not metadata.is_empty and index not in metadata
         if index in by_tensor:
             _check_entries(by_tensor[index], param, where)
             if by_tensor[index]:
                 entries = extra.checked(by_tensor[index], spec.shape, where)
                 schema.check(entries, spec, saved_groups[spec.group], where)
-        elif spec.trainable and spec.group in stateful_groups and not (is_partial or by_name or metadata.lacks(index)):
+        elif spec.trainable and spec.group in stateful_groups and not (is_partial or by_name or is_unstepped):
             # By name they come from torch.distributed.checkpoint, which has refused this unless `strict` is False.
             raise ValueError(
                 f"{where}: missing entry, there is no state for it, though other parameters of its group have state. "

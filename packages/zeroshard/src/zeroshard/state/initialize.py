@@ -16,15 +16,7 @@ if TYPE_CHECKING:
 
 
 def init_state(engine: Engine) -> None:
-    """Make the state of trainable parameters if no rank has any state. Collective.
-
-    Args:
-        engine: whose local optimizer gets the state.
-
-    Raises:
-        DisagreementError: if the ranks' models differ.
-        Exception: an error of any rank, on every rank, which leaves everything unchanged.
-    """
+    """Make the state of trainable parameters if no rank has any state. Collective."""
     coordinator, layout, local, metadata = engine.coordinator, engine.layout, engine.local, engine.metadata
     with agreed(coordinator, "init_state()") as proposal:
         layout = engine.update_layout()
@@ -43,11 +35,7 @@ def init_state(engine: Engine) -> None:
 
 
 def is_torchs_own_step(engine: Engine) -> bool:
-    """Whether torch.distributed.checkpoint steps to make state: with learning rate 0 and zeros as gradients.
-
-    Args:
-        engine: of the optimizer that is stepped.
-    """
+    """Whether torch.distributed.checkpoint steps to make state: with learning rate 0 and zeros as gradients."""
     grads = [param.grad for param in engine.params if param.requires_grad]
     if any(grad is None or isinstance(grad, TensorWithoutValues) for grad in grads):
         return False

@@ -21,35 +21,12 @@ if TYPE_CHECKING:
 _DIFFERENT = "they were handed different checkpoints"
 
 
-def load(
-    engine: Engine,
-    schema: StateSchema,
-    read: Callable[[], Mapping[str, Any]],
-    from_rank: int | None = None,
-) -> bool:
-    """Load a state dict on all ranks, or on none. Collective.
-
-    Args:
-        engine: whose local optimizer takes the state of what it owns, and whose groups take the hyperparameters.
-        schema: what state the optimizer class keeps.
-        read: returns the state dict, from the plain optimizer, torch's ZeroRedundancyOptimizer, or this one at any
-            world size, or what this one has listed on the same rank with the same plan; or an empty one. It is not
-            modified, and its tensors are not kept.
-        from_rank: the only rank with a state dict, which hands each rank its part.
-
-    Returns:
-        Whether anything was loaded: not if all ranks were handed an empty dict.
-
-    Raises:
-        TypeError: if it is no state dict of an optimizer.
-        ValueError: for another number of groups or parameters, or entries that are missing, extra or misshapen.
-        DisagreementError: if the ranks' state dicts differ in structure or hyperparameters, or their models differ.
-        Exception: whatever else a rank meets. All raise on every rank, and leave local optimizer and groups as before.
-    """
+def load(engine: Engine, schema: StateSchema, read: Callable[[], Mapping[str, Any]], from_rank: int | None) -> bool:
+    """Load what ``read`` returns on all ranks, or on none; False if every rank was handed an empty dict. Collective."""
     coordinator, layout, groups, metadata = engine.coordinator, engine.layout, engine.groups, engine.metadata
     rank, parts, holder = coordinator.ranks.rank, dict[int, ShardState](), metadata.consolidated_to
     given: Mapping[str, Any] = {}
-    form, checksums = LoadSource.NOTHING_OWNED, [0] * (1 + len(engine.params))
+    form, checksums = LoadSource.OWNED, [0] * (1 + len(engine.params))
     with agreed(coordinator, "load_state_dict()", _explain) as proposal:
         given = read()
         layout = engine.update_layout()
@@ -89,15 +66,7 @@ def load(
 
 
 def _source(coordinator: Coordinator, form: LoadSource, checksums: Sequence[int], holder: int | None) -> int | None:
-    """Compare what ranks were handed. Collective.
-
-    Returns:
-        The rank that hands out the values: the one that has the consolidated state, if the others' state dicts lack
-        theirs; None if each rank has its own.
-
-    Raises:
-        DisagreementError: if ranks were handed different values, or only placeholders.
-    """
+    """Compare what ranks were handed, and return the rank that hands out the values; None if each has its own."""
     told = coordinator.gather_ints([form, *checksums], "load_state_dict()")
     forms = [LoadSource(each) for each, *_ in told]
     for of_tensor in zip(*[of_rank[1:] for of_rank in told], strict=True):

@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 class StateMetadata:
     """Names, shapes and dtypes of the state on all ranks, changed only by :meth:`exchange`; and what was consolidated.
 
-    Args:
-        engine: has this rank's state.
-
     Attributes:
         consolidated_to: the rank to which the state was consolidated since the last step, if it was.
         consolidated: the whole state, on that rank.
@@ -53,10 +50,6 @@ class StateMetadata:
         """Whether a parameter, by its tensor index, has state on any rank."""
         return index in self._described
 
-    def lacks(self, index: int) -> bool:
-        """Whether there is state on some rank, but none of this parameter."""
-        return bool(self._described) and index not in self._described
-
     def has_changed(self) -> bool:
         """Whether this rank's state has other entries than at the last exchange, or of another kind."""
         entries = self._entries()
@@ -70,15 +63,7 @@ class StateMetadata:
         return is_new
 
     def exchange(self, operation: str) -> None:
-        """Tell all ranks which entries each rank has. Collective.
-
-        Args:
-            operation: what has changed the state, for errors.
-
-        Raises:
-            StateMapError: on a rank, and a ValueError on the others, if some state can be neither sent nor joined.
-            PeerLostError: if a rank is gone.
-        """
+        """Tell all ranks which entries each rank has, or raise a ValueError if some cannot be sent. Collective."""
         coordinator, mine = self._engine.coordinator, ""
         with agreed(coordinator, operation):
             mine = self._mine()
@@ -126,10 +111,8 @@ class StateMetadata:
         return torch.empty((), dtype=torch.uint8, device="cpu") if is_kept else value
 
     def _entries(self) -> list[Any]:
-        """This rank's state, flattened: its tensors, and the types of other values.
-
-        Neither a tensor's shape nor its dtype is looked at, as that costs too much in a step.
-        """
+        """This rank's state, flattened: its tensors, and the types of other values."""
+        # Neither a tensor's shape nor its dtype is looked at, as that costs too much in a step.
         found: list[Any] = []
         local = self._engine.local
         for shard in local.shards.values() if local.extra.kinds else ():

@@ -55,18 +55,9 @@ class StatePlaceholder(TensorWithoutValues):
         shard: Shard | None = None,
     ) -> StatePlaceholder:
         """Make a tensor without memory."""
-        return make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)
-
-    def __init__(
-        self,
-        shape: Sequence[int],  # noqa: ARG002 - as __new__
-        dtype: torch.dtype,  # noqa: ARG002 - as __new__
-        device: torch.device,  # noqa: ARG002 - as __new__
-        title: str,
-        part: torch.Tensor | None = None,
-        shard: Shard | None = None,
-    ) -> None:
-        self._title, self.part, self.shard = title, part, shard
+        made = make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)
+        made._title, made.part, made.shard = title, part, shard
+        return made
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override] # noqa: ANN401 - torch's
         """Describe it, without values."""
@@ -75,12 +66,21 @@ class StatePlaceholder(TensorWithoutValues):
 
     def __copy__(self) -> StatePlaceholder:
         """Return another placeholder for the same part."""
-        return StatePlaceholder(self.shape, self.dtype, self.device, self._title, self.part, self.shard)
+        return self._like(self.part)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StatePlaceholder:
         """Return another placeholder, with a copy of the part that this one holds."""
-        part = None if self.part is None else self.part.detach().clone()
-        return StatePlaceholder(self.shape, self.dtype, self.device, self._title, part, self.shard)
+        return self._like(None if self.part is None else self.part.detach().clone())
+
+    def _like(
+        self,
+        part: torch.Tensor | None,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        **_: object,
+    ) -> StatePlaceholder:
+        """Return another placeholder for the same rows, with the options of an operator that makes tensors."""
+        return StatePlaceholder(self.shape, dtype or self.dtype, device or self.device, self._title, part, self.shard)
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         """Return the box of the part, in rows of the whole entry; none without a part."""
@@ -145,9 +145,7 @@ def _copied(operator: Callable[..., torch.Tensor]) -> Callable[..., StatePlaceho
     """Return a function that copies or moves a placeholder with its part."""
 
     def copied(held: StatePlaceholder, **options: Any) -> StatePlaceholder:  # noqa: ANN401 - of the operator
-        part = None if held.part is None else operator(held.part, **options)
-        device, dtype = options.get("device") or held.device, options.get("dtype") or held.dtype
-        return StatePlaceholder(held.shape, dtype, device, held._title, part, held.shard)
+        return held._like(None if held.part is None else operator(held.part, **options), **options)
 
     return copied
 
@@ -156,8 +154,9 @@ def _new_empty(held: StatePlaceholder, size: Sequence[int], **options: Any) -> t
     """Return a placeholder without a part, to which torch's stager then copies the attributes."""
     if tuple(size) != held.shape:
         raise held.refusal("new_empty() of another shape")
-    device, dtype = options.get("device") or held.device, options.get("dtype") or held.dtype
-    return StatePlaceholder(held.shape, dtype, device, held._title)
+    made = held._like(None, **options)
+    made.shard = None
+    return made
 
 
 def _copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:

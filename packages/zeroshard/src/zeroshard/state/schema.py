@@ -25,10 +25,6 @@ class StateSchema:
     """Which state an optimizer class keeps, by its hyperparameters and the shape and dtype of a tensor.
 
     Known for elementwise classes and torch.optim; other classes are not checked, nor are classes that cannot be probed.
-
-    Args:
-        policy: has the optimizer class.
-        defaults: the user's keyword arguments for the class.
     """
 
     def __init__(self, policy: Policy, defaults: Mapping[str, Any]) -> None:
@@ -38,17 +34,7 @@ class StateSchema:
         self._known: dict[str, dict[tuple[tuple[int, ...], torch.dtype], Mapping[str, StateEntry] | None]] = {}
 
     def check(self, entries: Mapping[str, Any], spec: TensorSpec, group: Mapping[str, Any], where: str) -> None:
-        """Check the state of one tensor.
-
-        Args:
-            entries: its state.
-            spec: the tensor.
-            group: the hyperparameters of its group.
-            where: names the tensor in errors.
-
-        Raises:
-            ValueError: naming the entry that is missing, extra or misshapen.
-        """
+        """Raise a ValueError that names an entry of a tensor that is missing, extra or misshapen."""
         required = self._entries(group, spec)
         if required is None:
             return

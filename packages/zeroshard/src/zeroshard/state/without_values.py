@@ -54,8 +54,4 @@ class TensorWithoutValues(torch.Tensor):
         """Refuse, as :meth:`__reduce_ex__`."""
         raise self.refusal("reading its memory")
 
-    numpy = tolist = untyped_storage = __dlpack__ = __dlpack_device__ = _read_memory
-
-    def share_memory_(self) -> NoReturn:
-        """Refuse, as :meth:`__reduce_ex__`."""
-        raise self.refusal("share_memory_()")
+    numpy = tolist = untyped_storage = share_memory_ = __dlpack__ = __dlpack_device__ = _read_memory
