@@ -1,4 +1,4 @@
-"""An average of the parameters over steps, such as an exponential moving one, of which every rank keeps its share."""
+"""An average of the parameters over steps, such as an exponential moving one, of which every rank keeps 1/N."""
 
 from __future__ import annotations
 
@@ -141,14 +141,7 @@ def _restore(originals: Mapping[torch.Tensor, torch.Tensor]) -> None:
 
 
 class _Averages(ExtraEntries):
-    """The averages of what this rank owns, and how many values are in them.
-
-    Args:
-        coordinator: the channel of the ranks.
-
-    Attributes:
-        count: int64, 0-dim, on the CPU.
-    """
+    """The averages of what this rank owns, and how many values are in them."""
 
     names = (AVERAGE, COUNT)
 
@@ -182,16 +175,13 @@ class _Averages(ExtraEntries):
         return {AVERAGE: self._averages[shard.index], COUNT: self.count}
 
     def update(self, average_by: Averaging) -> bool:
-        """Take the present values into the averages; the first ones are the averages.
-
-        Returns:
-            Whether there are others than in the update before.
-        """
+        """Take the present values into the averages, and return whether there are others than before."""
         is_new = self._alike is None
         alike = self._alike = self._alike or self._by_kind()
         with torch.no_grad():
             for averages, present in alike:
                 if self.count == 0:
+                    # The first values are the averages.
                     foreach_copy_(averages, present)
                 else:
                     average_by(averages, present, self.count)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,15 +17,12 @@ from zeroshard.local.extra_state import ExtraState
 from zeroshard.local.master_weights import MasterWeights
 from zeroshard.local.shard import LocalShard, gradient_of
 from zeroshard.plan.eligibility import check_differentiable, check_uncoupled
-from zeroshard.plan.groups import ParamGroup, same_place
+from zeroshard.plan.groups import MEMBERS, ParamGroup, hyperparameters_of, same_place
 
 if TYPE_CHECKING:
     from zeroshard.plan.layout import Policy
 
 Closure = Callable[[], Any]
-
-NOT_SYNCED = frozenset({"params", "param_names"})
-"""Keys of a param group that describe which parameters it has; they differ between the public and the local groups."""
 
 
 class LocalOptimizer:
@@ -52,7 +50,7 @@ class LocalOptimizer:
         self._is_detached = False
         members, self._plan = self._members(groups, plan), plan
         self.optim = self.build([_local_group(*group) for group in zip(groups, members, strict=True)])
-        self._accept(members)
+        self._accept(chain.from_iterable(members))
 
     def dry_run(self, groups: Sequence[ParamGroup], plan: Plan) -> None:
         """Build another optimizer for this rank's shards of the last group, so that errors of the class occur now."""
@@ -67,7 +65,7 @@ class LocalOptimizer:
             self.optim.add_param_group(_local_group(groups[number], members[number]))
         for local, group, of_group in zip(self.optim.param_groups, groups, members, strict=True):
             local.update(_membership(group, of_group))
-        self._accept(members)
+        self._accept(chain.from_iterable(members))
         kept = {shard.tensor for shard in self.shards.values()}
         for key in [key for key in self.optim.state if isinstance(key, torch.Tensor) and key not in kept]:
             del self.optim.state[key]
@@ -75,7 +73,7 @@ class LocalOptimizer:
         missing = [shard for shard in arrived if not self.optim.state.get(shard.tensor)]
         if missing:
             number_of = [number for number, group in enumerate(groups) for _ in group["params"]]
-            built = self.build([_local_group(groups[number_of[shard.shard.tensor]], [shard]) for shard in missing])
+            built = self.build([_local_group(groups[number_of[shard.index]], [shard]) for shard in missing])
             self.optim.state.update({tensor: state for tensor, state in built.state.items() if state})
 
     def rebind(self) -> None:
@@ -89,21 +87,15 @@ class LocalOptimizer:
         """Permanently give every owned parameter its own tensor in the inner optimizer; its state moves with it."""
         if self._is_detached:
             return
-        self._is_detached = True
-        before = self.shards
-        self.shards = {
-            index: shard if shard.is_detached else LocalShard.of(shard.shard, shard.param, detached=True)
-            for index, shard in before.items()
-        }
-        moved = {shard.tensor: self.shards[index].tensor for index, shard in before.items()}
-        self._detached = [shard for shard in self.shards.values() if shard.is_detached]
+        before, self._is_detached = self.shards.values(), True
+        self._accept([s if s.is_detached else LocalShard.of(s.shard, s.param, detached=True) for s in before])
+        moved = {shard.tensor: self.shards[shard.index].tensor for shard in before}
         state = self.optim.state
         for old, new in moved.items():
             if old is not new and old in state:
                 state[new] = state.pop(old)
         for group in self.optim.param_groups:
             group["params"] = [moved[tensor] for tensor in group["params"]]
-        self.extra.rebuild([*self.shards.values()])
 
     def check_not_converted(self, before: Plan, now: Plan) -> None:
         """Raise a ValueError if a parameter with state on this rank was converted between two plans."""
@@ -123,7 +115,7 @@ class LocalOptimizer:
             grad = shard.param.grad
             if grad is not None and grad.layout is not torch.strided:
                 raise RuntimeError(
-                    f"tensor {shard.shard.tensor} {self._plan.tensors[shard.shard.tensor].name!r} of shape "
+                    f"tensor {shard.index} {self._plan.tensors[shard.index].name!r} of shape "
                     f"{tuple(shard.param.shape)} has a sparse gradient, but is cut over several ranks; use "
                     f"partition='whole' for models with sparse gradients"
                 )
@@ -171,8 +163,9 @@ class LocalOptimizer:
                 shard.tensor.grad = shard.converted(gradient_of(shard))
 
     def state_of(self, shard: LocalShard) -> Any:  # noqa: ANN401 - a class may keep anything
-        """Return the state of a shard, extra entries too; None if there is none."""
-        return self.extra.merged(self.optim.state, shard)
+        """Return the state of a shard, the class's own dict if there are no extra entries; None if there is none."""
+        own, extra = self.optim.state.get(shard.tensor), self.extra.entries(shard)
+        return {**(own or {}), **extra} if extra else own
 
     def build(self, groups: list[ParamGroup]) -> optim.Optimizer:
         """Build an optimizer of the user's class, with the user's defaults."""
@@ -195,8 +188,8 @@ class LocalOptimizer:
             members[number].append(known)
         return members
 
-    def _accept(self, members: Iterable[Iterable[LocalShard]]) -> None:
-        self.shards = {shard.shard.tensor: shard for of_group in members for shard in of_group}
+    def _accept(self, shards: Iterable[LocalShard]) -> None:
+        self.shards = {shard.index: shard for shard in shards}
         self._detached = [shard for shard in self.shards.values() if shard.is_detached]
         self._cut = [shard for shard in self._detached if shard.is_cut]
         self.extra.rebuild([*self.shards.values()])
@@ -216,7 +209,7 @@ class PartialStepper:
         for number, group in enumerate(self._inner.param_groups):
             places = [place for place, tensor in enumerate(group["params"]) if tensor in chosen]
             if places:
-                narrowed = {key: [group[key][place] for place in places] for key in NOT_SYNCED if key in group}
+                narrowed = {key: [group[key][place] for place in places] for key in MEMBERS if key in group}
                 self._groups.append((number, narrowed))
         self._copy: optim.Optimizer = object.__new__(type(self._inner))
 
@@ -226,7 +219,7 @@ class PartialStepper:
             return
         inner, copied = self._inner, self._copy
         for number, narrowed in self._groups:
-            narrowed.update({key: value for key, value in inner.param_groups[number].items() if key not in NOT_SYNCED})
+            narrowed.update(hyperparameters_of(inner.param_groups[number]))
         vars(copied).update(vars(inner))
         copied.param_groups = [narrowed for _, narrowed in self._groups]
         # Grad mode is per thread: the worker thread would record a graph.
@@ -243,9 +236,7 @@ def sync_groups(source: Sequence[Mapping[str, Any]], target: Sequence[ParamGroup
             f"add_param_group(), and build a new optimizer to remove them"
         )
     for from_group, to_group in zip(source, target, strict=True):
-        for key, value in from_group.items():
-            if key not in NOT_SYNCED:
-                to_group[key] = value
+        to_group.update(hyperparameters_of(from_group))
 
 
 def unwrapped_step(kind: type[optim.Optimizer]) -> Callable[..., Any]:
@@ -255,7 +246,7 @@ def unwrapped_step(kind: type[optim.Optimizer]) -> Callable[..., Any]:
 
 
 def _local_group(group: ParamGroup, shards: Sequence[LocalShard]) -> ParamGroup:
-    return {**{key: value for key, value in group.items() if key not in NOT_SYNCED}, **_membership(group, shards)}
+    return {**hyperparameters_of(group), **_membership(group, shards)}
 
 
 def _membership(group: ParamGroup, shards: Sequence[LocalShard]) -> ParamGroup:

@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 from zeroshard_comm import agreed
 
 from zeroshard._torch_private import version_of
-from zeroshard.local.optimizer import NOT_SYNCED, sync_groups
+from zeroshard.local.optimizer import sync_groups
+from zeroshard.plan.groups import hyperparameters_of
 from zeroshard.plan.hyperparameters import settings_of
 from zeroshard.state.serialization import PLAIN, receive_value, send_value
 
@@ -68,7 +69,7 @@ def _send_groups(engine: Engine) -> None:
     for number, owning in sorted(owners.items()):
         group = engine.local.optim.param_groups[number]
         if rank == min(owning):
-            written = {key: group[key] for key in group.keys() - NOT_SYNCED if isinstance(group[key], PLAIN)}
+            written = {key: value for key, value in hyperparameters_of(group).items() if isinstance(value, PLAIN)}
             for peer in set(coordinator.ranks.peers) - owning:
                 send_value(coordinator, peer, written)
         elif rank not in owning:

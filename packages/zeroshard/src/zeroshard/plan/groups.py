@@ -13,6 +13,9 @@ from zeroshard_core import TensorSpec, is_dense
 
 ParamGroup = dict[str, Any]
 
+MEMBERS = frozenset({"params", "param_names"})
+"""Keys of a param group that say which parameters it has; they differ between the public and the local groups."""
+
 
 def read_groups(params: Any) -> list[ParamGroup]:  # noqa: ANN401 - anything may be handed in; this is where it is checked
     """Check the argument ``params`` of an optimizer, and return it as groups, each as :func:`read_group` does."""
@@ -53,6 +56,11 @@ def read_group(group: Mapping[str, Any]) -> ParamGroup:
 def parameters_of(groups: Iterable[Mapping[str, Any]]) -> list[torch.Tensor]:
     """Return all parameters in the order of the groups; their positions are the tensor indices of the plan."""
     return [param for group in groups for param in group["params"]]
+
+
+def hyperparameters_of(group: Mapping[str, Any]) -> ParamGroup:
+    """Return what a group has beside its members."""
+    return {key: value for key, value in group.items() if key not in MEMBERS}
 
 
 def label_of(groups: Sequence[Mapping[str, Any]], index: int) -> str:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from zeroshard.plan.groups import hyperparameters_of
+
 
 def settings_of(
     groups: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any], *, first: int = 0, in_step: bool = False
@@ -17,8 +19,7 @@ def settings_of(
     return {
         f"{key} of group {number}": to_text(value, in_step=in_step)
         for number, group in enumerate(groups, first)
-        for key, value in {**defaults, **group}.items()
-        if key not in ("params", "param_names")
+        for key, value in {**defaults, **hyperparameters_of(group)}.items()
     }
 
 

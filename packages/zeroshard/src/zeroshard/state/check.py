@@ -12,8 +12,7 @@ import torch
 from zeroshard_core import Plan, Shard, cut_state
 
 from zeroshard.local.extra_state import ExtraState
-from zeroshard.local.optimizer import NOT_SYNCED
-from zeroshard.plan.groups import ParamGroup, parameters_of
+from zeroshard.plan.groups import ParamGroup, hyperparameters_of, parameters_of
 from zeroshard.plan.hyperparameters import to_text
 from zeroshard.state.metadata import StateMetadata
 from zeroshard.state.placeholder import StatePlaceholder, has_placeholder
@@ -77,8 +76,7 @@ class ValidatedStateDict:
             for shard in plan.of_rank(rank)
             if shard.tensor in self.by_tensor
         }
-        groups = [{key: value for key, value in group.items() if key not in NOT_SYNCED} for group in self.groups]
-        return ShardState({**owned, **self.others}, groups, sorted(self.by_tensor))
+        return ShardState({**owned, **self.others}, [*map(hyperparameters_of, self.groups)], sorted(self.by_tensor))
 
 
 def _lacks(value: object) -> bool:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from zeroshard_comm import agreed
 
-from zeroshard.local.optimizer import NOT_SYNCED, LocalOptimizer, unwrapped_step
+from zeroshard.local.optimizer import LocalOptimizer, unwrapped_step
+from zeroshard.plan.groups import hyperparameters_of
 from zeroshard.state.without_values import TensorWithoutValues
 
 if TYPE_CHECKING:
@@ -52,10 +53,7 @@ def _state_after_a_step(local: LocalOptimizer) -> dict[torch.Tensor, Any]:
             copied = copies[shard.tensor] = torch.nn.Parameter(shard.tensor.detach().clone())
             copied.grad = torch.zeros_like(copied)
     groups = [
-        {
-            **{key: value for key, value in group.items() if key not in NOT_SYNCED},
-            "params": [copies[tensor] for tensor in group["params"] if tensor in copies],
-        }
+        {**hyperparameters_of(group), "params": [copies[tensor] for tensor in group["params"] if tensor in copies]}
         for group in local.optim.param_groups
     ]
     built = local.build(groups)

@@ -10,8 +10,8 @@ from torch import optim
 from zeroshard_core import StateEntry, TensorSpec, probe
 
 from zeroshard.local.extra_state import ADVICE
-from zeroshard.local.optimizer import NOT_SYNCED
 from zeroshard.plan.eligibility import class_of, is_elementwise
+from zeroshard.plan.groups import hyperparameters_of
 from zeroshard.plan.layout import Policy
 from zeroshard.state.placeholder import StatePlaceholder
 
@@ -68,7 +68,7 @@ class StateSchema:
         """The entries for a tensor; None if nothing is known."""
         if not self._applies:
             return None
-        settings = {key: value for key, value in group.items() if key not in NOT_SYNCED}
+        settings = hyperparameters_of(group)
         known = self._known.setdefault(repr(sorted((key, repr(value)) for key, value in settings.items())), {})
         key = (spec.shape, spec.dtype)
         if key not in known:
