@@ -32,11 +32,11 @@ from zeroshard.plan.layout import (
     same_shards,
     with_hyperparameters,
 )
+from zeroshard.state.check import StateSchema
 from zeroshard.state.consolidate import consolidate
 from zeroshard.state.initialize import init_state, is_torchs_own_step
 from zeroshard.state.load import load
 from zeroshard.state.metadata import StateMetadata
-from zeroshard.state.schema import StateSchema
 from zeroshard.step import step
 
 _logger = logging.getLogger(__name__)

@@ -29,7 +29,7 @@ def check_method(inner: Optimizer, name: str) -> None:
 
 def call_on_all_ranks(engine: Engine, name: str) -> Any:  # noqa: ANN401 - what the local optimizer's returns
     """Call ``train`` or ``eval`` of the local optimizer; replicas are equal even after an error. Collective."""
-    coordinator, layout, inner = engine.coordinator, engine.layout, engine.local.optim
+    coordinator, inner = engine.coordinator, engine.local.optim
     with agreed(coordinator, f"{name}()") as proposal:
         layout = engine.update_layout()
         proposal.set(layout.config)

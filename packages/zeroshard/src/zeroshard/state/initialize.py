@@ -10,7 +10,7 @@ from zeroshard_comm import agreed
 
 from zeroshard.local.optimizer import LocalOptimizer, unwrapped_step
 from zeroshard.plan.groups import hyperparameters_of
-from zeroshard.state.without_values import TensorWithoutValues
+from zeroshard.state.placeholder import TensorWithoutValues
 
 if TYPE_CHECKING:
     from zeroshard.engine import Engine
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def init_state(engine: Engine) -> None:
     """Make the state of trainable parameters if no rank has any state. Collective."""
-    coordinator, layout, local, metadata = engine.coordinator, engine.layout, engine.local, engine.metadata
+    coordinator, local, metadata = engine.coordinator, engine.local, engine.metadata
     with agreed(coordinator, "init_state()") as proposal:
         layout = engine.update_layout()
         proposal.set(layout.config)

@@ -12,8 +12,7 @@ from zeroshard_core import TensorSpec
 from zeroshard.local.shard import LocalShard
 from zeroshard.state.consolidate import copy_groups, pack_groups
 from zeroshard.state.metadata import label_of
-from zeroshard.state.placeholder import StatePlaceholder
-from zeroshard.state.without_values import TensorWithoutValues
+from zeroshard.state.placeholder import StatePlaceholder, TensorWithoutValues
 
 if TYPE_CHECKING:
     from zeroshard.engine import Engine

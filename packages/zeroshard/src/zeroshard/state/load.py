@@ -11,8 +11,7 @@ from zeroshard_comm import Coordinator, DisagreementError, agreed, explain_confi
 
 from zeroshard.local.optimizer import LocalOptimizer, sync_groups
 from zeroshard.plan.groups import parameters_of
-from zeroshard.state.check import LoadSource, ShardState, check_state_dict
-from zeroshard.state.schema import StateSchema
+from zeroshard.state.check import LoadSource, ShardState, StateSchema, check_state_dict
 from zeroshard.state.serialization import copy_value, receive_value, send_value, write_value
 
 if TYPE_CHECKING:
@@ -23,9 +22,8 @@ _DIFFERENT = "they were handed different checkpoints"
 
 def load(engine: Engine, schema: StateSchema, read: Callable[[], Mapping[str, Any]], from_rank: int | None) -> bool:
     """Load what ``read`` returns on all ranks, or on none; False if every rank was handed an empty dict. Collective."""
-    coordinator, layout, groups, metadata = engine.coordinator, engine.layout, engine.groups, engine.metadata
+    coordinator, groups, metadata, extra = engine.coordinator, engine.groups, engine.metadata, engine.local.extra
     rank, parts, holder = coordinator.ranks.rank, dict[int, ShardState](), metadata.consolidated_to
-    given: Mapping[str, Any] = {}
     form, checksums = LoadSource.OWNED, [0] * (1 + len(engine.params))
     with agreed(coordinator, "load_state_dict()", _explain) as proposal:
         given = read()
@@ -36,7 +34,6 @@ def load(engine: Engine, schema: StateSchema, read: Callable[[], Mapping[str, An
         if from_rank not in (None, rank) and given:
             raise ValueError(f"load_state_dict(from_rank={from_rank}): hand rank {rank} an empty dict, and not its own")
         is_empty = isinstance(given, Mapping) and not given and from_rank != rank
-        extra = engine.local.extra
         checked = None if is_empty else check_state_dict(given, groups, layout.plan, schema, metadata, extra)
         if checked is not None:
             form, checksums = checked.form(rank, layout.plan), checked.checksums(layout.plan)

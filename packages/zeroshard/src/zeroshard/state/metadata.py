@@ -64,7 +64,7 @@ class StateMetadata:
 
     def exchange(self, operation: str) -> None:
         """Tell all ranks which entries each rank has, or raise a ValueError if some cannot be sent. Collective."""
-        coordinator, mine = self._engine.coordinator, ""
+        coordinator = self._engine.coordinator
         with agreed(coordinator, operation):
             mine = self._mine()
         described: dict[int, Described] = {}

@@ -1,16 +1,15 @@
-"""Tensors with a shape and without values, which a state dict holds in place of values that other ranks own."""
+"""Tensors that have a shape and no values on this rank: those of a state dict, and what gradients are derived from."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 from zeroshard_core import Shard
 
-from zeroshard._torch_private import ATEN_PIN_MEMORY, ATEN_TO_COPY, make_wrapper_subclass
-from zeroshard.state.without_values import TensorWithoutValues
+from zeroshard._torch_private import ATEN_PIN_MEMORY, ATEN_TO_COPY, make_wrapper_subclass, without_torch_function
 
 if TYPE_CHECKING:
     # Importing it takes most of a second.
@@ -18,6 +17,53 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import WriteItem
 
 _aten = torch.ops.aten
+
+
+class TensorWithoutValues(torch.Tensor):
+    """Base class of placeholders for values on other ranks; made by ``make_wrapper_subclass``.
+
+    A subclass says in ``allowed`` which operators it knows, and in :meth:`refusal` what to do instead of all others.
+    """
+
+    allowed: ClassVar[Mapping[Any, Callable[..., Any]]] = {}
+    __torch_function__ = without_torch_function  # type: ignore[assignment] # torch's own subclasses say the same
+
+    def refusal(self, operation: str) -> RuntimeError:
+        """Return the error for an operation, by its name."""
+        return RuntimeError(f"{operation} cannot be done with a tensor whose values lie on other ranks")
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override] # torch's stub leaves out that it is a classmethod
+        cls,
+        func: Any,  # noqa: ANN401 - an operator of torch
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - what the operator returns
+        """Run the allowed operators; refuse all others."""
+        known = cls.allowed.get(func)
+        if known is not None:
+            return known(*args, **(kwargs or {}))
+        flat = [
+            item
+            for arg in (*args, *(kwargs or {}).values())
+            for item in (arg if isinstance(arg, (list, tuple)) else [arg])
+        ]
+        raise next(item for item in flat if isinstance(item, cls)).refusal(str(func))
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:  # noqa: ANN401 - as in object
+        """Refuse to be pickled.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise self.refusal("pickling")
+
+    def _read_memory(self, *_: object, **__: object) -> NoReturn:
+        """Refuse, as :meth:`__reduce_ex__`."""
+        raise self.refusal("reading its memory")
+
+    numpy = tolist = untyped_storage = share_memory_ = __dlpack__ = __dlpack_device__ = _read_memory
 
 
 class StatePlaceholder(TensorWithoutValues):
