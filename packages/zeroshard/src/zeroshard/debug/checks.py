@@ -100,11 +100,11 @@ class InvariantChecks(StepLog):
         return replace(config, settings=settings).to_json()
 
     def _compare(self, what: str, plan: Plan, digests: Sequence[int], operation: str, left: Sequence[int] = ()) -> None:
-        coordinator = self._engine.coordinator
-        rows = coordinator.gather_ints(digests, operation, often_equal=True)
-        found = [index for index, of_tensor in enumerate(zip(*rows, strict=True)) if len(set(of_tensor)) > 1]
+        gathered = self._engine.coordinator.gather_ints(digests, operation, often_equal=True)
+        by_tensor = list(zip(*gathered, strict=True))
+        found = [index for index, of_ranks in enumerate(by_tensor) if len(set(of_ranks)) > 1]
         for index in found[:1]:
-            of_ranks, owners = [row[index] for row in rows], plan.owners[index]
+            of_ranks, owners = by_tensor[index], plan.owners[index]
             before = left[index] if index < len(left) else None
             is_sent = operation == _AFTER and len(owners) == 1
             expected = of_ranks[owners[0]] if is_sent else expected_digest(of_ranks, owners[0], before)
@@ -130,7 +130,7 @@ def digest_of(tensor: torch.Tensor | None) -> int:
 
 
 def expected_digest(of_ranks: Sequence[int], owner: int, before: int | None = None) -> int:
-    """Return the digest that is taken for right: that of before, or that of most ranks, or that of the owner."""
+    """Return the digest that is taken for right: the one before, or what most ranks have, or what the owner has."""
     if before is not None and before in of_ranks:
         return before
     counts = Counter(of_ranks)

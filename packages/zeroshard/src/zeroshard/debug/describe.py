@@ -71,7 +71,7 @@ class OptimizerDescription:
         owned_bytes: what this rank owns of the parameters.
         state_bytes_here: what this rank holds of the state.
         tensors: the parameters.
-        buckets: those of a communication hook in the last backward; empty without one.
+        buckets: of a communication hook in the last backward; empty without one.
         step_bytes: bytes of parameters that this rank sends in a step, counted once for each receiver, by the plan; the
             padding of flat buffers comes on top.
         backward_bytes: bytes of gradients that this rank sends to their owners in a backward that reduces.
@@ -93,7 +93,7 @@ class OptimizerDescription:
 
     @property
     def summary(self) -> str:
-        """A few lines: which rank this is, what it owns, and how large its state and that of all ranks is."""
+        """A few lines: which rank this is, what it owns, and how large its state and the state of all ranks is."""
         owned = sum(self.rank in tensor.owners for tensor in self.tensors)
         everything = sum(tensor.nbytes for tensor in self.tensors)
         everywhere = sum(tensor.state_bytes for tensor in self.tensors)

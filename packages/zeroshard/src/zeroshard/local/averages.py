@@ -35,8 +35,8 @@ class AveragedParameters:
 
     Args:
         optimizer: has the parameters.
-        multi_avg_fn: updates averages, elementwise: one of those that ``torch.optim.swa_utils`` makes, such as
-            ``get_ema_multi_avg_fn(0.999)``; the average with equal weights if None.
+        multi_avg_fn: updates averages, elementwise; ``torch.optim.swa_utils`` makes such functions, for example
+            ``get_ema_multi_avg_fn(0.999)``. The average with equal weights if None.
 
     Constructing it is collective, :meth:`update` is not.
 
@@ -192,7 +192,7 @@ class _Averages(ExtraEntries):
         """Write the averages to this rank's parts of the parameters."""
         for shard in self._shards:
             if shard.index in self._averages:
-                shard.rows.copy_(self._averages[shard.index])
+                shard.local_view.copy_(self._averages[shard.index])
 
     def load(self, loaded: Loaded) -> None:
         """Take over averages that were loaded; others begin with the present values, once they are asked for."""

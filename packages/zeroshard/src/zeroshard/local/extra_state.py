@@ -7,7 +7,7 @@ listed, described and loaded.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +41,9 @@ class ExtraEntries(ABC):
     def entries(self, shard: LocalShard) -> Mapping[str, torch.Tensor]:
         """Return the entries of a shard: the same tensors each time, until it is rebuilt or loads."""
 
+    def end_step(self, shards: Collection[LocalShard]) -> None:  # noqa: B027 - some kinds have nothing to do
+        """Do what has to be done after some shards were stepped, also if that has failed."""
+
     @abstractmethod
     def load(self, loaded: Loaded) -> None:
         """Take over entries that all ranks have loaded."""
@@ -73,13 +76,17 @@ class ExtraState:
             kind.rebuild(shards)
 
     @contextmanager
-    def stepped(self, state: Mapping[Any, Any], shards: Sequence[LocalShard]) -> Iterator[None]:
+    def stepped(self, state: Mapping[Any, Any], shards: Collection[LocalShard]) -> Iterator[None]:
         """Around a step of the local optimizer: list what has a gradient, unless the class uses the same names."""
         if not self.kinds:
             yield
             return
         had_gradient = {shard.index for shard in shards if shard.tensor.grad is not None}
-        yield
+        try:
+            yield
+        finally:
+            for kind in self.kinds:
+                kind.end_step(shards)
         for shard in shards:
             for name in self.names & state.get(shard.tensor, {}).keys():
                 raise RuntimeError(
@@ -98,7 +105,7 @@ class ExtraState:
         self._listed.discard(shard.index)
 
     def entries(self, shard: LocalShard) -> dict[str, torch.Tensor]:
-        """Return the entries of a shard that are listed; while a checkpoint is being loaded, those of it."""
+        """Return the entries of a shard that are listed, or that the checkpoint has which is being loaded."""
         if self._loading is not None:
             return self._loading.get(shard.index, {})
         return self._present(shard) if shard.index in self._listed else {}

@@ -80,7 +80,7 @@ class LocalOptimizer:
         """Point detached shards at their parameters' present storage, after a parameter's ``.data`` was rebound."""
         for shard in self._detached:
             if not shard.is_master:
-                shard.tensor.data = shard.rows
+                shard.tensor.data = shard.local_view
         self.extra.rebuild([*self.shards.values()])
 
     def detach_shards(self) -> None:
@@ -133,27 +133,21 @@ class LocalOptimizer:
 
     def step(self, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as the inner step
         """Step the inner optimizer with the gradients that its tensors have, and call its own hooks."""
-        if not self.extra.kinds:
-            return self._step(arguments)
-        shards = [*self.shards.values()]
-        with self.masters.stepped(shards), self.extra.stepped(self.optim.state, shards):
-            return self._step(arguments)
-
-    def _step(self, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as the inner step
         inner = self.optim
-        if "step" in vars(inner):
-            return inner.step(**arguments)
-        positional: tuple[Any, ...] = (inner,)
-        keywords = dict(arguments)
-        for pre_hook in list(step_pre_hooks(inner).values()):
-            changed = pre_hook(inner, positional, keywords)
-            if changed is not None:
-                positional, keywords = changed
-        # Without the wrapper, so that hooks for all optimizers are called once per step.
-        result = unwrapped_step(type(inner))(*positional, **keywords)
-        for post_hook in list(step_post_hooks(inner).values()):
-            post_hook(inner, positional, keywords)
-        return result
+        with self.extra.stepped(inner.state, self.shards.values()):
+            if "step" in vars(inner):
+                return inner.step(**arguments)
+            positional: tuple[Any, ...] = (inner,)
+            keywords = dict(arguments)
+            for pre_hook in list(step_pre_hooks(inner).values()):
+                changed = pre_hook(inner, positional, keywords)
+                if changed is not None:
+                    positional, keywords = changed
+            # Without the wrapper, so that hooks for all optimizers are called once per step.
+            result = unwrapped_step(type(inner))(*positional, **keywords)
+            for post_hook in list(step_post_hooks(inner).values()):
+                post_hook(inner, positional, keywords)
+            return result
 
     @staticmethod
     def bind_gradients(shards: Iterable[LocalShard]) -> None:
@@ -177,7 +171,7 @@ class LocalOptimizer:
         return built
 
     def _members(self, groups: Sequence[ParamGroup], plan: Plan) -> list[list[LocalShard]]:
-        """Per group, the shards of this rank; those that exist already are kept."""
+        """Return the shards of this rank for each group, and keep shards that exist already."""
         params = [(number, param) for number, group in enumerate(groups) for param in group["params"]]
         members: list[list[LocalShard]] = [[] for _ in groups]
         for shard in plan.of_rank(self._rank):
@@ -202,8 +196,7 @@ class PartialStepper:
     """
 
     def __init__(self, local: LocalOptimizer, shards: Sequence[LocalShard]) -> None:
-        self._inner, self._extra, self._masters = local.optim, local.extra, local.masters
-        self._shards = shards
+        self._inner, self._extra, self._shards = local.optim, local.extra, shards
         chosen = {shard.tensor for shard in shards}
         self._groups: list[tuple[int, ParamGroup]] = []
         for number, group in enumerate(self._inner.param_groups):
@@ -223,8 +216,7 @@ class PartialStepper:
         vars(copied).update(vars(inner))
         copied.param_groups = [narrowed for _, narrowed in self._groups]
         # Grad mode is per thread: the worker thread would record a graph.
-        shards = self._shards
-        with torch.no_grad(), self._masters.stepped(shards), self._extra.stepped(inner.state, shards):
+        with torch.no_grad(), self._extra.stepped(inner.state, self._shards):
             unwrapped_step(type(inner))(copied, **arguments)
 
 

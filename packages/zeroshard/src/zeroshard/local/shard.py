@@ -34,8 +34,8 @@ class LocalShard:
         is_master = master and param.dtype in _HALF
         if not (is_master or detached) and shard.numel == param.numel():
             return cls(shard, param, param)
-        rows = _rows_of(shard, param)
-        tensor = torch.nn.Parameter(rows.float() if is_master else rows, requires_grad=param.requires_grad)
+        view = _view_of(shard, param)
+        tensor = torch.nn.Parameter(view.float() if is_master else view, requires_grad=param.requires_grad)
         return cls(shard, param, tensor, is_master)
 
     @property
@@ -54,9 +54,9 @@ class LocalShard:
         return self.tensor is not self.param
 
     @property
-    def rows(self) -> torch.Tensor:
-        """The values that all ranks have of it: a view of rows of the parameter, or of all of it."""
-        return _rows_of(self.shard, self.param)
+    def local_view(self) -> torch.Tensor:
+        """The part of the parameter that this rank owns, which has the values of all ranks."""
+        return _view_of(self.shard, self.param)
 
     def converted(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """Return a gradient in the dtype of :attr:`tensor`, and laid out as that is."""
@@ -77,5 +77,5 @@ def gradient_of(shard: LocalShard) -> torch.Tensor | None:
     return shard.shard.narrow(grad.detach())
 
 
-def _rows_of(shard: Shard, param: torch.Tensor) -> torch.Tensor:
+def _view_of(shard: Shard, param: torch.Tensor) -> torch.Tensor:
     return param.detach() if shard.numel == param.numel() else shard.narrow(param.detach())

@@ -34,7 +34,7 @@ def to_text(value: object, *, in_step: bool = False) -> str:
 
 
 class Hyperparameters:
-    """Hyperparameters that must be equal on all ranks: those that the user, and not a step, wrote to the groups."""
+    """Hyperparameters that must be equal on all ranks, because the user and not a step has written them."""
 
     def __init__(self) -> None:
         # Without what the inner optimizer writes, which may differ on a rank that owns no tensor of a group.

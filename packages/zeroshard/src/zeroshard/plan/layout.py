@@ -22,11 +22,6 @@ from zeroshard.plan.groups import ParamGroup, active_mask, check_memory, paramet
 Objects = Literal["refuse", "leave out"]
 
 
-def debug_level() -> str:
-    """Return torch's level of ``TORCH_DISTRIBUTED_DEBUG``: ``"OFF"``, ``"INFO"`` or ``"DETAIL"``."""
-    return str(dist.get_debug_level().name)  # type: ignore[attr-defined] # torch documents it, but does not list it
-
-
 @dataclass(frozen=True)
 class Policy:
     """How this optimizer is partitioned; fixed at construction, but for the names.
@@ -42,7 +37,7 @@ class Policy:
         coupled: whether the class may couple tensors.
         master_weights: whether the owners of parameters in half precision step float32 copies of them.
         names: of parameters that were passed without names.
-        debug_level: as :func:`debug_level`, when the optimizer was built.
+        debug_level: torch's of ``TORCH_DISTRIBUTED_DEBUG``, when the optimizer was built: OFF, INFO or DETAIL.
     """
 
     strategy: str | Strategy
@@ -55,7 +50,8 @@ class Policy:
     coupled: Coupled = "refuse"
     master_weights: bool = False
     names: Mapping[torch.Tensor, str] = field(default_factory=dict)
-    debug_level: str = field(default_factory=debug_level)
+    # torch documents this function, but does not list it.
+    debug_level: str = field(default_factory=lambda: dist.get_debug_level().name)  # type: ignore[attr-defined]
 
     @property
     def drops_objects(self) -> bool:
@@ -93,7 +89,7 @@ def first_layout(policy: Policy, groups: Sequence[ParamGroup]) -> Layout:
 
 
 def next_layout(policy: Policy, layout: Layout | None, groups: Sequence[ParamGroup]) -> Layout:
-    """Plan again after a change of the parameters: place those that are new, or active for the first time."""
+    """Plan again after a change of the parameters: place what is new, or active for the first time."""
     fixed = frozenset[int]() if layout is None else layout.fixed
     active = active_mask(parameters_of(groups))
     # A tensor that was trainable once keeps its weight: its state is still held.
@@ -126,7 +122,7 @@ def next_layout(policy: Policy, layout: Layout | None, groups: Sequence[ParamGro
 
 
 def renamed(policy: Policy, layout: Layout, groups: Sequence[ParamGroup]) -> Layout:
-    """Give parameters that were passed without names those of the policy."""
+    """Give parameters that were passed without names the names of the policy."""
     specs = specs_of(groups, layout.active, policy.names)
     tensors = tuple(replace(old, name=new.name) for old, new in zip(layout.plan.tensors, specs, strict=True))
     plan = replace(layout.plan, tensors=tensors)
@@ -135,8 +131,8 @@ def renamed(policy: Policy, layout: Layout, groups: Sequence[ParamGroup]) -> Lay
 
 def same_shards(one: Plan, other: Plan) -> bool:
     """Whether the same ranks own the same rows of the same tensors."""
-    rows = ([(spec.shape, spec.cut_dim) for spec in plan.tensors] for plan in (one, other))
-    return one.owners == other.owners and next(rows) == next(rows)
+    here, there = ([(spec.shape, spec.cut_dim) for spec in plan.tensors] for plan in (one, other))
+    return one.owners == other.owners and here == there
 
 
 def with_hyperparameters(layout: Layout, hyperparameters: Mapping[str, str]) -> ShardingConfig:

@@ -34,9 +34,9 @@ class StateSchema:
 
     def __init__(self, policy: Policy, defaults: Mapping[str, Any]) -> None:
         self._build = lambda params, **group: policy.factory([{**group, "params": params}], **defaults)
-        self._applies = is_elementwise(policy.factory, declared=policy.elementwise)
-        self._applies |= class_of(policy.factory) in vars(optim).values()
-        self._known: dict[str, dict[tuple[tuple[int, ...], torch.dtype], Mapping[str, StateEntry] | None]] = {}
+        is_torchs = class_of(policy.factory) in vars(optim).values()
+        self._applies = is_torchs or is_elementwise(policy.factory, declared=policy.elementwise)
+        self._known: dict[tuple[str, tuple[int, ...], torch.dtype], Mapping[str, StateEntry] | None] = {}
 
     def check(self, entries: Mapping[str, Any], spec: TensorSpec, group: Mapping[str, Any], where: str) -> None:
         """Raise a ValueError that names an entry of a tensor that is missing, extra or misshapen."""
@@ -74,14 +74,13 @@ class StateSchema:
         if not self._applies:
             return None
         settings = hyperparameters_of(group)
-        known = self._known.setdefault(repr(sorted((key, repr(value)) for key, value in settings.items())), {})
-        key = (spec.shape, spec.dtype)
-        if key not in known:
+        key = (repr(sorted((name, repr(value)) for name, value in settings.items())), spec.shape, spec.dtype)
+        if key not in self._known:
             try:
-                known[key] = probe(self._build, settings, [spec])[key]
+                self._known[key] = probe(self._build, settings, [spec])[spec.shape, spec.dtype]
             except Exception:  # noqa: BLE001 - an unsupported class may raise any exception
-                known[key] = None
-        return known[key]
+                self._known[key] = None
+        return self._known[key]
 
 
 class LoadSource(IntEnum):

@@ -1,4 +1,4 @@
-"""State before the first step: that of a step with zero gradients and learning rate 0."""
+"""State before the first step: what a step with zero gradients and learning rate 0 leaves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``state_dict()`` of one rank: its own values, and placeholders for those of the others."""
+"""``state_dict()`` of one rank: its own values, and placeholders for the values of other ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors that have a shape and no values on this rank: those of a state dict, and what gradients are derived from."""
+"""Tensors that have a shape and no values on this rank: entries of a state dict, and the base class of gradients."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ class StateView(MutableMapping[Any, Any]):
         return self[key]
 
     def clear(self) -> None:
-        """Drop the state of what this rank owns; that of other ranks is theirs to drop."""
+        """Drop the state of what this rank owns; other ranks drop their own."""
         self._state.clear()
         for shard in self._local.shards.values():
             self._local.extra.drop_entries(shard)
