@@ -17,7 +17,7 @@ from zeroshard.local.extra_state import ExtraState
 from zeroshard.local.master_weights import MasterWeights
 from zeroshard.local.shard import LocalShard, gradient_of
 from zeroshard.plan.eligibility import check_differentiable, check_uncoupled
-from zeroshard.plan.groups import MEMBERS, ParamGroup, hyperparameters_of, same_place
+from zeroshard.plan.groups import MEMBERS, ParamGroup, hyperparameters_of, parameters_of, same_place
 
 if TYPE_CHECKING:
     from zeroshard.plan.layout import Policy
@@ -72,8 +72,7 @@ class LocalOptimizer:
         # Some classes (Adagrad) make state in their constructor, so new shards get it from one more of the class.
         missing = [shard for shard in arrived if not self.optim.state.get(shard.tensor)]
         if missing:
-            number_of = [number for number, group in enumerate(groups) for _ in group["params"]]
-            built = self.build([_local_group(groups[number_of[shard.index]], [shard]) for shard in missing])
+            built = self.build([_local_group(groups[plan.tensors[shard.index].group], [shard]) for shard in missing])
             self.optim.state.update({tensor: state for tensor, state in built.state.items() if state})
 
     def rebind(self) -> None:
@@ -172,14 +171,14 @@ class LocalOptimizer:
 
     def _members(self, groups: Sequence[ParamGroup], plan: Plan) -> list[list[LocalShard]]:
         """Return the shards of this rank for each group, and keep shards that exist already."""
-        params = [(number, param) for number, group in enumerate(groups) for param in group["params"]]
+        params = parameters_of(groups)
         members: list[list[LocalShard]] = [[] for _ in groups]
         for shard in plan.of_rank(self._rank):
-            number, param = params[shard.tensor]
+            param = params[shard.tensor]
             known = self.shards.get(shard.tensor)
             if known is None or known.shard != shard:
                 known = LocalShard.of(shard, param, detached=self._is_detached, master=self._policy.master_weights)
-            members[number].append(known)
+            members[plan.tensors[shard.tensor].group].append(known)
         return members
 
     def _accept(self, shards: Iterable[LocalShard]) -> None:
@@ -190,10 +189,7 @@ class LocalOptimizer:
 
 
 class PartialStepper:
-    """Steps some shards of a local optimizer: on a copy of it that shares its state, and whose groups have only these.
-
-    Made once per plan and bucket; one thread steps it.
-    """
+    """Steps some shards of a local optimizer, on a copy that shares its state and has only these in its groups."""
 
     def __init__(self, local: LocalOptimizer, shards: Sequence[LocalShard]) -> None:
         self._inner, self._extra, self._shards = local.optim, local.extra, shards

@@ -109,13 +109,7 @@ def is_captured(params: Sequence[torch.Tensor]) -> bool:
 def specs_of(
     groups: Sequence[Mapping[str, Any]], active: Sequence[bool], names_of: Mapping[torch.Tensor, str] | None = None
 ) -> tuple[TensorSpec, ...]:
-    """Describe all parameters, with devices numbered as they appear, so that ranks on different GPUs agree.
-
-    Args:
-        groups: param groups with list-valued ``"params"``.
-        active: per parameter, whether it counts as trainable.
-        names_of: names of parameters whose group has none; one without any name is called ``param.<index>``.
-    """
+    """Describe all parameters; ``active`` says which are trainable, ``names_of`` has names where groups have none."""
     specs: list[TensorSpec] = []
     logical: dict[torch.device, str] = {}
     for number, group in enumerate(groups):
@@ -132,6 +126,7 @@ def specs_of(
                     f"{label_of(groups, index)}, of shape {tuple(param.shape)}, is a DTensor, which is sharded "
                     f"already; pass it to an optimizer that does not shard"
                 )
+            # Numbered as they appear, so that ranks on different GPUs describe the same thing.
             kind = param.device.type
             alike = sum(known.type == kind for known in logical)
             device = logical.setdefault(param.device, "cpu" if kind == "cpu" else f"{kind}:{alike}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any
 
 import torch
@@ -83,16 +82,6 @@ class StateSchema:
         return self._known[key]
 
 
-class LoadSource(IntEnum):
-    """Which values the state dict of a rank has."""
-
-    WHOLE = 0
-    OWNED = 1
-    """All that the rank owns, which may be none; the others are placeholders."""
-    LACKING = 2
-    """Not even what the rank owns, as while another one has the consolidated state."""
-
-
 @dataclass(frozen=True)
 class ShardState:
     """The part of a state dict that one rank loads."""
@@ -116,18 +105,20 @@ class ValidatedStateDict:
     structure: str
     """A text of everything except the values of the state, which ranks compare."""
 
-    def form(self, rank: int, plan: Plan) -> LoadSource:
-        """Return which values it has, on this rank."""
-        if not has_placeholder(self.by_tensor):
-            return LoadSource.WHOLE
-        owned = [self.by_tensor.get(shard.tensor, {}) for shard in plan.of_rank(rank)]
-        return LoadSource.LACKING if any(map(_lacks, owned)) else LoadSource.OWNED
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has all values."""
+        return not has_placeholder(self.by_tensor)
+
+    def lacks_owned(self, rank: int, plan: Plan) -> bool:
+        """Whether it lacks even values that a rank owns, as while another one has the consolidated state."""
+        return any(_lacks(self.by_tensor.get(shard.tensor, {})) for shard in plan.of_rank(rank))
 
     def checksums(self, plan: Plan) -> list[int]:
         """Return a checksum of each tensor's state, and one of all else; 0 if some of it is not here."""
         # Of numbers, and of one element of each entry that is here as a whole: two checkpoints differ in these.
         counted = [self.by_tensor.get(index, {}) for index in range(len(plan.tensors))]
-        others = {} if has_placeholder(self.by_tensor) else self.others
+        others = self.others if self.is_whole else {}
         return [
             0 if _lacks(entries) else zlib.crc32(f"{to_text(entries)} {_samples(entries)}".encode()) or 1
             for entries in (*counted, others)

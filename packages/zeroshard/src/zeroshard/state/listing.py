@@ -39,11 +39,7 @@ class PartialState(dict[Any, Any]):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:  # noqa: ANN401 - as in object
-        """Refuse to be pickled.
-
-        Raises:
-            RuntimeError: always.
-        """
+        """Refuse to be pickled."""
         raise RuntimeError(
             "this state_dict() has only the values of one rank, and a file of it would lack the others'. Call "
             "consolidate_state_dict(to=RANK) on all ranks beforehand, and save state_dict() of that rank; or save it "

@@ -11,7 +11,7 @@ from zeroshard_comm import Coordinator, DisagreementError, agreed, explain_confi
 
 from zeroshard.local.optimizer import LocalOptimizer, sync_groups
 from zeroshard.plan.groups import parameters_of
-from zeroshard.state.check import LoadSource, ShardState, StateSchema, check_state_dict
+from zeroshard.state.check import ShardState, StateSchema, check_state_dict
 from zeroshard.state.serialization import copy_value, receive_value, send_value, write_value
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def load(engine: Engine, schema: StateSchema, read: Callable[[], Mapping[str, An
     """Load what ``read`` returns on all ranks, or on none; False if every rank was handed an empty dict. Collective."""
     coordinator, groups, metadata, extra = engine.coordinator, engine.groups, engine.metadata, engine.local.extra
     rank, parts, holder = coordinator.ranks.rank, dict[int, ShardState](), metadata.consolidated_to
-    form, checksums = LoadSource.OWNED, [0] * (1 + len(engine.params))
+    is_whole, lacks_owned, checksums = False, False, [0] * (1 + len(engine.params))
     with agreed(coordinator, "load_state_dict()", _explain) as proposal:
         given = read()
         layout = engine.update_layout()
@@ -36,9 +36,10 @@ def load(engine: Engine, schema: StateSchema, read: Callable[[], Mapping[str, An
         is_empty = isinstance(given, Mapping) and not given and from_rank != rank
         checked = None if is_empty else check_state_dict(given, groups, layout.plan, schema, metadata, extra)
         if checked is not None:
-            form, checksums = checked.form(rank, layout.plan), checked.checksums(layout.plan)
-            hands_out = rank == (holder if from_rank is None else from_rank) and form is LoadSource.WHOLE
-            receivers = ranks if hands_out else [] if form is LoadSource.LACKING and holder is not None else [rank]
+            is_whole, lacks_owned = checked.is_whole, checked.lacks_owned(rank, layout.plan)
+            checksums = checked.checksums(layout.plan)
+            hands_out = rank == (holder if from_rank is None else from_rank) and is_whole
+            receivers = ranks if hands_out else [] if lacks_owned and holder is not None else [rank]
             parts = {receiver: checked.part_of(receiver, layout.plan) for receiver in receivers}
             if rank in parts:
                 # Tensors stay on their devices, but share no memory with the state dict.
@@ -52,7 +53,7 @@ def load(engine: Engine, schema: StateSchema, read: Callable[[], Mapping[str, An
     if not coordinator.flagged:
         return False
     if from_rank is None:
-        from_rank = _source(coordinator, form, checksums, holder)
+        from_rank = _source(coordinator, [is_whole, lacks_owned, *checksums], holder)
     part = _handed_out(coordinator, parts, from_rank)
     engine.take_over_state(layout, "load_state_dict()", lambda: _install(engine.local, part))
     extra.end_load()
@@ -62,22 +63,21 @@ def load(engine: Engine, schema: StateSchema, read: Callable[[], Mapping[str, An
     return True
 
 
-def _source(coordinator: Coordinator, form: LoadSource, checksums: Sequence[int], holder: int | None) -> int | None:
+def _source(coordinator: Coordinator, mine: Sequence[int], holder: int | None) -> int | None:
     """Compare what ranks were handed, and return the rank that hands out the values; None if each has its own."""
-    told = coordinator.gather_ints([form, *checksums], "load_state_dict()")
-    forms = [LoadSource(each) for each, *_ in told]
-    for of_tensor in zip(*[of_rank[1:] for of_rank in told], strict=True):
+    is_whole, lacks_owned, *checksums = zip(*coordinator.gather_ints(mine, "load_state_dict()"), strict=True)
+    for of_tensor in checksums:
         having = [rank for rank, checksum in enumerate(of_tensor) if checksum]
         different = [rank for rank in having if of_tensor[rank] != of_tensor[having[0]]]
         if different:
             raise DisagreementError(
                 f"load_state_dict(): rank {different[0]} differs from rank {having[0]}: {_DIFFERENT}"
             )
-    if LoadSource.LACKING not in forms:
+    if not any(lacks_owned):
         return None
-    if holder is None or forms[holder] is not LoadSource.WHOLE:
+    if holder is None or not is_whole[holder]:
         raise DisagreementError(
-            f"load_state_dict(): rank {forms.index(LoadSource.LACKING)} was handed placeholders for what it owns, as "
+            f"load_state_dict(): rank {lacks_owned.index(True)} was handed placeholders for what it owns, as "
             f"state_dict() lists while another rank has the consolidated state, and no rank was handed that state. "
             f"Hand in what state_dict() lists now on every rank, or all values on one rank, with from_rank"
         )

@@ -52,15 +52,11 @@ class TensorWithoutValues(torch.Tensor):
         raise next(item for item in flat if isinstance(item, cls)).refusal(str(func))
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:  # noqa: ANN401 - as in object
-        """Refuse to be pickled.
-
-        Raises:
-            RuntimeError: always.
-        """
+        """Refuse to be pickled."""
         raise self.refusal("pickling")
 
     def _read_memory(self, *_: object, **__: object) -> NoReturn:
-        """Refuse, as :meth:`__reduce_ex__`."""
+        """Refuse to give its memory away."""
         raise self.refusal("reading its memory")
 
     numpy = tolist = untyped_storage = share_memory_ = __dlpack__ = __dlpack_device__ = _read_memory
