@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
+from itertools import count, pairwise
 from operator import is_
 from typing import Any
 
@@ -61,6 +61,12 @@ def parameters_of(groups: Iterable[Mapping[str, Any]]) -> list[torch.Tensor]:
 def hyperparameters_of(group: Mapping[str, Any]) -> ParamGroup:
     """Return what a group has beside its members."""
     return {key: value for key, value in group.items() if key not in MEMBERS}
+
+
+def pack_groups(groups: Sequence[Mapping[str, Any]]) -> list[ParamGroup]:
+    """Return param groups with integer indices in place of parameters."""
+    numbers = count()
+    return [{**group, "params": [next(numbers) for _ in group["params"]]} for group in groups]
 
 
 def label_of(groups: Sequence[Mapping[str, Any]], index: int) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +12,7 @@ from zeroshard_comm import Manifest, agreed, gather
 from zeroshard_core import Plan, Shard, StateMapError, contiguous_strides, storage_view
 
 from zeroshard.local.optimizer import LocalOptimizer, sync_groups
-from zeroshard.plan.groups import ParamGroup
+from zeroshard.plan.groups import ParamGroup, pack_groups
 from zeroshard.state.serialization import Described, Key, describe_entries, part_dtype, read_value, write_value
 
 if TYPE_CHECKING:
@@ -52,12 +51,6 @@ def _describe(local: LocalOptimizer, plan: Plan, rank: int, *, drops_objects: bo
         key: write_value(value, tensors, f"state entry {key!r}") for key, value in state.items() if isinstance(key, str)
     }
     return Manifest([owned, others], tensors)
-
-
-def pack_groups(groups: Sequence[Mapping[str, Any]]) -> list[ParamGroup]:
-    """Return param groups with integer indices in place of parameters."""
-    numbers = count()
-    return [{**group, "params": [next(numbers) for _ in group["params"]]} for group in groups]
 
 
 def copy_groups(groups: Sequence[Mapping[str, Any]]) -> list[ParamGroup]:

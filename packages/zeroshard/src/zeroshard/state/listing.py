@@ -10,7 +10,8 @@ import torch
 from zeroshard_core import TensorSpec
 
 from zeroshard.local.shard import LocalShard
-from zeroshard.state.consolidate import copy_groups, pack_groups
+from zeroshard.plan.groups import pack_groups
+from zeroshard.state.consolidate import copy_groups
 from zeroshard.state.metadata import label_of
 from zeroshard.state.placeholder import StatePlaceholder, TensorWithoutValues
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from zeroshard_comm import Coordinator, DisagreementError, agreed, explain_configs
 
 from zeroshard.local.optimizer import LocalOptimizer, sync_groups
-from zeroshard.plan.groups import parameters_of
+from zeroshard.plan.groups import pack_groups, parameters_of
 from zeroshard.state.check import ShardState, StateSchema, check_state_dict
 from zeroshard.state.serialization import copy_value, receive_value, send_value, write_value
 
@@ -107,10 +107,8 @@ def _install(local: LocalOptimizer, part: ShardState) -> None:
     """Hand state to the inner optimizer through its own ``load_state_dict``, which casts and moves it."""
     inner = local.optim
     position = {tensor: number for number, tensor in enumerate(parameters_of(inner.param_groups))}
-    packed = [
-        {**saved, "params": [position[tensor] for tensor in group["params"]]}
-        for saved, group in zip(part.groups, inner.param_groups, strict=True)
-    ]
+    pairs = zip(part.groups, inner.param_groups, strict=True)
+    packed = pack_groups([{**saved, "params": group["params"]} for saved, group in pairs])
     by_position = {
         position[local.shards[key].tensor] if isinstance(key, int) else key: entries
         for key, entries in local.extra.begin_load(part.state).items()

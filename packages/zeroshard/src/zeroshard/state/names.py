@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from zeroshard_core import to_indices, to_names
 
-from zeroshard.plan.groups import ParamGroup
+from zeroshard.plan.groups import ParamGroup, pack_groups
 from zeroshard.state.listing import PartialState
 
 if TYPE_CHECKING:
@@ -52,17 +52,15 @@ def key_by_index(state_dict: Mapping[str, Any], groups: Sequence[ParamGroup]) ->
         )
     indexed = to_indices(state_dict, names)
     saved = {frozenset(group["params"]): group for group in indexed["param_groups"]}
-    ordered, first = [], 0
-    for number, group in enumerate(groups):
-        params = list(range(first, first + len(group["params"])))
-        first += len(params)
-        found = saved.get(frozenset(params))
+    ordered = []
+    for number, group in enumerate(pack_groups(groups)):
+        found = saved.get(frozenset(group["params"]))
         if found is None:
             raise ValueError(
                 f"loaded state dict: no group has exactly the parameters of group {number}, which are "
                 f"{list(group['param_names'])}"
             )
-        ordered.append({**found, "params": params})
+        ordered.append({**found, "params": group["params"]})
     return {**indexed, "param_groups": ordered}
 
 
