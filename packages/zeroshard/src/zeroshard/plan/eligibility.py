@@ -176,7 +176,7 @@ would step all of that one's tensors. This cannot be detected.
 
 
 def may_step_in_parts(inner: optim.Optimizer) -> bool:
-    """Tell whether an optimizer may be stepped some tensors at a time: as above, or with ``steps_in_pieces = True``."""
+    """Tell whether an optimizer may be stepped some tensors at a time: known so, or by ``steps_in_pieces = True``."""
     # Hooks of its own must be called once.
     if "step" in vars(inner) or step_pre_hooks(inner) or step_post_hooks(inner):
         return False
