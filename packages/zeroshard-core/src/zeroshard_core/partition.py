@@ -286,7 +286,11 @@ def _placed(
 ) -> list[Owners]:
     """Ask a strategy, and make sure that one of the caller's own returns owners."""
     if isinstance(strategy, str):
-        return list(_named(strategy)(tensors, loads, cost))
+        if strategy not in STRATEGIES:
+            raise ValueError(
+                f"unknown strategy {strategy!r}; choose one of {', '.join(map(repr, STRATEGIES))}, or a function"
+            )
+        return list(STRATEGIES[strategy](tensors, loads, cost))
     if not callable(strategy):
         raise TypeError(
             f"a strategy must be one of {', '.join(map(repr, STRATEGIES))}, or a function, but is "
@@ -306,14 +310,6 @@ def _placed(
                 f"{_described(ranks)}"
             )
     return [tuple(ranks) for ranks in returned]
-
-
-def _named(strategy: str) -> Strategy:
-    if strategy not in STRATEGIES:
-        raise ValueError(
-            f"unknown strategy {strategy!r}; choose one of {', '.join(map(repr, STRATEGIES))}, or a function"
-        )
-    return STRATEGIES[strategy]
 
 
 def _described(value: object) -> str:
