@@ -218,7 +218,7 @@ def test_simulated_values_that_arrive_damaged(rank: int, hook: str, monkeypatch:
     if rank == 1:
         Inside(monkeypatch, damage)
     name = training.optimizer.plan.tensors[index].name
-    words = "after parameters were shared", f"tensor {index} '{name}'", "belongs to rank 0"
+    words = "after parameters were broadcast", f"tensor {index} '{name}'", "belongs to rank 0"
     found(training, *words, kind=DisagreementError)
 
 

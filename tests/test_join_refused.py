@@ -214,6 +214,9 @@ def test_what_is_refused_at_once() -> None:
         Join([uneven.ddp, uneven.optimizer]),
     ):
         pass
+    join = Join([uneven.ddp, uneven.optimizer])
+    with pytest.raises(RuntimeError, match="in a Join block already"), join, join:
+        pass
     uneven.check(usual)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -33,7 +32,7 @@ class FlatBuffer:
         self.storage = torch.zeros(layout.numel, dtype=layout.dtype, device=device)
         self._slots: dict[int, Slot] = {slot.tensor: slot for slot in layout.slots}
         self._specs = {index: specs[index] for index in self._slots}
-        self._adopted: dict[int, tuple[torch.Tensor, _Place | None]] = {}
+        self._adopted: dict[int, tuple[torch.Tensor, tuple[object, ...]]] = {}
 
     def view(self, tensor: int) -> torch.Tensor:
         """Return the view of a tensor's place, of its spec's shape and strides.
@@ -144,17 +143,8 @@ def _restrided(view: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return view
 
 
-class _Place(NamedTuple):
+def _place(tensor: torch.Tensor) -> tuple[object, ...]:
     """Where a tensor's data lies, and how it is read."""
-
-    address: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    device: torch.device
-
-
-def _place(tensor: torch.Tensor) -> _Place | None:
     if tensor.layout is not torch.strided:
-        return None
-    return _Place(tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
+        return (tensor.layout,)
+    return (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)

@@ -295,7 +295,13 @@ def _placed(
 ) -> list[Owners]:
     """Ask a strategy, and make sure that one of the caller's own returns owners."""
     if isinstance(strategy, str):
-        return list(_named(strategy, smallest_part)(tensors, loads, cost))
+        if strategy not in STRATEGIES:
+            raise ValueError(
+                f"unknown strategy {strategy!r}; choose one of {', '.join(map(repr, STRATEGIES))}, or a function"
+            )
+        cutting = {"split": split, "hybrid": hybrid}.get(strategy)
+        named = whole if cutting is None else partial(cutting, smallest_part=smallest_part)
+        return list(named(tensors, loads, cost))
     if not callable(strategy):
         raise TypeError(
             f"a strategy must be one of {', '.join(map(repr, STRATEGIES))}, or a function, but is "
@@ -315,15 +321,6 @@ def _placed(
                 f"{_described(ranks)}"
             )
     return [tuple(ranks) for ranks in returned]
-
-
-def _named(strategy: str, smallest_part: int) -> Strategy:
-    if strategy not in STRATEGIES:
-        raise ValueError(
-            f"unknown strategy {strategy!r}; choose one of {', '.join(map(repr, STRATEGIES))}, or a function"
-        )
-    cutting = {"split": split, "hybrid": hybrid}.get(strategy)
-    return whole if cutting is None else partial(cutting, smallest_part=smallest_part)
 
 
 def _described(value: object) -> str:

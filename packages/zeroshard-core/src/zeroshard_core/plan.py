@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from zeroshard_core.plan_text import (
-    PlanFields,
     canonical_bytes,
     owner_difference,
     ranks_to_text,
@@ -148,7 +147,7 @@ class Plan:
 
     def to_json(self) -> str:
         """Return the plan as JSON text, which :meth:`from_json` reads back to an equal plan."""
-        return write_json(PlanFields(self.world_size, self.tensors, self.owners, self.loads, self.heaviest))
+        return write_json(self)
 
     @staticmethod
     def from_json(text: str) -> Plan:
@@ -157,7 +156,7 @@ class Plan:
         Raises:
             ValueError: if the text is damaged, of another format or version, or describes no valid plan.
         """
-        return Plan(*read_json(text))
+        return Plan(**read_json(text))
 
     def __repr__(self) -> str:
         """Return a table of at most 20 lines: totals, ranks (the most and the least loaded), largest tensors."""

@@ -6,11 +6,14 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from zeroshard_core.spec import TensorSpec
+
+if TYPE_CHECKING:
+    from zeroshard_core.plan import Plan
 
 FORMAT = "zeroshard-plan"
 VERSION = 2
@@ -19,46 +22,25 @@ VERSION = 2
 _FIELDS = tuple(field.name for field in fields(TensorSpec) if field.compare and field.name != "name")
 
 
-class PlanFields(NamedTuple):
-    """The fields of a plan, read but not yet validated against each other."""
-
-    world_size: int
-    tensors: tuple[TensorSpec, ...]
-    owners: tuple[tuple[int, ...], ...]
-    loads: tuple[float, ...]
-    heaviest: float
-
-
 def canonical_bytes(world_size: int, tensors: Sequence[TensorSpec], owners: Sequence[tuple[int, ...]]) -> bytes:
     """Return one byte string per value of the arguments: ASCII JSON without spaces, every field in fixed order."""
     content = [
         FORMAT,
         VERSION,
         world_size,
-        [[s.name, s.shape, _dtype_name(s.dtype), s.device, s.trainable, s.group, s.stride] for s in tensors],
+        [[*_fields(spec).values()] for spec in tensors],
         owners,
     ]
     return json.dumps(content, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode("ascii")
 
 
-def write_json(plan: PlanFields) -> str:
-    """Return the fields as JSON text; :func:`read_json` gives them back exactly."""
+def write_json(plan: Plan) -> str:
+    """Return a plan as JSON text; :func:`read_json` gives its fields back exactly."""
     content = {
         "format": FORMAT,
         "version": VERSION,
         "world_size": plan.world_size,
-        "tensors": [
-            {
-                "name": spec.name,
-                "shape": spec.shape,
-                "dtype": _dtype_name(spec.dtype),
-                "device": spec.device,
-                "trainable": spec.trainable,
-                "group": spec.group,
-                "stride": spec.stride,
-            }
-            for spec in plan.tensors
-        ],
+        "tensors": [*map(_fields, plan.tensors)],
         "owners": plan.owners,
         "loads": plan.loads,
         "heaviest": plan.heaviest,
@@ -66,12 +48,8 @@ def write_json(plan: PlanFields) -> str:
     return json.dumps(content, ensure_ascii=True, allow_nan=False)
 
 
-def read_json(text: str) -> PlanFields:
-    """Read what :func:`write_json` wrote.
-
-    Raises:
-        ValueError: if the text is damaged, of another format, or of another version; the message says where.
-    """
+def read_json(text: str) -> dict[str, Any]:
+    """Read the fields of a plan, which may not fit each other yet; ValueError if the text is damaged."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -80,13 +58,13 @@ def read_json(text: str) -> PlanFields:
         raise ValueError(f'this is no plan: it lacks "format": "{FORMAT}"')
     if content.get("version") != VERSION:
         raise ValueError(f"this plan has version {content.get('version')!r}, but this release reads version {VERSION}")
-    return PlanFields(
-        world_size=_integer(content.get("world_size"), "world_size"),
-        tensors=tuple([_spec(item, where) for item, where in _items(content, "tensors")]),
-        owners=tuple([_integers(item, where) for item, where in _items(content, "owners")]),
-        loads=tuple([_number(item, where) for item, where in _items(content, "loads")]),
-        heaviest=_number(content.get("heaviest"), "heaviest"),
-    )
+    return {
+        "world_size": _integer(content.get("world_size"), "world_size"),
+        "tensors": tuple([_spec(item, where) for item, where in _items(content, "tensors")]),
+        "owners": tuple([_integers(item, where) for item, where in _items(content, "owners")]),
+        "loads": tuple([_number(item, where) for item, where in _items(content, "loads")]),
+        "heaviest": _number(content.get("heaviest"), "heaviest"),
+    }
 
 
 def tensor_difference(here: Sequence[TensorSpec], there: Sequence[TensorSpec]) -> str | None:
@@ -125,8 +103,17 @@ def ranks_to_text(ranks: Sequence[int]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}{more}"
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _fields(spec: TensorSpec) -> dict[str, Any]:
+    """What is written of a tensor: in this order, in which it goes into the fingerprint too."""
+    return {
+        "name": spec.name,
+        "shape": spec.shape,
+        "dtype": str(spec.dtype).removeprefix("torch."),
+        "device": spec.device,
+        "trainable": spec.trainable,
+        "group": spec.group,
+        "stride": spec.stride,
+    }
 
 
 def _spec(item: object, where: str) -> TensorSpec:

@@ -18,7 +18,7 @@ class StateMapError(ValueError):
 
 
 def cut_state(state: Mapping[str, Any], spec: TensorSpec, shard: Shard) -> dict[str, Any]:
-    """Cut the state of a whole tensor to that of one of its shards.
+    """Cut the state of a whole tensor to the state of one of its shards.
 
     Args:
         state: entries by name. Those of the tensor's shape hold one value per element.

@@ -33,7 +33,6 @@ USED: Mapping[str, str] = {
     f"{_REDUCER}._push_all_rebuilt_params": "the same",
     f"{_REDUCER}._get_local_used_map": "the same",
     f"{_REDUCER}._set_forward_pass_work_handle": "by how many ranks gradients are divided",
-    "torch._foreach_copy_": "one call for many parameters, where a loop costs a call for each",
     "torch.distributed.distributed_c10d._World.pg_names": "torch numbers a group that only its ranks make",
     "torch._disable_dynamo": "torch.compile is not to look into our code; torch.compiler.disable imports the compiler",
     "torch.distributed.algorithms.join.Joinable._join_config": "how a joinable learns whether it is in a Join context",
@@ -43,7 +42,6 @@ USED: Mapping[str, str] = {
 
 check_names("zeroshard_integrations", USED, TESTED_WITH)
 
-foreach_copy_ = torch._foreach_copy_
 queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 will_execute = torch._C._will_engine_execute_node
 buckets_of_zeros = _distributed_c10d.Reducer._get_zeros_like_grad_buckets
@@ -95,7 +93,7 @@ def prepare_forward(ddp: DistributedDataParallel, *, with_grad: bool) -> None:
 
 
 def divide_by(ddp: DistributedDataParallel, ranks: int | None) -> None:
-    """Divide the gradients of the backward that comes next by a number of ranks; if None, by that of the group."""
+    """Divide the gradients of the backward that comes next by a number of ranks; if None, by the size of the group."""
     found: Future[list[torch.Tensor]] = Future()
     found.set_result([torch.tensor([ranks or 0], device="cpu")])
     # torch's stubs leave it out.

@@ -5,7 +5,7 @@ whose gradients are reduced in every step. An averager works *between* subgroups
 of them, those with the same position. So all ranks of a subgroup average the same values.
 
 All trainable parameters are averaged, with and without gradients on this rank, and written in place: one all-reduce for
-those of one dtype and device. Frozen parameters, buffers of modules and optimizer state are not averaged.
+each dtype and device. Frozen parameters, buffers of modules and optimizer state are not averaged.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from zeroshard_comm import Coordinator, RankGroup, ShardingConfig, agreed, choose_private_group, peer_lost
 from zeroshard_core import TensorSpec, partition
 
-from zeroshard_integrations._torch_private import foreach_copy_, groups_here
+from zeroshard_integrations._torch_private import groups_here
 
 __all__ = ["HierarchicalModelAverager", "PeriodicModelAverager", "PostLocalSGDOptimizer"]
 
@@ -189,7 +189,7 @@ class PostLocalSGDOptimizer(Optimizer):
         return {**self.optim.state_dict(), "step": self.averager.step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict`, or that of torch's class, has returned. Collective within a subgroup.
+        """Load what :meth:`state_dict` of this class or of torch's has returned. Collective within a subgroup.
 
         Args:
             state_dict: of this subgroup, on every rank; not modified.
@@ -305,8 +305,8 @@ def _average_over(coordinator: Coordinator, params: Params, buffers: Sequence[to
                 # Autograd does not see what is written through a buffer.
                 torch.autograd.graph.increment_version(members)
                 continue
-            pieces = zip(mean.split([param.numel() for param in members]), members, strict=True)
-            foreach_copy_(members, [piece.view(param.shape) for piece, param in pieces])
+            for piece, param in zip(mean.split([param.numel() for param in members]), members, strict=True):
+                param.copy_(piece.view(param.shape))
 
 
 def _parameters(params: Params) -> list[torch.Tensor]:

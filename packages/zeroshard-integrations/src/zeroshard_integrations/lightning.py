@@ -8,7 +8,7 @@ take Lightning's own paths: it consolidates an optimizer's state to rank 0 befor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -21,7 +21,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from zeroshard import ZeroRedundancyOptimizer, check_whole
-from zeroshard_core import Cost, state_bytes
+from zeroshard_core import Cost, repartition, state_bytes
 
 from zeroshard_integrations.ddp import register_reduce_to_owner
 
@@ -70,7 +70,7 @@ class ZeroShardStrategy(DDPStrategy):
         Raises:
             RuntimeError: on every rank, before a file is opened, if it does lack some.
         """
-        _check_saved(checkpoint, is_saved_here=self.is_global_zero, broadcast=self.broadcast)
+        _check_saved(self, checkpoint)
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
 
@@ -121,7 +121,7 @@ class FabricZeroShardStrategy(FabricDDPStrategy):
         Raises:
             RuntimeError: on every rank, before a file is opened, if it does lack some.
         """
-        _check_saved(state, is_saved_here=self.is_global_zero, broadcast=self.broadcast)
+        _check_saved(self, state)
         super().save_checkpoint(path, state, *args, **kwargs)
 
 
@@ -136,15 +136,13 @@ def _describe_state(optimizer: ZeroRedundancyOptimizer) -> str:
 
     costs = [*map(cost_of, optimizer.param_groups)]
     try:
-        sizes = [costs[spec.group](spec) if spec.trainable else 0.0 for spec in plan.tensors]
+        # The same owners, weighed by their state.
+        loads = repartition(plan, plan.tensors, place=(), cost=lambda spec: costs[spec.group](spec)).loads
     except ValueError:
         return f"Optimizer state, sharded by zeroshard: unknown before the first step of {kind.__name__}"
-    loads = [0.0] * plan.world_size
-    for shard in plan.shards:
-        loads[shard.rank] += sizes[shard.tensor] * shard.numel / max(1, plan.tensors[shard.tensor].numel)
     return (
         f"Optimizer state, sharded by zeroshard: {max(loads) / 1e6:,.3f} MB per rank at most, on {plan.world_size} "
-        f"ranks; {sum(sizes) / 1e6:,.3f} MB unsharded ({kind.__name__})"
+        f"ranks; {sum(loads) / 1e6:,.3f} MB unsharded ({kind.__name__})"
     )
 
 
@@ -159,15 +157,15 @@ def _register_hook(strategy: Any, ddp: DistributedDataParallel, optimizers: Sequ
     register_reduce_to_owner(ddp, optimizers, norms=strategy._norms)
 
 
-def _check_saved(checkpoint: object, *, is_saved_here: bool, broadcast: Callable[[str], str]) -> None:
+def _check_saved(strategy: Any, checkpoint: object) -> None:  # noqa: ANN401 - of either kind
     """Raise on every rank the error of pickling what one rank saves."""
     error = ""
-    if is_saved_here:
+    if strategy.is_global_zero:
         try:
             check_whole(checkpoint)
         except RuntimeError as found:
             error = str(found)
-    if error := broadcast(error):
+    if error := strategy.broadcast(error):
         raise RuntimeError(error)
 
 

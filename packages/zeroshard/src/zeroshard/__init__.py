@@ -8,8 +8,8 @@ from zeroshard.local.averages import AveragedParameters
 from zeroshard.optimizer import ZeroRedundancyOptimizer
 from zeroshard.plan.eligibility import ELEMENTWISE
 from zeroshard.plan.optimizer_check import OptimizerCheck, check_optimizer
-from zeroshard.state.full_state_dict import full_optimizer_state_dict
 from zeroshard.state.listing import check_whole
+from zeroshard.state.names import full_optimizer_state_dict
 
 __all__ = [
     "ELEMENTWISE",

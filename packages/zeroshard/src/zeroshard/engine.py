@@ -21,7 +21,7 @@ from zeroshard.local.optimizer import Closure, LocalOptimizer, sync_groups
 from zeroshard.local.train_mode import call_on_all_ranks, check_method
 from zeroshard.param_buffers import ParamBuffers
 from zeroshard.plan.eligibility import name_of
-from zeroshard.plan.groups import ParamGroup, active_mask, check_capture, check_members, parameters_of
+from zeroshard.plan.groups import ParamGroup, active_mask, check_capture, check_members, parameters_of, same_place
 from zeroshard.plan.hyperparameters import Hyperparameters, settings_of
 from zeroshard.plan.layout import (
     Layout,
@@ -32,12 +32,11 @@ from zeroshard.plan.layout import (
     same_shards,
     with_hyperparameters,
 )
-from zeroshard.plan.memory import same_place
+from zeroshard.state.check import StateSchema
 from zeroshard.state.consolidate import consolidate
 from zeroshard.state.initialize import init_state, is_torchs_own_step
 from zeroshard.state.load import load
 from zeroshard.state.metadata import StateMetadata
-from zeroshard.state.schema import StateSchema
 from zeroshard.step import step
 
 _logger = logging.getLogger(__name__)
@@ -89,7 +88,7 @@ class Engine:
         name = name_of(policy.factory)
         with agreed(coordinator, "ZeroRedundancyOptimizer()") as proposal:
             groups = self.groups = read()
-            self.layout = first_layout(policy, groups, name)
+            self.layout = first_layout(policy, groups)
             self.local = LocalOptimizer(policy, groups, self.layout.plan, ranks.rank, defaults)
             proposal.set(with_hyperparameters(self.layout, settings_of(groups, self.local.optim.defaults)))
             proposal.flag = bool(self.local.optim.state)

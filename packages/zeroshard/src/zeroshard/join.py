@@ -19,7 +19,7 @@ from zeroshard_comm import Coordinator, DisagreementError, PeerLostError, agreed
 
 from zeroshard._torch_private import join_config
 from zeroshard.grads.placeholder import GradPlaceholder
-from zeroshard.local.optimizer import NOT_SYNCED
+from zeroshard.plan.groups import hyperparameters_of
 from zeroshard.state.serialization import receive_value, send_value, write_value
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ class JoinState:
         return arguments
 
     def _describe(self, call: Call, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        groups = [{k: v for k, v in group.items() if k not in NOT_SYNCED} for group in self._engine.groups]
+        groups = [hyperparameters_of(group) for group in self._engine.groups]
         self._engine.hyperparameters.update(self._engine.groups)
         named = [(f"the hyperparameter {key!r}", value) for group in groups for key, value in group.items()]
         named += [(f"the argument {key!r} of {call.name.lower()}()", value) for key, value in arguments.items()]

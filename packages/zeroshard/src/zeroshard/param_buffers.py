@@ -9,7 +9,7 @@ import torch
 from zeroshard_comm import Broadcast, Coordinator, ParameterBroadcaster, Segment, choose_broadcaster
 from zeroshard_core import BucketLayout, FlatBuffer, Plan, Slot, TensorSpec, bucket_layouts, storage_view
 
-from zeroshard.plan.memory import same_place
+from zeroshard.plan.groups import same_place
 
 _Places = tuple[list[int], list[torch.Size], list[tuple[int, ...]]]
 

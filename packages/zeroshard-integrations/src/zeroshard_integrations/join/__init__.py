@@ -68,7 +68,6 @@ class Join:
         self._throws, self._arguments = throw_on_early_termination, kwargs
         self._ranks = check_joinables(self._joinables)
         self._context: JoinContext | None = None
-        self._is_inside = False
 
     @property
     def running(self) -> int:
@@ -89,9 +88,7 @@ class Join:
             Exception: an error of a joinable's ``join_hook``, on every rank.
         """
         if self._enable:
-            self._context = None
             self._context = JoinContext(self._joinables, throws=self._throws, arguments=self._arguments)
-            self._is_inside = True
         return self
 
     def __exit__(
@@ -105,7 +102,7 @@ class Join:
             Exception: an error of another rank inside the context.
         """
         context = self._context
-        if context is None or not self._is_inside:
+        if context is None:
             return
         try:
             if value is None:
@@ -118,5 +115,4 @@ class Join:
             context.report_error(error)
             raise
         finally:
-            self._is_inside = False
             context.reset()

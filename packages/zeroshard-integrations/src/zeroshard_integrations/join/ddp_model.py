@@ -1,4 +1,4 @@
-"""A model in DistributedDataParallel inside a Join context: where its backwards begin, and those of the others.
+"""A model in DistributedDataParallel inside a Join context, on a rank with data and on one without.
 
 The backward of a rank without data is DDP's own: buckets of zeros, reduced as the others reduce theirs; or of gradients
 that were reduced before, to which the others add.
@@ -86,7 +86,7 @@ class DDPModel:
         if self.in_backward or not any(map(_is_added_to, self._trained)):
             return
         self._has_run = self.in_backward = True
-        # After DDP's own callbacks, and those of communication hooks, which follow them.
+        # After DDP's own callbacks, and the callbacks of communication hooks, which follow them.
         queue = _torch_private.queue_callback
         queue(lambda: queue(lambda: queue(self._ends)))
         if not self._reduces:
@@ -151,7 +151,7 @@ class DDPModel:
         return ValueError(f"this rank has run out of data, and DistributedDataParallel {found}") if found else None
 
     def gradients_to_send(self) -> list[Any]:
-        """Return the gradients for ranks without data; for those that lie at their owners, whether they exist."""
+        """Return the gradients for ranks without data, or whether they exist, if they lie at their owners."""
         tell: Callable[[torch.Tensor], Any] = (lambda g: not self._is_zero(g)) if self.takes_buckets else torch.detach
         return [None if param.grad is None else tell(param.grad) for param in self.ddp.module.parameters()]
 

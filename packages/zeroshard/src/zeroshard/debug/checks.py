@@ -26,35 +26,18 @@ if TYPE_CHECKING:
 _logger = logging.getLogger("zeroshard.debugging")
 
 
-class StepDebugging:
-    """Logs plan, buckets and traffic after the first step, and after steps that have changed plan or buckets.
+class StepLog:
+    """Logs plan, buckets and traffic after the first step, and after steps that have changed plan or buckets."""
 
-    Args:
-        engine: of the optimizer.
-        checks: also made in every step, if not None.
-    """
-
-    def __init__(self, engine: Engine, checks: InvariantChecks | None) -> None:
-        self._engine, self._checks = engine, checks
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
         self._logged: object = None
 
     def before_update(self) -> None:
-        """Make the checks before an update. Collective, if there are some.
-
-        Raises:
-            Exception: as :meth:`InvariantChecks.before_update`.
-        """
-        if self._checks is not None:
-            self._checks.before_update()
+        """Do nothing: there are no checks at this level."""
 
     def after_step(self) -> None:
-        """Make the checks after a step, and log what has changed. Collective, if there are checks.
-
-        Raises:
-            Exception: as :meth:`InvariantChecks.after_step`.
-        """
-        if self._checks is not None:
-            self._checks.after_step()
+        """Log what has changed."""
         engine = self._engine
         buckets = engine.exchange.buckets.by_index.items() if engine.exchange is not None else ()
         present = engine.layout.plan, [(index, bucket.tensors) for index, bucket in buckets]
@@ -63,39 +46,27 @@ class StepDebugging:
             _logger.info("%s\n%s", describe(engine), engine.layout.plan)
 
 
-def step_debugging(engine: Engine) -> StepDebugging | None:
+def step_debugging(engine: Engine) -> StepLog | None:
     """Return what the level asks for that was set when the optimizer was built; None for ``OFF``."""
     level = engine.policy.debug_level
-    if level == "OFF":
-        return None
-    return StepDebugging(engine, InvariantChecks(engine) if level == "DETAIL" else None)
+    return None if level == "OFF" else InvariantChecks(engine) if level == "DETAIL" else StepLog(engine)
 
 
-_BEFORE, _AFTER = "step(), before the update", "step(), after parameters were shared"
+_BEFORE, _AFTER = "step(), before the update", "step(), after parameters were broadcast"
 
 
-class InvariantChecks:
-    """Checks the steps of one optimizer.
-
-    Args:
-        engine: of the optimizer. In a Join context, a rank without data gets only what it needs for a step, so that
-            gradients and parameters are not compared before one.
-    """
+class InvariantChecks(StepLog):
+    """Checks the steps of one optimizer, and logs as :class:`StepLog`."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        super().__init__(engine)
         self._left: list[int] = []
         """Digests of the parameters, equal on all ranks, as the last step has left them."""
 
     def before_update(self) -> None:
-        """Check what the loop may have changed since the last step. Collective.
-
-        Raises:
-            DisagreementError: if parameters, gradients (unless a hook takes them in buckets), or hyperparameters differ
-                between ranks; it names tensor and rank.
-            PeerLostError: if a rank is gone.
-        """
+        """Compare what the loop may have changed since the last step: parameters, gradients, settings. Collective."""
         engine, plan = self._engine, self._engine.layout.plan
+        # In a Join context, a rank without data gets only what it needs for a step.
         coordinator, compares = engine.coordinator, engine.join.context is None
         with agreed(coordinator, _BEFORE) as proposal:
             if compares:
@@ -108,17 +79,13 @@ class InvariantChecks:
                 self._compare("gradient of", plan, grads, _BEFORE)
 
     def after_step(self) -> None:
-        """Check what a step has done. Collective.
-
-        Raises:
-            DisagreementError: if a parameter differs between ranks; it names tensor and rank.
-            PeerLostError: if a rank is gone.
-        """
+        """Compare the parameters after a step. Collective."""
         engine, plan = self._engine, self._engine.layout.plan
         digests = [digest_of(param) for param in engine.params]
         active = zip(digests, engine.layout.active, strict=True)
         self._compare("parameter", plan, [digest if is_active else 0 for digest, is_active in active], _AFTER)
         self._left = digests
+        super().after_step()
 
     def _hyperparameters(self) -> str:
         """Return them as text that ranks compare, each with the first tensor of its group."""
@@ -133,11 +100,11 @@ class InvariantChecks:
         return replace(config, settings=settings).to_json()
 
     def _compare(self, what: str, plan: Plan, digests: Sequence[int], operation: str, left: Sequence[int] = ()) -> None:
-        coordinator = self._engine.coordinator
-        rows = coordinator.gather_ints(digests, operation, often_equal=True)
-        found = [index for index, of_tensor in enumerate(zip(*rows, strict=True)) if len(set(of_tensor)) > 1]
+        gathered = self._engine.coordinator.gather_ints(digests, operation, often_equal=True)
+        by_tensor = list(zip(*gathered, strict=True))
+        found = [index for index, of_ranks in enumerate(by_tensor) if len(set(of_ranks)) > 1]
         for index in found[:1]:
-            of_ranks, owners = [row[index] for row in rows], plan.owners[index]
+            of_ranks, owners = by_tensor[index], plan.owners[index]
             before = left[index] if index < len(left) else None
             is_sent = operation == _AFTER and len(owners) == 1
             expected = of_ranks[owners[0]] if is_sent else expected_digest(of_ranks, owners[0], before)
@@ -163,7 +130,7 @@ def digest_of(tensor: torch.Tensor | None) -> int:
 
 
 def expected_digest(of_ranks: Sequence[int], owner: int, before: int | None = None) -> int:
-    """Return the digest that is taken for right: that of before, or that of most ranks, or that of the owner."""
+    """Return the digest that is taken for right: the one before, or what most ranks have, or what the owner has."""
     if before is not None and before in of_ranks:
         return before
     counts = Counter(of_ranks)

@@ -71,7 +71,7 @@ class OptimizerDescription:
         owned_bytes: what this rank owns of the parameters.
         state_bytes_here: what this rank holds of the state.
         tensors: the parameters.
-        buckets: those of a communication hook in the last backward; empty without one.
+        buckets: of a communication hook in the last backward; empty without one.
         step_bytes: bytes of parameters that this rank sends in a step, counted once for each receiver, by the plan; the
             padding of flat buffers comes on top.
         backward_bytes: bytes of gradients that this rank sends to their owners in a backward that reduces.
@@ -93,7 +93,7 @@ class OptimizerDescription:
 
     @property
     def summary(self) -> str:
-        """A few lines: which rank this is, what it owns, and how large its state and that of all ranks is."""
+        """A few lines: which rank this is, what it owns, and how large its state and the state of all ranks is."""
         owned = sum(self.rank in tensor.owners for tensor in self.tensors)
         everything = sum(tensor.nbytes for tensor in self.tensors)
         everywhere = sum(tensor.state_bytes for tensor in self.tensors)
@@ -157,11 +157,7 @@ class OptimizerDescription:
 
 
 def describe(engine: Engine) -> OptimizerDescription:
-    """Describe an optimizer as it is now. Not collective.
-
-    Args:
-        engine: of the optimizer.
-    """
+    """Describe an optimizer as it is now. Not collective."""
     plan, local, ranks = engine.layout.plan, engine.local, engine.coordinator.ranks
     active = engine.layout.active
     state = {index: local.state_of(shard) for index, shard in local.shards.items()}
@@ -188,6 +184,8 @@ def describe(engine: Engine) -> OptimizerDescription:
         )
         for bucket in known
     )
+    updated = {index for index, is_active in enumerate(active) if is_active}
+    reduced = {index for bucket in buckets for index in bucket.tensors}
     return OptimizerDescription(
         type(local.optim).__name__,
         ranks.rank,
@@ -197,36 +195,19 @@ def describe(engine: Engine) -> OptimizerDescription:
             f"{len(group['params'])} tensors" + (f", lr {group['lr']}" if "lr" in group else "")
             for group in engine.groups
         ),
-        sum(shard.shard.numel * shard.param.element_size() for shard in local.shards.values()),
+        _owned_bytes(plan, ranks.rank, range(len(tensors))),
         sum(map(_nbytes, [*state.values(), *others])),
         tensors,
         buckets,
-        step_bytes(plan, ranks.rank, active_tensors(engine)),
-        backward_bytes(plan, ranks.rank, [index for bucket in buckets for index in bucket.tensors]),
+        _owned_bytes(plan, ranks.rank, updated) * (ranks.world_size - 1),
+        sum(tensors[index].nbytes for index in reduced) - _owned_bytes(plan, ranks.rank, reduced),
         {kind: engine.coordinator.traffic.of(kind) for kind in KINDS},
     )
 
 
-def active_tensors(engine: Engine) -> list[int]:
-    """Return the indices of the tensors that every step broadcasts."""
-    return [index for index, is_active in enumerate(engine.layout.active) if is_active]
-
-
-def step_bytes(plan: Plan, rank: int, tensors: Collection[int]) -> int:
-    """Bytes of these parameters that a rank sends in a step: what it owns, to every other rank."""
-    return owned_bytes(plan, rank, tensors) * (plan.world_size - 1)
-
-
-def backward_bytes(plan: Plan, rank: int, tensors: Collection[int]) -> int:
-    """Bytes of the gradients of these parameters that a rank sends in a backward: what others own, to its owner."""
-    everything = sum(plan.tensors[index].nbytes for index in tensors)
-    return everything - owned_bytes(plan, rank, tensors) if plan.world_size > 1 else 0
-
-
-def owned_bytes(plan: Plan, rank: int, tensors: Collection[int]) -> int:
+def _owned_bytes(plan: Plan, rank: int, tensors: Collection[int]) -> int:
     """Bytes of these parameters that a rank owns."""
-    chosen = frozenset(tensors)
-    return sum(s.numel * plan.tensors[s.tensor].dtype.itemsize for s in plan.of_rank(rank) if s.tensor in chosen)
+    return sum(s.numel * plan.tensors[s.tensor].dtype.itemsize for s in plan.of_rank(rank) if s.tensor in tensors)
 
 
 def _nbytes(value: object) -> int:

@@ -33,7 +33,7 @@ from zeroshard._torch_private import (
     make_wrapper_subclass,
 )
 from zeroshard.grads.norms import INF, GradOperations
-from zeroshard.state.without_values import TensorWithoutValues
+from zeroshard.state.placeholder import TensorWithoutValues
 
 if TYPE_CHECKING:
     from zeroshard.grads.accumulation import GradAccumulator

@@ -1,4 +1,4 @@
-"""An average of the parameters over steps, such as an exponential moving one, of which every rank keeps its share."""
+"""An average of the parameters over steps, such as an exponential moving one, of which every rank keeps 1/N."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class AveragedParameters:
 
     Args:
         optimizer: has the parameters.
-        multi_avg_fn: updates averages, elementwise: one of those that ``torch.optim.swa_utils`` makes, such as
-            ``get_ema_multi_avg_fn(0.999)``; the average with equal weights if None.
+        multi_avg_fn: updates averages, elementwise; ``torch.optim.swa_utils`` makes such functions, for example
+            ``get_ema_multi_avg_fn(0.999)``. The average with equal weights if None.
 
     Constructing it is collective, :meth:`update` is not.
 
@@ -100,20 +100,22 @@ class AveragedParameters:
             DisagreementError, PeerLostError: if ranks differ in parameters or the number of updates, or one is gone.
             RuntimeError: if there was no :meth:`update` yet.
         """
-        originals = self._exchanged()
-        self._engine.suspended = "parameters have their averages: leave the block of AveragedParameters.applied() first"
+        engine, originals = self._engine, dict[torch.Tensor, torch.Tensor]()
+        before = engine.suspended
         try:
+            self._exchange(originals)
+            engine.suspended = "parameters have their averages: leave the block of AveragedParameters.applied() first"
             yield
         finally:
-            self._engine.suspended = ""
-            _restore(originals)
+            engine.suspended = before
+            with torch.no_grad():
+                for param, original in originals.items():
+                    param.copy_(original)
 
-    def _exchanged(self) -> dict[torch.Tensor, torch.Tensor]:
-        """Write averages to parameters on all ranks, and return the values that these had."""
+    def _exchange(self, originals: dict[torch.Tensor, torch.Tensor]) -> None:
+        """Write averages to parameters on all ranks, and the values that these had to ``originals``. Collective."""
         engine, name = self._engine, "AveragedParameters.applied()"
-        originals: dict[torch.Tensor, torch.Tensor] = {}
         with engine.collective(), torch.no_grad():
-            layout = engine.layout
             with agreed(engine.coordinator, name) as proposal:
                 layout = engine.update_layout()
                 settings = {**layout.config.settings, "number of updates of the average": self.n_averaged}
@@ -121,34 +123,16 @@ class AveragedParameters:
                 if not self.n_averaged:
                     raise RuntimeError("there is no average of the parameters yet: call update() after step() before")
             engine.adopt(layout)
-            try:
-                with agreed(engine.coordinator, f"the memory for {name}"):
-                    for index in sorted(layout.fixed):
-                        originals[engine.params[index]] = engine.params[index].detach().clone()
-                    self._averages.write()
-                engine.broadcast_params()
-                engine.coordinator.agree(f"the end of {name}")
-            except BaseException:
-                _restore(originals)
-                raise
-        return originals
-
-
-def _restore(originals: Mapping[torch.Tensor, torch.Tensor]) -> None:
-    with torch.no_grad():
-        for param, original in originals.items():
-            param.copy_(original)
+            with agreed(engine.coordinator, f"the memory for {name}"):
+                for index in sorted(layout.fixed):
+                    originals[engine.params[index]] = engine.params[index].detach().clone()
+                self._averages.write()
+            engine.broadcast_params()
+            engine.coordinator.agree(f"the end of {name}")
 
 
 class _Averages(ExtraEntries):
-    """The averages of what this rank owns, and how many values are in them.
-
-    Args:
-        coordinator: the channel of the ranks.
-
-    Attributes:
-        count: int64, 0-dim, on the CPU.
-    """
+    """The averages of what this rank owns, and how many values are in them."""
 
     names = (AVERAGE, COUNT)
 
@@ -182,16 +166,13 @@ class _Averages(ExtraEntries):
         return {AVERAGE: self._averages[shard.index], COUNT: self.count}
 
     def update(self, average_by: Averaging) -> bool:
-        """Take the present values into the averages; the first ones are the averages.
-
-        Returns:
-            Whether there are others than in the update before.
-        """
+        """Take the present values into the averages, and return whether there are others than before."""
         is_new = self._alike is None
         alike = self._alike = self._alike or self._by_kind()
         with torch.no_grad():
             for averages, present in alike:
                 if self.count == 0:
+                    # The first values are the averages.
                     foreach_copy_(averages, present)
                 else:
                     average_by(averages, present, self.count)
@@ -211,16 +192,13 @@ class _Averages(ExtraEntries):
         """Write the averages to this rank's parts of the parameters."""
         for shard in self._shards:
             if shard.index in self._averages:
-                shard.rows.copy_(self._averages[shard.index])
+                shard.local_view.copy_(self._averages[shard.index])
 
     def load(self, loaded: Loaded) -> None:
         """Take over averages that were loaded; others begin with the present values, once they are asked for."""
-        self._alike, of_index = None, {shard.index: shard.tensor for shard in self._shards}
-        self._averages = {
-            index: entries[AVERAGE].to(of_index[index].device, of_index[index].dtype)
-            for index, entries in loaded.items()
-            if AVERAGE in entries
-        }
+        self._averages = {index: entries[AVERAGE] for index, entries in loaded.items() if AVERAGE in entries}
+        self.count.zero_()
+        self.rebuild(self._shards)
         mine = max((int(entries[COUNT]) for entries in loaded.values() if COUNT in entries), default=0)
         # Some ranks own nothing that was averaged.
         counts = self._coordinator.gather_ints([mine], "load_state_dict() of averages")

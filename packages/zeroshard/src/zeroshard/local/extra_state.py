@@ -7,7 +7,7 @@ listed, described and loaded.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -41,17 +41,16 @@ class ExtraEntries(ABC):
     def entries(self, shard: LocalShard) -> Mapping[str, torch.Tensor]:
         """Return the entries of a shard: the same tensors each time, until it is rebuilt or loads."""
 
+    def end_step(self, shards: Collection[LocalShard]) -> None:  # noqa: B027 - some kinds have nothing to do
+        """Do what has to be done after some shards were stepped, also if that has failed."""
+
     @abstractmethod
     def load(self, loaded: Loaded) -> None:
         """Take over entries that all ranks have loaded."""
 
 
 class ExtraState:
-    """The extra entries of one local optimizer. Those of a shard are listed once it was stepped, or has loaded some.
-
-    Attributes:
-        kinds: each adds entries of other names.
-    """
+    """The extra entries of one local optimizer; a shard's are listed once it was stepped, or has loaded some."""
 
     def __init__(self) -> None:
         self.kinds: list[ExtraEntries] = []
@@ -77,21 +76,17 @@ class ExtraState:
             kind.rebuild(shards)
 
     @contextmanager
-    def stepped(self, state: Mapping[Any, Any], shards: Sequence[LocalShard]) -> Iterator[None]:
-        """Around a step of the local optimizer: what has a gradient is listed from now on.
-
-        Args:
-            state: of the local optimizer.
-            shards: those that are stepped.
-
-        Raises:
-            RuntimeError: if the class keeps an entry of the same name itself.
-        """
+    def stepped(self, state: Mapping[Any, Any], shards: Collection[LocalShard]) -> Iterator[None]:
+        """Around a step of the local optimizer: list what has a gradient, unless the class uses the same names."""
         if not self.kinds:
             yield
             return
         had_gradient = {shard.index for shard in shards if shard.tensor.grad is not None}
-        yield
+        try:
+            yield
+        finally:
+            for kind in self.kinds:
+                kind.end_step(shards)
         for shard in shards:
             for name in self.names & state.get(shard.tensor, {}).keys():
                 raise RuntimeError(
@@ -110,29 +105,15 @@ class ExtraState:
         self._listed.discard(shard.index)
 
     def entries(self, shard: LocalShard) -> dict[str, torch.Tensor]:
-        """Return the entries of a shard that are listed; while a checkpoint is being loaded, those of it."""
+        """Return the entries of a shard that are listed, or that the checkpoint has which is being loaded."""
         if self._loading is not None:
             return self._loading.get(shard.index, {})
         return self._present(shard) if shard.index in self._listed else {}
 
-    def merged(self, state: Mapping[Any, Any], shard: LocalShard) -> Any:  # noqa: ANN401 - the class may keep anything
-        """Return all entries of a shard, its own dict of the class if there are no others; None if it has none."""
-        own, extra = state.get(shard.tensor), self.entries(shard)
-        return {**(own or {}), **extra} if extra else own
-
     # ------------------------------------------------------------------ a load
 
     def checked(self, entries: Mapping[Any, Any], shape: Sequence[int], where: str) -> Mapping[Any, Any]:
-        """Check the extra entries of a loaded state, and return the others.
-
-        Args:
-            entries: of one tensor.
-            shape: of the tensor.
-            where: names it in errors.
-
-        Raises:
-            ValueError: if one has another shape.
-        """
+        """Return the entries of a loaded tensor that are the class's; ValueError if others have another shape."""
         for name in sorted(self.names & entries.keys()):
             value, expected = entries[name], () if name == COUNT else tuple(shape)
             found = f"has shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"is {value!r}"
@@ -141,11 +122,7 @@ class ExtraState:
         return {key: value for key, value in entries.items() if key not in self.names}
 
     def begin_load(self, loaded: Mapping[Any, Any]) -> dict[Any, Any]:
-        """Show the extra entries of a checkpoint until :meth:`end_load`, and return the others, for the class.
-
-        Args:
-            loaded: the state of this rank's shards by tensor, and what belongs to no tensor.
-        """
+        """Show the extra entries of a checkpoint until :meth:`end_load`, and return the rest, for the class."""
         names, of_tensors = self.names, [key for key in loaded if isinstance(key, int)]
         self._loading = {}
         for shard in self._shards:

@@ -6,8 +6,7 @@ Gradients are converted to float32 for the step, and parameters get the copies r
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
@@ -32,7 +31,7 @@ class MasterWeights(ExtraEntries):
 
     def rebuild(self, shards: Sequence[LocalShard]) -> None:
         """Take over shards, those without a master too."""
-        self._shards = [shard for shard in shards if shard.rounded is not None]
+        self._shards = [shard for shard in shards if shard.is_master]
         self._entries = {shard.index: {MASTER: shard.tensor.detach()} for shard in self._shards}
         self._versions = []
 
@@ -44,7 +43,7 @@ class MasterWeights(ExtraEntries):
         """Take over masters that were loaded, or where there is none, the parameters."""
         with torch.no_grad():
             for shard in self._shards:
-                shard.tensor.copy_(loaded.get(shard.index, {}).get(MASTER, shard.rows))
+                shard.tensor.copy_(loaded.get(shard.index, {}).get(MASTER, shard.local_view))
         self._versions = []
 
     def refresh(self) -> None:
@@ -54,7 +53,7 @@ class MasterWeights(ExtraEntries):
             return
         with torch.no_grad():
             for shard in self._shards:
-                master, values = shard.tensor, shard.rows
+                master, values = shard.tensor, shard.local_view
                 master.copy_(torch.where(master.to(values.dtype) == values, master, values))
         self._versions = versions
 
@@ -62,21 +61,16 @@ class MasterWeights(ExtraEntries):
         """Take note that parameters have the masters' values: a step has ended."""
         self._versions = [version_of(shard.param) for shard in self._shards]
 
-    def round(self, shards: Sequence[LocalShard] | None = None) -> None:
+    def round(self, shards: Collection[LocalShard] | None = None) -> None:
         """Write the masters of some shards, or of all, to their parameters."""
-        chosen = self._shards if shards is None else [shard for shard in shards if shard.rounded is not None]
+        chosen = self._shards if shards is None else [shard for shard in shards if shard.is_master]
         if chosen:
             with torch.no_grad():
-                foreach_copy_([shard.rows for shard in chosen], [shard.tensor for shard in chosen])
+                foreach_copy_([shard.local_view for shard in chosen], [shard.tensor for shard in chosen])
 
-    @contextmanager
-    def stepped(self, shards: Sequence[LocalShard]) -> Iterator[None]:
-        """Around a step of the local optimizer: round the masters, and drop gradients that were converted."""
-        try:
-            yield
-        finally:
-            if self._shards:
-                self.round(shards)
-                for shard in shards:
-                    if shard.rounded is not None:
-                        shard.tensor.grad = None
+    def end_step(self, shards: Collection[LocalShard]) -> None:
+        """Round the masters, and drop gradients that were converted."""
+        self.round(shards)
+        for shard in shards:
+            if shard.is_master:
+                shard.tensor.grad = None

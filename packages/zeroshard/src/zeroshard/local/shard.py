@@ -20,23 +20,23 @@ class LocalShard:
         tensor: ``param`` itself where the shard is all of it, else a leaf of its own that views the parameter's rows.
             Once gradients come bucket by bucket, a leaf of its own in both cases, so that shards can be stepped while
             autograd and DDP still work with ``param.grad``. A master weight is a float32 copy of the rows.
-        rounded: the parameter's rows, if ``tensor`` is their master weight.
+        is_master: whether it is a master weight.
     """
 
     shard: Shard
     param: torch.Tensor
     tensor: torch.Tensor
-    rounded: torch.Tensor | None = None
+    is_master: bool = False
 
     @classmethod
     def of(cls, shard: Shard, param: torch.Tensor, *, detached: bool, master: bool = False) -> LocalShard:
         """Make the tensor of a shard; ``master`` says whether to make a master weight where one is needed."""
-        if master and param.dtype in _HALF:
-            rows = rows_of(shard, param)
-            return cls(shard, param, torch.nn.Parameter(rows.float(), requires_grad=param.requires_grad), rows)
-        if shard.numel == param.numel() and not detached:
+        is_master = master and param.dtype in _HALF
+        if not (is_master or detached) and shard.numel == param.numel():
             return cls(shard, param, param)
-        return cls(shard, param, torch.nn.Parameter(rows_of(shard, param), requires_grad=param.requires_grad))
+        view = _view_of(shard, param)
+        tensor = torch.nn.Parameter(view.float() if is_master else view, requires_grad=param.requires_grad)
+        return cls(shard, param, tensor, is_master)
 
     @property
     def index(self) -> int:
@@ -54,13 +54,13 @@ class LocalShard:
         return self.tensor is not self.param
 
     @property
-    def rows(self) -> torch.Tensor:
-        """The values that all ranks have of it: rows of the parameter, or all of it."""
-        return (self.tensor if self.rounded is None else self.rounded).detach()
+    def local_view(self) -> torch.Tensor:
+        """The part of the parameter that this rank owns, which has the values of all ranks."""
+        return _view_of(self.shard, self.param)
 
     def converted(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """Return a gradient in the dtype of :attr:`tensor`, and laid out as that is."""
-        if gradient is None or self.rounded is None:
+        if gradient is None or not self.is_master:
             return gradient
         if gradient.layout is torch.strided and gradient.stride() != self.tensor.stride():
             return torch.empty_like(self.tensor).copy_(gradient)
@@ -77,6 +77,5 @@ def gradient_of(shard: LocalShard) -> torch.Tensor | None:
     return shard.shard.narrow(grad.detach())
 
 
-def rows_of(shard: Shard, param: torch.Tensor) -> torch.Tensor:
-    """The view of a detached shard: the parameter itself, or some rows of it."""
+def _view_of(shard: Shard, param: torch.Tensor) -> torch.Tensor:
     return param.detach() if shard.numel == param.numel() else shard.narrow(param.detach())

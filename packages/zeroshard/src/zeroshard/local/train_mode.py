@@ -12,14 +12,13 @@ from torch.optim import Optimizer
 from zeroshard_comm import agreed
 
 from zeroshard._torch_private import version_of
-from zeroshard.local.optimizer import NOT_SYNCED, sync_groups
+from zeroshard.local.optimizer import sync_groups
+from zeroshard.plan.groups import hyperparameters_of
 from zeroshard.plan.hyperparameters import settings_of
-from zeroshard.state.serialization import receive_value, send_value
+from zeroshard.state.serialization import PLAIN, receive_value, send_value
 
 if TYPE_CHECKING:
     from zeroshard.engine import Engine
-
-_PLAIN = (bool, int, float, str)
 
 
 def check_method(inner: Optimizer, name: str) -> None:
@@ -29,13 +28,8 @@ def check_method(inner: Optimizer, name: str) -> None:
 
 
 def call_on_all_ranks(engine: Engine, name: str) -> Any:  # noqa: ANN401 - what the local optimizer's returns
-    """Call ``train`` or ``eval`` of the local optimizer; replicas are equal even after an error. Collective.
-
-    Raises:
-        DisagreementError, PeerLostError: if ranks call different methods, or one is gone.
-        Exception: an error of any rank, on every rank.
-    """
-    coordinator, layout, inner = engine.coordinator, engine.layout, engine.local.optim
+    """Call ``train`` or ``eval`` of the local optimizer; replicas are equal even after an error. Collective."""
+    coordinator, inner = engine.coordinator, engine.local.optim
     with agreed(coordinator, f"{name}()") as proposal:
         layout = engine.update_layout()
         proposal.set(layout.config)
@@ -75,7 +69,7 @@ def _send_groups(engine: Engine) -> None:
     for number, owning in sorted(owners.items()):
         group = engine.local.optim.param_groups[number]
         if rank == min(owning):
-            written = {key: group[key] for key in group.keys() - NOT_SYNCED if isinstance(group[key], _PLAIN)}
+            written = {key: value for key, value in hyperparameters_of(group).items() if isinstance(value, PLAIN)}
             for peer in set(coordinator.ranks.peers) - owning:
                 send_value(coordinator, peer, written)
         elif rank not in owning:

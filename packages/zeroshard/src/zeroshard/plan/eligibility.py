@@ -51,11 +51,7 @@ def name_of(factory: Callable[..., Any]) -> str:
 
 
 def is_elementwise(factory: OptimizerFactory, *, declared: bool = False) -> bool:
-    """Tell whether tensors may be cut for this optimizer class, or ``functools.partial`` of one.
-
-    True for the elementwise classes of torch.optim, for a class with an attribute ``elementwise = True``, and for
-    anything that the user has declared so.
-    """
+    """Tell whether tensors may be cut: the class is torch's, declared so, or has ``elementwise = True``."""
     found = class_of(factory)
     return declared or found in ELEMENTWISE or getattr(found, "elementwise", False) is True
 
@@ -87,15 +83,12 @@ Coupled = Literal["refuse", "allow"]
 
 @dataclass(frozen=True)
 class Coupling:
-    """How a class couples tensors.
-
-    Attributes:
-        why: what it does; completes a sentence that begins with "it".
-        arguments: if it does so only with certain arguments, these, each with a test of the value.
-    """
+    """How a class couples tensors."""
 
     why: str
+    """Completes a sentence that begins with "it"."""
     arguments: Mapping[str, Callable[[Any], bool]] = field(default_factory=dict)
+    """If it does so only with certain arguments, these, each with a test of the value."""
 
 
 def _is_global_clip(value: Any) -> bool:  # noqa: ANN401 - a name, a function, or none
@@ -145,13 +138,7 @@ COUPLED: Mapping[str, Coupling] = {
 
 
 def check_uncoupled(optimizer: optim.Optimizer, arguments: Mapping[str, Any], coupled: Coupled) -> None:
-    """Raise a ValueError if an optimizer, or one that it wraps, is known to couple tensors and may not.
-
-    Args:
-        optimizer: just built. Its attributes and param groups are searched for arguments too.
-        arguments: what it was built with.
-        coupled: whether it may.
-    """
+    """Raise a ValueError if an optimizer that was just built, or one that it wraps, couples tensors and may not."""
     if coupled not in ("refuse", "allow"):
         raise ValueError(f"`coupled` must be 'refuse' or 'allow', but got {coupled!r}")
     wrapped = [value for value in vars(optimizer).values() if isinstance(value, optim.Optimizer)]
@@ -181,24 +168,16 @@ def _check(name: str, coupling: Coupling, given: list[dict[str, Any]]) -> None:
 
 
 STEPPED_IN_PARTS = ELEMENTWISE | {optim.Adafactor, optim.Muon, optim.SparseAdam}
-"""The classes of torch.optim that keep all state per tensor. A subclass may not."""
+"""The classes of torch.optim that keep all state per tensor. A subclass may not.
+
+An optimizer that counts its steps in a param group, or in itself, would count once per part, and one that wraps another
+would step all of that one's tensors. This cannot be detected.
+"""
 
 
 def may_step_in_parts(inner: optim.Optimizer) -> bool:
-    """Tell whether an optimizer may be stepped some tensors at a time.
-
-    That is right only if it keeps nothing for all its tensors together: one that counts its steps in a param group or
-    in itself would count once per part, and one that wraps another would step all of that one's tensors. This cannot be
-    detected, so only classes that are known to keep all state per tensor are stepped in parts.
-
-    Args:
-        inner: the local optimizer's.
-
-    Returns:
-        True for the classes of torch.optim that keep all state per tensor, and for a class with an attribute
-        ``steps_in_pieces = True``; False if its step was replaced on the object, or it has step hooks of its own, which
-        must be called once.
-    """
+    """Tell whether an optimizer may be stepped some tensors at a time: known so, or by ``steps_in_pieces = True``."""
+    # Hooks of its own must be called once.
     if "step" in vars(inner) or step_pre_hooks(inner) or step_post_hooks(inner):
         return False
     return type(inner) in STEPPED_IN_PARTS or getattr(type(inner), "steps_in_pieces", False) is True

@@ -1,8 +1,9 @@
-"""Reads and checks the arguments of an optimizer: parameters, their names, groups and hyperparameters."""
+"""Reads and checks the parameters of an optimizer: their groups and names, and where they lie in memory."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import count, pairwise
 from operator import is_
 from typing import Any
 
@@ -12,18 +13,12 @@ from zeroshard_core import TensorSpec, is_dense
 
 ParamGroup = dict[str, Any]
 
+MEMBERS = frozenset({"params", "param_names"})
+"""Keys of a param group that say which parameters it has; they differ between the public and the local groups."""
+
 
 def read_groups(params: Any) -> list[ParamGroup]:  # noqa: ANN401 - anything may be handed in; this is where it is checked
-    """Check the argument ``params``, and return it as groups, each as :func:`read_group` returns it.
-
-    Args:
-        params: an iterable of tensors, of ``(name, tensor)`` pairs, or of dicts whose ``"params"`` is a tensor or such
-            an iterable (a generator too). Nothing in it is modified.
-
-    Raises:
-        TypeError: for a tensor, something that cannot be iterated, a set, or a mixture of kinds.
-        ValueError: for an empty list, or as :func:`read_group`.
-    """
+    """Check the argument ``params`` of an optimizer, and return it as groups, each as :func:`read_group` does."""
     if isinstance(params, torch.Tensor):
         raise TypeError(f"`params` must be an iterable of tensors or dicts, but got a single {torch.typename(params)}")
     items = _listed(params, "`params`")
@@ -34,13 +29,7 @@ def read_groups(params: Any) -> list[ParamGroup]:  # noqa: ANN401 - anything may
 
 
 def read_group(group: Mapping[str, Any]) -> ParamGroup:
-    """Check one group and return a fresh dict: ``"params"`` is a list of tensors, ``"param_names"`` of names if given.
-
-    Raises:
-        TypeError: if ``group`` is not a dict, its ``"params"`` have no order, or some are no tensors, or have no names
-            where others have.
-        ValueError: if ``"params"`` is missing, or a parameter is in it twice.
-    """
+    """Check one group, and return a fresh dict with lists of tensors (``"params"``) and names (``"param_names"``)."""
     if not isinstance(group, Mapping):
         raise TypeError(f"a parameter group must be a dict, but got {torch.typename(group)}")
     if "params" not in group:
@@ -69,6 +58,17 @@ def parameters_of(groups: Iterable[Mapping[str, Any]]) -> list[torch.Tensor]:
     return [param for group in groups for param in group["params"]]
 
 
+def hyperparameters_of(group: Mapping[str, Any]) -> ParamGroup:
+    """Return what a group has beside its members."""
+    return {key: value for key, value in group.items() if key not in MEMBERS}
+
+
+def pack_groups(groups: Sequence[Mapping[str, Any]]) -> list[ParamGroup]:
+    """Return param groups with integer indices in place of parameters."""
+    numbers = count()
+    return [{**group, "params": [next(numbers) for _ in group["params"]]} for group in groups]
+
+
 def label_of(groups: Sequence[Mapping[str, Any]], index: int) -> str:
     """Return the name of a parameter for errors, e.g. ``"parameter 0 of group 1 ('bias')"``."""
     number = 0
@@ -95,15 +95,7 @@ def check_members(groups: Sequence[ParamGroup], params: Sequence[torch.Tensor]) 
 
 
 def check_capture(ranks: RankGroup, params: Sequence[torch.Tensor]) -> None:
-    """Raise if a CUDA graph is being captured whose replay would not exchange anything.
-
-    Args:
-        ranks: that exchange parameters.
-        params: the parameters.
-
-    Raises:
-        RuntimeError: with what to do.
-    """
+    """Raise a RuntimeError if a CUDA graph is being captured whose replay would not exchange anything."""
     if not is_captured(params) or ranks.world_size == 1:
         return
     backend = ranks.backend("cuda")
@@ -123,21 +115,7 @@ def is_captured(params: Sequence[torch.Tensor]) -> bool:
 def specs_of(
     groups: Sequence[Mapping[str, Any]], active: Sequence[bool], names_of: Mapping[torch.Tensor, str] | None = None
 ) -> tuple[TensorSpec, ...]:
-    """Describe all parameters of the groups.
-
-    Args:
-        groups: param groups with list-valued ``"params"``.
-        active: per parameter, whether it counts as trainable.
-        names_of: names of parameters whose group has none.
-
-    Returns:
-        One spec per parameter; one without any name is called ``param.<index>``. Devices are numbered in order of
-        appearance, so that ranks on different GPUs describe the same thing.
-
-    Raises:
-        TypeError: for an active parameter that is a DTensor.
-        ValueError: for a sparse parameter.
-    """
+    """Describe all parameters; ``active`` says which are trainable, ``names_of`` has names where groups have none."""
     specs: list[TensorSpec] = []
     logical: dict[torch.device, str] = {}
     for number, group in enumerate(groups):
@@ -154,6 +132,7 @@ def specs_of(
                     f"{label_of(groups, index)}, of shape {tuple(param.shape)}, is a DTensor, which is sharded "
                     f"already; pass it to an optimizer that does not shard"
                 )
+            # Numbered as they appear, so that ranks on different GPUs describe the same thing.
             kind = param.device.type
             alike = sum(known.type == kind for known in logical)
             device = logical.setdefault(param.device, "cpu" if kind == "cpu" else f"{kind}:{alike}")
@@ -161,6 +140,42 @@ def specs_of(
             stride = None if not is_dense(param) or param.is_contiguous() else tuple(param.stride())
             specs.append(TensorSpec(name, tuple(param.shape), param.dtype, device, active[index], number, stride))
     return tuple(specs)
+
+
+def check_memory(groups: Sequence[Mapping[str, Any]], active: Sequence[bool]) -> None:
+    """Raise a ValueError if a parameter that a step may change has gaps in memory, or shares memory with another."""
+    by_device: dict[torch.device, list[tuple[int, int, int]]] = {}
+    for index, param in enumerate(parameters_of(groups)):
+        if not active[index]:
+            continue
+        if not is_dense(param):
+            raise ValueError(
+                f"{label_of(groups, index)}, of shape {tuple(param.shape)} and strides {param.stride()}, has gaps in "
+                f"memory, or elements that share memory: call p.data = p.data.contiguous() first"
+            )
+        if param.is_conj() or param.is_neg():
+            raise ValueError(
+                f"{label_of(groups, index)}, of shape {tuple(param.shape)}, is a conjugate or negative view: call "
+                f"p.data = p.data.resolve_conj().resolve_neg() first"
+            )
+        if param.device.type != "meta" and param.numel() > 0:
+            start = param.data_ptr()
+            by_device.setdefault(param.device, []).append((start, start + param.nbytes, index))
+    for ranges in by_device.values():
+        ranges.sort()
+        # If any two ranges overlap, so do two that are neighbours by their starts.
+        for (_, stop, one), (start, _, two) in pairwise(ranges):
+            if start < stop:
+                one, two = sorted((one, two))
+                raise ValueError(
+                    f"{label_of(groups, one)} and {label_of(groups, two)} share memory: use one Parameter in both "
+                    f"places of the model, which then has one owner, or give one of them memory of its own"
+                )
+
+
+def same_place(old: TensorSpec, new: TensorSpec) -> bool:
+    """Whether a tensor described by ``new`` fits where ``old`` lies."""
+    return (old.shape, old.dtype, old.device, old.stride) == (new.shape, new.dtype, new.device, new.stride)
 
 
 def _listed(given: Any, what: str) -> list[Any]:  # noqa: ANN401 - checked by trying

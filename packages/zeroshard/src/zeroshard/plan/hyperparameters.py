@@ -9,29 +9,24 @@ from typing import Any
 
 import torch
 
+from zeroshard.plan.groups import hyperparameters_of
+
 
 def settings_of(
     groups: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any], *, first: int = 0, in_step: bool = False
 ) -> dict[str, str]:
-    """Write down hyperparameters so that ranks can compare them, :func:`to_text`: ``{"lr of group 0": "0.1"}``.
-
-    Groups are numbered from ``first`` on. Missing values are taken from ``defaults``.
-    """
+    """Write down hyperparameters by :func:`to_text`: ``{"lr of group 0": "0.1"}``, numbered from ``first`` on."""
     return {
         f"{key} of group {number}": to_text(value, in_step=in_step)
         for number, group in enumerate(groups, first)
-        for key, value in {**defaults, **group}.items()
-        if key not in ("params", "param_names")
+        for key, value in {**defaults, **hyperparameters_of(group)}.items()
     }
 
 
 def to_text(value: object, *, in_step: bool = False) -> str:
-    """Write a value so that ranks can compare it: values with the same meaning give the same text.
-
-    For other objects than numbers, strings, tensors, and lists, tuples or dicts of these, only the type is written: the
-    text of two ranks' objects may differ. In a step, tensors are also written as their type only, since reading one may
-    wait for a device; so are lists, tuples and dicts that hold tensors or other objects.
-    """
+    """Write a value so that ranks can compare it: values with the same meaning give the same text."""
+    # Of other objects the type alone: the text of two ranks' objects may differ. In a step also of tensors, because
+    # reading one may wait for a device, and of what holds such values.
     try:
         return _words(value, in_step)
     except TypeError:
@@ -39,16 +34,10 @@ def to_text(value: object, *, in_step: bool = False) -> str:
 
 
 class Hyperparameters:
-    """Hyperparameters that must be equal on all ranks: those that the user wrote to the groups.
-
-    Values that the inner optimizer writes in a step do not count: they may differ on a rank that owns no tensor of a
-    group.
-
-    Attributes:
-        agreed: as :func:`settings_of` writes them in a step.
-    """
+    """Hyperparameters that must be equal on all ranks, because the user and not a step has written them."""
 
     def __init__(self) -> None:
+        # Without what the inner optimizer writes, which may differ on a rank that owns no tensor of a group.
         self.agreed: dict[str, str] = {}
         self._seen: dict[str, str] = {}
 

@@ -1,15 +1,15 @@
-"""Computes the next plan of a running optimizer after changes of the model, without changing anything.
+"""Computes the first plan of an optimizer, and the next one after changes of the model, without changing anything.
 
 The plan depends on the parameters' shapes, dtypes and memory formats, on which of them have ever been trainable, and on
-the order in which groups were added. Every rank derives it by itself; the next agreement checks that
-all have derived the same.
+the order in which groups were added. Every rank derives it by itself; the next agreement checks that all have derived
+the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -17,15 +17,9 @@ from zeroshard_comm import ShardingConfig
 from zeroshard_core import SMALLEST_PART, Cost, Plan, Strategy, TensorSpec, partition, repartition
 
 from zeroshard.plan.eligibility import Coupled, OptimizerFactory, check_elementwise, name_of
-from zeroshard.plan.groups import ParamGroup, active_mask, parameters_of, specs_of
-from zeroshard.plan.memory import check_memory
+from zeroshard.plan.groups import ParamGroup, active_mask, check_memory, parameters_of, specs_of
 
 Objects = Literal["refuse", "leave out"]
-
-
-def debug_level() -> str:
-    """Return torch's level of ``TORCH_DISTRIBUTED_DEBUG``: ``"OFF"``, ``"INFO"`` or ``"DETAIL"``."""
-    return str(dist.get_debug_level().name)  # type: ignore[attr-defined] # torch documents it, but does not list it
 
 
 @dataclass(frozen=True)
@@ -43,7 +37,7 @@ class Policy:
         coupled: whether the class may couple tensors.
         master_weights: whether the owners of parameters in half precision step float32 copies of them.
         names: of parameters that were passed without names.
-        debug_level: as :func:`debug_level`, when the optimizer was built.
+        debug_level: torch's of ``TORCH_DISTRIBUTED_DEBUG``, when the optimizer was built: OFF, INFO or DETAIL.
         by_messages: types of devices whose tensors travel by messages; others do by collectives.
     """
 
@@ -57,7 +51,8 @@ class Policy:
     coupled: Coupled = "refuse"
     master_weights: bool = False
     names: Mapping[torch.Tensor, str] = field(default_factory=dict)
-    debug_level: str = field(default_factory=debug_level)
+    # torch documents this function, but does not list it.
+    debug_level: str = field(default_factory=lambda: dist.get_debug_level().name)  # type: ignore[attr-defined]
     by_messages: Sequence[str] = ("cpu",)
 
     @property
@@ -97,31 +92,53 @@ class Layout:
     config: ShardingConfig
 
 
-def first_layout(policy: Policy, groups: Sequence[ParamGroup], optimizer_name: str) -> Layout:
-    """Plan for the first time.
-
-    Raises:
-        ValueError: if trainable parameters overlap or have gaps in memory, if the strategy is unknown, or cuts tensors
-            of an optimizer that is not known to be elementwise.
-    """
+def first_layout(policy: Policy, groups: Sequence[ParamGroup]) -> Layout:
+    """Plan for the first time."""
     if policy.objects not in get_args(Objects):
         raise ValueError(f"`objects` must be one of {get_args(Objects)}, but got {policy.objects!r}")
-    return _layout(policy, groups, None, frozenset(), optimizer_name)
+    return next_layout(policy, None, groups)
 
 
-def next_layout(policy: Policy, layout: Layout, groups: Sequence[ParamGroup]) -> Layout:
-    """Plan again after parameters were frozen, unfrozen, added, or changed their dtype or memory format.
-
-    Tensors that are new, or active for the first time, are placed on top of the others, which keep their owners.
-
-    Raises:
-        ValueError: as :func:`first_layout`, or if a parameter has changed its shape.
-    """
-    return _layout(policy, groups, layout.plan, layout.fixed, str(layout.config.settings["optimizer"]))
+def next_layout(policy: Policy, layout: Layout | None, groups: Sequence[ParamGroup]) -> Layout:
+    """Plan again after a change of the parameters: place what is new, or active for the first time."""
+    fixed = frozenset[int]() if layout is None else layout.fixed
+    active = active_mask(parameters_of(groups))
+    # A tensor that was trainable once keeps its weight: its state is still held.
+    weighs = [is_active or index in fixed for index, is_active in enumerate(active)]
+    specs = specs_of(groups, weighs, policy.names)
+    check_memory(groups, active)
+    how: dict[str, Any] = {
+        "strategy": policy.strategy,
+        "cost": policy.cost,
+        "smallest_part": policy.smallest_part(specs),
+    }
+    if layout is None:
+        plan = partition(specs, policy.world_size, **how)
+    else:
+        for index, (before, now) in enumerate(zip(layout.plan.tensors, specs, strict=False)):
+            if before.shape != now.shape:
+                raise ValueError(
+                    f"tensor {index} {now.name!r} has changed its shape from {before.shape} to {now.shape}; its "
+                    f"optimizer state no longer fits, so build a new optimizer"
+                )
+        place = [index for index, spec in enumerate(specs) if spec.trainable and index not in fixed]
+        plan = repartition(layout.plan, specs, place=place, **how)
+    if any(len(ranks) > 1 for ranks in plan.owners):
+        check_elementwise(policy.factory, policy.name, declared=policy.elementwise)
+    settings: dict[str, str | bool] = {
+        "optimizer": name_of(policy.factory),
+        "parameters_as_bucket_view": policy.as_bucket_view,
+        "objects": policy.objects,
+        "coupled": policy.coupled,
+        "master_weights": policy.master_weights,
+        "TORCH_DISTRIBUTED_DEBUG=DETAIL": policy.debug_level == "DETAIL",
+    }
+    fixed = frozenset(index for index, weighed in enumerate(weighs) if weighed)
+    return Layout(plan, active, fixed, ShardingConfig(plan, settings, active))
 
 
 def renamed(policy: Policy, layout: Layout, groups: Sequence[ParamGroup]) -> Layout:
-    """Give parameters that were passed without names those of the policy."""
+    """Give parameters that were passed without names the names of the policy."""
     specs = specs_of(groups, layout.active, policy.names)
     tensors = tuple(replace(old, name=new.name) for old, new in zip(layout.plan.tensors, specs, strict=True))
     plan = replace(layout.plan, tensors=tensors)
@@ -130,52 +147,10 @@ def renamed(policy: Policy, layout: Layout, groups: Sequence[ParamGroup]) -> Lay
 
 def same_shards(one: Plan, other: Plan) -> bool:
     """Whether the same ranks own the same rows of the same tensors."""
-    rows = ([(spec.shape, spec.cut_dim) for spec in plan.tensors] for plan in (one, other))
-    return one.owners == other.owners and next(rows) == next(rows)
+    here, there = ([(spec.shape, spec.cut_dim) for spec in plan.tensors] for plan in (one, other))
+    return one.owners == other.owners and here == there
 
 
 def with_hyperparameters(layout: Layout, hyperparameters: Mapping[str, str]) -> ShardingConfig:
-    """Declare hyperparameters beside a layout: once, as they may change with every step."""
+    """Add hyperparameters to what a rank contributes to one agreement: they may change with every step."""
     return replace(layout.config, settings={**layout.config.settings, **hyperparameters})
-
-
-def _layout(
-    policy: Policy, groups: Sequence[ParamGroup], old: Plan | None, fixed: frozenset[int], optimizer_name: str
-) -> Layout:
-    active = active_mask(parameters_of(groups))
-    # A tensor that was trainable once keeps its weight: its state is still held.
-    weighs = [is_active or index in fixed for index, is_active in enumerate(active)]
-    specs = specs_of(groups, weighs, policy.names)
-    check_memory(groups, active)
-    smallest = policy.smallest_part(specs)
-    if old is None:
-        plan = partition(specs, policy.world_size, strategy=policy.strategy, cost=policy.cost, smallest_part=smallest)
-    else:
-        for index, (before, now) in enumerate(zip(old.tensors, specs, strict=False)):
-            if before.shape != now.shape:
-                raise ValueError(
-                    f"tensor {index} {now.name!r} has changed its shape from {before.shape} to {now.shape}; its "
-                    f"optimizer state no longer fits, so build a new optimizer"
-                )
-        place = [
-            index
-            for index, spec in enumerate(specs)
-            if index >= len(old.tensors) or (spec.trainable and index not in fixed)
-        ]
-        plan = repartition(old, specs, place=place, strategy=policy.strategy, cost=policy.cost, smallest_part=smallest)
-    if any(len(plan.of_tensor(index)) > 1 for index in range(len(specs))):
-        check_elementwise(policy.factory, policy.name, declared=policy.elementwise)
-    newly = frozenset(index for index, is_heavy in enumerate(weighs) if is_heavy)
-    config = ShardingConfig(
-        plan,
-        {
-            "optimizer": optimizer_name,
-            "parameters_as_bucket_view": policy.as_bucket_view,
-            "objects": policy.objects,
-            "coupled": policy.coupled,
-            "master_weights": policy.master_weights,
-            "TORCH_DISTRIBUTED_DEBUG=DETAIL": policy.debug_level == "DETAIL",
-        },
-        active,
-    )
-    return Layout(plan, active, newly, config)

@@ -148,10 +148,8 @@ def _random(likes: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
 def _evaluate(
     part: Mapping[int, torch.Tensor], before: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    """Set the gradients of a part, smaller for each tensor, and return the loss, to which all tensors contribute.
-
-    Those of no part count with their values before the step.
-    """
+    """Set the gradients of a part, smaller for each tensor, and return the loss, to which all tensors contribute."""
+    # Tensors of other parts with their values before the step.
     values = [part.get(place, old).detach().float() for place, old in enumerate(before)]
     level = torch.stack([value.mean().tanh() for value in values]).sum()
     for place, param in part.items():

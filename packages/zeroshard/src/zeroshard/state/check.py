@@ -1,102 +1,137 @@
-"""Checks the argument of ``load_state_dict()``, and cuts it to the shards of each rank."""
+"""Checks the argument of ``load_state_dict()`` against what the optimizer class keeps, and cuts it to shards."""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any
 
 import torch
-from zeroshard_core import Plan, Shard, cut_state
+from torch import optim
+from zeroshard_core import Plan, Shard, StateEntry, TensorSpec, cut_state, probe
 
-from zeroshard.local.extra_state import ExtraState
-from zeroshard.local.optimizer import NOT_SYNCED
-from zeroshard.plan.groups import ParamGroup, parameters_of
+from zeroshard.local.extra_state import ADVICE, ExtraState
+from zeroshard.plan.eligibility import class_of, is_elementwise
+from zeroshard.plan.groups import ParamGroup, hyperparameters_of, parameters_of
 from zeroshard.plan.hyperparameters import to_text
+from zeroshard.plan.layout import Policy
 from zeroshard.state.metadata import StateMetadata
 from zeroshard.state.placeholder import StatePlaceholder, has_placeholder
-from zeroshard.state.schema import StateSchema
+
+_STATEFUL: dict[str, Any] = {"momentum": 0.9, "amsgrad": True, "centered": True}
+"""Hyperparameters of torch's optimizers that may be off, at values with which the optimizer keeps all its state."""
+_MAY_BE_SPARSE = frozenset({"momentum_buffer"})
+"""Entries that have the layout of the gradient."""
 
 
-class LoadSource(IntEnum):
-    """Which values the state dict of a rank has."""
+class StateSchema:
+    """Which state an optimizer class keeps, by its hyperparameters and the shape and dtype of a tensor.
 
-    WHOLE = 0
-    OWNED = 1
-    NOTHING_OWNED = 2
-    """The others' are placeholders, and the rank owns none."""
-    LACKING = 3
-    """Not even those that the rank owns, as while another one has the consolidated state."""
+    Known for elementwise classes and torch.optim; other classes are not checked, nor are classes that cannot be probed.
+    """
+
+    def __init__(self, policy: Policy, defaults: Mapping[str, Any]) -> None:
+        self._build = lambda params, **group: policy.factory([{**group, "params": params}], **defaults)
+        is_torchs = class_of(policy.factory) in vars(optim).values()
+        self._applies = is_torchs or is_elementwise(policy.factory, declared=policy.elementwise)
+        self._known: dict[tuple[str, tuple[int, ...], torch.dtype], Mapping[str, StateEntry] | None] = {}
+
+    def check(self, entries: Mapping[str, Any], spec: TensorSpec, group: Mapping[str, Any], where: str) -> None:
+        """Raise a ValueError that names an entry of a tensor that is missing, extra or misshapen."""
+        required = self._entries(group, spec)
+        if required is None:
+            return
+        # Some state outlives the setting that it belongs to: SGD keeps its buffers when momentum becomes 0.
+        switched_on = {key: value for key, value in _STATEFUL.items() if key in group}
+        allowed = {**(self._entries({**group, **switched_on}, spec) or {}), **required}
+        missing = sorted(required.keys() - entries.keys())
+        extra = sorted(str(key) for key, value in entries.items() if key not in allowed and value is not None)
+        if missing or extra:
+            what = f"missing entry {missing[0]!r}" if missing else f"extra entry {extra[0]!r}"
+            advice = f"; to take it, {ADVICE[extra[0]]}" if extra and extra[0] in ADVICE and not missing else ""
+            raise ValueError(f"{where}: {what}; expected the entries {sorted(required)}{advice}")
+        for key, entry in allowed.items():
+            value: Any = entries.get(key)
+            if entry.shape is None or (value is None and key not in required):
+                continue
+            is_tensor = isinstance(value, torch.Tensor)
+            found = f"has shape {tuple(value.shape)}" if is_tensor else f"is a {type(value).__name__}"
+            if not entry.shape:
+                fits = value.numel() == 1 if is_tensor else isinstance(value, (int, float))
+                wanted = "a single number"
+            else:
+                fits, wanted = is_tensor and value.shape == entry.shape, f"{entry.shape}" if is_tensor else "a tensor"
+            is_known = key in _MAY_BE_SPARSE or isinstance(value, StatePlaceholder)
+            if fits and spec.shape and entry.shape == spec.shape and value.layout != torch.strided and not is_known:
+                fits, found, wanted = False, f"is a {value.layout} tensor", "torch.strided"
+            if not fits:
+                raise ValueError(f"{where}: entry {key!r} {found}, expected {wanted}")
+
+    def _entries(self, group: Mapping[str, Any], spec: TensorSpec) -> Mapping[str, StateEntry] | None:
+        """The entries for a tensor; None if nothing is known."""
+        if not self._applies:
+            return None
+        settings = hyperparameters_of(group)
+        key = (repr(sorted((name, repr(value)) for name, value in settings.items())), spec.shape, spec.dtype)
+        if key not in self._known:
+            try:
+                self._known[key] = probe(self._build, settings, [spec])[spec.shape, spec.dtype]
+            except Exception:  # noqa: BLE001 - an unsupported class may raise any exception
+                self._known[key] = None
+        return self._known[key]
 
 
 @dataclass(frozen=True)
 class ShardState:
-    """The part of a state dict that one rank loads.
-
-    Attributes:
-        state: of its shards by tensor index, and what belongs to no tensor by its own keys.
-        groups: hyperparameters.
-        stateful: tensor indices that have state on any rank.
-    """
+    """The part of a state dict that one rank loads."""
 
     state: dict[Any, Any]
+    """Of its shards by tensor index, and what belongs to no tensor by its own keys."""
     groups: list[dict[str, Any]]
     stateful: list[int]
+    """Indices of the tensors that have state on any rank."""
 
 
 @dataclass(frozen=True)
 class ValidatedStateDict:
-    """A state dict that fits the optimizer. Nothing in it was modified or copied.
-
-    Attributes:
-        by_tensor: the entries of tensors that have state, by index.
-        others: state that belongs to no tensor, under its own keys.
-        groups: its param groups.
-        structure: a text of everything except the values of the state, which ranks compare.
-    """
+    """A state dict that fits the optimizer: nothing in it was modified or copied."""
 
     by_tensor: Mapping[int, Mapping[Any, Any]]
+    """The entries of tensors that have state."""
     others: Mapping[Any, Any]
+    """State that belongs to no tensor, under its own keys."""
     groups: Sequence[Mapping[str, Any]]
     structure: str
+    """A text of everything except the values of the state, which ranks compare."""
 
-    def form(self, rank: int, plan: Plan) -> LoadSource:
-        """Return which values it has, on this rank."""
-        if not has_placeholder(self.by_tensor):
-            return LoadSource.WHOLE
-        owned = [self.by_tensor.get(shard.tensor, {}).values() for shard in plan.of_rank(rank)]
-        if not any(owned):
-            return LoadSource.NOTHING_OWNED
-        return LoadSource.LACKING if any(_lacks(value) for of in owned for value in of) else LoadSource.OWNED
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has all values."""
+        return not has_placeholder(self.by_tensor)
+
+    def lacks_owned(self, rank: int, plan: Plan) -> bool:
+        """Whether it lacks even values that a rank owns, as while another one has the consolidated state."""
+        return any(_lacks(self.by_tensor.get(shard.tensor, {})) for shard in plan.of_rank(rank))
 
     def checksums(self, plan: Plan) -> list[int]:
-        """Return a checksum of each tensor's state, and one of all else; 0 if some of it is not here.
-
-        Of numbers, and of one element of each entry that is here as a whole: two checkpoints differ in these.
-        """
+        """Return a checksum of each tensor's state, and one of all else; 0 if some of it is not here."""
+        # Of numbers, and of one element of each entry that is here as a whole: two checkpoints differ in these.
         counted = [self.by_tensor.get(index, {}) for index in range(len(plan.tensors))]
-        others = {} if has_placeholder(self.by_tensor) else self.others
+        others = self.others if self.is_whole else {}
         return [
             0 if _lacks(entries) else zlib.crc32(f"{to_text(entries)} {_samples(entries)}".encode()) or 1
             for entries in (*counted, others)
         ]
 
     def part_of(self, rank: int, plan: Plan) -> ShardState:
-        """Return what a rank loads.
-
-        Raises:
-            StateMapError: if the state of a tensor cannot be cut.
-            ValueError: if values are missing that the rank owns.
-        """
+        """Return what a rank loads, or raise a ValueError if it cannot be cut, or values of it are missing."""
         owned = {
             shard.tensor: _owned(self.by_tensor[shard.tensor], plan, shard)
             for shard in plan.of_rank(rank)
             if shard.tensor in self.by_tensor
         }
-        groups = [{key: value for key, value in group.items() if key not in NOT_SYNCED} for group in self.groups]
-        return ShardState({**owned, **self.others}, groups, sorted(self.by_tensor))
+        return ShardState({**owned, **self.others}, [*map(hyperparameters_of, self.groups)], sorted(self.by_tensor))
 
 
 def _lacks(value: object) -> bool:
@@ -140,20 +175,7 @@ def check_state_dict(
     metadata: StateMetadata,
     extra: ExtraState,
 ) -> ValidatedStateDict:
-    """Check a state dict against the optimizer.
-
-    Args:
-        state_dict: of the whole state, or with placeholders.
-        groups: the public param groups.
-        plan: who owns what.
-        schema: what state the optimizer class keeps.
-        metadata: what state the optimizer has.
-        extra: knows the entries that are not of the class.
-
-    Raises:
-        TypeError: if it is no state dict of an optimizer.
-        ValueError: for another number of groups or parameters, or entries that are missing, extra or misshapen.
-    """
+    """Check a state dict, of the whole state or with placeholders, against the optimizer; raise what does not fit."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
         raise TypeError(
             "load_state_dict() expects a dict with 'state' and 'param_groups', as an optimizer's state_dict(); "
@@ -190,12 +212,13 @@ def check_state_dict(
     for (key, index), spec, param in zip(index_of.items(), plan.tensors, parameters_of(groups), strict=True):
         by_name = isinstance(key, str)
         where = f"loaded state dict, parameter {index} {key if by_name else spec.name!r}"
+        is_unstepped = not metadata.is_empty and index not in metadata
         if index in by_tensor:
             _check_entries(by_tensor[index], param, where)
             if by_tensor[index]:
                 entries = extra.checked(by_tensor[index], spec.shape, where)
                 schema.check(entries, spec, saved_groups[spec.group], where)
-        elif spec.trainable and spec.group in stateful_groups and not (is_partial or by_name or metadata.lacks(index)):
+        elif spec.trainable and spec.group in stateful_groups and not (is_partial or by_name or is_unstepped):
             # By name they come from torch.distributed.checkpoint, which has refused this unless `strict` is False.
             raise ValueError(
                 f"{where}: missing entry, there is no state for it, though other parameters of its group have state. "

@@ -5,15 +5,14 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
 from zeroshard_comm import Manifest, agreed, gather
-from zeroshard_core import Plan, Shard, StateMapError, storage_view
+from zeroshard_core import Plan, Shard, StateMapError, contiguous_strides, storage_view
 
 from zeroshard.local.optimizer import LocalOptimizer, sync_groups
-from zeroshard.plan.groups import ParamGroup
+from zeroshard.plan.groups import ParamGroup, pack_groups
 from zeroshard.state.serialization import Described, Key, describe_entries, part_dtype, read_value, write_value
 
 if TYPE_CHECKING:
@@ -21,29 +20,9 @@ if TYPE_CHECKING:
 
 
 def consolidate(engine: Engine, target: int, to: object) -> dict[Any, Any] | None:
-    """Bring the state of all ranks to the CPU of ``target``. Collective.
-
-    Each rank sends its tensors one by one; a rank that is not the target allocates at most one chunk.
-
-    Args:
-        engine: has the state. The hyperparameters of its public param groups are copied to the local optimizer.
-        target: group rank, -1 if ``to`` is none.
-        to: what the user asked for.
-
-    Returns:
-        On ``target`` the ``"state"`` of a state_dict as the unsharded optimizer would give it; None elsewhere. Tensors
-        that were never stepped have an empty state if others of their group have one.
-
-    Raises:
-        ValueError: if there is no such rank, or the groups are not those of the local optimizer.
-        StateMapError: if an entry cannot be moved, or only some owners of a cut tensor have it.
-        DisagreementError: if ranks name other targets, or their layouts differ.
-        PeerLostError: if a rank is gone.
-        Exception: if a hyperparameter cannot be copied. This and the others but a lost rank are raised on every rank.
-    """
+    """Return the state of all ranks on rank ``target`` (-1 if ``to`` is none), None on the others. Collective."""
     operation, plan, coordinator = f"consolidate_state_dict(to={target})", engine.layout.plan, engine.coordinator
     groups, drops_objects = engine.groups, engine.policy.drops_objects
-    manifest = Manifest([], [])
     with agreed(coordinator, operation) as proposal:
         proposal.set(engine.layout.config)
         if not 0 <= target < plan.world_size:
@@ -53,7 +32,7 @@ def consolidate(engine: Engine, target: int, to: object) -> dict[Any, Any] | Non
         sync_groups(groups, engine.local.optim.param_groups)
         manifest = _describe(engine.local, plan, coordinator.ranks.rank, drops_objects=drops_objects)
         # state_dict() does so on the target alone.
-        pack_groups(groups)
+        copy_groups(pack_groups(groups))
     engine.metadata.drop_consolidated()
     assembler = _Assembler(plan)
     gather(coordinator, manifest, target, assembler.receive_buffers, operation=operation)
@@ -74,16 +53,9 @@ def _describe(local: LocalOptimizer, plan: Plan, rank: int, *, drops_objects: bo
     return Manifest([owned, others], tensors)
 
 
-def pack_groups(groups: Sequence[Mapping[str, Any]]) -> list[ParamGroup]:
-    """Copy param groups with integer indices in place of parameters, tensors in them brought to the CPU."""
-    numbers = count()
-    return [
-        {
-            **{key: _on_cpu(value) for key, value in group.items() if key != "params"},
-            "params": [next(numbers) for _ in group["params"]],
-        }
-        for group in groups
-    ]
+def copy_groups(groups: Sequence[Mapping[str, Any]]) -> list[ParamGroup]:
+    """Copy packed param groups, tensors in them to the CPU."""
+    return [{key: _on_cpu(value) for key, value in group.items()} for group in groups]
 
 
 def _on_cpu(value: object) -> object:
@@ -91,11 +63,7 @@ def _on_cpu(value: object) -> object:
 
 
 class _Assembler:
-    """Makes the buffers that receive the shards of all ranks, and the whole state of them.
-
-    Args:
-        plan: who owns what.
-    """
+    """Makes the buffers that receive the shards of all ranks, and the whole state of them."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -105,11 +73,7 @@ class _Assembler:
         """By cut tensor, the first rank that owns a part, and the keys of its entries with the dtypes of parts."""
 
     def receive_buffers(self, rank: int, description: Any) -> Sequence[torch.Tensor]:  # noqa: ANN401 - JSON
-        """Make buffers for what one rank sends; see :func:`zeroshard_comm.gather`.
-
-        Raises:
-            StateMapError: if the rank has other entries of a cut tensor than the ranks before, or of another dtype.
-        """
+        """Make buffers for what one rank sends; see :func:`zeroshard_comm.gather`."""
         buffers: list[torch.Tensor] = []
 
         def make(dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int] | None, device: str) -> torch.Tensor:
@@ -148,18 +112,13 @@ class _Assembler:
             )
 
     def state(self) -> dict[Any, Any]:
-        """Return the state by tensor, and what belongs to no tensor; complete only after the transfer.
-
-        Tensors that were never stepped, frozen ones too, have an empty state if others of their group have one, so that
-        a load can tell them from lost ones.
-        """
+        """Return the state by tensor, and what belongs to no tensor; complete only after the transfer."""
         tensors = self._plan.tensors
+        # Also of tensors that were never stepped, so that a load can tell them from lost ones.
         stateful_groups = {tensors[index].group for index in self._state}
         by_tensor = {i: self._state.get(i, {}) for i, spec in enumerate(tensors) if spec.group in stateful_groups}
         return {**by_tensor, **self._others}
 
 
 def _empty(dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int] | None, _: str) -> torch.Tensor:
-    if stride is None:
-        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
-    return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device="cpu")
+    return torch.empty_strided(tuple(shape), stride or contiguous_strides(shape), dtype=dtype, device="cpu")

@@ -1,4 +1,4 @@
-"""State before the first step: that of a step with zero gradients and learning rate 0."""
+"""State before the first step: what a step with zero gradients and learning rate 0 leaves."""
 
 from __future__ import annotations
 
@@ -8,24 +8,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from zeroshard_comm import agreed
 
-from zeroshard.local.optimizer import NOT_SYNCED, LocalOptimizer, unwrapped_step
-from zeroshard.state.without_values import TensorWithoutValues
+from zeroshard.local.optimizer import LocalOptimizer, unwrapped_step
+from zeroshard.plan.groups import hyperparameters_of
+from zeroshard.state.placeholder import TensorWithoutValues
 
 if TYPE_CHECKING:
     from zeroshard.engine import Engine
 
 
 def init_state(engine: Engine) -> None:
-    """Make the state of trainable parameters if no rank has any state. Collective.
-
-    Args:
-        engine: whose local optimizer gets the state.
-
-    Raises:
-        DisagreementError: if the ranks' models differ.
-        Exception: an error of any rank, on every rank, which leaves everything unchanged.
-    """
-    coordinator, layout, local, metadata = engine.coordinator, engine.layout, engine.local, engine.metadata
+    """Make the state of trainable parameters if no rank has any state. Collective."""
+    coordinator, local, metadata = engine.coordinator, engine.local, engine.metadata
     with agreed(coordinator, "init_state()") as proposal:
         layout = engine.update_layout()
         proposal.set(layout.config)
@@ -43,11 +36,7 @@ def init_state(engine: Engine) -> None:
 
 
 def is_torchs_own_step(engine: Engine) -> bool:
-    """Whether torch.distributed.checkpoint steps to make state: with learning rate 0 and zeros as gradients.
-
-    Args:
-        engine: of the optimizer that is stepped.
-    """
+    """Whether torch.distributed.checkpoint steps to make state: with learning rate 0 and zeros as gradients."""
     grads = [param.grad for param in engine.params if param.requires_grad]
     if any(grad is None or isinstance(grad, TensorWithoutValues) for grad in grads):
         return False
@@ -64,10 +53,7 @@ def _state_after_a_step(local: LocalOptimizer) -> dict[torch.Tensor, Any]:
             copied = copies[shard.tensor] = torch.nn.Parameter(shard.tensor.detach().clone())
             copied.grad = torch.zeros_like(copied)
     groups = [
-        {
-            **{key: value for key, value in group.items() if key not in NOT_SYNCED},
-            "params": [copies[tensor] for tensor in group["params"] if tensor in copies],
-        }
+        {**hyperparameters_of(group), "params": [copies[tensor] for tensor in group["params"] if tensor in copies]}
         for group in local.optim.param_groups
     ]
     built = local.build(groups)

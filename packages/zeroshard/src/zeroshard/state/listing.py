@@ -1,4 +1,4 @@
-"""``state_dict()`` of one rank: its own values, and placeholders for those of the others."""
+"""``state_dict()`` of one rank: its own values, and placeholders for the values of other ranks."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ import torch
 from zeroshard_core import TensorSpec
 
 from zeroshard.local.shard import LocalShard
-from zeroshard.plan.groups import parameters_of
-from zeroshard.state.consolidate import pack_groups
+from zeroshard.plan.groups import pack_groups
+from zeroshard.state.consolidate import copy_groups
 from zeroshard.state.metadata import label_of
-from zeroshard.state.placeholder import StatePlaceholder
-from zeroshard.state.without_values import TensorWithoutValues
+from zeroshard.state.placeholder import StatePlaceholder, TensorWithoutValues
 
 if TYPE_CHECKING:
     from zeroshard.engine import Engine
@@ -41,11 +40,7 @@ class PartialState(dict[Any, Any]):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:  # noqa: ANN401 - as in object
-        """Refuse to be pickled.
-
-        Raises:
-            RuntimeError: always.
-        """
+        """Refuse to be pickled."""
         raise RuntimeError(
             "this state_dict() has only the values of one rank, and a file of it would lack the others'. Call "
             "consolidate_state_dict(to=RANK) on all ranks beforehand, and save state_dict() of that rank; or save it "
@@ -76,44 +71,32 @@ def check_whole(checkpoint: object) -> None:
 
 
 def list_state(engine: Engine) -> StateDict:
-    """List the whole state in the form of the unsharded optimizer's state dict. Nothing is communicated.
-
-    Args:
-        engine: has this rank's state, and describes that of other ranks.
-
-    Returns:
-        ``{"state": {index: entries}, "param_groups": [...]}``: what was consolidated to this rank since the last step,
-        in containers of its own. Else it is of class :class:`PartialState` if there are other ranks and some state, and
-        has this rank's own tensors, not copies; or placeholders alone if another rank has the consolidated state.
-    """
-    plan, inner, metadata, groups = engine.layout.plan, engine.local.optim.state, engine.metadata, engine.groups
+    """List the whole state in the form of the unsharded optimizer's state dict, without communication."""
+    plan, inner, metadata = engine.layout.plan, engine.local.optim.state, engine.metadata
+    # As they are now: as without sharding, and as the other ranks list them.
+    packed = pack_groups(engine.groups)
     if metadata.consolidated is not None:
         whole = metadata.consolidated.items()
-        # Groups as they are now, as without sharding, and as the other ranks list them.
-        return {
-            "state": {key: dict(value) if isinstance(value, dict) else value for key, value in whole},
-            "param_groups": pack_groups(groups),
-        }
+        state = {key: dict(value) if isinstance(value, dict) else value for key, value in whole}
+        return {"state": state, "param_groups": copy_groups(packed)}
     lists_own = metadata.consolidated_to is None
-    state: dict[Any, Any] = {}
+    state = {}
     # A rank with the consolidated state lists what was never stepped as empty: the others list the same keys.
     stateful = {spec.group for index, spec in enumerate(plan.tensors) if not lists_own and metadata.placeholders(index)}
     for index, spec in enumerate(plan.tensors):
         shard = engine.local.shards.get(index) if lists_own else None
         own = engine.local.state_of(shard) if shard is not None else None
         if shard is not None and own is not None:
-            state[index] = own_entries(shard, spec, own)
+            state[index] = _own_entries(shard, spec, own)
         elif (shard is None and index in metadata) or spec.group in stateful:
             state[index] = metadata.placeholders(index)
     state |= {key: value for key, value in inner.items() if not isinstance(key, torch.Tensor)}
-    indices = {id(param): index for index, param in enumerate(parameters_of(groups))}
-    packed = [{**group, "params": [indices[id(param)] for param in group["params"]]} for group in groups]
     if plan.world_size == 1 or not (state or metadata.has_changed()):
         return {"state": state, "param_groups": packed}
     return PartialState({"state": PartialState(state), "param_groups": packed})
 
 
-def own_entries(shard: LocalShard, spec: TensorSpec, entries: object) -> object:
+def _own_entries(shard: LocalShard, spec: TensorSpec, entries: object) -> object:
     """Return the entries of a shard of this rank; of a cut tensor as placeholders that hold this rank's part."""
     if not isinstance(entries, Mapping):
         return entries

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 from zeroshard_comm import Coordinator, DisagreementError, agreed, explain_configs
 
 from zeroshard.local.optimizer import LocalOptimizer, sync_groups
-from zeroshard.plan.groups import parameters_of
-from zeroshard.state.check import LoadSource, ShardState, check_state_dict
-from zeroshard.state.schema import StateSchema
+from zeroshard.plan.groups import pack_groups, parameters_of
+from zeroshard.state.check import ShardState, StateSchema, check_state_dict
 from zeroshard.state.serialization import copy_value, receive_value, send_value, write_value
 
 if TYPE_CHECKING:
@@ -21,35 +20,11 @@ if TYPE_CHECKING:
 _DIFFERENT = "they were handed different checkpoints"
 
 
-def load(
-    engine: Engine,
-    schema: StateSchema,
-    read: Callable[[], Mapping[str, Any]],
-    from_rank: int | None = None,
-) -> bool:
-    """Load a state dict on all ranks, or on none. Collective.
-
-    Args:
-        engine: whose local optimizer takes the state of what it owns, and whose groups take the hyperparameters.
-        schema: what state the optimizer class keeps.
-        read: returns the state dict, from the plain optimizer, torch's ZeroRedundancyOptimizer, or this one at any
-            world size, or what this one has listed on the same rank with the same plan; or an empty one. It is not
-            modified, and its tensors are not kept.
-        from_rank: the only rank with a state dict, which hands each rank its part.
-
-    Returns:
-        Whether anything was loaded: not if all ranks were handed an empty dict.
-
-    Raises:
-        TypeError: if it is no state dict of an optimizer.
-        ValueError: for another number of groups or parameters, or entries that are missing, extra or misshapen.
-        DisagreementError: if the ranks' state dicts differ in structure or hyperparameters, or their models differ.
-        Exception: whatever else a rank meets. All raise on every rank, and leave local optimizer and groups as before.
-    """
-    coordinator, layout, groups, metadata = engine.coordinator, engine.layout, engine.groups, engine.metadata
+def load(engine: Engine, schema: StateSchema, read: Callable[[], Mapping[str, Any]], from_rank: int | None) -> bool:
+    """Load what ``read`` returns on all ranks, or on none; False if every rank was handed an empty dict. Collective."""
+    coordinator, groups, metadata, extra = engine.coordinator, engine.groups, engine.metadata, engine.local.extra
     rank, parts, holder = coordinator.ranks.rank, dict[int, ShardState](), metadata.consolidated_to
-    given: Mapping[str, Any] = {}
-    form, checksums = LoadSource.NOTHING_OWNED, [0] * (1 + len(engine.params))
+    is_whole, lacks_owned, checksums = False, False, [0] * (1 + len(engine.params))
     with agreed(coordinator, "load_state_dict()", _explain) as proposal:
         given = read()
         layout = engine.update_layout()
@@ -59,12 +34,12 @@ def load(
         if from_rank not in (None, rank) and given:
             raise ValueError(f"load_state_dict(from_rank={from_rank}): hand rank {rank} an empty dict, and not its own")
         is_empty = isinstance(given, Mapping) and not given and from_rank != rank
-        extra = engine.local.extra
         checked = None if is_empty else check_state_dict(given, groups, layout.plan, schema, metadata, extra)
         if checked is not None:
-            form, checksums = checked.form(rank, layout.plan), checked.checksums(layout.plan)
-            hands_out = rank == (holder if from_rank is None else from_rank) and form is LoadSource.WHOLE
-            receivers = ranks if hands_out else [] if form is LoadSource.LACKING and holder is not None else [rank]
+            is_whole, lacks_owned = checked.is_whole, checked.lacks_owned(rank, layout.plan)
+            checksums = checked.checksums(layout.plan)
+            hands_out = rank == (holder if from_rank is None else from_rank) and is_whole
+            receivers = ranks if hands_out else [] if lacks_owned and holder is not None else [rank]
             parts = {receiver: checked.part_of(receiver, layout.plan) for receiver in receivers}
             if rank in parts:
                 # Tensors stay on their devices, but share no memory with the state dict.
@@ -78,7 +53,7 @@ def load(
     if not coordinator.flagged:
         return False
     if from_rank is None:
-        from_rank = _source(coordinator, form, checksums, holder)
+        from_rank = _source(coordinator, [is_whole, lacks_owned, *checksums], holder)
     part = _handed_out(coordinator, parts, from_rank)
     engine.take_over_state(layout, "load_state_dict()", lambda: _install(engine.local, part))
     extra.end_load()
@@ -88,30 +63,21 @@ def load(
     return True
 
 
-def _source(coordinator: Coordinator, form: LoadSource, checksums: Sequence[int], holder: int | None) -> int | None:
-    """Compare what ranks were handed. Collective.
-
-    Returns:
-        The rank that hands out the values: the one that has the consolidated state, if the others' state dicts lack
-        theirs; None if each rank has its own.
-
-    Raises:
-        DisagreementError: if ranks were handed different values, or only placeholders.
-    """
-    told = coordinator.gather_ints([form, *checksums], "load_state_dict()")
-    forms = [LoadSource(each) for each, *_ in told]
-    for of_tensor in zip(*[of_rank[1:] for of_rank in told], strict=True):
+def _source(coordinator: Coordinator, mine: Sequence[int], holder: int | None) -> int | None:
+    """Compare what ranks were handed, and return the rank that hands out the values; None if each has its own."""
+    is_whole, lacks_owned, *checksums = zip(*coordinator.gather_ints(mine, "load_state_dict()"), strict=True)
+    for of_tensor in checksums:
         having = [rank for rank, checksum in enumerate(of_tensor) if checksum]
         different = [rank for rank in having if of_tensor[rank] != of_tensor[having[0]]]
         if different:
             raise DisagreementError(
                 f"load_state_dict(): rank {different[0]} differs from rank {having[0]}: {_DIFFERENT}"
             )
-    if LoadSource.LACKING not in forms:
+    if not any(lacks_owned):
         return None
-    if holder is None or forms[holder] is not LoadSource.WHOLE:
+    if holder is None or not is_whole[holder]:
         raise DisagreementError(
-            f"load_state_dict(): rank {forms.index(LoadSource.LACKING)} was handed placeholders for what it owns, as "
+            f"load_state_dict(): rank {lacks_owned.index(True)} was handed placeholders for what it owns, as "
             f"state_dict() lists while another rank has the consolidated state, and no rank was handed that state. "
             f"Hand in what state_dict() lists now on every rank, or all values on one rank, with from_rank"
         )
@@ -141,10 +107,8 @@ def _install(local: LocalOptimizer, part: ShardState) -> None:
     """Hand state to the inner optimizer through its own ``load_state_dict``, which casts and moves it."""
     inner = local.optim
     position = {tensor: number for number, tensor in enumerate(parameters_of(inner.param_groups))}
-    packed = [
-        {**saved, "params": [position[tensor] for tensor in group["params"]]}
-        for saved, group in zip(part.groups, inner.param_groups, strict=True)
-    ]
+    pairs = zip(part.groups, inner.param_groups, strict=True)
+    packed = pack_groups([{**saved, "params": group["params"]} for saved, group in pairs])
     by_position = {
         position[local.shards[key].tensor] if isinstance(key, int) else key: entries
         for key, entries in local.extra.begin_load(part.state).items()

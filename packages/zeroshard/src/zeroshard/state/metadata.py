@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 class StateMetadata:
     """Names, shapes and dtypes of the state on all ranks, changed only by :meth:`exchange`; and what was consolidated.
 
-    Args:
-        engine: has this rank's state.
-
     Attributes:
         consolidated_to: the rank to which the state was consolidated since the last step, if it was.
         consolidated: the whole state, on that rank.
@@ -53,10 +50,6 @@ class StateMetadata:
         """Whether a parameter, by its tensor index, has state on any rank."""
         return index in self._described
 
-    def lacks(self, index: int) -> bool:
-        """Whether there is state on some rank, but none of this parameter."""
-        return bool(self._described) and index not in self._described
-
     def has_changed(self) -> bool:
         """Whether this rank's state has other entries than at the last exchange, or of another kind."""
         entries = self._entries()
@@ -66,20 +59,12 @@ class StateMetadata:
             is_new = self._mine() != self._told
         except Exception:  # noqa: BLE001 - whatever it is, the exchange raises it on every rank
             return True
-        self._seen = self._seen if is_new else _remember(entries)
+        self._seen = self._seen if is_new else entries
         return is_new
 
     def exchange(self, operation: str) -> None:
-        """Tell all ranks which entries each rank has. Collective.
-
-        Args:
-            operation: what has changed the state, for errors.
-
-        Raises:
-            StateMapError: on a rank, and a ValueError on the others, if some state can be neither sent nor joined.
-            PeerLostError: if a rank is gone.
-        """
-        coordinator, mine = self._engine.coordinator, ""
+        """Tell all ranks which entries each rank has, or raise a ValueError if some cannot be sent. Collective."""
+        coordinator = self._engine.coordinator
         with agreed(coordinator, operation):
             mine = self._mine()
         described: dict[int, Described] = {}
@@ -87,7 +72,7 @@ class StateMetadata:
             for index, entries in of_rank.items():
                 # Owners of parts of one tensor have the same entries.
                 described.setdefault(int(index), entries)
-        self._described, self._told, self._seen = described, mine, _remember(self._entries())
+        self._described, self._told, self._seen = described, mine, self._entries()
 
     def placeholders(self, index: int) -> dict[Key, Any]:
         """Return placeholders for the state of a parameter on other ranks, by its tensor index."""
@@ -126,17 +111,15 @@ class StateMetadata:
         return torch.empty((), dtype=torch.uint8, device="cpu") if is_kept else value
 
     def _entries(self) -> list[Any]:
-        """This rank's state, flattened: its tensors, and the types of other values.
-
-        Neither a tensor's shape nor its dtype is looked at, as that costs too much in a step.
-        """
+        """This rank's state, flattened: references to its tensors, and the types of other values."""
+        # Neither a tensor's shape nor its dtype is looked at, as that costs too much in a step.
         found: list[Any] = []
         local = self._engine.local
         for shard in local.shards.values() if local.extra.kinds else ():
-            found += local.extra.entries(shard).values()
+            found += map(weakref.ref, local.extra.entries(shard).values())
         for entries in local.optim.state.values():
             for value in entries.values() if isinstance(entries, dict) else (entries,):
-                found += (value,) if isinstance(value, torch.Tensor) else _flattened(value)
+                found += (weakref.ref(value),) if isinstance(value, torch.Tensor) else _flattened(value)
         return found
 
 
@@ -146,24 +129,19 @@ def label_of(key: object, spec: TensorSpec) -> str:
 
 
 def _flattened(value: object) -> list[Any]:
-    """Return the tensors in a state entry, the types of its other values, and the keys and sizes of its containers."""
+    """Refer to the tensors in a state entry, and return the types of other values, and keys and sizes of containers."""
     if isinstance(value, Mapping):
         return [list(value), *[part for item in value.values() for part in _flattened(item)]]
     if isinstance(value, (list, tuple)):
         return [len(value), *[part for item in value for part in _flattened(item)]]
-    return [value if isinstance(value, torch.Tensor) else type(value)]
-
-
-def _remember(entries: Sequence[Any]) -> list[Any]:
-    """Refer to tensors weakly: an address may be used again, and a tensor that was replaced must be freed."""
-    return [weakref.ref(entry) if isinstance(entry, torch.Tensor) else entry for entry in entries]
+    # Weakly: a tensor that was replaced must be freed.
+    return [weakref.ref(value) if isinstance(value, torch.Tensor) else type(value)]
 
 
 def _are_same(seen: Sequence[Any], entries: Sequence[Any]) -> bool:
-    """Whether :func:`_remember` has seen these very tensors, and equal other values."""
+    """Whether these are the same tensors (Python keeps one weak reference to each), and equal other values."""
     return len(seen) == len(entries) and all(
-        (type(old) is weakref.ref and old() is new) if isinstance(new, torch.Tensor) else old == new
-        for old, new in zip(seen, entries, strict=True)
+        old is new or (type(new) is not weakref.ref and old == new) for old, new in zip(seen, entries, strict=True)
     )
 
 

@@ -1,14 +1,18 @@
-"""State dicts whose keys are the names of parameters, as fully sharded data parallel saves them."""
+"""State by the names of parameters, as FSDP saves it and other programs read it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
+import torch
 from zeroshard_core import to_indices, to_names
 
-from zeroshard.plan.groups import ParamGroup
+from zeroshard.plan.groups import ParamGroup, pack_groups
 from zeroshard.state.listing import PartialState
+
+if TYPE_CHECKING:
+    from zeroshard.optimizer import ZeroRedundancyOptimizer
 
 Keys = Literal["indices", "names"]
 
@@ -20,12 +24,7 @@ def check_keys(keys: Keys) -> Keys:
     return keys
 
 
-def names_of(groups: Sequence[ParamGroup]) -> list[str]:
-    """Return the names of all parameters, in their order.
-
-    Raises:
-        ValueError: if a group has none.
-    """
+def _names_of(groups: Sequence[ParamGroup]) -> list[str]:
     for number, group in enumerate(groups):
         if "param_names" not in group:
             raise ValueError(
@@ -36,27 +35,14 @@ def names_of(groups: Sequence[ParamGroup]) -> list[str]:
 
 
 def key_by_name(state_dict: Mapping[str, Any], groups: Sequence[ParamGroup]) -> dict[str, Any]:
-    """Key a state dict by names instead of indices; it is of class :class:`PartialState` if the given one is.
-
-    Raises:
-        ValueError: as :func:`names_of`.
-        StateMapError: if two parameters have one name, or some state belongs to no parameter.
-    """
-    named = to_names(state_dict, names_of(groups))
+    """Key a state dict by names instead of indices; it is of class :class:`PartialState` if the given one is."""
+    named = to_names(state_dict, _names_of(groups))
     return PartialState(named, state=PartialState(named["state"])) if isinstance(state_dict, PartialState) else named
 
 
 def key_by_index(state_dict: Mapping[str, Any], groups: Sequence[ParamGroup]) -> dict[str, Any]:
-    """Key a state dict by indices instead of names; parameters and groups may be in another order.
-
-    Args:
-        state_dict: with the names that ``groups`` has.
-        groups: the param groups of the optimizer.
-
-    Raises:
-        ValueError: if it has other names, or one twice, or no group of the same parameters as one of ``groups``.
-    """
-    names = names_of(groups)
+    """Key a state dict by indices instead of names; parameters and groups may be in another order."""
+    names = _names_of(groups)
     given = [name for group in state_dict["param_groups"] for name in group["params"]]
     if set(given) != set(names):
         extra, missing = sorted({*given} - {*names}, key=str), sorted({*names} - {*given})
@@ -66,15 +52,45 @@ def key_by_index(state_dict: Mapping[str, Any], groups: Sequence[ParamGroup]) ->
         )
     indexed = to_indices(state_dict, names)
     saved = {frozenset(group["params"]): group for group in indexed["param_groups"]}
-    ordered, first = [], 0
-    for number, group in enumerate(groups):
-        params = list(range(first, first + len(group["params"])))
-        first += len(params)
-        found = saved.get(frozenset(params))
+    ordered = []
+    for number, group in enumerate(pack_groups(groups)):
+        found = saved.get(frozenset(group["params"]))
         if found is None:
             raise ValueError(
                 f"loaded state dict: no group has exactly the parameters of group {number}, which are "
                 f"{list(group['param_names'])}"
             )
-        ordered.append({**found, "params": params})
+        ordered.append({**found, "params": group["params"]})
     return {**indexed, "param_groups": ordered}
+
+
+def full_optimizer_state_dict(
+    model: torch.nn.Module, optimizer: ZeroRedundancyOptimizer, *, to: int = 0
+) -> dict[str, Any]:
+    """Return what ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`` returns without sharding.
+
+    Collective. State that does not exist yet is made, as torch's function does; see
+    :meth:`ZeroRedundancyOptimizer.init_state`. The state stays consolidated until the next step, as after
+    :meth:`ZeroRedundancyOptimizer.consolidate_state_dict`.
+
+    Args:
+        model: has the optimizer's parameters; names of DistributedDataParallel and torch.compile are left out.
+        optimizer: whose state to bring together.
+        to: the group rank that receives it.
+
+    Returns:
+        On rank ``to``, ``{"state": {name: entries}, "param_groups": [...]}`` with tensors on the CPU, which
+        ``set_optimizer_state_dict`` with ``full_state_dict=True`` loads; an empty dict on other ranks.
+
+    Raises:
+        Exception: as ``consolidate_state_dict()``, on every rank; or as torch's function, for a model that does not
+            have the optimizer's parameters.
+    """
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    optimizer.init_state()
+    optimizer.consolidate_state_dict(to=to)
+    found: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
+    # What was never stepped, or is frozen, is not listed without sharding.
+    found["state"] = {name: entries for name, entries in found["state"].items() if entries}
+    return found if optimizer.rank == to else {}

@@ -1,16 +1,15 @@
-"""Tensors with a shape and without values, which a state dict holds in place of values that other ranks own."""
+"""Tensors that have a shape and no values on this rank: entries of a state dict, and the base class of gradients."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 from zeroshard_core import Shard
 
-from zeroshard._torch_private import ATEN_PIN_MEMORY, ATEN_TO_COPY, make_wrapper_subclass
-from zeroshard.state.without_values import TensorWithoutValues
+from zeroshard._torch_private import ATEN_PIN_MEMORY, ATEN_TO_COPY, make_wrapper_subclass, without_torch_function
 
 if TYPE_CHECKING:
     # Importing it takes most of a second.
@@ -18,6 +17,49 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import WriteItem
 
 _aten = torch.ops.aten
+
+
+class TensorWithoutValues(torch.Tensor):
+    """Base class of placeholders for values on other ranks; made by ``make_wrapper_subclass``.
+
+    A subclass says in ``allowed`` which operators it knows, and in :meth:`refusal` what to do instead of all others.
+    """
+
+    allowed: ClassVar[Mapping[Any, Callable[..., Any]]] = {}
+    __torch_function__ = without_torch_function  # type: ignore[assignment] # torch's own subclasses say the same
+
+    def refusal(self, operation: str) -> RuntimeError:
+        """Return the error for an operation, by its name."""
+        return RuntimeError(f"{operation} cannot be done with a tensor whose values lie on other ranks")
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override] # torch's stub leaves out that it is a classmethod
+        cls,
+        func: Any,  # noqa: ANN401 - an operator of torch
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - what the operator returns
+        """Run the allowed operators; refuse all others."""
+        known = cls.allowed.get(func)
+        if known is not None:
+            return known(*args, **(kwargs or {}))
+        flat = [
+            item
+            for arg in (*args, *(kwargs or {}).values())
+            for item in (arg if isinstance(arg, (list, tuple)) else [arg])
+        ]
+        raise next(item for item in flat if isinstance(item, cls)).refusal(str(func))
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:  # noqa: ANN401 - as in object
+        """Refuse to be pickled."""
+        raise self.refusal("pickling")
+
+    def _read_memory(self, *_: object, **__: object) -> NoReturn:
+        """Refuse to give its memory away."""
+        raise self.refusal("reading its memory")
+
+    numpy = tolist = untyped_storage = share_memory_ = __dlpack__ = __dlpack_device__ = _read_memory
 
 
 class StatePlaceholder(TensorWithoutValues):
@@ -55,18 +97,9 @@ class StatePlaceholder(TensorWithoutValues):
         shard: Shard | None = None,
     ) -> StatePlaceholder:
         """Make a tensor without memory."""
-        return make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)
-
-    def __init__(
-        self,
-        shape: Sequence[int],  # noqa: ARG002 - as __new__
-        dtype: torch.dtype,  # noqa: ARG002 - as __new__
-        device: torch.device,  # noqa: ARG002 - as __new__
-        title: str,
-        part: torch.Tensor | None = None,
-        shard: Shard | None = None,
-    ) -> None:
-        self._title, self.part, self.shard = title, part, shard
+        made = make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)
+        made._title, made.part, made.shard = title, part, shard
+        return made
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override] # noqa: ANN401 - torch's
         """Describe it, without values."""
@@ -75,12 +108,21 @@ class StatePlaceholder(TensorWithoutValues):
 
     def __copy__(self) -> StatePlaceholder:
         """Return another placeholder for the same part."""
-        return StatePlaceholder(self.shape, self.dtype, self.device, self._title, self.part, self.shard)
+        return self._like(self.part)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StatePlaceholder:
         """Return another placeholder, with a copy of the part that this one holds."""
-        part = None if self.part is None else self.part.detach().clone()
-        return StatePlaceholder(self.shape, self.dtype, self.device, self._title, part, self.shard)
+        return self._like(None if self.part is None else self.part.detach().clone())
+
+    def _like(
+        self,
+        part: torch.Tensor | None,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        **_: object,
+    ) -> StatePlaceholder:
+        """Return another placeholder for the same rows, with the options of an operator that makes tensors."""
+        return StatePlaceholder(self.shape, dtype or self.dtype, device or self.device, self._title, part, self.shard)
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         """Return the box of the part, in rows of the whole entry; none without a part."""
@@ -145,9 +187,7 @@ def _copied(operator: Callable[..., torch.Tensor]) -> Callable[..., StatePlaceho
     """Return a function that copies or moves a placeholder with its part."""
 
     def copied(held: StatePlaceholder, **options: Any) -> StatePlaceholder:  # noqa: ANN401 - of the operator
-        part = None if held.part is None else operator(held.part, **options)
-        device, dtype = options.get("device") or held.device, options.get("dtype") or held.dtype
-        return StatePlaceholder(held.shape, dtype, device, held._title, part, held.shard)
+        return held._like(None if held.part is None else operator(held.part, **options), **options)
 
     return copied
 
@@ -156,8 +196,9 @@ def _new_empty(held: StatePlaceholder, size: Sequence[int], **options: Any) -> t
     """Return a placeholder without a part, to which torch's stager then copies the attributes."""
     if tuple(size) != held.shape:
         raise held.refusal("new_empty() of another shape")
-    device, dtype = options.get("device") or held.device, options.get("dtype") or held.dtype
-    return StatePlaceholder(held.shape, dtype, device, held._title)
+    made = held._like(None, **options)
+    made.shard = None
+    return made
 
 
 def _copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:

@@ -18,24 +18,12 @@ Key = str | int
 Described = list[tuple[Key, Any]]
 """Entries by their keys, as pairs, since JSON would turn integers into text."""
 
-_PLAIN = (bool, int, float, str, type(None))
+PLAIN = (bool, int, float, str, type(None))
 
 
 def write_value(value: object, tensors: list[torch.Tensor], where: str) -> Any:  # noqa: ANN401 - JSON
-    """Describe a state entry as JSON; tensors in it are appended to ``tensors`` and described.
-
-    Args:
-        value: tensors, numbers, strings, None, and lists, tuples and dicts of these, with text or integers as keys.
-        tensors: receives the tensors, in the order of the description.
-        where: names the entry in errors.
-
-    Returns:
-        What :func:`read_value` reads.
-
-    Raises:
-        StateMapError: for anything else.
-    """
-    if isinstance(value, _PLAIN):
+    """Describe a state entry as JSON for :func:`read_value`; tensors in it are described, and appended to a list."""
+    if isinstance(value, PLAIN):
         return value
     if isinstance(value, torch.Tensor):
         if value.layout is torch.sparse_coo:
@@ -70,16 +58,8 @@ def dtype_name(tensor: torch.Tensor) -> str:
 
 
 def read_value(written: Any, make: MakeTensor) -> Any:  # noqa: ANN401 - JSON in, a state entry out
-    """Rebuild a state entry from its description.
-
-    Args:
-        written: what :func:`write_value` returned.
-        make: called for each tensor, in order; returns the one that the entry is to hold.
-
-    Raises:
-        StateMapError: if the description is damaged.
-    """
-    if isinstance(written, _PLAIN):
+    """Rebuild a state entry from its description; ``make`` returns each tensor that it is to hold, in order."""
+    if isinstance(written, PLAIN):
         return written
     match written:
         case {"tensor": [name, shape, stride, device]}:
@@ -105,20 +85,7 @@ def read_value(written: Any, make: MakeTensor) -> Any:  # noqa: ANN401 - JSON in
 def describe_entries(
     shard: LocalShard, entries: Mapping[Any, Any], name: str, tensors: list[torch.Tensor], *, drops_objects: bool
 ) -> Described:
-    """Describe the state of a shard as JSON, :func:`write_value` of each entry.
-
-    An entry with one value per element of a part of a tensor is ``{"part": dtype}``.
-
-    Args:
-        shard: what the state belongs to.
-        entries: its state.
-        name: of the parameter, for errors.
-        tensors: receives the tensors, in the order of the description.
-        drops_objects: omit entries that hold objects that cannot be sent, instead of raising.
-
-    Raises:
-        StateMapError: if an entry can be neither sent nor joined to those of other parts.
-    """
+    """Describe a shard's state: ``{"part": dtype}`` where a cut tensor has a value per element, else the value."""
     described: Described = []
     if not isinstance(entries, Mapping):
         raise StateMapError(f"the state of {name!r} is a {type(entries).__name__}, not a dict")

@@ -23,44 +23,40 @@ class StateView(MutableMapping[Any, Any]):
     Extra entries (master weights, averages) are merged into what is read; writes go to the optimizer class's own dict.
     As with an optimizer's own ``state``, looking up what is not there puts an empty dict there, where this rank owns
     the parameter. A copy of the view is a dict of its own.
-
-    Args:
-        engine: has this rank's state, under a cut parameter's local tensor.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._shards: dict[int, LocalShard] = {}
-        self._owned: dict[Any, LocalShard] = {}
-        self._others: dict[Any, int] = {}
+        self._places: dict[torch.Tensor, LocalShard | int] = {}
 
     def __getitem__(self, key: Any) -> Any:  # noqa: ANN401 - state holds anything
-        index = self._other(key)
-        if index is not None:
-            return self._entries(index)
-        extra = self._extra(key)
-        own = self._state[self._local_key(key)]
+        others = self._others(key)
+        if others is not None:
+            return others
+        own, extra = self._state[self._local_key(key)], self._extra(key)
         return ChainMap(own, extra) if extra else own
 
     def __setitem__(self, key: Any, value: Any) -> None:  # noqa: ANN401 - state holds anything
-        index = self._other(key)
-        if index is None:
+        others = self._others(key)
+        if others is None:
             names = self._local.extra.names
             if names and isinstance(value, Mapping):
                 value = {name: entry for name, entry in value.items() if name not in names}
             self._state[self._local_key(key)] = value
             return
         if not isinstance(value, Mapping):
-            raise self._entries(index).refusal()
+            raise others.refusal()
         for each, written in value.items():
-            self._entries(index)[each] = written
+            others[each] = written
 
     def __delitem__(self, key: Any) -> None:  # noqa: ANN401 - state holds anything
-        if (index := self._other(key)) is not None:
-            raise self._entries(index).refusal()
-        if self._extra(key):
-            self._local.extra.drop_entries(self._owned[key])
-            self._state.pop(self._local_key(key), None)
+        others, place = self._others(key), self._place(key)
+        if others is not None:
+            raise others.refusal()
+        if isinstance(place, LocalShard) and self._extra(key):
+            self._local.extra.drop_entries(place)
+            self._state.pop(place.tensor, None)
         else:
             del self._state[self._local_key(key)]
 
@@ -78,9 +74,9 @@ class StateView(MutableMapping[Any, Any]):
         return self._engine.metadata.keeps_none or len(self) > 0
 
     def __contains__(self, key: object) -> bool:
-        index = self._other(key)
-        if index is not None:
-            return index in self._engine.metadata
+        place = self._place(key)
+        if isinstance(place, int):
+            return place in self._engine.metadata
         return self._local_key(key) in self._state or bool(self._extra(key))
 
     def __repr__(self) -> str:
@@ -96,16 +92,16 @@ class StateView(MutableMapping[Any, Any]):
         return self[key]
 
     def clear(self) -> None:
-        """Drop the state of what this rank owns; that of other ranks is theirs to drop."""
+        """Drop the state of what this rank owns; other ranks drop their own."""
         self._state.clear()
         for shard in self._local.shards.values():
             self._local.extra.drop_entries(shard)
 
     def pop(self, key: Any, *default: Any) -> Any:  # noqa: ANN401 - state holds anything
         """Remove and return the entries of ``key``, or return ``default``; a KeyError if neither is there."""
-        if key not in self and default:
-            return default[0]
-        value = self[key] if key in self else self._state.pop(self._local_key(key))
+        if key not in self:
+            return self._state.pop(self._local_key(key), *default)
+        value = self[key]
         del self[key]
         return value
 
@@ -118,7 +114,9 @@ class StateView(MutableMapping[Any, Any]):
     def replace(self, value: Mapping[Any, Any]) -> None:
         """Take over another state of what this rank owns; entries of other ranks are left out."""
         replaced: defaultdict[Any, Any] = defaultdict(dict)
-        replaced.update({self._local_key(key): entries for key, entries in value.items() if self._other(key) is None})
+        for key, entries in value.items():
+            if not isinstance(self._place(key), int):
+                replaced[self._local_key(key)] = entries
         self._local.optim.state = replaced
 
     @property
@@ -129,32 +127,27 @@ class StateView(MutableMapping[Any, Any]):
     def _state(self) -> Any:  # noqa: ANN401 - a defaultdict, keyed by tensors for torch and by anything for optimizers
         return self._local.optim.state
 
-    def _extra(self, key: object) -> dict[str, torch.Tensor]:
-        """The entries that are not of the class, of a parameter that this rank owns something of."""
-        self._look_up()
-        shard = self._owned.get(key) if isinstance(key, torch.Tensor) else None
-        return self._local.extra.entries(shard) if shard is not None else {}
-
-    def _entries(self, index: int) -> _OthersEntries:
-        return _OthersEntries(self._engine.metadata.placeholders(index))
-
-    def _other(self, key: object) -> int | None:
-        """The tensor index of a parameter that this rank owns nothing of."""
-        self._look_up()
-        return self._others.get(key) if isinstance(key, torch.Tensor) else None
+    def _place(self, key: object) -> LocalShard | int | None:
+        """This rank's shard of a parameter, or the index of one that belongs to other ranks; None for other keys."""
+        if self._shards is not self._local.shards:
+            # Shards come and go only in another dict of them.
+            self._shards = shards = self._local.shards
+            self._places = {param: shards.get(index, index) for index, param in enumerate(self._engine.params)}
+        return self._places.get(key) if isinstance(key, torch.Tensor) else None
 
     def _local_key(self, key: Any) -> Any:  # noqa: ANN401 - state has keys of any kind
-        self._look_up()
-        shard = self._owned.get(key) if isinstance(key, torch.Tensor) else None
-        return key if shard is None else shard.tensor
+        place = self._place(key)
+        return place.tensor if isinstance(place, LocalShard) else key
 
-    def _look_up(self) -> None:
-        """Follow the plan. The dict of shards is replaced, and never changed."""
-        if self._shards is not self._local.shards:
-            self._shards = self._local.shards
-            self._owned = {shard.param: shard for shard in self._shards.values()}
-            params = enumerate(self._engine.params)
-            self._others = {param: index for index, param in params if index not in self._shards}
+    def _extra(self, key: object) -> dict[str, torch.Tensor]:
+        """The entries that are not of the class."""
+        place = self._place(key)
+        return self._local.extra.entries(place) if isinstance(place, LocalShard) else {}
+
+    def _others(self, key: object) -> _OthersEntries | None:
+        """The entries of a parameter that belongs to other ranks."""
+        place = self._place(key)
+        return _OthersEntries(self._engine.metadata.placeholders(place)) if isinstance(place, int) else None
 
 
 class _OthersEntries(PartialState):
