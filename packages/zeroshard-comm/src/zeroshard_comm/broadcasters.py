@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch.distributed as dist
 
-from zeroshard_comm.interfaces import Broadcast, ParameterBroadcaster, Segment
-from zeroshard_comm.messages import PACK_BELOW, Message, pack_pieces, receive, send, wait_for_collective
+from zeroshard_comm.interfaces import ParameterBroadcaster, Segment
+from zeroshard_comm.messages import PACK_BELOW, Message, PackedMessage, pack_pieces, receive, send, wait_for_collective
 from zeroshard_comm.process_group import RankGroup
 from zeroshard_comm.traffic import Traffic
 
@@ -19,9 +19,7 @@ _OPERATION = "a step"
 
 
 class _Packed(ParameterBroadcaster):
-    """Packs small segments into ``messages``, which carry values if it ``unpacks`` them."""
-
-    unpacks = True
+    """Packs small segments into ``messages``."""
 
     def __init__(
         self,
@@ -35,29 +33,17 @@ class _Packed(ParameterBroadcaster):
         # A single rank has nothing to send.
         pieces = [(segment.owner, segment.buffer) for segment in self.segments] if ranks.world_size > 1 else []
         self.messages = pack_pieces(pieces, pack_below)
-
-
-class _Arriving(Broadcast):
-    """Waits for messages in their order, and unpacks each while the rest arrives."""
-
-    def __init__(self, broadcaster: _Packed) -> None:
-        self._broadcaster, self._rank = broadcaster, broadcaster.ranks.rank
-        self._arrived = False
+        self._arriving: list[tuple[PackedMessage, Callable[[], None]]] = []
 
     def arrive(self) -> None:
-        if self._arrived:
-            return
+        """Wait for messages in their order, and unpack each while the rest arrives."""
         started = time.perf_counter()
-        for place, message in enumerate(self._broadcaster.messages):
-            self._wait_for(place)
-            if message.owner != self._rank and self._broadcaster.unpacks:
+        arriving, self._arriving = self._arriving, []
+        for message, wait in arriving:
+            wait()
+            if message.owner != self.ranks.rank:
                 message.unpack()
-        self._arrived = True
-        self._broadcaster.traffic.add("share", waited=time.perf_counter() - started)
-
-    @abstractmethod
-    def _wait_for(self, place: int) -> None:
-        """Wait until a message of another rank has arrived."""
+        self.traffic.add("share", waited=time.perf_counter() - started)
 
 
 class MessageBroadcaster(_Packed):
@@ -83,75 +69,50 @@ class MessageBroadcaster(_Packed):
     ) -> None:
         super().__init__(ranks, segments, traffic, pack_below=pack_below)
         self.tag = tag
-
-    def begin(self) -> Broadcast:
-        """Post the receives of all segments that peers own."""
-        return _Sent(self)
-
-
-class _Sent(_Arriving):
-    def __init__(self, broadcaster: MessageBroadcaster) -> None:
-        super().__init__(broadcaster)
-        self._receives = {
-            place: receive(broadcaster.ranks, message.owner, message.data, broadcaster.tag, _OPERATION)
-            for place, message in enumerate(broadcaster.messages)
-            if message.owner != self._rank
-        }
-        self._broadcaster: MessageBroadcaster = broadcaster
         self._sends: list[Message] = []
-        broadcaster.traffic.add("share", received=broadcaster.received, calls=len(self._receives))
+
+    def begin(self) -> None:
+        """Post the receives of all segments that peers own."""
+        self._arriving = [
+            (message, partial(receive(self.ranks, message.owner, message.data, self.tag, _OPERATION).wait, _OPERATION))
+            for message in self.messages
+            if message.owner != self.ranks.rank
+        ]
+        self.traffic.add("share", received=self.received, calls=len(self._arriving))
 
     def send(self) -> None:
-        broadcaster = self._broadcaster
-        for message in broadcaster.messages:
-            if message.owner == self._rank:
+        """Send every peer this rank's messages."""
+        self._sends = []
+        for message in self.messages:
+            if message.owner == self.ranks.rank:
                 message.pack()
-                self._sends += [
-                    send(broadcaster.ranks, peer, message.data, broadcaster.tag, _OPERATION)
-                    for peer in broadcaster.ranks.peers
-                ]
-        broadcaster.traffic.add("share", sent=broadcaster.sent, calls=len(self._sends))
+                self._sends += [send(self.ranks, peer, message.data, self.tag, _OPERATION) for peer in self.ranks.peers]
+        self.traffic.add("share", sent=self.sent, calls=len(self._sends))
 
     def wait(self) -> None:
+        """Wait for the sends, too."""
         self.arrive()
         started = time.perf_counter()
         while self._sends:
             # Even if a later one fails: these messages are not waited for again.
             self._sends.pop(0).wait(_OPERATION)
-        self._broadcaster.traffic.add("share", waited=time.perf_counter() - started)
-
-    def _wait_for(self, place: int) -> None:
-        arriving = self._receives.pop(place, None)
-        if arriving is not None:
-            arriving.wait(_OPERATION)
+        self.traffic.add("share", waited=time.perf_counter() - started)
 
 
 class CollectiveBroadcaster(_Packed):
     """One broadcast for each message, all in flight at once, issued in one order by the thread that calls."""
 
-    def begin(self) -> Broadcast:
+    def begin(self) -> None:
         """Issue nothing yet: collectives are issued in one order, when there are values to send."""
-        self.unpacks = self.ranks.moves_data()
-        return _Issued(self)
-
-
-class _Issued(_Arriving):
-    def __init__(self, broadcaster: CollectiveBroadcaster) -> None:
-        super().__init__(broadcaster)
-        self._works: list[dist.Work | None] = []
 
     def send(self) -> None:
-        broadcaster, group = self._broadcaster, self._broadcaster.ranks.group
-        for message in broadcaster.messages:
-            if message.owner == self._rank:
+        """Issue the broadcasts of all ranks' messages."""
+        self._arriving, moves_data = [], self.ranks.moves_data()
+        for message in self.messages:
+            if message.owner == self.ranks.rank:
                 message.pack()
             # As bytes: backends refuse some dtypes that they would move without looking at them.
-            work = dist.broadcast(message.data, group=group, group_src=message.owner, async_op=True)
-            self._works.append(work)
-        broadcaster.traffic.add("share", sent=broadcaster.sent, received=broadcaster.received, calls=len(self._works))
-
-    def wait(self) -> None:
-        self.arrive()
-
-    def _wait_for(self, place: int) -> None:
-        wait_for_collective(self._works[place], self._broadcaster.ranks, "share")
+            work = dist.broadcast(message.data, group=self.ranks.group, group_src=message.owner, async_op=True)
+            if moves_data:
+                self._arriving.append((message, partial(wait_for_collective, work, self.ranks, "share")))
+        self.traffic.add("share", sent=self.sent, received=self.received, calls=len(self.messages))
