@@ -20,9 +20,10 @@ from zeroshard_comm import (
     PeerLostError,
     Position,
     RankGroup,
+    Traffic,
     agreement,
     receive,
-    word_ring,
+    ring,
 )
 from zeroshard_testing import Faults
 
@@ -43,7 +44,7 @@ def explain(here: str, there: str, rank: int, other: int) -> str:
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How ranks agree from the second time on."""
     way: str = request.param
-    monkeypatch.setattr(word_ring, "MOST_RANKS", 16 if way == "ring" else 1)
+    monkeypatch.setattr(ring, "MOST_RANKS", 16 if way == "ring" else 1)
     return way
 
 
@@ -156,8 +157,8 @@ CALLS: dict[str, Callable[[Coordinator, int], object]] = {
 }
 
 
-@pytest.mark.exhaustive_at(4)
-@pytest.mark.ranks(2, 3, 4, 5, backend="gloo")
+@pytest.mark.exhaustive_at(4, 17)
+@pytest.mark.ranks(2, 3, 4, 5, 17, backend="gloo")
 @pytest.mark.parametrize("call", CALLS)
 def test_all_ranks_learn_of_a_killed_one_in_the_same_agreement(rank: int, faults: Faults, call: str, way: str) -> None:
     # They live on: nobody's end tells the others.
@@ -179,7 +180,7 @@ def test_all_ranks_learn_of_a_killed_one_in_the_same_agreement(rank: int, faults
 def test_nobody_waits_for_a_rank_that_is_killed_between_two_rounds(
     rank: int, faults: Faults, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(word_ring, "MOST_RANKS", 1)
+    monkeypatch.setattr(ring, "MOST_RANKS", 1)
     # Its word is out, so ranks may rightly have agreed with it.
     coordinator = Coordinator(RankGroup.of())
     coordinator.agree("warming up")
@@ -190,18 +191,51 @@ def test_nobody_waits_for_a_rank_that_is_killed_between_two_rounds(
 
 @pytest.mark.exhaustive_at(4)
 @pytest.mark.ranks(4, 5, backend="gloo")
-def test_a_ring_misses_a_rank_that_is_killed_while_numbers_travel_in_rounds(
+def test_nobody_waits_for_a_rank_that_is_killed_while_a_ring_is_repeated(
     rank: int, faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agreement, "_MOST_NUMBERS", 1)
     coordinator = Coordinator(RankGroup.of())
     coordinator.agree("warming up")
-    assert coordinator.ranks.context.ring is not None
+    fail_ring(monkeypatch)
     faults.kill(rank=1, at="send#2")
     with contextlib.suppress(PeerLostError):
-        coordinator.gather_ints([rank], "step()")
+        coordinator.agree("step()")
     with pytest.raises(PeerLostError):
         coordinator.agree("afterwards")
+
+
+def fail_ring(monkeypatch: pytest.MonkeyPatch, *, after: bool = False) -> None:
+    """Let this rank's next use of a ring fail, before it has begun or after all ranks have combined their numbers."""
+    combine = ring.Ring.combine
+
+    def fail(this: ring.Ring, numbers: torch.Tensor, traffic: Traffic) -> None:
+        monkeypatch.setattr(ring.Ring, "combine", combine)
+        if after:
+            combine(this, numbers.clone(), traffic)
+
+    monkeypatch.setattr(ring.Ring, "combine", fail)
+
+
+@pytest.mark.exhaustive_at(2, 5)
+@pytest.mark.ranks(2, 4, 5, backend="gloo")
+def test_a_ring_that_fails_on_some_ranks_is_no_error_and_is_made_again(
+    rank: int, world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coordinator = Coordinator(RankGroup.of())
+    coordinator.agree("warming up")
+    everyones = [[each] * 2000 for each in range(world_size)]
+    for number, failing in enumerate(({0}, {1}, set(range(world_size - 1)), {world_size - 1}, set(range(world_size)))):
+        for after in (False, True):
+            if rank in failing:
+                fail_ring(monkeypatch, after=after)
+            # The others have this result when they come to the next call.
+            assert coordinator.agree(f"call {number}", number, flag=rank == 1)
+            assert coordinator.gather_ints([rank] * 2000, "numbers") == everyones
+            with pytest.raises(ValueError, match=r"^rank 1: no$"):
+                coordinator.agree("load()", error=ValueError("no") if rank == 1 else None)
+            before = coordinator.traffic.of("control").calls
+            coordinator.agree("in a ring again")
+            assert coordinator.traffic.of("control").calls == before + 1
 
 
 @pytest.mark.ranks(3, backend="gloo")
@@ -252,15 +286,17 @@ def test_on_a_fake_group_a_rank_hears_itself_alone() -> None:
 
 
 @pytest.mark.ranks(3, backend="gloo", checks="no:messages")
-def test_nobody_is_blamed_where_it_is_not_known_who_was_lost(rank: int, way: str) -> None:
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("lost", [None, 2])
+def test_a_rank_that_has_lost_another_one_tells_so_in_the_next_agreement(rank: int, lost: int | None) -> None:
     coordinator = Coordinator(RankGroup.of())
     coordinator.agree("warming up")
-    error = PeerLostError("some collective could not be finished") if rank == 1 else None
-    # The store of the ring knows who has closed its connections because it has lost another one.
-    others = "lost another rank during" if way == "ring" else "lost rank 1"
-    told = "some collective" if rank == 1 else others
-    with pytest.raises(PeerLostError, match=told):
-        coordinator.agree("the end of step()", error=error)
+    error = PeerLostError("some collective could not be finished")
+    error.peer = lost
+    others = "another rank has lost one, whose" if lost is None else "another rank has lost rank 2, whose"
+    with pytest.raises(PeerLostError, match="some collective" if rank == 1 else others) as raised:
+        coordinator.agree("the end of step()", error=error if rank == 1 else None)
+    assert raised.value.peer == lost
 
 
 @pytest.mark.ranks(3, backend="gloo", checks="no:messages")
@@ -309,14 +345,14 @@ def test_the_store_of_the_process_group_keeps_its_timeout() -> None:
 
 
 @pytest.mark.ranks(2, backend="gloo", checks="no:messages")
-def test_a_rank_that_never_joins_the_ring_is_not_waited_for_until_the_timeout(
+def test_a_rank_that_never_connects_is_not_waited_for_until_the_timeout(
     rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(word_ring, "_MEETING", timedelta(seconds=2))
+    monkeypatch.setattr(ring, "_TO_CONNECT", timedelta(seconds=2))
     group = dist.new_group(timeout=timedelta(minutes=10))
     store = dist.PrefixStore("test", group.get_group_store())
     if rank:
-        monkeypatch.setattr(agreement, "WordRing", lambda _: store.wait(["raised"], timedelta(seconds=60)))
+        monkeypatch.setattr(agreement, "Connections", lambda _: store.wait(["raised"], timedelta(seconds=60)))
         Coordinator(RankGroup.of(group)).agree("a call")
     else:
         with pytest.raises(PeerLostError, match="connect"):
@@ -324,19 +360,25 @@ def test_a_rank_that_never_joins_the_ring_is_not_waited_for_until_the_timeout(
         store.set("raised", "")
 
 
-@pytest.mark.ranks(2, backend="gloo")
-def test_ranks_wait_for_a_late_one_longer_than_for_the_ring(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(word_ring, "_MEETING", timedelta(seconds=1))
+@pytest.mark.exhaustive_at(2, 5)
+@pytest.mark.ranks(2, 4, 5, backend="gloo")
+def test_ranks_wait_for_a_late_one_longer_than_the_ring_does(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring, "_TO_CONNECT", timedelta(seconds=4))
+    monkeypatch.setattr(ring, "_PATIENCE", timedelta(seconds=0.5))
     coordinator = Coordinator(RankGroup.of(dist.new_group(timeout=timedelta(seconds=60))))
     coordinator.agree("a call")
-    time.sleep(2 * rank)
-    coordinator.agree("another call")
+    for _ in range(2):
+        time.sleep(5 * (rank == 1))
+        coordinator.agree("another call")
+        # The ring is made again after this one.
+        coordinator.agree("a third call")
+        before = coordinator.traffic.of("control").calls
+        coordinator.agree("a fourth call")
+        assert coordinator.traffic.of("control").calls == before + 1
 
 
 @pytest.mark.ranks(3, backend="gloo", checks="no:messages")
-def test_the_late_rank_alone_is_blamed_though_others_tell_later_than_this_one_looks(
-    rank: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_late_rank_alone_is_blamed(rank: int) -> None:
     group = dist.new_group(timeout=timedelta(seconds=2))
     coordinator = Coordinator(RankGroup.of(group))
     coordinator.agree("a call")
@@ -344,95 +386,41 @@ def test_the_late_rank_alone_is_blamed_though_others_tell_later_than_this_one_lo
     if rank == 1:
         store.wait(["0", "2"], timedelta(seconds=60))
         return
-    if rank == 2:
-        close = word_ring.WordRing.close
-
-        def close_later(ring: word_ring.WordRing, **how: bool) -> None:
-            time.sleep(0.4)
-            close(ring, **how)
-
-        monkeypatch.setattr(word_ring.WordRing, "close", close_later)
     with pytest.raises(PeerLostError, match=f"rank {rank} lost rank 1 during") as raised:
         coordinator.agree("step()")
     assert raised.value.peer == 1
     store.set(str(rank), "")
 
 
-@pytest.mark.ranks(2, backend="gloo", checks="no:messages")
-def test_asking_after_a_rank_that_is_late_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    Coordinator(RankGroup.of()).agree("a call")
-    asked: list[weakref.ref[dist.Work]] = []
-    receive = word_ring.WordRing._receive
-
-    def noted(ring: word_ring.WordRing, peer: int) -> dist.Work:
-        work = receive(ring, peer)
-        asked.append(weakref.ref(work))
-        return work
-
-    monkeypatch.setattr(word_ring.WordRing, "_receive", noted)
-    ring = RankGroup.of().context.ring
-    assert isinstance(ring, word_ring.WordRing)
-    assert [ring._closed() for _ in range(3)] == [[], [], []]
-    assert [work() for work in asked] == [None] * 3
-    dist.barrier()
-
-
-class EndedStore:
-    """A store whose host has ended; counts who asks it."""
-
-    asked = 0
-
-    def check(self, keys: list[str]) -> bool:
-        self.asked += 1
-        raise dist.DistNetworkError(f"nobody answers for {keys}")
-
-    def set(self, key: str, value: str) -> None:
-        self.check([key])
-
-
-@pytest.mark.ranks(2, backend="gloo")
-def test_a_rank_that_takes_the_store_with_it_is_named_and_the_store_asked_once(rank: int, faults: Faults) -> None:
+@pytest.mark.ranks(4, backend="gloo", checks="no:messages")
+@pytest.mark.parametrize("late", [0, 2])
+def test_nobody_waits_for_a_late_rank_once_another_one_is_lost(
+    rank: int, late: int, faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ring, "_PATIENCE", timedelta(seconds=0.5))
     coordinator = Coordinator(RankGroup.of())
-    coordinator.agree("a call")
-    ring, store = coordinator.ranks.context.ring, EndedStore()
-    assert isinstance(ring, word_ring.WordRing)
-    ring._store = store
+    coordinator.agree("warming up")
+    coordinator.agree("connected")
+    store = dist.PrefixStore("test", dist.group.WORLD.get_group_store())  # type: ignore[union-attr]
     faults.kill(rank=1, at="send")
-    if rank:
+    if rank == 1:
         dist.isend(torch.zeros(1), 0)
-    with pytest.raises(PeerLostError, match="lost rank 1 during"):
+    if rank == late:
+        store.wait([str(other) for other in (0, 2, 3) if other != late], timedelta(seconds=60))
+    with pytest.raises(PeerLostError):
         coordinator.agree("step()")
-    assert store.asked == 1
+    store.set(str(rank), "")
 
 
-class Unending:
-    """An all-reduce of which gloo never says that it has failed."""
-
-    waits = 0
-
-    def wait(self, timeout: timedelta) -> None:
-        self.waits += 1
-        if self.waits > 2:
-            pytest.fail("it is still waited for")
-        raise RuntimeError(f"not within {timeout}")
-
-    def is_completed(self) -> bool:
-        return False
-
-
-@pytest.mark.ranks(3, backend="gloo")
-@pytest.mark.parametrize("store_ends", [True, False])
-def test_ranks_that_have_closed_are_not_waited_for_whatever_the_store_says(rank: int, *, store_ends: bool) -> None:
-    coordinator = Coordinator(RankGroup.of())
-    coordinator.agree("a call")
-    # Now all have connected, and nobody is in the middle of it when others close.
-    coordinator.agree("another call")
-    ring = coordinator.ranks.context.ring
-    assert isinstance(ring, word_ring.WordRing)
-    if rank:
-        ring.close()
-    dist.barrier()
-    if rank == 0:
-        if store_ends:
-            ring._store = EndedStore()
-        assert "not within" in str(ring._failure_of(Unending()))
+@pytest.mark.exhaustive_at(5, 17)
+@pytest.mark.ranks(2, 4, 5, 17, backend="gloo", checks="no:messages")
+def test_a_rank_that_is_stopped_ends_the_others_by_the_timeout(rank: int, faults: Faults) -> None:
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    coordinator = Coordinator(RankGroup.of(group))
+    coordinator.agree("warming up")
+    coordinator.agree("connected")
+    faults.stop(rank=1, at="send")
+    if rank == 1:
+        dist.isend(torch.zeros(1), 0)
+    with pytest.raises(PeerLostError, match=r"did not call step\(\) within the process group's timeout"):
+        coordinator.agree("step()")

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 from training import cutting, set_gradients, twins
 from zeroshard import ZeroRedundancyOptimizer
-from zeroshard_comm import CHUNK_BYTES, RankGroup, word_ring
+from zeroshard_comm import CHUNK_BYTES, RankGroup, ring
 from zeroshard_comm.process_memory import SWITCH
 from zeroshard_comm.same_host import all_read
 
@@ -212,7 +212,7 @@ def test_words_of_a_step_of_more_ranks(world_size: int, way: str, hook: str, mon
 
 def count_words(world_size: int, way: str, most: int, hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SWITCH, "1" if way == "read" else "0")
-    monkeypatch.setattr(word_ring, "MOST_RANKS", most)
+    monkeypatch.setattr(ring, "MOST_RANKS", most)
     # As much as is worth reading.
     ddp = DistributedDataParallel(nn.Sequential(*layers()), bucket_cap_mb=0.8)  # type: ignore[misc]
     sharded = ZeroRedundancyOptimizer(ddp.parameters(), optim.Adam)

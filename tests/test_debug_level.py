@@ -190,17 +190,17 @@ class Inside:
     """Changes what the broadcasters of a rank do, in a simulation: no user's code can."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, after: Callable[[ParameterBroadcaster], None]) -> None:
-        from zeroshard_comm.broadcasters import _Arriving
+        from zeroshard_comm.broadcasters import _Packed
 
-        arrive = _Arriving.arrive
+        arrive = _Packed.arrive
 
-        def arriving(work: Any) -> None:
-            is_first = not work._arrived
-            arrive(work)
+        def arriving(broadcaster: Any) -> None:
+            is_first = bool(broadcaster._arriving)
+            arrive(broadcaster)
             if is_first:
-                after(work._broadcaster)
+                after(broadcaster)
 
-        monkeypatch.setattr(_Arriving, "arrive", arriving)
+        monkeypatch.setattr(_Packed, "arrive", arriving)
 
 
 @pytest.mark.exhaustive_at(3)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from training import assert_bitwise_equal, assert_same_state, cutting, set_gradients, small_model, twins
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_comm import DisagreementError, PeerLostError
-from zeroshard_comm.word_ring import WordRing
+from zeroshard_comm.ring import Connections
 from zeroshard_integrations.ddp import register_reduce_to_owner
 from zeroshard_testing import Faults, assert_replicas_equal
 
@@ -121,13 +122,13 @@ CALLS: dict[str, Callable[[ZeroRedundancyOptimizer], object]] = {
 
 def strike_before_an_agreement(monkeypatch: pytest.MonkeyPatch) -> None:
     """Issue a send, at which a fault strikes, before the next agreement: these are collectives of our own, unseen."""
-    combine = WordRing.combine
+    combine = Connections.combine
 
-    def combine_later(ring: WordRing, numbers: torch.Tensor, operation: str) -> None:
+    def combine_later(connections: Connections, *arguments: Any) -> torch.Tensor:
         dist.isend(torch.zeros(1), (dist.get_rank() + 1) % dist.get_world_size())
-        combine(ring, numbers, operation)
+        return combine(connections, *arguments)
 
-    monkeypatch.setattr(WordRing, "combine", combine_later)
+    monkeypatch.setattr(Connections, "combine", combine_later)
 
 
 @pytest.mark.exhaustive_at(4)

@@ -127,7 +127,8 @@ def test_several_moves_may_be_under_way_at_once(rank: int, kind: type[ParameterB
     buffers = [[torch.full((n,), float(10 * move + rank)) for n in (3, 5000)] for move in range(4)]
     moves = []
     for pair in buffers:
-        moves.append(kind(RankGroup.of(), [Segment(owner, b) for owner, b in enumerate(pair)]).begin())
+        moves.append(kind(RankGroup.of(), [Segment(owner, b) for owner, b in enumerate(pair)]))
+        moves[-1].begin()
         moves[-1].send()
     for move in moves:
         move.wait()

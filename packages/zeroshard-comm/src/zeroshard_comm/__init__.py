@@ -13,7 +13,6 @@ from zeroshard_comm.broadcasters import MessageBroadcaster
 from zeroshard_comm.collectives import CollectiveBroadcaster, CollectiveReducer
 from zeroshard_comm.errors import DifferentCallsError, DisagreementError, PeerLostError, peer_lost
 from zeroshard_comm.interfaces import (
-    Broadcast,
     BucketHeader,
     BucketReduceWork,
     GradientReducer,
@@ -33,7 +32,6 @@ __all__ = [
     "KINDS",
     "PACK_BELOW",
     "WORTH_READING",
-    "Broadcast",
     "BucketHeader",
     "BucketReduceWork",
     "CollectiveBroadcaster",

@@ -4,9 +4,9 @@ A rank that finds its input bad must not simply raise: its peers would wait for 
 object begins with an *agreement*. The ranks combine one 64-bit word: 31 bits of a digest of what each is about to do,
 the complement of these bits, one bit that says "failed", and one for a yes-or-no question of the caller. After a
 bitwise OR no bit is set in the digest and at the same bit of the complement exactly if all digests are equal. Few ranks
-combine their words by one collective, see :mod:`zeroshard_comm.word_ring`; the first agreement, those of many ranks,
-and more than 1,024 words travel in rounds, see :mod:`zeroshard_comm.rounds`. Only after a difference texts follow: to
-rank 0, which decides, and back.
+combine their words by one collective, see :mod:`zeroshard_comm.ring`; the first agreement, and those of many ranks,
+travel in rounds, see :mod:`zeroshard_comm.rounds`. Only after a difference texts follow: to rank 0, which decides, and
+back.
 
 A rank that is lost is noticed by those that wait for its words, and they tell the others in the same agreement. Of one
 that is lost between two rounds some may learn later: its word is out, and they have agreed with it.
@@ -28,7 +28,6 @@ import torch
 import torch.distributed as dist
 from zeroshard_core import Plan
 
-from zeroshard_comm import word_ring
 from zeroshard_comm.errors import (
     OWN,
     DifferentCallsError,
@@ -42,17 +41,14 @@ from zeroshard_comm.errors import (
 )
 from zeroshard_comm.messages import receive_text, send_text, wait_for_collective
 from zeroshard_comm.process_group import RankGroup
+from zeroshard_comm.ring import Connections
 from zeroshard_comm.rounds import combine_in_rounds
 from zeroshard_comm.traffic import Traffic
-from zeroshard_comm.word_ring import WordRing
 
 TAG_WORD = 0x5A530001
 TAG_INTS = 0x5A530004
 
 _T = TypeVar("_T")
-
-_MOST_NUMBERS = 1024
-"""More numbers than that travel in rounds, which send them to fewer ranks."""
 
 _DIGEST_BITS = 31
 _DIGEST = (1 << _DIGEST_BITS) - 1
@@ -107,7 +103,7 @@ class Coordinator:
     """Agreements of the ranks of one process group.
 
     Messages travel over gloo and CPU memory, on connections of our own that are made once per process group, see
-    :class:`~zeroshard_comm.word_ring.WordRing`: so no agreement ever waits for an accelerator, and closing them closes
+    :class:`~zeroshard_comm.ring.Connections`: so no agreement ever waits for an accelerator, and closing them closes
     none of the user's. The first agreement comes before, since connecting waits for a rank that is gone: on the group
     itself where it has gloo for CPU tensors, else on a gloo group that is made for it. With torch's ``fake`` backend
     nothing travels, and an agreement raises only what this rank itself found.
@@ -139,8 +135,8 @@ class Coordinator:
     @property
     def channel(self) -> RankGroup:
         """The group that messages travel on now; nothing may be sent on it if :attr:`is_single_rank`."""
-        ring = self.ranks.context.ring
-        return ring.ranks if ring is not None else self._first or self.ranks
+        connections = self.ranks.context.connections
+        return connections.channel if connections is not None else self._first or self.ranks
 
     def agree(
         self,
@@ -282,39 +278,31 @@ class Coordinator:
         flag: bool,
     ) -> Exception | None:
         """What :meth:`agree` raises; ``flagged`` is set."""
-        if isinstance(error, PeerLostError):
-            # The others learn of it by their connections.
-            self.ranks.context.close(error)
-            return error
-        combined = self._combine(operation, digest, failed=error is not None, flag=flag)
+        combined = self._combine(operation, digest, error, flag=flag)
         self.flagged = bool(combined & _FLAG)
         if is_unanimous(combined) and not combined & _FAILED:
             return None
         held = "" if is_unanimous(combined) else detail()
         return self._exchange_errors(operation, digest, held, error, explain)
 
-    def _combine(self, operation: str, digest: int | None, *, failed: bool = False, flag: bool = False) -> int:
+    def _combine(
+        self, operation: str, digest: int | None, error: Exception | None = None, *, flag: bool = False
+    ) -> int:
         """The OR of the words of all ranks. If they agree, this rank uses connections of our own from now on."""
         code = zlib.crc32(f"{operation} {self.position} {digest}".encode())
-        word = word_of(None if digest is None else code, failed=failed, flag=flag)
-        combined = int(self._or(torch.tensor([word], dtype=torch.int64, device="cpu"), TAG_WORD, operation))
-        if is_unanimous(combined) and not combined & _FAILED and self.ranks.context.ring is None:
+        word = word_of(None if digest is None else code, failed=error is not None, flag=flag)
+        lost = error if isinstance(error, PeerLostError) else None
+        combined = int(self._or(torch.tensor([word], dtype=torch.int64, device="cpu"), TAG_WORD, operation, lost))
+        if is_unanimous(combined) and not combined & _FAILED and self.ranks.context.connections is None:
             assert self._first is not None
-            self.ranks.context.ring = WordRing(self._first)
+            self.ranks.context.connections = Connections(self._first)
         return combined
 
-    def _or(self, numbers: torch.Tensor, tag: int, operation: str) -> torch.Tensor:
-        ring = self.ranks.context.ring
-        started = time.perf_counter()
-        is_small = self.ranks.world_size <= word_ring.MOST_RANKS and len(numbers) <= _MOST_NUMBERS
-        # To send all numbers to every rank pays off while they are few.
-        if ring is None or not is_small:
-            return combine_in_rounds(self.channel, numbers, tag, operation, self.traffic)
-        ring.combine(numbers, operation)
-        nbytes, waited = numbers.nbytes, time.perf_counter() - started
-        nbytes *= len(self.ranks.peers) if len(numbers) > 1 else 1
-        self.traffic.add("control", sent=nbytes, received=nbytes, calls=1, waited=waited)
-        return numbers
+    def _or(self, numbers: torch.Tensor, tag: int, operation: str, lost: PeerLostError | None = None) -> torch.Tensor:
+        connections = self.ranks.context.connections
+        if connections is not None:
+            return connections.combine(numbers, tag, operation, self.traffic, lost)
+        return combine_in_rounds(self.channel, numbers, tag, operation, self.traffic, lost)
 
     def _exchange_errors(
         self, operation: str, digest: int | None, detail: str, error: Exception | None, explain: Explain | None

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from abc import abstractmethod
 from collections.abc import Sequence
 
-from zeroshard_comm.interfaces import Broadcast, ParameterBroadcaster, Segment
-from zeroshard_comm.messages import PACK_BELOW, Message, pack_pieces, receive, send
+from zeroshard_comm.interfaces import ParameterBroadcaster, Segment
+from zeroshard_comm.messages import PACK_BELOW, Message, PackedMessage, pack_pieces, receive, send
 from zeroshard_comm.process_group import RankGroup
 from zeroshard_comm.traffic import Traffic
 
@@ -16,50 +15,10 @@ TAG_SHARE = 0x5A530010
 _OPERATION = "a step"
 
 
-class _Packed(ParameterBroadcaster):
-    """Packs small segments into ``messages``, which carry values if it ``unpacks`` them."""
+class MessageBroadcaster(ParameterBroadcaster):
+    """Sends each segment to every peer. Tags keep messages apart from everything else on the group, in any order.
 
-    unpacks = True
-
-    def __init__(
-        self,
-        ranks: RankGroup,
-        segments: Sequence[Segment],
-        traffic: Traffic | None = None,
-        *,
-        pack_below: int = PACK_BELOW,
-    ) -> None:
-        super().__init__(ranks, segments, traffic)
-        # A single rank has nothing to send.
-        pieces = [(segment.owner, segment.buffer) for segment in self.segments] if ranks.world_size > 1 else []
-        self.messages = pack_pieces(pieces, pack_below)
-
-
-class _Arriving(Broadcast):
-    """Waits for messages in their order, and unpacks each while the rest arrives."""
-
-    def __init__(self, broadcaster: _Packed) -> None:
-        self._broadcaster, self._rank = broadcaster, broadcaster.ranks.rank
-        self._arrived = False
-
-    def arrive(self) -> None:
-        if self._arrived:
-            return
-        started = time.perf_counter()
-        for place, message in enumerate(self._broadcaster.messages):
-            self._wait_for(place)
-            if message.owner != self._rank and self._broadcaster.unpacks:
-                message.unpack()
-        self._arrived = True
-        self._broadcaster.traffic.add("share", waited=time.perf_counter() - started)
-
-    @abstractmethod
-    def _wait_for(self, place: int) -> None:
-        """Wait until a message of another rank has arrived."""
-
-
-class MessageBroadcaster(_Packed):
-    """Sends each message to every peer. Tags keep them apart from everything else on the group, in any order.
+    Small segments are packed.
 
     Args:
         ranks: the group; its backend matches messages by tag (gloo, CPU tensors).
@@ -79,46 +38,46 @@ class MessageBroadcaster(_Packed):
         tag: int = TAG_SHARE,
         pack_below: int = PACK_BELOW,
     ) -> None:
-        super().__init__(ranks, segments, traffic, pack_below=pack_below)
-        self.tag = tag
-
-    def begin(self) -> Broadcast:
-        """Post the receives of all segments that peers own."""
-        return _Sent(self)
-
-
-class _Sent(_Arriving):
-    def __init__(self, broadcaster: MessageBroadcaster) -> None:
-        super().__init__(broadcaster)
-        self._receives = {
-            place: receive(broadcaster.ranks, message.owner, message.data, broadcaster.tag, _OPERATION)
-            for place, message in enumerate(broadcaster.messages)
-            if message.owner != self._rank
-        }
-        self._broadcaster: MessageBroadcaster = broadcaster
+        super().__init__(ranks, segments, traffic)
+        # A single rank has nothing to send.
+        pieces = [(segment.owner, segment.buffer) for segment in self.segments] if ranks.world_size > 1 else []
+        messages = pack_pieces(pieces, pack_below)
+        self._own = [message for message in messages if message.owner == ranks.rank]
+        self._others = [message for message in messages if message.owner != ranks.rank]
+        self._tag = tag
+        self._arriving: list[tuple[PackedMessage, Message]] = []
         self._sends: list[Message] = []
-        broadcaster.traffic.add("share", received=broadcaster.received, calls=len(self._receives))
+
+    def begin(self) -> None:
+        """Post the receives of all segments that peers own."""
+        self._arriving = [
+            (message, receive(self.ranks, message.owner, message.data, self._tag, _OPERATION))
+            for message in self._others
+        ]
+        self.traffic.add("share", received=self.received, calls=len(self._arriving))
 
     def send(self) -> None:
-        broadcaster = self._broadcaster
-        for message in broadcaster.messages:
-            if message.owner == self._rank:
-                message.pack()
-                self._sends += [
-                    send(broadcaster.ranks, peer, message.data, broadcaster.tag, _OPERATION)
-                    for peer in broadcaster.ranks.peers
-                ]
-        broadcaster.traffic.add("share", sent=broadcaster.sent, calls=len(self._sends))
+        """Send every peer this rank's messages."""
+        self._sends = []
+        for message in self._own:
+            message.pack()
+            self._sends += [send(self.ranks, peer, message.data, self._tag, _OPERATION) for peer in self.ranks.peers]
+        self.traffic.add("share", sent=self.sent, calls=len(self._sends))
+
+    def arrive(self) -> None:
+        """Wait for messages in their order, and unpack each while the rest arrives."""
+        started = time.perf_counter()
+        arriving, self._arriving = self._arriving, []
+        for message, receiving in arriving:
+            receiving.wait(_OPERATION)
+            message.unpack()
+        self.traffic.add("share", waited=time.perf_counter() - started)
 
     def wait(self) -> None:
+        """Wait for the sends, too."""
         self.arrive()
         started = time.perf_counter()
         while self._sends:
             # Even if a later one fails: these messages are not waited for again.
             self._sends.pop(0).wait(_OPERATION)
-        self._broadcaster.traffic.add("share", waited=time.perf_counter() - started)
-
-    def _wait_for(self, place: int) -> None:
-        arriving = self._receives.pop(place, None)
-        if arriving is not None:
-            arriving.wait(_OPERATION)
+        self.traffic.add("share", waited=time.perf_counter() - started)

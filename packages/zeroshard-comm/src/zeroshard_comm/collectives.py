@@ -23,7 +23,6 @@ from zeroshard_core import Run
 from zeroshard_comm._torch_private import all_gather, coalescing_manager, reduce_scatter
 from zeroshard_comm.agreement import Coordinator
 from zeroshard_comm.interfaces import (
-    Broadcast,
     BucketHeader,
     BucketReduceWork,
     GradientReducer,
@@ -278,20 +277,44 @@ class CollectiveBroadcaster(ParameterBroadcaster):
         # A single rank has nothing to send.
         for segment in self.segments if ranks.world_size > 1 else ():
             by_dtype.setdefault(segment.buffer.dtype, []).append(segment)
-        self.gathers: list[_Gather] = []
-        self.whole: list[Segment] = []
+        self._gathers: list[_Gather] = []
+        self._whole: list[Segment] = []
+        self._arriving: list[_Passage] = []
+        self._works: list[Waitable | None] = []
         for alike in by_dtype.values():
             items = [Item(segment.owner, segment.buffer.numel(), segment.is_part) for segment in alike]
             matrix = OwnerMajor.of(items, ranks.world_size)
-            self.whole += [alike[index] for index in matrix.outside]
+            self._whole += [alike[index] for index in matrix.outside]
             buffers = [segment.buffer for segment in alike]
             for chunk in matrix.chunks(STAGING_BYTES // buffers[0].element_size()):
-                slot = staging.slot(buffers[0].device, len(self.gathers))
-                self.gathers.append(_Gather(ranks, slot, buffers, chunk))
+                slot = staging.slot(buffers[0].device, len(self._gathers))
+                self._gathers.append(_Gather(ranks, slot, buffers, chunk))
 
-    def begin(self) -> Broadcast:
+    def begin(self) -> None:
         """Issue nothing yet: collectives are issued in one order, when there are values to send."""
-        return _CollectiveBroadcast(self)
+
+    def send(self) -> None:
+        """Issue all collectives. Each all-gather from the third on waits until one of two buffers is free."""
+        group = self.ranks.group
+        self._arriving = [gather.issue() for gather in self._gathers]
+        calls = [
+            partial(dist.broadcast, whole.buffer.view(torch.uint8), group=group, group_src=whole.owner, async_op=True)
+            for whole in self._whole
+        ]
+        if calls:
+            self._works = _together(self.ranks, self._whole[0].buffer.device, calls)
+        issued = len(self._arriving) + len(self._works)
+        self.traffic.add("share", sent=self.sent, received=self.received, calls=issued)
+
+    def arrive(self) -> None:
+        """Wait for all, and unpack what has been gathered."""
+        started = time.perf_counter()
+        for gather in self._arriving:
+            gather.finish()
+        for work in self._works:
+            wait_for_collective(work, self.ranks, "share")
+        self._arriving, self._works = [], []
+        self.traffic.add("share", waited=time.perf_counter() - started)
 
 
 class _Gather:
@@ -351,40 +374,6 @@ class _Gather:
 def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     address = one.untyped_storage().data_ptr()
     return address != 0 and address == other.untyped_storage().data_ptr()
-
-
-class _CollectiveBroadcast(Broadcast):
-    def __init__(self, broadcaster: CollectiveBroadcaster) -> None:
-        self._broadcaster = broadcaster
-        self._gathers: list[_Passage] = []
-        self._works: list[Waitable | None] = []
-
-    def send(self) -> None:
-        broadcaster, ranks = self._broadcaster, self._broadcaster.ranks
-        # The third one finishes the first: they pass through two slots.
-        self._gathers = [gather.issue() for gather in broadcaster.gathers]
-        calls = [
-            partial(
-                dist.broadcast, whole.buffer.view(torch.uint8), group=ranks.group, group_src=whole.owner, async_op=True
-            )
-            for whole in broadcaster.whole
-        ]
-        if calls:
-            self._works = _together(ranks, broadcaster.whole[0].buffer.device, calls)
-        issued = len(self._gathers) + len(self._works)
-        broadcaster.traffic.add("share", sent=broadcaster.sent, received=broadcaster.received, calls=issued)
-
-    def arrive(self) -> None:
-        started = time.perf_counter()
-        for gather in self._gathers:
-            gather.finish()
-        for work in self._works:
-            wait_for_collective(work, self._broadcaster.ranks, "share")
-        self._gathers, self._works = [], []
-        self._broadcaster.traffic.add("share", waited=time.perf_counter() - started)
-
-    def wait(self) -> None:
-        self.arrive()
 
 
 class HeaderExchange:

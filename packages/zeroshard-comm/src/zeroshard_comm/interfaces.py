@@ -157,8 +157,33 @@ class GradientReducer(ABC):
         """
 
 
-class Broadcast(ABC):
-    """One broadcast of a :class:`ParameterBroadcaster`. It may use the segments until :meth:`wait` has returned."""
+class ParameterBroadcaster(ABC):
+    """Sends the owners' values of the same segments to all ranks, as often as asked, one broadcast after another.
+
+    All methods are collective: every rank calls them in the same order. Segments may be in use until :meth:`wait` has
+    returned.
+
+    Args:
+        ranks: the group.
+        segments: the same list on every rank, up to the addresses of the buffers, which are all on one device. Agree on
+            that first.
+        traffic: where bytes are counted, as kind ``"share"``.
+    """
+
+    def __init__(self, ranks: RankGroup, segments: Sequence[Segment], traffic: Traffic | None = None) -> None:
+        self.ranks, self.traffic = ranks, traffic if traffic is not None else Traffic()
+        self.segments = tuple([segment for segment in segments if segment.buffer.nbytes])
+        owned = sum(segment.buffer.nbytes for segment in self.segments if segment.owner == ranks.rank)
+        self.sent = owned * len(ranks.peers)
+        self.received = sum(segment.buffer.nbytes for segment in self.segments) - owned
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Begin. Segments of peers may be written from now on, this rank's own are read from :meth:`send` on.
+
+        Raises:
+            PeerLostError: if a rank is gone.
+        """
 
     @abstractmethod
     def send(self) -> None:
@@ -176,7 +201,6 @@ class Broadcast(ABC):
             PeerLostError: if a rank is gone.
         """
 
-    @abstractmethod
     def wait(self) -> None:
         """As :meth:`arrive`, and until this rank's own segments may be changed.
 
@@ -185,33 +209,10 @@ class Broadcast(ABC):
         Raises:
             PeerLostError: if a rank is gone.
         """
-
-
-class ParameterBroadcaster(ABC):
-    """Sends the owners' values of the same segments to all ranks, as often as asked.
-
-    All methods are collective: every rank calls them in the same order.
-
-    Args:
-        ranks: the group.
-        segments: the same list on every rank, up to the addresses of the buffers, which are all on one device. Agree on
-            that first.
-        traffic: where bytes are counted, as kind ``"share"``.
-    """
-
-    def __init__(self, ranks: RankGroup, segments: Sequence[Segment], traffic: Traffic | None = None) -> None:
-        self.ranks, self.traffic = ranks, traffic if traffic is not None else Traffic()
-        self.segments = tuple([segment for segment in segments if segment.buffer.nbytes])
-        owned = sum(segment.buffer.nbytes for segment in self.segments if segment.owner == ranks.rank)
-        self.sent = owned * len(ranks.peers)
-        self.received = sum(segment.buffer.nbytes for segment in self.segments) - owned
-
-    @abstractmethod
-    def begin(self) -> Broadcast:
-        """Begin. Segments of peers may be written from now on, this rank's own are read from ``send()`` on."""
+        self.arrive()
 
     def broadcast(self) -> None:
         """Begin, send and wait."""
-        broadcast = self.begin()
-        broadcast.send()
-        broadcast.wait()
+        self.begin()
+        self.send()
+        self.wait()

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import accumulate
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,8 @@ from zeroshard_comm.process_group import RankGroup
 
 TAG_LENGTH = 0x5A530002
 TAG_TEXT = 0x5A530003
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -203,20 +205,25 @@ def pack_pieces(pieces: Sequence[tuple[int, torch.Tensor]], pack_below: int = PA
             small.setdefault((owner, piece.dtype, piece.device), []).append(piece)
         elif piece.nbytes:
             direct.append(PackedMessage(owner, piece.view(torch.uint8)))
-    return (*[_staged(owner, run) for (owner, _, _), group in small.items() for run in _runs(group)], *direct)
+    packed = [
+        _staged(owner, batch)
+        for (owner, _, _), group in small.items()
+        for batch in _batches(group, [piece.nbytes for piece in group], STAGING_LIMIT)
+    ]
+    return (*packed, *direct)
 
 
-def _runs(pieces: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Cut a list of pieces where a staging buffer is full."""
-    runs: list[list[torch.Tensor]] = [[]]
-    filled = 0
-    for piece in pieces:
-        if runs[-1] and filled + piece.nbytes > STAGING_LIMIT:
-            runs.append([])
-            filled = 0
-        runs[-1].append(piece)
-        filled += piece.nbytes
-    return runs
+def _batches(items: Sequence[_T], sizes: Sequence[int], limit: int) -> list[list[_T]]:
+    """Cut a list into batches of at most so much in all; what is larger is a batch of its own."""
+    batches: list[list[_T]] = []
+    room = 0
+    for item, size in zip(items, sizes, strict=True):
+        if not batches or room < size:
+            batches.append([])
+            room = limit
+        batches[-1].append(item)
+        room -= size
+    return batches
 
 
 def _staged(owner: int, pieces: Sequence[torch.Tensor]) -> PackedMessage:
@@ -265,14 +272,7 @@ def bucket_messages(runs: Sequence[Run], itemsize: int, chunk_bytes: int = CHUNK
     if large and not small:
         start, stop = large[0]
         small, large[0] = [(start, start + _WITH_THE_HEADER)], (start + _WITH_THE_HEADER, stop)
-    packed: list[list[tuple[int, int]]] = []
-    room = 0
-    for start, stop in small:
-        if room < stop - start:
-            packed.append([])
-            room = PACKED_BYTES // itemsize
-        packed[-1].append((start, stop))
-        room -= stop - start
+    packed = _batches(small, [stop - start for start, stop in small], PACKED_BYTES // itemsize)
     step = chunk_bytes // itemsize
     chunks = [[(at, min(at + step, stop))] for start, stop in large for at in range(start, stop, step)]
     return [

@@ -17,10 +17,9 @@ import torch
 import torch.distributed as dist
 
 from zeroshard_comm._torch_private import supports_coalescing, timeout_of
-from zeroshard_comm.errors import PeerLostError
 
 if TYPE_CHECKING:
-    from zeroshard_comm.word_ring import WordRing
+    from zeroshard_comm.ring import Connections
 
 _T = TypeVar("_T")
 
@@ -35,16 +34,14 @@ class GroupContext:
     """State that all users of one process group share; all ranks change it in the same order. See `RankGroup.context`.
 
     Attributes:
-        ring: connections of our own, once all ranks have agreed for the first time.
+        connections: our own, once all ranks have agreed for the first time.
         closed: why this rank has closed its connections in our own groups, if it has.
-        abandoned: messages that are no longer waited for after a rank was lost, and their buffers.
         optimizers: how many were built on the group.
         busy, doing: held by the thread that is in an agreement, and what it agrees on.
     """
 
-    ring: WordRing | None = None
+    connections: Connections | None = None
     closed: str = ""
-    abandoned: list[object] = field(default_factory=list)
     optimizers: int = 0
     _private: dict[tuple[str, str], RankGroup] = field(default_factory=dict)
     _shared: dict[type[object], Any] = field(default_factory=dict)
@@ -82,8 +79,8 @@ class GroupContext:
         """
         if not self.closed:
             self.closed = str(error) or type(error).__name__
-            if self.ring is not None:
-                self.ring.close(has_lost_another=isinstance(error, PeerLostError))
+            if self.connections is not None:
+                self.connections.close()
             for ranks in self._private.values():
                 if ranks.sends_tagged(torch.device("cpu")):
                     ranks.close_connections()
@@ -156,8 +153,9 @@ class RankGroup:
     def close_connections(self) -> None:
         """Close this rank's connections of a gloo group, as if it had ended."""
         for peer in self.peers:
-            # gloo has no call for that, but closes all connections when a wait ends by its timeout; where they are
-            # closed already, this raises at once.
+            # torch has no call for that: abort() and shutdown() do nothing, and a group that is dropped stays open
+            # while any message on it is under way. But gloo closes all connections of a group when a wait ends by its
+            # timeout. Where they are closed already, this raises at once.
             with suppress(RuntimeError):
                 room = torch.empty(1, dtype=torch.uint8, device="cpu")
                 work = dist.irecv(room, group=self.group, group_src=peer, tag=_TAG_NOTHING)

@@ -28,7 +28,12 @@ _SENDING = timedelta(seconds=8)
 
 
 def combine_in_rounds(
-    channel: RankGroup, numbers: torch.Tensor, tag: int, operation: str, traffic: Traffic
+    channel: RankGroup,
+    numbers: torch.Tensor,
+    tag: int,
+    operation: str,
+    traffic: Traffic,
+    lost: PeerLostError | None = None,
 ) -> torch.Tensor:
     """Return the bitwise OR over all ranks. Collective.
 
@@ -38,22 +43,26 @@ def combine_in_rounds(
         tag: of the messages.
         operation: what the ranks are doing, for messages of errors.
         traffic: where bytes and waiting are counted, as kind ``"control"``.
+        lost: set if this rank has lost another one before, and only tells the others.
 
     Raises:
         PeerLostError: if a rank is gone.
     """
-    lost_by_this: dict[int, PeerLostError] = {}
-    lost = 0  # or 1 + a rank
     rank, size = channel.rank, channel.world_size
+    # By the rank that was lost; it is the number of ranks if nobody knows which.
+    errors: dict[int, PeerLostError] = {}
+    if lost is not None:
+        errors[size if lost.peer is None else lost.peer] = lost
 
     def issued(issue: Callable[..., Message], payload: torch.Tensor, peer: int) -> Message | None:
         try:
             return issue(channel, peer, payload, tag, operation)
         except PeerLostError as error:
-            lost_by_this[peer] = error
+            errors.setdefault(peer, error)
             return None
 
-    mine = torch.cat([torch.tensor([lost], dtype=torch.int64, device="cpu"), numbers])
+    gone = next((1 + peer for peer in errors), 0)
+    mine = torch.cat([torch.tensor([gone], dtype=torch.int64, device="cpu"), numbers])
     started = time.perf_counter()
     sends: list[tuple[Message | None, torch.Tensor]] = []
     ahead = [1 << number for number in range(math.ceil(math.log2(size)))]
@@ -62,37 +71,40 @@ def combine_in_rounds(
     rooms = [torch.empty_like(mine) for _ in ahead]
     receives = [issued(receive, room, (rank - distance) % size) for distance, room in zip(ahead, rooms, strict=True)]
     for distance, room, arriving in zip(ahead, rooms, receives, strict=True):
-        target, source, payload = (rank + distance) % size, (rank - distance) % size, mine.clone()
+        target, source = (rank + distance) % size, (rank - distance) % size
+        if errors and not gone:
+            gone = mine[0] = next(1 + peer for peer in errors)
+        payload = mine.clone()
         sends.append((issued(send, payload, target), payload))
-        if lost:
-            # Posted anyway: its sender waits until it is received.
-            channel.context.abandoned.append((arriving, room))
+        # That a rank is lost is only passed on: a rank that is late may come in hours.
+        if arriving is None or gone or errors:
             continue
         try:
-            if arriving is not None:
-                arriving.wait(operation)
+            arriving.wait(operation)
         except PeerLostError as error:
-            lost_by_this.setdefault(source, error)
-        lost = next((1 + peer for peer in (source, target) if peer in lost_by_this), int(room[0]))
-        mine |= room
-        mine[0] = lost
+            errors[source] = error
+        else:
+            mine |= room
+            gone = int(room[0])
+    gone = gone or next((1 + peer for peer in errors), 0)
     for message, _ in sends:
         # If a rank is gone now, the next agreement notices at the latest.
         with suppress(PeerLostError):
             if message is not None:
-                message.wait(operation, _TELLING if lost else _SENDING)
+                message.wait(operation, _TELLING if gone else _SENDING)
     nbytes, waited = mine.nbytes * len(ahead), time.perf_counter() - started
     traffic.add("control", sent=nbytes, received=nbytes, calls=2 * len(ahead), waited=waited)
-    if lost:
-        # They may arrive when this call has returned, or never.
-        channel.context.abandoned += sends
-        raise lost_by_this.get(lost - 1) or _lost_by_another(channel.rank, lost - 1, operation)
+    if gone:
+        raise errors.get(gone - 1) or _lost_by_another(rank, gone - 1 if gone <= size else None, operation)
     return mine[1:]
 
 
-def _lost_by_another(rank: int, peer: int, operation: str) -> PeerLostError:
-    return PeerLostError(
-        f"rank {rank} could not finish {operation}: another rank has lost rank {peer}, whose process has ended, was "
-        f"cut off, or did not call {operation} within the process group's timeout. Look at the output of rank {peer} "
-        f"first"
+def _lost_by_another(rank: int, peer: int | None, operation: str) -> PeerLostError:
+    who = f"rank {peer}" if peer is not None else "one"
+    error = PeerLostError(
+        f"rank {rank} could not finish {operation}: another rank has lost {who}, whose process has ended, was cut off, "
+        f"or did not call {operation} within the process group's timeout. Look at the output of "
+        f"{who if peer is not None else 'all ranks'} first"
     )
+    error.peer = peer
+    return error

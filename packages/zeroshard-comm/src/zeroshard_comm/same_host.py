@@ -23,7 +23,6 @@ from zeroshard_core import Run
 from zeroshard_comm.agreement import Coordinator
 from zeroshard_comm.errors import PeerLostError, peer_lost
 from zeroshard_comm.interfaces import (
-    Broadcast,
     BucketHeader,
     BucketReduceWork,
     GradientReducer,
@@ -110,7 +109,7 @@ def _read(memory: ProcessMemory, peer: int, rank: int, operation: str) -> None:
 class SameHostBroadcaster(ParameterBroadcaster):
     """Reads segments where their owners have them.
 
-    After :meth:`Broadcast.wait` all ranks must agree once more before an owner writes to its segments.
+    After :meth:`wait` all ranks must agree once more before an owner writes to its segments.
 
     Args:
         coordinator: the channel, and the group, of which :func:`all_read` is true.
@@ -121,13 +120,13 @@ class SameHostBroadcaster(ParameterBroadcaster):
         super().__init__(coordinator.ranks, segments, coordinator.traffic)
         self.coordinator = coordinator
         self._reads: list[tuple[int, ProcessMemory]] | None = None
+        self._is_sent = False
 
-    def begin(self) -> Broadcast:
-        """Begin; nothing is read yet."""
-        return _Reading(self)
+    def begin(self) -> None:
+        """Do nothing yet: segments are read when all owners have sent."""
 
-    def exchange_addresses(self) -> None:
-        """Agree that all owners have their values, and exchange addresses if some rank lacks them. Collective."""
+    def send(self) -> None:
+        """Agree that all owners have their values, and exchange addresses if some rank lacks them."""
         processes = self.ranks.context.shared(PeerMemory).processes
         assert processes is not None
         if self.coordinator.agree(_READY, flag=self._reads is None):
@@ -136,14 +135,13 @@ class SameHostBroadcaster(ParameterBroadcaster):
                 (peer, ProcessMemory(processes[peer], self._parts_of(peer, places[peer][1:])))
                 for peer in self.ranks.peers
             ]
+        self._is_sent = True
 
-    def read(self) -> None:
-        """Read from every peer what it owns.
-
-        Raises:
-            PeerLostError: if a rank is gone, or may not be read any more.
-        """
-        started = time.perf_counter()
+    def arrive(self) -> None:
+        """Read from every peer what it owns."""
+        if not self._is_sent:
+            return
+        self._is_sent, started = False, time.perf_counter()
         for peer, memory in self._reads or ():
             _read(memory, peer, self.ranks.rank, "step()")
         waited = time.perf_counter() - started
@@ -159,23 +157,6 @@ class SameHostBroadcaster(ParameterBroadcaster):
                     here, there, nbytes = parts[-1][0], parts[-1][1], parts.pop()[2] + nbytes
                 parts.append((here, there, nbytes))
         return parts
-
-
-class _Reading(Broadcast):
-    def __init__(self, broadcaster: SameHostBroadcaster) -> None:
-        self._broadcaster: SameHostBroadcaster | None = broadcaster
-
-    def send(self) -> None:
-        assert self._broadcaster is not None
-        self._broadcaster.exchange_addresses()
-
-    def arrive(self) -> None:
-        broadcaster, self._broadcaster = self._broadcaster, None
-        if broadcaster is not None:
-            broadcaster.read()
-
-    def wait(self) -> None:
-        self.arrive()
 
 
 def scratch_memory() -> torch.Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence, Set
 from itertools import groupby
 
 import torch
-from zeroshard_comm import Broadcast, Coordinator, ParameterBroadcaster, Segment, choose_broadcaster
+from zeroshard_comm import Coordinator, ParameterBroadcaster, Segment, choose_broadcaster
 from zeroshard_core import BucketLayout, FlatBuffer, Plan, Slot, TensorSpec, bucket_layouts, storage_view
 
 from zeroshard.plan.groups import same_place
@@ -24,7 +24,6 @@ class ParamBroadcast:
 
     def __init__(self, params: Sequence[torch.Tensor], broadcaster: ParameterBroadcaster | None) -> None:
         self._params, self._broadcaster = list(params), broadcaster
-        self._broadcast: Broadcast | None = None
         self._is_expected = self._is_sent = False
 
     def expect(self) -> None:
@@ -32,14 +31,15 @@ class ParamBroadcast:
         if not self._is_expected:
             self._is_expected, self._is_sent = True, False
             torch.autograd.graph.increment_version(self._params)
-            self._broadcast = self._broadcaster.begin() if self._broadcaster is not None else None
+            if self._broadcaster is not None:
+                self._broadcaster.begin()
 
     def send(self) -> None:
         """Send this rank's values of what it owns. No-op if done."""
         self.expect()
-        if self._broadcast is not None and not self._is_sent:
+        if self._broadcaster is not None and not self._is_sent:
             self._is_sent = True
-            self._broadcast.send()
+            self._broadcaster.send()
 
     def arrive(self) -> None:
         """Wait until the others' values have arrived. No-op if nothing is on its way.
@@ -47,8 +47,8 @@ class ParamBroadcast:
         Raises:
             PeerLostError: if a rank is gone.
         """
-        if self._broadcast is not None:
-            self._broadcast.arrive()
+        if self._broadcaster is not None:
+            self._broadcaster.arrive()
 
     def wait(self) -> None:
         """As :meth:`arrive`, and until this rank's own values may be changed.
@@ -57,9 +57,8 @@ class ParamBroadcast:
             PeerLostError: if a rank is gone.
         """
         self._is_expected = False
-        broadcast, self._broadcast = self._broadcast, None
-        if broadcast is not None:
-            broadcast.wait()
+        if self._broadcaster is not None:
+            self._broadcaster.wait()
 
 
 class ParamBuffers:
@@ -79,7 +78,6 @@ class ParamBuffers:
         self._params: list[torch.Tensor] = []
         self._active: list[torch.Tensor] = []
         self._broadcasters: list[ParameterBroadcaster] = []
-        self._broadcasts: list[Broadcast] = []
         self._found: _Places = ([], [], [])
 
     @property
@@ -124,10 +122,9 @@ class ParamBuffers:
         Raises:
             PeerLostError: if a rank is gone.
         """
-        self._broadcasts = []
         for broadcaster in self._broadcasters:
-            self._broadcasts.append(broadcaster.begin())
-            self._broadcasts[-1].send()
+            broadcaster.begin()
+            broadcaster.send()
         # Autograd does not see writes by receives and flat buffers, but a graph that saved a parameter must. Now, since
         # there is nothing else to do until the messages have arrived.
         torch.autograd.graph.increment_version(self._active)
@@ -138,8 +135,8 @@ class ParamBuffers:
         Raises:
             PeerLostError: if a rank is gone.
         """
-        for broadcast in self._broadcasts:
-            broadcast.arrive()
+        for broadcaster in self._broadcasters:
+            broadcaster.arrive()
 
     def wait(self) -> None:
         """As :meth:`arrive`, and until this rank's own values may be changed.
@@ -147,9 +144,8 @@ class ParamBuffers:
         Raises:
             PeerLostError: if a rank is gone.
         """
-        for broadcast in self._broadcasts:
-            broadcast.wait()
-        self._broadcasts = []
+        for broadcaster in self._broadcasters:
+            broadcaster.wait()
 
     def _pack(self, plan: Plan, active: Sequence[bool]) -> None:
         """Pack parameters that became active or were rebound; start over with those whose dtype or shape changed."""
