@@ -39,10 +39,10 @@ CEILINGS: Mapping[str, Ceiling] = {
     "zeroshard_core": Ceiling(1621, "one probe of the state that an optimizer class keeps, public"),
     "zeroshard_comm": Ceiling(3430, "counts of bytes are read under their lock"),
     "zeroshard": Ceiling(
-        8312, "models are converted on devices outside of torch; an incomplete backward is ended, within seconds"
+        8237, "models are converted on devices outside of torch; an incomplete backward is ended, within seconds"
     ),
     "zeroshard_integrations": Ceiling(
-        1867, "its own private names of torch: it imports public names of its siblings alone"
+        1864, "its own private names of torch: it imports public names of its siblings alone"
     ),
     "zeroshard_testing": Ceiling(5689, "a rank that computes is given up after processor time of its own"),
 }

@@ -19,7 +19,7 @@ from zeroshard.grads.exchange import GradExchange, StepMode
 from zeroshard.join import Call, JoinState
 from zeroshard.local.optimizer import Closure, LocalOptimizer, sync_groups
 from zeroshard.local.train_mode import call_on_all_ranks, check_method
-from zeroshard.param_buffers import ParamBuffers
+from zeroshard.param_buffers import ParamBuffers, broadcast_all
 from zeroshard.plan.eligibility import name_of
 from zeroshard.plan.groups import ParamGroup, active_mask, check_capture, check_members, parameters_of
 from zeroshard.plan.hyperparameters import Hyperparameters, settings_of
@@ -38,7 +38,7 @@ from zeroshard.state.initialize import init_state, is_torchs_own_step
 from zeroshard.state.load import load
 from zeroshard.state.metadata import StateMetadata
 from zeroshard.state.schema import StateSchema
-from zeroshard.step import step
+from zeroshard.step import Seen, step
 
 _logger = logging.getLogger(__name__)
 
@@ -171,11 +171,6 @@ class Engine:
         if self.suspended:
             raise RuntimeError(self.suspended)
 
-    def check_loop(self) -> None:
-        """Raise a RuntimeError if the training loop was refused."""
-        if self.refused:
-            raise RuntimeError(self.refused)
-
     def _announce(self, call: Call, **arguments: Any) -> None:  # noqa: ANN401 - of any call
         """Announce a call inside of Join, if earlier exchanges came to their end."""
         self.check_broken()
@@ -210,7 +205,7 @@ class Engine:
         if moved or active_mask(self.params) != layout.active:
             layout = next_layout(self.policy, layout, self.groups)
             if self.exchange is not None:
-                self.exchange.buckets.check(self.params, layout)
+                self.exchange.buckets.check_layout(self.params, layout)
             if moved and all(map(same_place, self.layout.plan.tensors, layout.plan.tensors)):
                 # Even if ranks must agree first: until then, values must arrive where parameters are now.
                 self._lay_out()
@@ -252,7 +247,7 @@ class Engine:
         self.local.rebind()
         self.local.masters.refresh()
         if self.exchange is not None:
-            self.exchange.buckets.lay_out(self.params, self.layout)
+            self.exchange.buckets.lay_out()
 
     def broadcast_params(self) -> None:
         """Send the owners' values to all ranks outside of a step, also of parameters that are frozen now. Collective.
@@ -264,8 +259,7 @@ class Engine:
         """
         buffers, fixed = ParamBuffers(self.coordinator, as_bucket_view=False), self.layout.fixed
         buffers.lay_out(self.params, self.layout.plan, [index in fixed for index in range(len(self.params))])
-        buffers.send()
-        buffers.wait()
+        broadcast_all([buffers.broadcast])
 
     def add_param_group(self, append: Callable[[], None]) -> None:
         """Take in a new param group on all ranks, or on none. Collective.
@@ -287,7 +281,7 @@ class Engine:
                     self.local.check_not_converted(self.layout.plan, layout.plan)
                     self.local.dry_run(self.groups, layout.plan)
                     if exchange is not None:
-                        exchange.buckets.check(parameters_of(self.groups), layout)
+                        exchange.buckets.check_layout(parameters_of(self.groups), layout)
                     settings = settings_of(self.groups[before:], self.local.optim.defaults, first=before)
                     proposal.set(with_hyperparameters(layout, settings))
             except BaseException:
@@ -339,10 +333,10 @@ class Engine:
             self._announce(Call.STEP, **arguments)
         return self.apply_step(inner, error)
 
-    def apply_step(self, arguments: Mapping[str, Any], error: Exception | None = None) -> Any:  # noqa: ANN401 - as the inner step
+    def apply_step(self, arguments: Mapping[str, Any], error: Exception | None = None, seen: Seen | None = None) -> Any:  # noqa: ANN401 - as the inner step
         """Make a step; see :func:`zeroshard.step.step`."""
         with self.communicating():
-            return step(self, arguments, error)
+            return step(self, arguments, error, seen)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> torch.Tensor:
         """Scale the gradients of all parameters."""
@@ -386,15 +380,9 @@ class Engine:
         self, mode: StepMode, names: Mapping[torch.Tensor, str], *, norms: bool | Sequence[float]
     ) -> GradExchange:
         """Take gradients bucket by bucket from now on; all ranks give the same names to parameters without."""
-        if self.exchange is None:
-            self.policy = replace(self.policy, names={param: names[param] for param in self.params if param in names})
-            self.layout = renamed(self.policy, self.layout, self.groups)
-            self.exchange = GradExchange(self, mode, norms=norms)
-        elif self.exchange.mode is not mode:
-            raise ValueError(
-                f"a communication hook steps this optimizer {self.exchange.mode.value!r} already, and cannot step it "
-                f"{mode.value!r} too; build a new optimizer for another hook"
-            )
+        self.policy = replace(self.policy, names={param: names[param] for param in self.params if param in names})
+        self.layout = renamed(self.policy, self.layout, self.groups)
+        self.exchange = GradExchange(self, mode, norms=norms)
         return self.exchange
 
     # ------------------------------------------------------------------ state

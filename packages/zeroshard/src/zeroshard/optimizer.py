@@ -435,7 +435,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 "the optimizer must be built with overlap_with_ddp=True to be stepped by a communication hook; or "
                 "register reduce_to_owner_hook, which leaves stepping to step()"
             )
-        return self._engine.take_buckets(mode, names, norms=norms)
+        exchange = self._engine.exchange
+        if exchange is not None and exchange.mode is not mode:
+            raise ValueError(
+                f"a communication hook steps this optimizer {exchange.mode.value!r} already, and cannot step it "
+                f"{mode.value!r} too; build a new optimizer for another hook"
+            )
+        return exchange or self._engine.take_buckets(mode, names, norms=norms)
 
     @property
     def _param_to_rank(self) -> dict[torch.Tensor, int]:

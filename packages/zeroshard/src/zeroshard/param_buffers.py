@@ -15,40 +15,49 @@ _Places = tuple[list[int], list[torch.Size], list[tuple[int, ...]]]
 
 
 class ParamBroadcast:
-    """Broadcasts the parameters of one bucket from their owners to all ranks; each call counts once per step.
+    """Broadcasts parameters from their owners to all ranks; each call counts once until :meth:`reset`.
 
     Args:
         params: the parameters.
-        broadcaster: sends the owners' values; None if there is nothing to send.
+        broadcasters: send the owners' values; none if there is nothing to send.
     """
 
-    def __init__(self, params: Sequence[torch.Tensor], broadcaster: ParameterBroadcaster | None) -> None:
-        self._params, self._broadcaster = list(params), broadcaster
-        self._broadcast: Broadcast | None = None
+    def __init__(self, params: Sequence[torch.Tensor], broadcasters: Sequence[ParameterBroadcaster]) -> None:
+        self._params, self._broadcasters = list(params), broadcasters
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what is under way."""
+        self._broadcasts: list[Broadcast] = []
         self._is_expected = self._is_sent = False
 
     def expect(self) -> None:
         """Post the receives of the owners' new values; from now on autograd may not use the old ones. No-op if done."""
         if not self._is_expected:
-            self._is_expected, self._is_sent = True, False
+            self._is_expected = True
+            self._broadcasts = [broadcaster.begin() for broadcaster in self._broadcasters]
+            # Autograd does not see writes by receives and flat buffers, but a graph that saved a parameter must.
             torch.autograd.graph.increment_version(self._params)
-            self._broadcast = self._broadcaster.begin() if self._broadcaster is not None else None
 
     def send(self) -> None:
-        """Send this rank's values of what it owns. No-op if done."""
-        self.expect()
-        if self._broadcast is not None and not self._is_sent:
-            self._is_sent = True
-            self._broadcast.send()
-
-    def arrive(self) -> None:
-        """Wait until the others' values have arrived. No-op if nothing is on its way.
+        """Send this rank's values of what it owns. No-op if done.
 
         Raises:
             PeerLostError: if a rank is gone.
         """
-        if self._broadcast is not None:
-            self._broadcast.arrive()
+        self.expect()
+        for broadcast in self._broadcasts if not self._is_sent else ():
+            broadcast.send()
+        self._is_sent = True
+
+    def arrive(self) -> None:
+        """Wait until the others' values have arrived.
+
+        Raises:
+            PeerLostError: if a rank is gone.
+        """
+        for broadcast in self._broadcasts:
+            broadcast.arrive()
 
     def wait(self) -> None:
         """As :meth:`arrive`, and until this rank's own values may be changed.
@@ -56,30 +65,52 @@ class ParamBroadcast:
         Raises:
             PeerLostError: if a rank is gone.
         """
-        self._is_expected = False
-        broadcast, self._broadcast = self._broadcast, None
-        if broadcast is not None:
+        for broadcast in self._broadcasts:
             broadcast.wait()
 
 
+def broadcast_all(broadcasts: Sequence[ParamBroadcast]) -> None:
+    """Send this rank's values of parameters, and wait for the others' values. Collective.
+
+    Until all ranks have agreed upon something afterwards, others may still be reading what this rank owns.
+
+    Args:
+        broadcasts: of the parameters, in the same order on every rank; some may have been sent before.
+
+    Raises:
+        PeerLostError: if a rank is gone.
+    """
+    try:
+        for broadcast in broadcasts:
+            broadcast.send()
+        # First everything that others wait for, then what waits for others.
+        for broadcast in broadcasts:
+            broadcast.arrive()
+        for broadcast in broadcasts:
+            broadcast.wait()
+    finally:
+        for broadcast in broadcasts:
+            broadcast.reset()
+
+
 class ParamBuffers:
-    """Owns the flat buffers of the parameters (if requested), and broadcasts all parameters together.
+    """Owns the flat buffers of the parameters, if requested.
 
     Only :meth:`lay_out` changes it; a step only reads it.
 
     Args:
         coordinator: the channel of the group.
         as_bucket_view: whether parameters are packed into flat buffers and become views of them.
+
+    Attributes:
+        broadcast: of all parameters that a step may change, together.
     """
 
     def __init__(self, coordinator: Coordinator, *, as_bucket_view: bool) -> None:
-        self._coordinator, self._ranks, self._as_bucket_view = coordinator, coordinator.ranks, as_bucket_view
+        self._coordinator, self._as_bucket_view = coordinator, as_bucket_view
         self._buffers: list[FlatBuffer] = []
         self._packed: dict[int, TensorSpec] = {}
         self._params: list[torch.Tensor] = []
-        self._active: list[torch.Tensor] = []
-        self._broadcasters: list[ParameterBroadcaster] = []
-        self._broadcasts: list[Broadcast] = []
         self._found: _Places = ([], [], [])
 
     @property
@@ -104,52 +135,15 @@ class ParamBuffers:
         self._params = list(params)
         if self._as_bucket_view:
             self._pack(plan, active)
-        self._active = [param for param, is_active in zip(params, active, strict=True) if is_active]
         self._found = _places(self._params)
-        self._broadcasters = []
-        if self._ranks.world_size == 1:
-            return
+        changing = [index for index, is_active in enumerate(active) if is_active]
         by_device: dict[torch.device, list[Segment]] = {}
-        for segment in self.segments(plan, [index for index, is_active in enumerate(active) if is_active]):
+        for segment in self.segments(plan, changing) if plan.world_size > 1 else ():
             by_device.setdefault(segment.buffer.device, []).append(segment)
-        self._broadcasters = [
-            choose_broadcaster(self._coordinator, segments, device) for device, segments in by_device.items()
-        ]
-
-    def send(self) -> None:
-        """Send this rank's values of all active parameters. Collective, as are the calls that must follow.
-
-        Until all ranks have agreed upon something after :meth:`wait`, others may still be reading what this rank owns.
-
-        Raises:
-            PeerLostError: if a rank is gone.
-        """
-        self._broadcasts = []
-        for broadcaster in self._broadcasters:
-            self._broadcasts.append(broadcaster.begin())
-            self._broadcasts[-1].send()
-        # Autograd does not see writes by receives and flat buffers, but a graph that saved a parameter must. Now, since
-        # there is nothing else to do until the messages have arrived.
-        torch.autograd.graph.increment_version(self._active)
-
-    def arrive(self) -> None:
-        """Wait until the others' values have arrived.
-
-        Raises:
-            PeerLostError: if a rank is gone.
-        """
-        for broadcast in self._broadcasts:
-            broadcast.arrive()
-
-    def wait(self) -> None:
-        """As :meth:`arrive`, and until this rank's own values may be changed.
-
-        Raises:
-            PeerLostError: if a rank is gone.
-        """
-        for broadcast in self._broadcasts:
-            broadcast.wait()
-        self._broadcasts = []
+        self.broadcast = ParamBroadcast(
+            [params[index] for index in changing],
+            [choose_broadcaster(self._coordinator, segments, device) for device, segments in by_device.items()],
+        )
 
     def _pack(self, plan: Plan, active: Sequence[bool]) -> None:
         """Pack parameters that became active or were rebound; start over with those whose dtype or shape changed."""

@@ -137,31 +137,28 @@ class GradAccumulator:
 
     # ------------------------------------------------------------------ what the next step will use
 
-    def present(self, state: BucketState) -> tuple[bool, ...]:
-        """Tell per tensor of a bucket whether it has a gradient to be stepped with.
+    def find_present(self, states: Sequence[BucketState]) -> None:
+        """Find out which tensors of some buckets have a gradient to be stepped with.
 
         Raises:
             RuntimeError: if a gradient was accumulated on this rank and never reduced.
         """
-        if not self._has_local and self.has_placeholders(state):
-            return state.present
-        grads = list(map(_grad_of, state.params))
-        for grad, tensor in zip(grads, state.tensors, strict=True):
-            if grad is None or (type(grad) is GradPlaceholder and grad._local is None):
+        for state in states:
+            if not self._has_local and self.has_placeholders(state):
                 continue
-            if self._replaced.get(tensor) != grad.data_ptr():
-                raise self.unreduced(tensor)
-        return tuple([is_present and grad is not None for is_present, grad in zip(state.present, grads, strict=True)])
+            grads = list(map(_grad_of, state.params))
+            for grad, tensor in zip(grads, state.tensors, strict=True):
+                if grad is None or (type(grad) is GradPlaceholder and grad._local is None):
+                    continue
+                if self._replaced.get(tensor) != grad.data_ptr():
+                    raise self.unreduced(tensor)
+            state.present = tuple(
+                [is_present and grad is not None for is_present, grad in zip(state.present, grads, strict=True)]
+            )
 
     def has_placeholders(self, state: BucketState) -> bool:
         """Whether the placeholders of a bucket are the gradients of all its parameters."""
         return all(map(is_, map(_grad_of, state.params), map(self.placeholders.__getitem__, state.tensors)))
-
-    def check_reduced(self) -> None:
-        """Raise a RuntimeError if gradients were accumulated on this rank before the first reduction."""
-        for tensor, param in enumerate(self._params):
-            if param.grad is not None and tensor not in self._place:
-                raise self.unreduced(tensor)
 
     def unreduced(self, tensor: int) -> RuntimeError:
         """Return the error for a gradient that was never reduced."""
@@ -245,12 +242,10 @@ class GradAccumulator:
             self._keeps_reduced.add(tensor)
 
     def contribute(self, bucket: Bucket) -> Bucket:
-        """Prepare a bucket of zeros of a rank without a backward of its own; others are returned as they are.
+        """Prepare a bucket of zeros of a rank without a backward of its own.
 
         Gradients that were reduced before and not stepped yet are accumulated by their owners, as in other backwards.
         """
-        if in_autograd():
-            return bucket
         for param in bucket.params:
             # Whoever takes the bucket refuses parameters that the optimizer does not have.
             tensor = self.index_of.get(param)
