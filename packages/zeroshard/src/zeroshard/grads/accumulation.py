@@ -87,7 +87,6 @@ class GradAccumulator:
             keep: keeps the memory of a tensor until the stream has added it.
         """
         state.phase = BucketPhase.REDUCED
-        self.operations.replaced(tensor for tensor in state.tensors if tensor not in self._keeps_reduced)
         if self._accumulated:
             for place, tensor in enumerate(state.tensors):
                 accumulated = self._accumulated.pop(tensor, None)
@@ -96,6 +95,7 @@ class GradAccumulator:
                     keep(accumulated)
                     gradient.add_(accumulated)
             self._pending.difference_update(state.tensors)
+        self.operations.reduced(state, self._keeps_reduced)
 
     def end(self, states: Sequence[BucketState]) -> None:
         """End a backward: put placeholders where the gradients were."""

@@ -77,7 +77,7 @@ class Buckets:
             if self._layout.plan.of_tensor(tensor) != layout.plan.of_tensor(tensor):
                 self._params[tensor].grad = None
         self._params, self._layout = params, layout
-        self._gradients.operations.rebuild(layout.plan)
+        self._gradients.operations.norms.rebuild(layout.plan)
         self._gradients.rebuild(params, layout.plan, self._engine.local)
         for state in self.by_index.values():
             self._lay_out_bucket(state)

@@ -84,13 +84,13 @@ class GradExchange:
 
     def __init__(self, engine: Engine, mode: StepMode, *, norms: bool | Sequence[float]) -> None:
         self._engine: Engine = weakref.proxy(engine)
-        self.mode, coordinator, grad_norms = mode, engine.coordinator, None
+        self.mode, coordinator = mode, engine.coordinator
         with agreed(coordinator, "a communication hook's first call"):
             device = common_device(engine.params, engine.layout)
             orders = norm_orders(norms)
-            if orders and mode is StepMode.IN_STEP:
-                grad_norms = GradNorms(coordinator, device, orders)
-        self.operations = GradOperations(grad_norms, steps_early=mode is not StepMode.IN_STEP)
+        steps_early = mode is not StepMode.IN_STEP
+        grad_norms = GradNorms(coordinator, device, () if steps_early else orders)
+        self.operations = GradOperations(grad_norms, steps_early=steps_early)
         self.gradients = GradAccumulator(coordinator.ranks.world_size, self.operations)
         self.buckets = Buckets(self._engine, self.gradients, is_interleaved=mode.is_interleaved)
         self._queue = ReductionQueue(coordinator.ranks.rank, device, uses_thread=self.buckets.transport.uses_thread)
@@ -99,7 +99,7 @@ class GradExchange:
         self._backwards = self._arrived_before = 0
         self.is_own, self._may_step, self._all_may_step = True, False, False
         self._seen: Seen | None = None
-        self.early_steps = EarlySteps(self._engine, self) if mode is not StepMode.IN_STEP else None
+        self.early_steps = EarlySteps(self._engine, self) if steps_early else None
 
     @property
     def join(self) -> JoinState:
@@ -252,7 +252,7 @@ class GradExchange:
             self.buckets.end()
             self.gradients.end(self.buckets.arrived)
             with record_function("zeroshard::norms"):
-                self.operations.exchange_norms(self.buckets.arrived, agreed=self.buckets.transport.ends_in_agreement)
+                self.operations.exchange_norms(agreed=self.buckets.transport.ends_in_agreement)
         except BaseException as error:
             self._engine.mark_broken(error)
             raise
