@@ -15,6 +15,7 @@ from zeroshard_comm import Coordinator, PeerLostError, Position, RankGroup, Traf
 
 from zeroshard.clipping import clip_over_ranks
 from zeroshard.debug.checks import step_debugging
+from zeroshard.grads.early_steps import EarlySteps
 from zeroshard.grads.exchange import GradExchange, StepMode
 from zeroshard.join import Call, JoinState
 from zeroshard.local.optimizer import Closure, LocalOptimizer, sync_groups
@@ -253,9 +254,6 @@ class Engine:
         """Send the owners' values to all ranks outside of a step, also of parameters that are frozen now. Collective.
 
         Ranks must agree on something afterwards, as others may still be reading.
-
-        Raises:
-            PeerLostError: if a rank is gone.
         """
         buffers, fixed = ParamBuffers(self.coordinator, as_bucket_view=False), self.layout.fixed
         buffers.lay_out(self.params, self.layout.plan, [index in fixed for index in range(len(self.params))])
@@ -267,8 +265,7 @@ class Engine:
         Args:
             append: checks the new group and appends it to the public ones.
         """
-        exchange, before = self.exchange, len(self.groups)
-        early = exchange.early_steps if exchange is not None else None
+        exchange, early, before = self.exchange, self.early_steps, len(self.groups)
         is_accepted = early is not None and early.has_same_hyperparameters()
         with self.collective():
             layout = self.layout
@@ -300,14 +297,13 @@ class Engine:
     # ------------------------------------------------------------------ steps
 
     @property
-    def steps_early(self) -> bool:
-        """Whether a communication hook steps during backward."""
-        return self.exchange is not None and self.exchange.early_steps is not None
+    def early_steps(self) -> EarlySteps | None:
+        """Checks calls of ``step()`` if a communication hook steps during backward; else None."""
+        return self.exchange.early_steps if self.exchange is not None else None
 
     def step(self, closure: Closure | None, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as the inner step
         """Make a step, or check the one that backward has made."""
-        exchange = self.exchange
-        early = exchange.early_steps if exchange is not None else None
+        exchange, early = self.exchange, self.early_steps
         may_be_torchs = exchange is not None and not closure and not (early is not None and early.has_stepped)
         if may_be_torchs and self.metadata.is_empty and is_torchs_own_step(self):
             return self.init_state()
@@ -344,7 +340,7 @@ class Engine:
             return torch.nn.utils.clip_grad_norm_(
                 self.params, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
             )
-        if self.steps_early:
+        if self.early_steps is not None:
             raise ValueError(
                 "this optimizer is stepped during backward by its communication hook, so there is nothing left to "
                 "clip; use reduce_to_owner_hook, and clip between backward() and step()"
@@ -357,14 +353,7 @@ class Engine:
         """Like :meth:`clip_grad_norm_`, for gradients that lie at their owners."""
         assert self.exchange is not None
         with self.communicating():
-            return clip_over_ranks(
-                self.coordinator,
-                self.exchange,
-                max_norm,
-                norm_type,
-                self.params[0].dtype,
-                error_if_nonfinite=error_if_nonfinite,
-            )
+            return clip_over_ranks(self, self.exchange, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def train_or_eval(self, name: str) -> Callable[[], Any]:
         """Return a function that calls this method of the local optimizer on all ranks; AttributeError if none."""
@@ -415,8 +404,8 @@ class Engine:
         if is_loaded:
             self.metadata.drop_consolidated()
             self.refused = ""
-            if self.exchange is not None and self.exchange.early_steps is not None:
-                self.exchange.early_steps.reset()
+            if self.early_steps is not None:
+                self.early_steps.reset()
         return is_loaded
 
     def take_over_state(self, layout: Layout, operation: str, install: Callable[[], None]) -> None:

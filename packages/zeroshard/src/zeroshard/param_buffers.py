@@ -39,34 +39,13 @@ class ParamBroadcast:
             # Autograd does not see writes by receives and flat buffers, but a graph that saved a parameter must.
             torch.autograd.graph.increment_version(self._params)
 
-    def send(self) -> None:
-        """Send this rank's values of what it owns. No-op if done.
-
-        Raises:
-            PeerLostError: if a rank is gone.
-        """
+    def send(self) -> Sequence[Broadcast]:
+        """Send this rank's values of what it owns, unless that is done; return what is to be waited for."""
         self.expect()
         for broadcast in self._broadcasts if not self._is_sent else ():
             broadcast.send()
         self._is_sent = True
-
-    def arrive(self) -> None:
-        """Wait until the others' values have arrived.
-
-        Raises:
-            PeerLostError: if a rank is gone.
-        """
-        for broadcast in self._broadcasts:
-            broadcast.arrive()
-
-    def wait(self) -> None:
-        """As :meth:`arrive`, and until this rank's own values may be changed.
-
-        Raises:
-            PeerLostError: if a rank is gone.
-        """
-        for broadcast in self._broadcasts:
-            broadcast.wait()
+        return self._broadcasts
 
 
 def broadcast_all(broadcasts: Sequence[ParamBroadcast]) -> None:
@@ -76,18 +55,14 @@ def broadcast_all(broadcasts: Sequence[ParamBroadcast]) -> None:
 
     Args:
         broadcasts: of the parameters, in the same order on every rank; some may have been sent before.
-
-    Raises:
-        PeerLostError: if a rank is gone.
     """
     try:
-        for broadcast in broadcasts:
-            broadcast.send()
         # First everything that others wait for, then what waits for others.
-        for broadcast in broadcasts:
-            broadcast.arrive()
-        for broadcast in broadcasts:
-            broadcast.wait()
+        sent = [each for broadcast in broadcasts for each in broadcast.send()]
+        for each in sent:
+            each.arrive()
+        for each in sent:
+            each.wait()
     finally:
         for broadcast in broadcasts:
             broadcast.reset()
@@ -148,31 +123,28 @@ class ParamBuffers:
     def _pack(self, plan: Plan, active: Sequence[bool]) -> None:
         """Pack parameters that became active or were rebound; start over with those whose dtype or shape changed."""
         kept: list[FlatBuffer] = []
-        packed: dict[int, TensorSpec] = {}
         for buffer in self._buffers:
-            members = [slot.tensor for slot in buffer.layout.slots]
-            rebound = buffer.rebound()
+            members, rebound = _members(buffer.layout), buffer.rebound()
             if all(
                 same_place(self._packed[i], plan.tensors[i]) and self._params[i].device == buffer.storage.device
                 for i in members
             ):
-                if rebound:
-                    # In storage of its own: rebound data may lie in the old one, e.g. if two parameters have
-                    # exchanged their data, or an average and the weights; and the user may hold what it replaces.
-                    buffer = FlatBuffer(buffer.layout, plan.tensors, buffer.storage.device)
-                    buffer.adopt({i: self._params[i] for i in members})
-                kept.append(buffer)
-                packed.update({i: plan.tensors[i] for i in members})
+                # In storage of its own: rebound data may lie in the old one, e.g. if two parameters have exchanged
+                # their data, or an average and the weights; and the user may hold what it replaces.
+                kept.append(self._filled(buffer.layout, plan) if rebound else buffer)
             else:
                 buffer.release([i for i in members if i not in rebound])
+        packed = {i for buffer in kept for i in _members(buffer.layout)}
         wanted = [index for index, is_active in enumerate(active) if is_active and index not in packed]
-        for layout in bucket_layouts(plan, tensors=wanted):
-            members = [slot.tensor for slot in layout.slots]
-            buffer = FlatBuffer(layout, plan.tensors, self._params[members[0]].device)
-            buffer.adopt({i: self._params[i] for i in members})
-            kept.append(buffer)
-            packed.update({i: plan.tensors[i] for i in members})
-        self._buffers, self._packed = kept, packed
+        self._buffers = kept + [self._filled(layout, plan) for layout in bucket_layouts(plan, tensors=wanted)]
+        self._packed = {i: plan.tensors[i] for buffer in self._buffers for i in _members(buffer.layout)}
+
+    def _filled(self, layout: BucketLayout, plan: Plan) -> FlatBuffer:
+        """Make a buffer that has adopted the parameters of a layout."""
+        members = _members(layout)
+        buffer = FlatBuffer(layout, plan.tensors, self._params[members[0]].device)
+        buffer.adopt({i: self._params[i] for i in members})
+        return buffer
 
     def segments(self, plan: Plan, wanted: Sequence[int]) -> list[Segment]:
         """Return the segments that are sent for some parameters, as few as possible.
@@ -197,6 +169,10 @@ class ParamBuffers:
             flat = storage_view(self._params[index].detach())
             found += [Segment(shard.rank, flat[shard.flat]) for shard in plan.of_tensor(index)]
         return found
+
+
+def _members(layout: BucketLayout) -> list[int]:
+    return [slot.tensor for slot in layout.slots]
 
 
 def _places(tensors: Sequence[torch.Tensor]) -> _Places:

@@ -154,10 +154,6 @@ class BucketState:
         self._bound, self._views, self.broadcast = None, (0, {}), broadcast
         self.reducer = transport.reducer(self._runs(plan), self._like, len(self.tensors))
 
-    def owned_gradient(self, place: int) -> torch.Tensor | None:
-        """Return the view of the bucket that this rank owns of the tensor at ``place``; None if it owns none of it."""
-        return self.owned_gradients().get(self.tensors[place])
-
     def owned_gradients(self) -> Mapping[int, torch.Tensor]:
         """Return the views of the bucket that this rank owns, by tensor. They are made once for a buffer."""
         if self.buffer is None:
@@ -193,9 +189,7 @@ class BucketState:
 
     def scale(self, factor: float) -> None:
         """Multiply this rank's parts of the gradients."""
-        for place in self._owned:
-            gradient = self.owned_gradient(place)
-            assert gradient is not None
+        for gradient in self.owned_gradients().values():
             gradient.mul_(factor)
 
     def gradients(self) -> Sequence[torch.Tensor | None]:
@@ -207,8 +201,8 @@ class BucketState:
             )
         key = (self.buffer.data_ptr() if self.buffer is not None else 0, self.present)
         if self._bound is None or self._bound[0] != key:
-            there = self.present
-            self._bound = (key, [self.owned_gradient(place) if there[place] else None for place in self._owned])
+            owned = self.owned_gradients()
+            self._bound = (key, [owned[self.tensors[i]] if self.present[i] else None for i in self._owned])
         return self._bound[1]
 
     def bind(self) -> None:

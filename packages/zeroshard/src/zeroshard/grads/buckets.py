@@ -171,8 +171,6 @@ class Buckets:
             gradients: whether gradients are sent to their owners, and not reduced by somebody else.
 
         Raises:
-            DisagreementError: if ranks have other buckets.
-            PeerLostError: if a rank is gone.
             ValueError: if the optimizer does not have a parameter of the bucket, or its gradients cannot be sent.
         """
         known = self.by_index.get(bucket.index)
@@ -250,17 +248,19 @@ def common_device(params: Sequence[torch.Tensor], layout: Layout) -> torch.devic
     Raises:
         ValueError: if they are on several.
     """
-    first: tuple[str, torch.device] | None = None
+    found: dict[torch.device, int] = {}
     for index, (param, is_active) in enumerate(zip(params, layout.active, strict=True)):
-        title = f"tensor {index} {layout.plan.tensors[index].name!r}"
-        if is_active and first is None:
-            first = title, param.device
-        if is_active and first is not None and param.device != first[1]:
-            raise ValueError(
-                f"{title} is on {param.device}, and {first[0]} on {first[1]}: a communication hook exchanges "
-                f"parameters of one device; bring them together, or train without a hook"
-            )
-    return first[1] if first is not None else torch.device("cpu")
+        if is_active:
+            found.setdefault(param.device, index)
+    if len(found) > 1:
+        (first, here), (second, there) = [
+            (f"tensor {index} {layout.plan.tensors[index].name!r}", device) for device, index in [*found.items()][:2]
+        ]
+        raise ValueError(
+            f"{second} is on {there}, and {first} on {here}: a communication hook exchanges parameters of one device; "
+            f"bring them together, or train without a hook"
+        )
+    return next(iter(found), torch.device("cpu"))
 
 
 def _check_parameter(bucket: Bucket, place: int, index_of: Mapping[torch.Tensor, int], layout: Layout) -> int:

@@ -91,7 +91,7 @@ class GradExchange:
         steps_early = mode is not StepMode.IN_STEP
         grad_norms = GradNorms(coordinator, device, () if steps_early else orders)
         self.operations = GradOperations(grad_norms, steps_early=steps_early)
-        self.gradients = GradAccumulator(coordinator.ranks.world_size, self.operations)
+        self.gradients = GradAccumulator(self.operations)
         self.buckets = Buckets(self._engine, self.gradients, is_interleaved=mode.is_interleaved)
         self._queue = ReductionQueue(coordinator.ranks.rank, device, uses_thread=self.buckets.transport.uses_thread)
         # On a device with streams, waiting for a future also waits for the stream on which it was set.
@@ -145,7 +145,6 @@ class GradExchange:
             check_capture(engine.coordinator.ranks, bucket.params)
             self.is_own = bucket.is_own
             self._take_over_unfrozen()
-            self.gradients.divides_by_running = self.join.divides_by_running
             # A rank that has run out of data takes part in a backward only at the others' next call.
             self.operations.takes_norms = self.join.context is None
             if self.mode is not StepMode.IN_STEP:
@@ -225,7 +224,7 @@ class GradExchange:
         if result is not None:
             state.replace(result.wait(), self._queue.keep)
         running = sum(header.is_own for header in headers)
-        if self.gradients.divides_by_running and 0 < running < len(headers):
+        if self.join.divides_by_running and 0 < running < len(headers):
             state.scale(len(headers) / running)
         state.present = tuple([any(bits) for bits in zip(*[header.present for header in headers], strict=True)])
         self._all_may_step = self._all_may_step and all(header.may_step for header in headers)

@@ -110,11 +110,6 @@ class GradNorms:
 
         Args:
             agreed: whether ranks have just agreed on something else, with nothing in between.
-
-        Raises:
-            DisagreementError: if a rank is in another call.
-            PeerLostError: if a rank is gone.
-            Exception: an error that another rank reports in another call.
         """
         # gloo aborts the process if ranks combine different numbers of words.
         if not agreed:
@@ -314,9 +309,6 @@ class GradOperations:
 
         Args:
             agreed: as for :meth:`GradNorms.exchange`.
-
-        Raises:
-            DisagreementError, PeerLostError: as :meth:`GradNorms.exchange`.
         """
         self._clamped.clear()
         self._zeroed.clear()
