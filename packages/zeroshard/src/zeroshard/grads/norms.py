@@ -93,15 +93,13 @@ class GradNorms:
 
     def take(self, gradients: Mapping[int, torch.Tensor]) -> None:
         """Take the norms of this rank's parts of gradients of one dtype, by tensor; in the thread that reduces them."""
-        # Those without elements have no largest one.
-        held = {tensor: grad for tensor, grad in gradients.items() if grad.numel()}
-        if not held:
+        if not gradients:
             return
-        slots = self._own_slots.get(tuple(held))
+        tensors, grads = tuple(gradients), list(gradients.values())
+        slots = self._own_slots.get(tensors)
         if slots is None:
-            slots = torch.tensor([self._slot_of[tensor] for tensor in held], device=self._device)
-            self._own_slots[tuple(held)] = slots
-        grads = list(held.values())
+            # On the device, and once, as above.
+            slots = self._own_slots[tensors] = torch.tensor([self._slot_of[i] for i in tensors], device=self._device)
         for row, order in zip(self._numbers, self.orders, strict=True):
             row[slots] = _largest(grads) if order == INF else _norms(grads)
 
@@ -324,9 +322,10 @@ def _norms(grads: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _largest(grads: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the largest magnitude of each tensor of one dtype, or NaN, in float64."""
+    """Return the largest magnitude of each tensor of one dtype, or NaN, in float64; 0 if it has no elements."""
+    grads = [grad if grad.numel() else grad.new_zeros(1) for grad in grads]
     if grads[0].device.type != "cpu":
-        return torch.stack(foreach_norm(list(grads), INF)).double()
+        return torch.stack(foreach_norm(grads, INF)).double()
     # 15 times as fast there.
     pairs = [torch.aminmax(grad) for grad in grads]
     return torch.maximum(torch.stack([pair.max for pair in pairs]), -torch.stack([pair.min for pair in pairs])).double()
