@@ -120,10 +120,10 @@ class Buckets:
 
     def _broadcast_of(self, tensors: Sequence[int]) -> ParamBroadcast:
         """Make the broadcast of some parameters; without effect if all are sent together."""
-        segments = self._engine.buffers.segments(self._layout.plan, tensors) if self.are_sent else []
-        broadcaster = self.transport.broadcaster(segments) if segments else None
-        params = [self._params[index] for index in tensors]
-        return ParamBroadcast(params, [broadcaster] if broadcaster is not None else [])
+        if not self.are_sent:
+            return ParamBroadcast([], [])
+        broadcaster = self.transport.broadcaster(self._engine.buffers.segments(self._layout.plan, tensors))
+        return ParamBroadcast([self._params[i] for i in tensors], [] if broadcaster is None else [broadcaster])
 
     @property
     def unstepped(self) -> Sequence[int]:

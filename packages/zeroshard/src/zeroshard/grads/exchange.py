@@ -206,9 +206,8 @@ class GradExchange:
             if self._may_step:
                 state.step_early()
                 self._may_step = state.failure is None
-            if self.buckets.are_sent:
-                with record_function(f"zeroshard::share bucket {state.index}"):
-                    state.broadcast.send()
+            with record_function(f"zeroshard::share bucket {state.index}"):
+                state.broadcast.send()
 
     def _take_in(
         self, state: BucketState, headers: Sequence[BucketHeader], result: Future[torch.Tensor] | None
@@ -340,13 +339,11 @@ class GradExchange:
 
     def step_rest(self, arguments: Mapping[str, Any]) -> None:
         """Step what was not stepped during backward, bucket by bucket, and send it."""
-        sent = self._states if self.buckets.are_sent else []
-        for state in sent:
+        for state in self._states:
             state.broadcast.expect()
         for state in self._states:
             state.step(arguments)
-            if sent:
-                state.broadcast.send()
+            state.broadcast.send()
 
     def owned_gradients(self) -> list[torch.Tensor]:
         """Return this rank's parts of all gradients that the next step will use."""
