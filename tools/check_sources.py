@@ -39,7 +39,7 @@ CEILINGS: Mapping[str, Ceiling] = {
     "zeroshard_core": Ceiling(1621, "one probe of the state that an optimizer class keeps, public"),
     "zeroshard_comm": Ceiling(3430, "counts of bytes are read under their lock"),
     "zeroshard": Ceiling(
-        8122, "models are converted on devices outside of torch; an incomplete backward is ended, within seconds"
+        8107, "models are converted on devices outside of torch; an incomplete backward is ended, within seconds"
     ),
     "zeroshard_integrations": Ceiling(
         1864, "its own private names of torch: it imports public names of its siblings alone"

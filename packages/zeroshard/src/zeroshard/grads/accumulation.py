@@ -114,10 +114,7 @@ class GradAccumulator:
         return self._state_of[tensor].owned_gradients().get(tensor)
 
     def _passing(self, state: BucketState) -> list[GradPlaceholder]:
-        """Make placeholders for the first backward: when all are set to None, the bucket's memory is given back.
-
-        DDP makes new buckets in the forward after that, and its gradients need the memory.
-        """
+        """Make placeholders that give the bucket's memory back when all are set to None: DDP then makes new buckets."""
         made = [GradPlaceholder(self._params[i], i, self._plan.tensors[i].name, self) for i in state.tensors]
         state_of, left = weakref.ref(state), [len(made)]
 

@@ -299,10 +299,7 @@ def _check_parameter(bucket: Bucket, place: int, index_of: Mapping[torch.Tensor,
 
 
 def _check_order(bucket: Bucket, place: int, title: str) -> None:
-    """Raise if a gradient does not lie in its bucket in the order of its parameter's elements.
-
-    DDP lays out its buckets when it is built, and once more later. Looked at once per bucket, since it reads all of it.
-    """
+    """Raise if a gradient does not lie in its bucket in the order of its parameter's elements; this reads all of it."""
     param, grad = bucket.params[place], bucket.params[place].grad
     if param.dim() < 2 or grad is None or type(grad) is GradPlaceholder or not bucket.present[place]:
         return

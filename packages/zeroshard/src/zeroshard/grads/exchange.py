@@ -381,10 +381,7 @@ class GradExchange:
     # ------------------------------------------------------------------ steps during backward
 
     def _look_early(self) -> None:
-        """Look at the model before buckets are stepped: they may be if nothing has changed that ranks must agree on.
-
-        Otherwise the step at the end of this backward steps them, or raises an error.
-        """
+        """Let buckets be stepped early if nothing has changed that ranks must agree on; else the step does it all."""
         self._seen, self._may_step, self._all_may_step = None, False, True
         if not self.mode.is_interleaved:
             return

@@ -161,10 +161,7 @@ class ReductionQueue:
         self._side.keep(tensor)
 
     def _finish_next(self) -> None:
-        """Worker: finish one, and close one that was finished some buckets before.
-
-        The next one needs the memory of its packed messages.
-        """
+        """Finish one, and close one from some buckets before: the next one needs the memory of its packed messages."""
         self._finish_one()
         self._close(leave=2)
 
