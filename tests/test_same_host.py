@@ -98,8 +98,8 @@ def test_what_is_lent_may_be_written_as_soon_as_backward_returns() -> None:
             ddp(batch(number)).square().mean().backward()
             buckets = twins.optimizer._engine.exchange.buckets.arrived if ddp is twins.ddp else []
             for state in buckets:
-                for place, (offset, param) in enumerate(zip(state.offsets, state.params, strict=True)):
-                    if state.owned_gradient(place) is None:
+                for tensor, offset, param in zip(state.tensors, state.offsets, state.params, strict=True):
+                    if tensor not in state.owned_gradients():
                         state.buffer[offset : offset + param.numel()].fill_(float("nan"))
             optimizer.step()
         twins.check(f"after iteration {number}")

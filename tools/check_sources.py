@@ -39,10 +39,10 @@ CEILINGS: Mapping[str, Ceiling] = {
     "zeroshard_core": Ceiling(1593, "one probe of the state that an optimizer class keeps, public"),
     "zeroshard_comm": Ceiling(3315),
     "zeroshard": Ceiling(
-        7735, "models are converted on devices outside of torch; an incomplete backward is ended, within seconds"
+        7538, "models are converted on devices outside of torch; an incomplete backward is ended, within seconds"
     ),
     "zeroshard_integrations": Ceiling(
-        1859, "its own private names of torch: it imports public names of its siblings alone"
+        1856, "its own private names of torch: it imports public names of its siblings alone"
     ),
     "zeroshard_testing": Ceiling(5689, "a rank that computes is given up after processor time of its own"),
 }

@@ -267,15 +267,12 @@ def _receive(
         parts = [found.only([owner is each for owner in owner_of]) for each in exchanges]
     done = []
     for exchange, part in zip(exchanges, parts, strict=True):
-        # Join calls the hook of a rank that has run out of data, without a backward.
-        given = exchange.gradients.contribute(part)
-        begins = not exchange.in_backward
-        done.append(exchange.begin(given, reduce))
-        if given.is_own and given.is_last:
+        done.append(exchange.begin(part, reduce))
+        if exchange.is_own and found.is_last:
             _after_ddp(exchange.end)
-        elif given.is_own and begins:
+        elif exchange.is_own and found.index == 0:
             _after_ddp(exchange.end_of_autograd)
-    if found.is_last and not given.is_own and exchanges[0].join.context is None:
+    if found.is_last and not exchanges[0].is_own and exchanges[0].join.context is None:
         # This rank is in torch's Join of the model alone. The others have data, and raise in step().
         for each in exchanges:
             each.end()

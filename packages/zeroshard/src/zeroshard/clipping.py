@@ -8,31 +8,25 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from zeroshard_comm import Coordinator, agreed
+from zeroshard_comm import agreed
 
 from zeroshard._torch_private import foreach_mul_, foreach_norm
 
 if TYPE_CHECKING:
+    from zeroshard.engine import Engine
     from zeroshard.grads.exchange import GradExchange
 
 
 def clip_over_ranks(
-    coordinator: Coordinator,
-    exchange: GradExchange,
-    max_norm: float,
-    norm_type: float,
-    dtype: torch.dtype,
-    *,
-    error_if_nonfinite: bool,
+    engine: Engine, exchange: GradExchange, max_norm: float, norm_type: float, *, error_if_nonfinite: bool
 ) -> torch.Tensor:
     """Scale gradients in place so that their norm over all ranks is at most ``max_norm``. Collective.
 
     Args:
-        coordinator: the channel of the ranks.
+        engine: of the optimizer.
         exchange: has this rank's gradients; every element is held by only one rank.
         max_norm: the largest norm that is not scaled down.
         norm_type: the p of the p-norm; ``inf`` for the largest magnitude.
-        dtype: of the result.
         error_if_nonfinite: whether a norm that is infinite or NaN is an error.
 
     Returns:
@@ -40,9 +34,8 @@ def clip_over_ranks(
 
     Raises:
         RuntimeError: if the norm is not finite, and ``error_if_nonfinite`` is True.
-        DisagreementError: if ranks pass different arguments.
-        PeerLostError: if a rank is gone.
     """
+    coordinator = engine.coordinator
     held: Sequence[torch.Tensor] = ()
     mine = 0.0
     with agreed(coordinator, "clip_grad_norm_()", _explain) as proposal:
@@ -67,7 +60,7 @@ def clip_over_ranks(
         if held:
             foreach_mul_(list(held), scale)
         exchange.operations.clipped(scale)
-    return torch.tensor(total, dtype=dtype, device="cpu")
+    return torch.tensor(total, dtype=engine.params[0].dtype, device="cpu")
 
 
 def _explain(here: str, there: str, rank: int, other: int) -> str:

@@ -15,11 +15,12 @@ from zeroshard_comm import Coordinator, PeerLostError, Position, RankGroup, Traf
 
 from zeroshard.clipping import clip_over_ranks
 from zeroshard.debug.checks import step_debugging
+from zeroshard.grads.early_steps import EarlySteps
 from zeroshard.grads.exchange import GradExchange, StepMode
 from zeroshard.join import Call, JoinState
 from zeroshard.local.optimizer import Closure, LocalOptimizer, sync_groups
 from zeroshard.local.train_mode import call_on_all_ranks, check_method
-from zeroshard.param_buffers import ParamBuffers
+from zeroshard.param_buffers import ParamBuffers, broadcast_all
 from zeroshard.plan.eligibility import name_of
 from zeroshard.plan.groups import ParamGroup, active_mask, check_capture, check_members, parameters_of, same_place
 from zeroshard.plan.hyperparameters import Hyperparameters, settings_of
@@ -37,7 +38,7 @@ from zeroshard.state.consolidate import consolidate
 from zeroshard.state.initialize import init_state, is_torchs_own_step
 from zeroshard.state.load import load
 from zeroshard.state.metadata import StateMetadata
-from zeroshard.step import step
+from zeroshard.step import Seen, step
 
 _logger = logging.getLogger(__name__)
 
@@ -170,11 +171,6 @@ class Engine:
         if self.suspended:
             raise RuntimeError(self.suspended)
 
-    def check_loop(self) -> None:
-        """Raise a RuntimeError if the training loop was refused."""
-        if self.refused:
-            raise RuntimeError(self.refused)
-
     def _announce(self, call: Call, **arguments: Any) -> None:  # noqa: ANN401 - of any call
         """Announce a call inside of Join, if earlier exchanges came to their end."""
         self.check_broken()
@@ -209,7 +205,7 @@ class Engine:
         if moved or active_mask(self.params) != layout.active:
             layout = next_layout(self.policy, layout, self.groups)
             if self.exchange is not None:
-                self.exchange.buckets.check(self.params, layout)
+                self.exchange.buckets.check_layout(self.params, layout)
             if moved and all(map(same_place, self.layout.plan.tensors, layout.plan.tensors)):
                 # Even if ranks must agree first: until then, values must arrive where parameters are now.
                 self._lay_out()
@@ -251,20 +247,16 @@ class Engine:
         self.local.rebind()
         self.local.masters.refresh()
         if self.exchange is not None:
-            self.exchange.buckets.lay_out(self.params, self.layout)
+            self.exchange.buckets.lay_out()
 
     def broadcast_params(self) -> None:
         """Send the owners' values to all ranks outside of a step, also of parameters that are frozen now. Collective.
 
         Ranks must agree on something afterwards, as others may still be reading.
-
-        Raises:
-            PeerLostError: if a rank is gone.
         """
         buffers, fixed = ParamBuffers(self.coordinator, as_bucket_view=False), self.layout.fixed
         buffers.lay_out(self.params, self.layout.plan, [index in fixed for index in range(len(self.params))])
-        buffers.send()
-        buffers.wait()
+        broadcast_all([buffers.broadcast])
 
     def add_param_group(self, append: Callable[[], None]) -> None:
         """Take in a new param group on all ranks, or on none. Collective.
@@ -272,8 +264,7 @@ class Engine:
         Args:
             append: checks the new group and appends it to the public ones.
         """
-        exchange, before = self.exchange, len(self.groups)
-        early = exchange.early_steps if exchange is not None else None
+        exchange, early, before = self.exchange, self.early_steps, len(self.groups)
         is_accepted = early is not None and early.has_same_hyperparameters()
         with self.collective():
             layout = self.layout
@@ -286,7 +277,7 @@ class Engine:
                     self.local.check_not_converted(self.layout.plan, layout.plan)
                     self.local.dry_run(self.groups, layout.plan)
                     if exchange is not None:
-                        exchange.buckets.check(parameters_of(self.groups), layout)
+                        exchange.buckets.check_layout(parameters_of(self.groups), layout)
                     settings = settings_of(self.groups[before:], self.local.optim.defaults, first=before)
                     proposal.set(with_hyperparameters(layout, settings))
             except BaseException:
@@ -305,14 +296,13 @@ class Engine:
     # ------------------------------------------------------------------ steps
 
     @property
-    def steps_early(self) -> bool:
-        """Whether a communication hook steps during backward."""
-        return self.exchange is not None and self.exchange.early_steps is not None
+    def early_steps(self) -> EarlySteps | None:
+        """Checks calls of ``step()`` if a communication hook steps during backward; else None."""
+        return self.exchange.early_steps if self.exchange is not None else None
 
     def step(self, closure: Closure | None, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as the inner step
         """Make a step, or check the one that backward has made."""
-        exchange = self.exchange
-        early = exchange.early_steps if exchange is not None else None
+        exchange, early = self.exchange, self.early_steps
         may_be_torchs = exchange is not None and not closure and not (early is not None and early.has_stepped)
         if may_be_torchs and self.metadata.is_empty and is_torchs_own_step(self):
             return self.init_state()
@@ -338,10 +328,10 @@ class Engine:
             self._announce(Call.STEP, **arguments)
         return self.apply_step(inner, error)
 
-    def apply_step(self, arguments: Mapping[str, Any], error: Exception | None = None) -> Any:  # noqa: ANN401 - as the inner step
+    def apply_step(self, arguments: Mapping[str, Any], error: Exception | None = None, seen: Seen | None = None) -> Any:  # noqa: ANN401 - as the inner step
         """Make a step; see :func:`zeroshard.step.step`."""
         with self.communicating():
-            return step(self, arguments, error)
+            return step(self, arguments, error, seen)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> torch.Tensor:
         """Scale the gradients of all parameters."""
@@ -349,7 +339,7 @@ class Engine:
             return torch.nn.utils.clip_grad_norm_(
                 self.params, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
             )
-        if self.steps_early:
+        if self.early_steps is not None:
             raise ValueError(
                 "this optimizer is stepped during backward by its communication hook, so there is nothing left to "
                 "clip; use reduce_to_owner_hook, and clip between backward() and step()"
@@ -362,14 +352,7 @@ class Engine:
         """Like :meth:`clip_grad_norm_`, for gradients that lie at their owners."""
         assert self.exchange is not None
         with self.communicating():
-            return clip_over_ranks(
-                self.coordinator,
-                self.exchange,
-                max_norm,
-                norm_type,
-                self.params[0].dtype,
-                error_if_nonfinite=error_if_nonfinite,
-            )
+            return clip_over_ranks(self, self.exchange, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def train_or_eval(self, name: str) -> Callable[[], Any]:
         """Return a function that calls this method of the local optimizer on all ranks; AttributeError if none."""
@@ -385,15 +368,9 @@ class Engine:
         self, mode: StepMode, names: Mapping[torch.Tensor, str], *, norms: bool | Sequence[float]
     ) -> GradExchange:
         """Take gradients bucket by bucket from now on; all ranks give the same names to parameters without."""
-        if self.exchange is None:
-            self.policy = replace(self.policy, names={param: names[param] for param in self.params if param in names})
-            self.layout = renamed(self.policy, self.layout, self.groups)
-            self.exchange = GradExchange(self, mode, norms=norms)
-        elif self.exchange.mode is not mode:
-            raise ValueError(
-                f"a communication hook steps this optimizer {self.exchange.mode.value!r} already, and cannot step it "
-                f"{mode.value!r} too; build a new optimizer for another hook"
-            )
+        self.policy = replace(self.policy, names={param: names[param] for param in self.params if param in names})
+        self.layout = renamed(self.policy, self.layout, self.groups)
+        self.exchange = GradExchange(self, mode, norms=norms)
         return self.exchange
 
     # ------------------------------------------------------------------ state
@@ -426,8 +403,8 @@ class Engine:
         if is_loaded:
             self.metadata.drop_consolidated()
             self.refused = ""
-            if self.exchange is not None and self.exchange.early_steps is not None:
-                self.exchange.early_steps.reset()
+            if self.early_steps is not None:
+                self.early_steps.reset()
         return is_loaded
 
     def take_over_state(self, layout: Layout, operation: str, install: Callable[[], None]) -> None:

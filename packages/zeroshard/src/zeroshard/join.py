@@ -258,7 +258,7 @@ class JoinState:
     @property
     def steps_early(self) -> bool:
         """Whether that hook steps during backward."""
-        return self._engine.steps_early
+        return self._engine.early_steps is not None
 
     def take_part(self, join_round: JoinRound) -> None:
         """Do what the ranks that still have data do with the optimizer; raise what they raise. Collective."""

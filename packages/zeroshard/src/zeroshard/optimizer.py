@@ -444,16 +444,22 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 "the optimizer must be built with overlap_with_ddp=True to be stepped by a communication hook; or "
                 "register reduce_to_owner_hook, which leaves stepping to step()"
             )
-        return self._engine.take_buckets(mode, names, norms=norms)
+        exchange = self._engine.exchange
+        if exchange is not None and exchange.mode is not mode:
+            raise ValueError(
+                f"a communication hook steps this optimizer {exchange.mode.value!r} already, and cannot step it "
+                f"{mode.value!r} too; build a new optimizer for another hook"
+            )
+        return exchange or self._engine.take_buckets(mode, names, norms=norms)
 
     @property
     def _param_to_rank(self) -> dict[torch.Tensor, int]:
         """Each parameter's owner; a cut parameter is listed with the owner of its first element."""
-        return {param: self.plan.of_tensor(index)[0].rank for index, param in enumerate(self._all_params())}
+        return {param: self.plan.of_tensor(index)[0].rank for index, param in enumerate(self._engine.params)}
 
     def _partition_parameters(self) -> list[list[dict[str, Any]]]:
         """Per rank, the public param groups with only the parameters of which it owns something."""
-        owners = {p: {shard.rank for shard in self.plan.of_tensor(i)} for i, p in enumerate(self._all_params())}
+        owners = {p: {shard.rank for shard in self.plan.of_tensor(i)} for i, p in enumerate(self._engine.params)}
         return [
             [{**group, "params": [p for p in group["params"] if rank in owners[p]]} for group in self.param_groups]
             for rank in range(self.plan.world_size)
@@ -490,9 +496,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             "share of the state. Save its state with consolidate_state_dict() and state_dict(), and load that into a "
             "new one" + (advice if self.takes_buckets else "")
         )
-
-    def _all_params(self) -> list[torch.Tensor]:
-        return [param for group in self.param_groups for param in group["params"]]
 
 
 @cache

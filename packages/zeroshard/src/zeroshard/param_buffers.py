@@ -15,69 +15,77 @@ _Places = tuple[list[int], list[torch.Size], list[tuple[int, ...]]]
 
 
 class ParamBroadcast:
-    """Broadcasts the parameters of one bucket from their owners to all ranks; each call counts once per step.
+    """Broadcasts parameters from their owners to all ranks; each call counts once until :meth:`reset`.
 
     Args:
         params: the parameters.
-        broadcaster: sends the owners' values; None if there is nothing to send.
+        broadcasters: send the owners' values; none if there is nothing to send.
     """
 
-    def __init__(self, params: Sequence[torch.Tensor], broadcaster: ParameterBroadcaster | None) -> None:
-        self._params, self._broadcaster = list(params), broadcaster
+    def __init__(self, params: Sequence[torch.Tensor], broadcasters: Sequence[ParameterBroadcaster]) -> None:
+        self._params, self._broadcasters = list(params), broadcasters
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what is under way."""
         self._is_expected = self._is_sent = False
 
     def expect(self) -> None:
         """Post the receives of the owners' new values; from now on autograd may not use the old ones. No-op if done."""
         if not self._is_expected:
-            self._is_expected, self._is_sent = True, False
+            self._is_expected = True
+            for broadcaster in self._broadcasters:
+                broadcaster.begin()
+            # Autograd does not see writes by receives and flat buffers, but a graph that saved a parameter must.
             torch.autograd.graph.increment_version(self._params)
-            if self._broadcaster is not None:
-                self._broadcaster.begin()
 
-    def send(self) -> None:
-        """Send this rank's values of what it owns. No-op if done."""
+    def send(self) -> Sequence[ParameterBroadcaster]:
+        """Send this rank's values of what it owns, unless that is done; return what is to be waited for."""
         self.expect()
-        if self._broadcaster is not None and not self._is_sent:
-            self._is_sent = True
-            self._broadcaster.send()
+        for broadcaster in self._broadcasters if not self._is_sent else ():
+            broadcaster.send()
+        self._is_sent = True
+        return self._broadcasters
 
-    def arrive(self) -> None:
-        """Wait until the others' values have arrived. No-op if nothing is on its way.
 
-        Raises:
-            PeerLostError: if a rank is gone.
-        """
-        if self._broadcaster is not None:
-            self._broadcaster.arrive()
+def broadcast_all(broadcasts: Sequence[ParamBroadcast]) -> None:
+    """Send this rank's values of parameters, and wait for the others' values. Collective.
 
-    def wait(self) -> None:
-        """As :meth:`arrive`, and until this rank's own values may be changed.
+    Until all ranks have agreed upon something afterwards, others may still be reading what this rank owns.
 
-        Raises:
-            PeerLostError: if a rank is gone.
-        """
-        self._is_expected = False
-        if self._broadcaster is not None:
-            self._broadcaster.wait()
+    Args:
+        broadcasts: of the parameters, in the same order on every rank; some may have been sent before.
+    """
+    try:
+        # First everything that others wait for, then what waits for others.
+        sent = [each for broadcast in broadcasts for each in broadcast.send()]
+        for each in sent:
+            each.arrive()
+        for each in sent:
+            each.wait()
+    finally:
+        for broadcast in broadcasts:
+            broadcast.reset()
 
 
 class ParamBuffers:
-    """Owns the flat buffers of the parameters (if requested), and broadcasts all parameters together.
+    """Owns the flat buffers of the parameters, if requested.
 
     Only :meth:`lay_out` changes it; a step only reads it.
 
     Args:
         coordinator: the channel of the group.
         as_bucket_view: whether parameters are packed into flat buffers and become views of them.
+
+    Attributes:
+        broadcast: of all parameters that a step may change, together.
     """
 
     def __init__(self, coordinator: Coordinator, *, as_bucket_view: bool) -> None:
-        self._coordinator, self._ranks, self._as_bucket_view = coordinator, coordinator.ranks, as_bucket_view
+        self._coordinator, self._as_bucket_view = coordinator, as_bucket_view
         self._buffers: list[FlatBuffer] = []
         self._packed: dict[int, TensorSpec] = {}
         self._params: list[torch.Tensor] = []
-        self._active: list[torch.Tensor] = []
-        self._broadcasters: list[ParameterBroadcaster] = []
         self._found: _Places = ([], [], [])
 
     @property
@@ -102,79 +110,41 @@ class ParamBuffers:
         self._params = list(params)
         if self._as_bucket_view:
             self._pack(plan, active)
-        self._active = [param for param, is_active in zip(params, active, strict=True) if is_active]
         self._found = _places(self._params)
-        self._broadcasters = []
-        if self._ranks.world_size == 1:
-            return
+        changing = [index for index, is_active in enumerate(active) if is_active]
         by_device: dict[torch.device, list[Segment]] = {}
-        for segment in self.segments(plan, [index for index, is_active in enumerate(active) if is_active]):
+        for segment in self.segments(plan, changing) if plan.world_size > 1 else ():
             by_device.setdefault(segment.buffer.device, []).append(segment)
-        self._broadcasters = [
-            choose_broadcaster(self._coordinator, segments, device) for device, segments in by_device.items()
-        ]
-
-    def send(self) -> None:
-        """Send this rank's values of all active parameters. Collective, as are the calls that must follow.
-
-        Until all ranks have agreed upon something after :meth:`wait`, others may still be reading what this rank owns.
-
-        Raises:
-            PeerLostError: if a rank is gone.
-        """
-        for broadcaster in self._broadcasters:
-            broadcaster.begin()
-            broadcaster.send()
-        # Autograd does not see writes by receives and flat buffers, but a graph that saved a parameter must. Now, since
-        # there is nothing else to do until the messages have arrived.
-        torch.autograd.graph.increment_version(self._active)
-
-    def arrive(self) -> None:
-        """Wait until the others' values have arrived.
-
-        Raises:
-            PeerLostError: if a rank is gone.
-        """
-        for broadcaster in self._broadcasters:
-            broadcaster.arrive()
-
-    def wait(self) -> None:
-        """As :meth:`arrive`, and until this rank's own values may be changed.
-
-        Raises:
-            PeerLostError: if a rank is gone.
-        """
-        for broadcaster in self._broadcasters:
-            broadcaster.wait()
+        self.broadcast = ParamBroadcast(
+            [params[index] for index in changing],
+            [choose_broadcaster(self._coordinator, segments, device) for device, segments in by_device.items()],
+        )
 
     def _pack(self, plan: Plan, active: Sequence[bool]) -> None:
         """Pack parameters that became active or were rebound; start over with those whose dtype or shape changed."""
         kept: list[FlatBuffer] = []
-        packed: dict[int, TensorSpec] = {}
         for buffer in self._buffers:
-            members = [slot.tensor for slot in buffer.layout.slots]
-            rebound = buffer.rebound()
+            members, rebound = _members(buffer.layout), buffer.rebound()
             if all(
                 same_place(self._packed[i], plan.tensors[i]) and self._params[i].device == buffer.storage.device
                 for i in members
             ):
-                if rebound:
-                    # In storage of its own: rebound data may lie in the old one, e.g. if two parameters have
-                    # exchanged their data, or an average and the weights; and the user may hold what it replaces.
-                    buffer = FlatBuffer(buffer.layout, plan.tensors, buffer.storage.device)
-                    buffer.adopt({i: self._params[i] for i in members})
-                kept.append(buffer)
-                packed.update({i: plan.tensors[i] for i in members})
+                # In storage of its own: rebound data may lie in the old one, e.g. if two parameters have exchanged
+                # their data, or an average and the weights; and the user may hold what it replaces.
+                kept.append(self._filled(buffer.layout, plan) if rebound else buffer)
             else:
                 buffer.release([i for i in members if i not in rebound])
+        packed = {i for buffer in kept for i in _members(buffer.layout)}
         wanted = [index for index, is_active in enumerate(active) if is_active and index not in packed]
-        for layout in bucket_layouts(plan, tensors=wanted):
-            members = [slot.tensor for slot in layout.slots]
-            buffer = FlatBuffer(layout, plan.tensors, self._params[members[0]].device)
-            buffer.adopt({i: self._params[i] for i in members})
-            kept.append(buffer)
-            packed.update({i: plan.tensors[i] for i in members})
-        self._buffers, self._packed = kept, packed
+        self._buffers = kept + [self._filled(layout, plan) for layout in bucket_layouts(plan, tensors=wanted)]
+        self._packed = {i: plan.tensors[i] for buffer in self._buffers for i in _members(buffer.layout)}
+
+    def _filled(self, layout: BucketLayout, plan: Plan) -> FlatBuffer:
+        """Make a buffer that has adopted the parameters of a layout."""
+        members = _members(layout)
+        buffer = FlatBuffer(layout, plan.tensors, self._params[members[0]].device)
+        buffer.adopt({i: self._params[i] for i in members})
+        return buffer
 
     def segments(self, plan: Plan, wanted: Sequence[int]) -> list[Segment]:
         """Return the segments that are sent for some parameters, as few as possible.
@@ -200,6 +170,10 @@ class ParamBuffers:
             shards = plan.of_tensor(index)
             found += [Segment(shard.rank, flat[shard.flat], len(shards) > 1) for shard in shards]
         return found
+
+
+def _members(layout: BucketLayout) -> list[int]:
+    return [slot.tensor for slot in layout.slots]
 
 
 def _places(tensors: Sequence[torch.Tensor]) -> _Places:

@@ -16,6 +16,7 @@ from torch.profiler import record_function
 from zeroshard_comm import DifferentCallsError, PeerLostError, check_config, explain_configs
 
 from zeroshard.local.optimizer import sync_groups
+from zeroshard.param_buffers import broadcast_all
 from zeroshard.plan.eligibility import may_step_in_parts
 from zeroshard.plan.layout import Layout
 
@@ -35,11 +36,12 @@ def look(engine: Engine, *, in_backward: bool = False) -> Seen:
         in_backward: whether gradients are still being reduced.
     """
     try:
-        layout = engine.update_layout()
-        engine.check_loop()
-        engine.local.check_gradients()
         if engine.exchange is not None and not in_backward:
-            engine.exchange.check_unreduced()
+            engine.exchange.check()
+        layout = engine.update_layout()
+        engine.local.check_gradients()
+        if engine.refused:
+            raise RuntimeError(engine.refused)
     except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
         return engine.layout, error
     return layout, None
@@ -64,23 +66,20 @@ def step(engine: Engine, arguments: Mapping[str, Any], error: Exception | None =
         Exception: an error of any rank, on every rank. Replicas are equal then, except parameters that a rank has
             converted or exchanged.
     """
-    exchange = engine.exchange
-    if exchange is not None:
-        error = exchange.end_abandoned() or error
-        exchange = exchange if exchange.has_buckets else None
     layout, found = look(engine) if seen is None else seen
     digest = engine.hyperparameters.update(engine.groups)
-    _agree_to_begin(engine, exchange, layout, found if error is None else error)
+    under_way = engine.exchange if seen is not None else None
+    _agree_to_begin(engine, under_way, layout, found if error is None else error)
     if engine.debugging is not None and seen is None:
         engine.debugging.before_update()
     engine.adopt(layout)
     engine.metadata.drop_consolidated()
     failure = result = None
     try:
-        result = _update(engine, exchange, arguments)
+        result = _update(engine, under_way, arguments)
     except Exception as raised:  # noqa: BLE001 - peers wait for this rank's values, and must learn of the error
         failure = raised
-    _broadcast(engine, exchange, digest, failure)
+    _broadcast(engine, under_way, digest, failure)
     if engine.policy.master_weights:
         engine.local.masters.record_written()
     sync_groups(engine.local.optim.param_groups, engine.groups)
@@ -90,14 +89,14 @@ def step(engine: Engine, arguments: Mapping[str, Any], error: Exception | None =
     return result
 
 
-def _agree_to_begin(engine: Engine, exchange: GradExchange | None, layout: Layout, error: Exception | None) -> None:
-    coordinator, done = engine.coordinator, exchange.operations.to_text if exchange is not None else None
-    is_under_way = exchange is not None and exchange.mode.is_interleaved
+def _agree_to_begin(engine: Engine, under_way: GradExchange | None, layout: Layout, error: Exception | None) -> None:
+    coordinator, exchange = engine.coordinator, engine.exchange
+    done = exchange.operations.to_text if exchange is not None else None
     try:
         with record_function("zeroshard::agree"):
             check_config(coordinator, "step()", layout.config, error=error, once=done)
     except (PeerLostError, DifferentCallsError) as lost:
-        if is_under_way:
+        if under_way is not None:
             # Messages sent early will not be waited for.
             engine.mark_broken(lost)
         # The others may be lost because of this rank's error, e.g. in collectives of a closure that raised here.
@@ -106,8 +105,8 @@ def _agree_to_begin(engine: Engine, exchange: GradExchange | None, layout: Layou
         raise
     except Exception:
         # A hook may have stepped and sent buckets on some ranks; the others wait for the rest of them.
-        if is_under_way:
-            _broadcast(engine, exchange, None, None)
+        if under_way is not None:
+            _broadcast(engine, under_way, None, None)
         raise
     if coordinator.position is not None:
         coordinator.position = replace(coordinator.position, steps=coordinator.position.steps + 1)
@@ -115,24 +114,20 @@ def _agree_to_begin(engine: Engine, exchange: GradExchange | None, layout: Layou
         exchange.operations.agreed()
 
 
-def _update(engine: Engine, exchange: GradExchange | None, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as the inner step
-    local = engine.local
-    if exchange is None:
-        with local.bound_gradients(), record_function("zeroshard::update"):
-            return local.step(arguments)
-    exchange.check_gradients()
-    if exchange.mode.is_interleaved and may_step_in_parts(local.optim):
-        return exchange.step_rest(arguments)
-    with exchange.bind(), record_function("zeroshard::update"):
-        return local.step(arguments)
+def _update(engine: Engine, under_way: GradExchange | None, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as the inner step
+    local, exchange = engine.local, engine.exchange
+    if under_way is not None and may_step_in_parts(local.optim):
+        return under_way.step_rest(arguments)
+    with record_function("zeroshard::update"):
+        return local.step(arguments, exchange.bind() if exchange is not None else None)
 
 
-def _broadcast(engine: Engine, exchange: GradExchange | None, digest: int | None, failure: Exception | None) -> None:
+def _broadcast(engine: Engine, under_way: GradExchange | None, digest: int | None, failure: Exception | None) -> None:
     """Broadcast all parameters, even after a failure, and learn whether any rank had an error. Collective.
 
     Args:
         engine: of the optimizer.
-        exchange: has sent some buckets, if it steps them early.
+        under_way: has sent some buckets during backward; None if nothing was sent.
         digest: of this rank's hyperparameters; None agrees with all.
         failure: of this rank's update.
 
@@ -142,17 +137,11 @@ def _broadcast(engine: Engine, exchange: GradExchange | None, digest: int | None
         Exception: an error of any rank's update, on every rank.
     """
     coordinator, metadata, error, found = engine.coordinator, engine.metadata, failure, None
-    broadcasts = exchange.broadcasts if exchange is not None else [engine.buffers]
+    broadcasts = [engine.buffers.broadcast] if under_way is None else under_way.broadcasts
     try:
         try:
             with record_function("zeroshard::share"):
-                for broadcast in broadcasts:
-                    broadcast.send()
-                # First everything that others wait for, then what waits for others.
-                for broadcast in broadcasts:
-                    broadcast.arrive()
-                for broadcast in broadcasts:
-                    broadcast.wait()
+                broadcast_all(broadcasts)
         except PeerLostError as lost:
             error = error or lost
         # Even if this rank has nothing to wait for: others may still be reading its shards.

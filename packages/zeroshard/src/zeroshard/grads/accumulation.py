@@ -27,7 +27,6 @@ class GradAccumulator:
     """Knows where the reduced gradients of all parameters are, and which are accumulated from earlier backwards.
 
     Args:
-        world_size: number of ranks.
         operations: what the loop may do to gradients before a step; also an attribute.
 
     Attributes:
@@ -36,17 +35,16 @@ class GradAccumulator:
         in_backward: whether a backward is producing buckets; changed by the exchange.
         in_rebuild: whether DDP may be rebuilding its buckets, in a forward; None if the model is not known.
         refusal: why the current backward cannot add to gradients, if it cannot.
-        divides_by_running: whether gradients are averaged over the ranks that still have data.
     """
 
-    def __init__(self, world_size: int, operations: GradOperations) -> None:
-        self._world_size, self.operations = world_size, operations
+    def __init__(self, operations: GradOperations) -> None:
+        self.operations = operations
         self.index_of: dict[torch.Tensor, int] = {}
         self.placeholders: list[GradPlaceholder] = []
-        self.in_backward, self.divides_by_running, self.refusal = False, False, ""
+        self.in_backward, self.refusal = False, ""
         self.in_rebuild: bool | None = None
         self._params: Sequence[torch.Tensor] = ()
-        self._place: dict[int, tuple[BucketState, int]] = {}
+        self._state_of: dict[int, BucketState] = {}
         self._accumulated: dict[int, torch.Tensor] = {}
         self._pending: set[int] = set()
         """Accumulated tensors whose next values are in a bucket, so the accumulation continues."""
@@ -61,7 +59,7 @@ class GradAccumulator:
         self.index_of = {param: index for index, param in enumerate(params)}
         names = [spec.name for spec in plan.tensors]
         self.placeholders = [GradPlaceholder(p, i, names[i], self) for i, p in enumerate(params)]
-        for tensor in self._place:
+        for tensor in self._state_of:
             grad = params[tensor].grad
             if type(grad) is GradPlaceholder:
                 # Gradients accumulated and not reduced still belong to the next reduction.
@@ -70,7 +68,7 @@ class GradAccumulator:
 
     def locate(self, states: Sequence[BucketState]) -> None:
         """Take note of which parameters are in which bucket; others are unchanged."""
-        self._place.update({i: (state, place) for state in states for place, i in enumerate(state.tensors)})
+        self._state_of.update({tensor: state for state in states for tensor in state.tensors})
 
     # ------------------------------------------------------------------ a backward
 
@@ -87,19 +85,18 @@ class GradAccumulator:
             keep: keeps the memory of a tensor until the stream has added it.
         """
         state.phase = BucketPhase.REDUCED
-        self.operations.replaced(tensor for tensor in state.tensors if tensor not in self._keeps_reduced)
         if self._accumulated:
-            for place, tensor in enumerate(state.tensors):
+            owned = state.owned_gradients()
+            for tensor in state.tensors:
                 accumulated = self._accumulated.pop(tensor, None)
-                gradient = state.owned_gradient(place)
-                if accumulated is not None and gradient is not None and tensor in self._pending:
+                if accumulated is not None and tensor in owned and tensor in self._pending:
                     keep(accumulated)
-                    gradient.add_(accumulated)
+                    owned[tensor].add_(accumulated)
             self._pending.difference_update(state.tensors)
+        self.operations.reduced(state, self._keeps_reduced)
 
     def end(self, states: Sequence[BucketState]) -> None:
-        """End a backward: put placeholders where the gradients were."""
-        self.in_backward = False
+        """Put placeholders where the gradients of a backward were."""
         for state in states:
             placeholders = [self.placeholders[tensor] for tensor in state.tensors]
             if state.is_first:
@@ -114,14 +111,10 @@ class GradAccumulator:
 
     def owned(self, tensor: int) -> torch.Tensor | None:
         """Return this rank's part of a reduced gradient; None if it owns none of it."""
-        state, place = self._place[tensor]
-        return state.owned_gradient(place)
+        return self._state_of[tensor].owned_gradients().get(tensor)
 
     def _passing(self, state: BucketState) -> list[GradPlaceholder]:
-        """Make placeholders for the first backward: when all are set to None, the bucket's memory is given back.
-
-        DDP makes new buckets in the forward after that, and its gradients need the memory.
-        """
+        """Make placeholders that give the bucket's memory back when all are set to None: DDP then makes new buckets."""
         made = [GradPlaceholder(self._params[i], i, self._plan.tensors[i].name, self) for i in state.tensors]
         state_of, left = weakref.ref(state), [len(made)]
 
@@ -137,31 +130,28 @@ class GradAccumulator:
 
     # ------------------------------------------------------------------ what the next step will use
 
-    def present(self, state: BucketState) -> tuple[bool, ...]:
-        """Tell per tensor of a bucket whether it has a gradient to be stepped with.
+    def find_present(self, states: Sequence[BucketState]) -> None:
+        """Find out which tensors of some buckets have a gradient to be stepped with.
 
         Raises:
             RuntimeError: if a gradient was accumulated on this rank and never reduced.
         """
-        if not self._has_local and self.has_placeholders(state):
-            return state.present
-        grads = list(map(_grad_of, state.params))
-        for grad, tensor in zip(grads, state.tensors, strict=True):
-            if grad is None or (type(grad) is GradPlaceholder and grad._local is None):
+        for state in states:
+            if not self._has_local and self.has_placeholders(state):
                 continue
-            if self._replaced.get(tensor) != grad.data_ptr():
-                raise self.unreduced(tensor)
-        return tuple([is_present and grad is not None for is_present, grad in zip(state.present, grads, strict=True)])
+            grads = list(map(_grad_of, state.params))
+            for grad, tensor in zip(grads, state.tensors, strict=True):
+                if grad is None or (type(grad) is GradPlaceholder and grad._local is None):
+                    continue
+                if self._replaced.get(tensor) != grad.data_ptr():
+                    raise self.unreduced(tensor)
+            state.present = tuple(
+                [is_present and grad is not None for is_present, grad in zip(state.present, grads, strict=True)]
+            )
 
     def has_placeholders(self, state: BucketState) -> bool:
         """Whether the placeholders of a bucket are the gradients of all its parameters."""
         return all(map(is_, map(_grad_of, state.params), map(self.placeholders.__getitem__, state.tensors)))
-
-    def check_reduced(self) -> None:
-        """Raise a RuntimeError if gradients were accumulated on this rank before the first reduction."""
-        for tensor, param in enumerate(self._params):
-            if param.grad is not None and tensor not in self._place:
-                raise self.unreduced(tensor)
 
     def unreduced(self, tensor: int) -> RuntimeError:
         """Return the error for a gradient that was never reduced."""
@@ -170,8 +160,8 @@ class GradAccumulator:
 
     def is_used(self, tensor: int) -> bool:
         """Whether the reduced gradient of a tensor was stepped or set to zero, so that nothing is added to it."""
-        place = self._place.get(tensor)
-        return place is None or place[0].phase is BucketPhase.STEPPED or tensor in place[0].zeroed
+        state = self._state_of.get(tensor)
+        return state is None or state.phase is BucketPhase.STEPPED or tensor in state.zeroed
 
     def is_grad(self, placeholder: GradPlaceholder) -> bool:
         """Whether a placeholder is the gradient of its parameter now."""
@@ -185,7 +175,7 @@ class GradAccumulator:
         Raises:
             RuntimeError: if it was stepped already.
         """
-        state, place = self._place[tensor]
+        state = self._state_of[tensor]
         self._has_local.add(tensor)
         if tensor in state.zeroed:
             return
@@ -196,7 +186,7 @@ class GradAccumulator:
             )
             raise RuntimeError(self.refusal)
         self._keeps_reduced.add(tensor)
-        gradient = state.owned_gradient(place)
+        gradient = self.owned(tensor)
         if gradient is not None:
             self._accumulated[tensor] = gradient.clone()
 
@@ -206,7 +196,7 @@ class GradAccumulator:
 
     def zero(self, tensor: int) -> None:
         """Set a reduced gradient to zero."""
-        self._place[tensor][0].zeroed.add(tensor)
+        self._state_of[tensor].zeroed.add(tensor)
         self._accumulated.pop(tensor, None)
         self._pending.discard(tensor)
         gradient = self.owned(tensor)
@@ -216,8 +206,8 @@ class GradAccumulator:
 
     def is_zeroed(self, tensor: int) -> bool:
         """Whether a reduced gradient was set to zero."""
-        place = self._place.get(tensor)
-        return place is not None and tensor in place[0].zeroed
+        state = self._state_of.get(tensor)
+        return state is not None and tensor in state.zeroed
 
     def replace(self, tensor: int, place: torch.Tensor) -> None:
         """Write the values of a placeholder's gradient into ``place``, which is in a bucket.
@@ -227,9 +217,8 @@ class GradAccumulator:
         which the reduction divides. So a further backward before the step adds to it, and setting gradients to zero
         or None discards it. The other ranks write zeros.
         """
-        state, position = self._place[tensor]
         is_used = self.is_used(tensor)
-        gradient = None if is_used else state.owned_gradient(position)
+        gradient = None if is_used else self.owned(tensor)
         # It may lie in this place.
         gradient = gradient.clone() if gradient is not None else None
         place.zero_()
@@ -239,18 +228,16 @@ class GradAccumulator:
             self.mark_pending(tensor)
         elif gradient is not None:
             shard = self._local.shards[tensor]
-            (shard.shard.narrow(place) if shard.is_cut else place).copy_(gradient).mul_(self._world_size)
+            (shard.shard.narrow(place) if shard.is_cut else place).copy_(gradient).mul_(self._plan.world_size)
         if not is_used:
             self._replaced[tensor] = place.data_ptr()
             self._keeps_reduced.add(tensor)
 
     def contribute(self, bucket: Bucket) -> Bucket:
-        """Prepare a bucket of zeros of a rank without a backward of its own; others are returned as they are.
+        """Prepare a bucket of zeros of a rank without a backward of its own.
 
         Gradients that were reduced before and not stepped yet are accumulated by their owners, as in other backwards.
         """
-        if in_autograd():
-            return bucket
         for param in bucket.params:
             # Whoever takes the bucket refuses parameters that the optimizer does not have.
             tensor = self.index_of.get(param)

@@ -10,10 +10,10 @@ from operator import attrgetter, is_
 
 import torch
 from torch.profiler import record_function
-from zeroshard_comm import Segment, Transport
+from zeroshard_comm import Transport
 from zeroshard_core import Plan, Run
 
-from zeroshard.local.optimizer import LocalOptimizer, PartialStepper
+from zeroshard.local.optimizer import LocalOptimizer, PartialStepper, bind_gradients, unbind_gradients
 from zeroshard.local.shard import gradient_of
 from zeroshard.param_buffers import ParamBroadcast
 
@@ -115,7 +115,7 @@ class BucketState:
         return is_alike and len(self.params) == len(bucket.params) and all(map(is_, self.params, bucket.params))
 
     def take(self, bucket: Bucket) -> None:
-        """Take over the buffer of a further backward; the parameters are the same."""
+        """Take over the buffer of a further backward; the bucket :meth:`fits`."""
         self.buffer: torch.Tensor | None = bucket.buffer
         self.is_last, self.announced = bucket.is_last, bucket.announced
         self.phase = BucketPhase.REDUCING
@@ -130,14 +130,14 @@ class BucketState:
             for tensor in self.owned_tensors:
                 tensor.grad = None
 
-    def lay_out(self, plan: Plan, local: LocalOptimizer, transport: Transport, segments: Sequence[Segment]) -> None:
+    def lay_out(self, plan: Plan, local: LocalOptimizer, transport: Transport, broadcast: ParamBroadcast) -> None:
         """Lay out everything for a plan, and for parameters where they are now. Nothing may be on its way.
 
         Args:
             plan: who owns what.
             local: the local optimizer, its shards detached from the parameters.
             transport: carries the bucket.
-            segments: what is broadcast of its parameters, unless all are sent together.
+            broadcast: of its parameters.
 
         Raises:
             ValueError: if a parameter that is cut has changed its memory format: its gradients lie in the old one.
@@ -153,18 +153,13 @@ class BucketState:
         self._owned = {place: local.shards[i] for place, i in enumerate(self.tensors) if i in local.shards}
         self.owned_tensors = [shard.tensor for shard in self._owned.values()]
         self._partial = PartialStepper(local, list(self._owned.values()))
-        self._bound, self._views = None, (0, {})
-        self.broadcast = ParamBroadcast(self.params, transport.broadcaster(segments) if segments else None)
+        self._bound, self._views, self.broadcast = None, (0, {}), broadcast
         self.reducer = transport.reducer(self._runs(plan), self._like, len(self.tensors))
         for tensor, gradient in waiting.items():
             place = self.owned_gradients().get(tensor)
             if place is not None and place.data_ptr() != gradient.data_ptr():
                 # Reduced, and not stepped yet.
                 place.copy_(gradient)
-
-    def owned_gradient(self, place: int) -> torch.Tensor | None:
-        """Return the view of the bucket that this rank owns of the tensor at ``place``; None if it owns none of it."""
-        return self.owned_gradients().get(self.tensors[place])
 
     def owned_gradients(self) -> Mapping[int, torch.Tensor]:
         """Return the views of the bucket that this rank owns, by tensor. They are made once for a buffer."""
@@ -198,19 +193,15 @@ class BucketState:
             )
         if reduced.data_ptr() != self.buffer.data_ptr():
             keep(reduced)
-        flat = reduced.view(-1)
-        for place, shard in self._owned.items():
-            target, start = self.owned_gradient(place), self.offsets[place] + shard.shard.flat.start
-            assert target is not None
-            source = gradient_view(flat, start, shard.tensor.shape, self._strides[place])
+        for place, target in zip(self._owned, self.owned_gradients().values(), strict=True):
+            start = self.offsets[place] + self._owned[place].shard.flat.start
+            source = gradient_view(reduced.view(-1), start, target.shape, self._strides[place])
             if source.data_ptr() != target.data_ptr():
                 target.copy_(source)
 
     def scale(self, factor: float) -> None:
         """Multiply this rank's parts of the gradients."""
-        for place in self._owned:
-            gradient = self.owned_gradient(place)
-            assert gradient is not None
+        for gradient in self.owned_gradients().values():
             gradient.mul_(factor)
 
     def gradients(self) -> Sequence[torch.Tensor | None]:
@@ -222,8 +213,8 @@ class BucketState:
             )
         key = (self.buffer.data_ptr() if self.buffer is not None else 0, self.present)
         if self._bound is None or self._bound[0] != key:
-            there = self.present
-            self._bound = (key, [self.owned_gradient(place) if there[place] else None for place in self._owned])
+            owned = self.owned_gradients()
+            self._bound = (key, [owned[self.tensors[i]] if self.present[i] else None for i in self._owned])
         return self._bound[1]
 
     def bind(self) -> None:
@@ -282,36 +273,26 @@ class Rest:
         broadcast: of their owners' new values to all ranks; also an attribute.
 
     Attributes:
-        owned_tensors: the tensors of the local optimizer that belong to them.
+        tensors: as given.
+        shards: what this rank owns of them.
     """
 
     def __init__(self, local: LocalOptimizer, tensors: Sequence[int], broadcast: ParamBroadcast) -> None:
-        self.broadcast, self._local = broadcast, local
-        self._shards = [local.shards[index] for index in tensors if index in local.shards]
-        self.owned_tensors = [shard.tensor for shard in self._shards]
-        self._partial = PartialStepper(local, self._shards)
+        self.tensors, self.broadcast = tensors, broadcast
+        self.shards = [local.shards[index] for index in tensors if index in local.shards]
+        self._partial = PartialStepper(local, self.shards)
 
     def gradients(self) -> Sequence[torch.Tensor | None]:
         """Return this rank's parts of their gradients."""
-        return [gradient_of(shard) for shard in self._shards]
-
-    def bind(self) -> None:
-        """Hand the local optimizer this rank's parts of their gradients."""
-        self._local.bind_gradients(self._shards)
-
-    def unbind(self) -> None:
-        """Take them back: a view keeps the whole gradient alive, past the user's ``zero_grad()``."""
-        for tensor in self.owned_tensors:
-            tensor.grad = None
+        return [gradient_of(shard) for shard in self.shards]
 
     def step(self, arguments: Mapping[str, object]) -> None:
         """Step what this rank owns of them."""
-        if self._shards:
-            self.bind()
-            try:
-                self._partial.step(arguments)
-            finally:
-                self.unbind()
+        try:
+            bind_gradients(self.shards)
+            self._partial.step(arguments)
+        finally:
+            unbind_gradients(self.shards)
 
 
 def gradient_view(buffer: torch.Tensor, offset: int, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:

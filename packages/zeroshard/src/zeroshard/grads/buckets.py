@@ -8,15 +8,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
-from zeroshard_comm import Coordinator, Segment, agreed, choose_transport
+from zeroshard_comm import agreed, choose_transport
 
 from zeroshard.grads.bucket import Bucket, BucketPhase, BucketState, Rest, gradient_view
 from zeroshard.grads.placeholder import GradPlaceholder
-from zeroshard.local.optimizer import LocalOptimizer
-from zeroshard.param_buffers import ParamBroadcast, ParamBuffers
+from zeroshard.param_buffers import ParamBroadcast
 from zeroshard.plan.layout import Layout
 
 if TYPE_CHECKING:
+    from zeroshard.engine import Engine
     from zeroshard.grads.accumulation import GradAccumulator
 
 _logger = logging.getLogger(__name__)
@@ -31,17 +31,13 @@ class Buckets:
     Only the exchange and a change of the layout change it.
 
     Args:
-        coordinator: the channel of the ranks' agreements, and the group.
+        engine: of the optimizer.
         gradients: where gradients are.
-        local: the local optimizer.
-        buffers: where parameters lie.
-        params: all parameters, by tensor index.
-        layout: who owns what.
         is_interleaved: whether buckets are stepped one by one.
 
     Attributes:
-        by_index: the state of each bucket, by its number.
-        order: the numbers of those that have come in this backward, or the last one.
+        by_index: the state of each bucket, by its number; none before the first backward, the same on all ranks.
+        arrived: those that have come in this backward, or the last one, in order.
         rest: the parameters that are in none.
         device: of all parameters.
         transport: carries the buckets.
@@ -52,52 +48,42 @@ class Buckets:
         ValueError: if parameters cannot be exchanged in buckets.
     """
 
-    def __init__(
-        self,
-        coordinator: Coordinator,
-        gradients: GradAccumulator,
-        local: LocalOptimizer,
-        buffers: ParamBuffers,
-        params: Sequence[torch.Tensor],
-        layout: Layout,
-        *,
-        is_interleaved: bool,
-    ) -> None:
-        self._coordinator, self._gradients, self._local, self._buffers = coordinator, gradients, local, buffers
-        self.device = common_device(params, layout)
-        nbytes = sum(spec.nbytes for spec in layout.plan.tensors)
-        self.transport = choose_transport(coordinator, self.device, nbytes)
+    def __init__(self, engine: Engine, gradients: GradAccumulator, *, is_interleaved: bool) -> None:
+        self._engine, self._gradients = engine, gradients
+        self._params, self._layout = engine.params, engine.layout
+        self.device = common_device(self._params, self._layout)
+        nbytes = sum(spec.nbytes for spec in self._layout.plan.tensors)
+        self.transport = choose_transport(engine.coordinator, self.device, nbytes)
         self.are_sent = is_interleaved and self.transport.shares_buckets
         self.by_index: dict[int, BucketState] = {}
-        self.order: list[int] = []
+        self.arrived: list[BucketState] = []
         self._known: frozenset[int] = frozenset()
         """Tensors reduced by backwards that finished."""
         self._is_new = self._is_expected = False
         self._alike = 0
-        local.detach_shards()
-        self._params, self._layout = list(params), layout
-        self.lay_out(params, layout)
+        engine.local.detach_shards()
+        self.lay_out()
 
-    def lay_out(self, params: Sequence[torch.Tensor], layout: Layout) -> None:
-        """Take over another layout, or parameters that have moved in memory.
+    def lay_out(self) -> None:
+        """Take over another layout of the engine, or parameters that have moved in memory.
 
         Raises:
-            RuntimeError, ValueError: as :meth:`check`.
+            RuntimeError, ValueError: as :meth:`check_layout`.
         """
-        self.check(params, layout)
-        before, now = self._layout.plan, layout.plan
+        params, layout = self._engine.params, self._engine.layout
+        self.check_layout(params, layout)
         for tensor in self.unstepped:
-            # Of a step that was skipped, since `check` has let them pass.
-            if before.of_tensor(tensor) != now.of_tensor(tensor):
+            # Of a step that was skipped, since `check_layout` has let them pass.
+            if self._layout.plan.of_tensor(tensor) != layout.plan.of_tensor(tensor):
                 self._params[tensor].grad = None
-        self._params, self._layout = list(params), layout
-        self._gradients.operations.rebuild(layout.plan)
-        self._gradients.rebuild(self._params, layout.plan, self._local)
+        self._params, self._layout = params, layout
+        self._gradients.operations.norms.rebuild(layout.plan)
+        self._gradients.rebuild(params, layout.plan, self._engine.local)
         for state in self.by_index.values():
             self._lay_out_bucket(state)
         self._lay_out_rest()
 
-    def check(self, params: Sequence[torch.Tensor], layout: Layout) -> None:
+    def check_layout(self, params: Sequence[torch.Tensor], layout: Layout) -> None:
         """Raise the errors of :meth:`lay_out` that may occur on one rank only, before the ranks agree on a layout.
 
         Raises:
@@ -125,22 +111,19 @@ class Buckets:
         states = list(self.by_index.values())
         self._gradients.locate(states)
         self._known = frozenset([tensor for state in states for tensor in state.tensors])
-        active = self._layout.active
-        self._rest_tensors = rest = [i for i, is_active in enumerate(active) if is_active and i not in self._known]
-        broadcaster = self.transport.broadcaster(self._segments(rest)) if self.are_sent else None
-        self.rest = Rest(self._local, rest, ParamBroadcast([self._params[index] for index in rest], broadcaster))
+        rest = [i for i, is_active in enumerate(self._layout.active) if is_active and i not in self._known]
+        self.rest = Rest(self._engine.local, rest, self._broadcast_of(rest))
 
     def _lay_out_bucket(self, state: BucketState) -> None:
-        segments = self._segments(sorted(state.tensors)) if self.are_sent else []
-        state.lay_out(self._layout.plan, self._local, self.transport, segments)
+        broadcast = self._broadcast_of(sorted(state.tensors))
+        state.lay_out(self._layout.plan, self._engine.local, self.transport, broadcast)
 
-    def _segments(self, tensors: Sequence[int]) -> Sequence[Segment]:
-        return self._buffers.segments(self._layout.plan, tensors)
-
-    @property
-    def arrived(self) -> Sequence[BucketState]:
-        """The buckets that have come in this backward, or in the last one, in order."""
-        return [self.by_index[index] for index in self.order if index in self.by_index]
+    def _broadcast_of(self, tensors: Sequence[int]) -> ParamBroadcast:
+        """Make the broadcast of some parameters; without effect if all are sent together."""
+        if not self.are_sent:
+            return ParamBroadcast([], [])
+        broadcaster = self.transport.broadcaster(self._engine.buffers.segments(self._layout.plan, tensors))
+        return ParamBroadcast([self._params[i] for i in tensors], [] if broadcaster is None else [broadcaster])
 
     @property
     def unstepped(self) -> Sequence[int]:
@@ -154,15 +137,18 @@ class Buckets:
             and (type(param.grad) is GradPlaceholder or self._gradients.is_replaced(param))
         ]
 
-    def check_rest(self) -> None:
-        """Raise if a parameter that is in no bucket has a gradient: nobody reduced it, so it differs between ranks.
+    def check(self) -> None:
+        """Find out which gradients the next step will use.
 
         Raises:
-            RuntimeError: naming the parameter.
+            RuntimeError: if a gradient was never reduced, so that it differs between ranks; naming the parameter.
         """
-        for tensor in self._rest_tensors:
+        self._gradients.find_present(self.arrived)
+        for tensor in self.rest.tensors if self.by_index else range(len(self._params)):
             param = self._params[tensor]
             if param.grad is not None and not getattr(param, "_ddp_ignored", False):
+                if not self.by_index:
+                    raise self._gradients.unreduced(tensor)
                 raise RuntimeError(
                     f"tensor {tensor} {self._layout.plan.tensors[tensor].name!r} has a gradient, but "
                     f"DistributedDataParallel does not reduce it, so that it differs on every rank: the model has "
@@ -177,22 +163,38 @@ class Buckets:
         unused = [i for i in missing if self._params[i].grad is None or not self._params[i].requires_grad] or missing
         return ", ".join(f"tensor {i} {names[i]!r}" for i in unused[:3]) + (", ..." if len(unused) > 3 else "")
 
-    def begin(self, first: Bucket, *, gradients: bool) -> None:
-        """Begin a backward with its first bucket, and prepare for the others if they have been the same for a while.
+    def take(self, bucket: Bucket, *, gradients: bool) -> BucketState:
+        """Take in a bucket of a backward; the first one begins it. Collective, if it has other parameters than before.
 
         Args:
-            first: the bucket.
+            bucket: its parameters are laid out when it comes for the first time.
             gradients: whether gradients are sent to their owners, and not reduced by somebody else.
+
+        Raises:
+            ValueError: if the optimizer does not have a parameter of the bucket, or its gradients cannot be sent.
         """
-        known = self.by_index.get(0)
-        self._is_expected = self._alike >= _SETTLED and known is not None and known.fits(first)
-        for index in self.order if self._is_expected else ():
-            self.by_index[index].reducer.expect(gradients=gradients)
-        if known is not None and known.buffer is not None and known.buffer.data_ptr() != first.buffer.data_ptr():
+        known = self.by_index.get(bucket.index)
+        state = known if known is not None and known.fits(bucket) else None
+        if bucket.index == 0:
+            self._begin(bucket, is_known=state is not None, gradients=gradients)
+        if state is None:
+            state = self._add(bucket)
+        else:
+            state.take(bucket)
+        self.arrived.append(state)
+        return state
+
+    def _begin(self, first: Bucket, *, is_known: bool, gradients: bool) -> None:
+        """Begin a backward, and prepare for its other buckets if they have been the same for a while."""
+        self._is_expected = is_known and self._alike >= _SETTLED
+        for state in self.arrived if self._is_expected else ():
+            state.reducer.expect(gradients=gradients)
+        before = self.by_index[0].buffer if self.by_index else None
+        if before is not None and before.data_ptr() != first.buffer.data_ptr():
             # The framework has made new buckets, and needs the memory of the old ones.
             for state in self.by_index.values():
                 state.release()
-        self.order = []
+        self.arrived = []
 
     def end(self) -> None:
         """End a backward: after a rebuild there may be fewer buckets."""
@@ -202,24 +204,18 @@ class Buckets:
             state.is_first = state.is_first and self._is_new
         if self._is_new:
             self._is_new = False
-            self.by_index = {index: self.by_index[index] for index in self.order}
+            self.by_index = {state.index: state for state in self.arrived}
             self._lay_out_rest()
 
-    def add(self, bucket: Bucket) -> BucketState:
-        """Lay out a bucket with other parameters than before, when all ranks agree on it. Collective.
-
-        Raises:
-            DisagreementError: if ranks have other buckets.
-            PeerLostError: if a rank is gone.
-            ValueError: if the optimizer does not have a parameter of the bucket, or its gradients cannot be sent.
-        """
+    def _add(self, bucket: Bucket) -> BucketState:
+        """Lay out a bucket with other parameters than before, when all ranks agree on it."""
         if self._is_expected:
             raise RuntimeError(
                 "buckets have changed after many equal backwards, as if the model had been wrapped in another "
                 "DistributedDataParallel: build a new optimizer for that"
             )
         layout = self._layout
-        with agreed(self._coordinator, "backward()") as proposal:
+        with agreed(self._engine.coordinator, "backward()") as proposal:
             index_of, places = self._gradients.index_of, range(len(bucket.params))
             tensors = [_check_parameter(bucket, place, index_of, layout) for place in places]
             if self._known and tensors and self._known.isdisjoint(tensors):
@@ -252,17 +248,19 @@ def common_device(params: Sequence[torch.Tensor], layout: Layout) -> torch.devic
     Raises:
         ValueError: if they are on several.
     """
-    first: tuple[str, torch.device] | None = None
+    found: dict[torch.device, int] = {}
     for index, (param, is_active) in enumerate(zip(params, layout.active, strict=True)):
-        title = f"tensor {index} {layout.plan.tensors[index].name!r}"
-        if is_active and first is None:
-            first = title, param.device
-        if is_active and first is not None and param.device != first[1]:
-            raise ValueError(
-                f"{title} is on {param.device}, and {first[0]} on {first[1]}: a communication hook exchanges "
-                f"parameters of one device; bring them together, or train without a hook"
-            )
-    return first[1] if first is not None else torch.device("cpu")
+        if is_active:
+            found.setdefault(param.device, index)
+    if len(found) > 1:
+        (first, here), (second, there) = [
+            (f"tensor {index} {layout.plan.tensors[index].name!r}", device) for device, index in [*found.items()][:2]
+        ]
+        raise ValueError(
+            f"{second} is on {there}, and {first} on {here}: a communication hook exchanges parameters of one device; "
+            f"bring them together, or train without a hook"
+        )
+    return next(iter(found), torch.device("cpu"))
 
 
 def _check_parameter(bucket: Bucket, place: int, index_of: Mapping[torch.Tensor, int], layout: Layout) -> int:
@@ -301,10 +299,7 @@ def _check_parameter(bucket: Bucket, place: int, index_of: Mapping[torch.Tensor,
 
 
 def _check_order(bucket: Bucket, place: int, title: str) -> None:
-    """Raise if a gradient does not lie in its bucket in the order of its parameter's elements.
-
-    DDP lays out its buckets when it is built, and once more later. Looked at once per bucket, since it reads all of it.
-    """
+    """Raise if a gradient does not lie in its bucket in the order of its parameter's elements; this reads all of it."""
     param, grad = bucket.params[place], bucket.params[place].grad
     if param.dim() < 2 or grad is None or type(grad) is GradPlaceholder or not bucket.present[place]:
         return

@@ -62,13 +62,12 @@ class EarlySteps:
         """
         engine = self._engine
         engine.check_broken()
-        engine.check_loop()
-        refusal = self._unstepped or self._gradients.refusal
+        refusal = engine.refused or self._unstepped or self._gradients.refusal
         if refusal:
             raise RuntimeError(refusal)
         dropped = self._dropped()
         assert engine.exchange is not None
-        engine.exchange.check_gradients()
+        engine.exchange.check()
         backwards, self._backwards = self._backwards, 0
         found = ""
         if backwards > 1:
@@ -86,7 +85,7 @@ class EarlySteps:
                 f"step(); or use reduce_to_owner_hook, which leaves stepping to step(). Parameters are not those of a "
                 f"run without sharding any more: load a state before you go on"
             )
-            engine.check_loop()
+            raise RuntimeError(engine.refused)
 
     def _dropped(self) -> str:
         """Name a tensor whose gradient was removed or set to zero since the backward that has stepped, if there is."""

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from enum import Enum
 from functools import partial
@@ -24,17 +24,18 @@ from torch.futures import Future
 from torch.profiler import record_function
 from zeroshard_comm import BucketHeader, BucketReduceWork, agreed
 
-from zeroshard._torch_private import disable_dynamo
+from zeroshard._torch_private import disable_dynamo, in_autograd
 from zeroshard.grads.accumulation import GradAccumulator
 from zeroshard.grads.bucket import Bucket, BucketState, Rest
 from zeroshard.grads.buckets import Buckets, common_device
 from zeroshard.grads.early_steps import EarlySteps
 from zeroshard.grads.norms import GradNorms, GradOperations, norm_orders
 from zeroshard.grads.stream import ReductionQueue
-from zeroshard.param_buffers import ParamBroadcast, ParamBuffers
+from zeroshard.local.shard import LocalShard
+from zeroshard.param_buffers import ParamBroadcast
 from zeroshard.plan.eligibility import may_step_in_parts
 from zeroshard.plan.groups import active_mask, check_capture
-from zeroshard.step import Seen, look, step
+from zeroshard.step import Seen, look
 
 if TYPE_CHECKING:
     from zeroshard.engine import Engine
@@ -73,6 +74,7 @@ class GradExchange:
         operations: what the loop does to gradients before a step.
         gradients: where gradients are, and which are accumulated over several backwards.
         buckets: those of the last backward.
+        is_own: whether this rank has computed the last backward, and not only taken part in the others' reduction.
         early_steps: checks calls of ``step()`` if shards are stepped during backward; else None.
 
     Raises:
@@ -82,30 +84,22 @@ class GradExchange:
 
     def __init__(self, engine: Engine, mode: StepMode, *, norms: bool | Sequence[float]) -> None:
         self._engine: Engine = weakref.proxy(engine)
-        self.mode, coordinator, grad_norms = mode, engine.coordinator, None
+        self.mode, coordinator = mode, engine.coordinator
         with agreed(coordinator, "a communication hook's first call"):
             device = common_device(engine.params, engine.layout)
             orders = norm_orders(norms)
-            if orders and mode is StepMode.IN_STEP:
-                grad_norms = GradNorms(coordinator, device, orders)
-        self.operations = GradOperations(grad_norms, steps_early=mode is not StepMode.IN_STEP)
-        self.gradients = GradAccumulator(coordinator.ranks.world_size, self.operations)
-        self.buckets = Buckets(
-            coordinator,
-            self.gradients,
-            engine.local,
-            engine.buffers,
-            engine.params,
-            engine.layout,
-            is_interleaved=mode.is_interleaved,
-        )
+        steps_early = mode is not StepMode.IN_STEP
+        grad_norms = GradNorms(coordinator, device, () if steps_early else orders)
+        self.operations = GradOperations(grad_norms, steps_early=steps_early)
+        self.gradients = GradAccumulator(self.operations)
+        self.buckets = Buckets(self._engine, self.gradients, is_interleaved=mode.is_interleaved)
         self._queue = ReductionQueue(coordinator.ranks.rank, device, uses_thread=self.buckets.transport.uses_thread)
         # On a device with streams, waiting for a future also waits for the stream on which it was set.
         self._devices: list[int | str | torch.device] = [] if device.type == "cpu" else [device]
         self._backwards = self._arrived_before = 0
-        self._is_own, self._may_step, self._all_may_step = True, False, False
+        self.is_own, self._may_step, self._all_may_step = True, False, False
         self._seen: Seen | None = None
-        self.early_steps = EarlySteps(self._engine, self) if mode is not StepMode.IN_STEP else None
+        self.early_steps = EarlySteps(self._engine, self) if steps_early else None
 
     @property
     def join(self) -> JoinState:
@@ -145,12 +139,12 @@ class GradExchange:
         """
         engine = self._engine
         engine.check_broken()
-        bucket = self._numbered(bucket)
+        # Join calls the hook of a rank that has run out of data, without a backward.
+        bucket = self._numbered(bucket if in_autograd() else self.gradients.contribute(bucket))
         if bucket.index == 0:
             check_capture(engine.coordinator.ranks, bucket.params)
-            self._is_own = bucket.is_own
+            self.is_own = bucket.is_own
             self._take_over_unfrozen()
-            self.gradients.divides_by_running = self.join.divides_by_running
             # A rank that has run out of data takes part in a backward only at the others' next call.
             self.operations.takes_norms = self.join.context is None
             if self.mode is not StepMode.IN_STEP:
@@ -163,17 +157,11 @@ class GradExchange:
             raise
 
     def _send(self, bucket: Bucket, reduce: Callable[[], Future[torch.Tensor]] | None) -> Future[torch.Tensor]:
-        buckets, reduces = self.buckets, reduce is None
+        reduces = reduce is None
         if bucket.index == 0:
             self._backwards, self._arrived_before = self._backwards + 1, 0
-            buckets.begin(bucket, gradients=reduces)
             self.gradients.begin()
-        state = buckets.by_index.get(bucket.index)
-        if state is not None and state.fits(bucket):
-            state.take(bucket)
-        else:
-            state = buckets.add(bucket)
-        buckets.order.append(bucket.index)
+        state = self.buckets.take(bucket, gradients=reduces)
         may_step = self._may_step and may_step_in_parts(self._engine.local.optim)
         header = BucketHeader(self._backwards, bucket.index, bucket.present, may_step, bucket.is_own)
         with record_function(f"zeroshard::send bucket {bucket.index}"), self._queue.beside():
@@ -182,7 +170,7 @@ class GradExchange:
         # Nobody reads its gradients any more: the hook that reduces it may write to it in a thread.
         result = reduce() if reduce is not None else None
         done: Future[torch.Tensor] = Future(devices=self._devices)
-        if may_step and buckets.transport.uses_thread:
+        if may_step and self.buckets.transport.uses_thread:
             # Before a thread may send, in one order.
             state.broadcast.expect()
         self._queue.add(partial(self._finish, state, work, result, done), work)
@@ -218,9 +206,8 @@ class GradExchange:
             if self._may_step:
                 state.step_early()
                 self._may_step = state.failure is None
-            if self.buckets.are_sent:
-                with record_function(f"zeroshard::share bucket {state.index}"):
-                    state.broadcast.send()
+            with record_function(f"zeroshard::share bucket {state.index}"):
+                state.broadcast.send()
 
     def _take_in(
         self, state: BucketState, headers: Sequence[BucketHeader], result: Future[torch.Tensor] | None
@@ -236,7 +223,7 @@ class GradExchange:
         if result is not None:
             state.replace(result.wait(), self._queue.keep)
         running = sum(header.is_own for header in headers)
-        if self.gradients.divides_by_running and 0 < running < len(headers):
+        if self.join.divides_by_running and 0 < running < len(headers):
             state.scale(len(headers) / running)
         state.present = tuple([any(bits) for bits in zip(*[header.present for header in headers], strict=True)])
         self._all_may_step = self._all_may_step and all(header.may_step for header in headers)
@@ -263,7 +250,7 @@ class GradExchange:
             self.buckets.end()
             self.gradients.end(self.buckets.arrived)
             with record_function("zeroshard::norms"):
-                self.operations.exchange_norms(self.buckets.arrived, agreed=self.buckets.transport.ends_in_agreement)
+                self.operations.exchange_norms(agreed=self.buckets.transport.ends_in_agreement)
         except BaseException as error:
             self._engine.mark_broken(error)
             raise
@@ -320,73 +307,48 @@ class GradExchange:
 
     # ------------------------------------------------------------------ what a step asks
 
-    @property
-    def has_buckets(self) -> bool:
-        """Whether buckets are known: from the first backward on, the same on all ranks."""
-        return bool(self.buckets.by_index)
+    def check(self) -> None:
+        """Find out which gradients the next step will use; end a backward that was left after its last bucket.
+
+        Raises:
+            RuntimeError: if a backward was left, or gradients were never reduced.
+        """
+        if self.in_backward:
+            error = self._unended()
+            if not self._engine.broken:
+                self._end_reductions()
+            raise error
+        self.buckets.check()
+
+    def bind(self) -> Sequence[LocalShard]:
+        """Hand the local optimizer the gradients to step with; return the shards that have only their parameters'."""
+        for state in self.buckets.arrived:
+            state.bind()
+        return self.buckets.rest.shards
 
     @property
     def _states(self) -> Sequence[BucketState | Rest]:
         return [*self.buckets.arrived, self.buckets.rest]
 
     @property
-    def broadcasts(self) -> Sequence[ParamBroadcast | ParamBuffers]:
+    def broadcasts(self) -> Sequence[ParamBroadcast]:
         """What a step broadcasts: all parameters together, or bucket by bucket what was not sent during backward."""
         if not self.buckets.are_sent:
-            return [self._engine.buffers]
+            return [self._engine.buffers.broadcast]
         return [state.broadcast for state in self._states]
-
-    @contextmanager
-    def bind(self) -> Iterator[None]:
-        """Hand the local optimizer the gradients to step with, while the block runs."""
-        try:
-            for state in self._states:
-                state.bind()
-            yield
-        finally:
-            self.buckets.rest.unbind()
 
     def step_rest(self, arguments: Mapping[str, Any]) -> None:
         """Step what was not stepped during backward, bucket by bucket, and send it."""
-        sent = self._states if self.buckets.are_sent else []
-        for state in sent:
+        for state in self._states:
             state.broadcast.expect()
         for state in self._states:
             state.step(arguments)
-            if sent:
-                state.broadcast.send()
-
-    def check_gradients(self) -> None:
-        """Find out which gradients the next step will use; raise if some were never reduced."""
-        error = self.end_abandoned()
-        if error is not None:
-            raise error
-        for state in self.buckets.arrived:
-            state.present = self.gradients.present(state)
-        if not self.has_buckets:
-            self.gradients.check_reduced()
-
-    def check_unreduced(self) -> None:
-        """Raise if parameters that are in no bucket have gradients."""
-        if self.has_buckets:
-            self.buckets.check_rest()
-        else:
-            self.gradients.check_reduced()
+            state.broadcast.send()
 
     def owned_gradients(self) -> list[torch.Tensor]:
         """Return this rank's parts of all gradients that the next step will use."""
-        self.check_gradients()
+        self.check()
         return [gradient for state in self._states for gradient in state.gradients() if gradient is not None]
-
-    def end_abandoned(self) -> RuntimeError | None:
-        """End a backward left after its last bucket, and return an error for all ranks; raise if it was left before."""
-        if not self.in_backward:
-            return None
-        error = self._unended()
-        if self._engine.broken:
-            raise error
-        self._end_reductions()
-        return error
 
     def _unended(self) -> RuntimeError:
         """Return an error for a backward that has not ended; let no rank wait for buckets that will not be sent."""
@@ -419,10 +381,7 @@ class GradExchange:
     # ------------------------------------------------------------------ steps during backward
 
     def _look_early(self) -> None:
-        """Look at the model before buckets are stepped: they may be if nothing has changed that ranks must agree on.
-
-        Otherwise the step at the end of this backward steps them, or raises an error.
-        """
+        """Let buckets be stepped early if nothing has changed that ranks must agree on; else the step does it all."""
         self._seen, self._may_step, self._all_may_step = None, False, True
         if not self.mode.is_interleaved:
             return
@@ -436,14 +395,14 @@ class GradExchange:
         self._seen, self._may_step = (layout, found), found is None and layout is engine.layout
 
     def _step(self) -> None:
-        engine, error = self._engine, None
-        try:
-            self.check_unreduced()
-        except RuntimeError as found:
-            error = found
+        seen = self._seen
+        if seen is not None:
+            try:
+                self.check()
+            except RuntimeError as error:
+                seen = seen[0], error
         assert self.early_steps is not None
-        with self.early_steps.one(is_own=self._is_own):
-            if self._is_own:
+        with self.early_steps.one(is_own=self.is_own):
+            if self.is_own:
                 self.join.announce_backward(ends=True)
-            with engine.communicating():
-                step(engine, {}, error, self._seen)
+            self._engine.apply_step({}, seen=seen)

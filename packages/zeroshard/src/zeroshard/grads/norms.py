@@ -1,15 +1,15 @@
 """What every rank knows of reduced gradients: their norms, and what a loop does to them before a step.
 
-Norms are taken at the owners at the end of a backward, and are the same on every rank. What is done to a gradient is
-done by its owner, and every rank knows the norms that follow.
+Norms are taken at the owners, of each bucket when it has been reduced and while it is in the cache, and brought to all
+ranks at the end of a backward. What is done to a gradient is done by its owner, and every rank knows the norms that
+follow.
 """
 
 from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING
 
 import torch
@@ -45,14 +45,6 @@ def norm_orders(norms: bool | Sequence[float]) -> tuple[float, ...]:
     )
 
 
-@dataclass(frozen=True)
-class _Group:
-    """Gradients of one dtype, whose norms are taken by the same calls, and their slots."""
-
-    tensors: Sequence[int]
-    slots: torch.Tensor
-
-
 class GradNorms:
     """Holds norms of every gradient, on the gradients' device.
 
@@ -62,24 +54,24 @@ class GradNorms:
     Args:
         coordinator: the channel of the ranks' agreements.
         device: of the gradients.
-        orders: of the norms, ascending; also an attribute. See :func:`norm_orders`.
+        orders: of the norms, ascending; none are taken if there is none. Also an attribute; see :func:`norm_orders`.
 
     Attributes:
-        are_known: whether norms were exchanged in the last backward; GradOperations sets it.
-        tensors: how many gradients there are.
+        are_known: whether norms were exchanged in the last backward.
+        factors: by tensor, by what its gradient was multiplied since.
     """
 
     def __init__(self, coordinator: Coordinator, device: torch.device, orders: Sequence[float]) -> None:
         self._coordinator, self._device, self.orders, self.are_known = coordinator, device, orders, False
-        self._factors: list[float | torch.Tensor] = []
+        self.factors: list[float | torch.Tensor] = []
         self._by_order: dict[float, Sequence[torch.Tensor]] = {}
 
     def rebuild(self, plan: Plan) -> None:
         """Lay out slots for a plan: one per part of a tensor."""
-        self._plan, self.tensors, rank = plan, len(plan.tensors), self._coordinator.ranks.rank
+        self._plan, rank = plan, self._coordinator.ranks.rank
         self._slot_of: dict[int, int] = {}
         slots, cut, total = list[int](), dict[int, range](), 0
-        for tensor in range(self.tensors):
+        for tensor in range(len(plan.tensors)):
             owners = [shard.rank for shard in plan.of_tensor(tensor)]
             slots.append(total)
             if rank in owners:
@@ -94,73 +86,60 @@ class GradNorms:
         self._cut, self._parts, self._slots = (
             torch.tensor(numbers, dtype=torch.int64, device=self._device) for numbers in (list(cut), rows, slots)
         )
-        self._total = total + 1
-        self._grouped: tuple[tuple[int, ...], Sequence[_Group]] | None = None
+        self._numbers = torch.zeros(len(self.orders), total + 1, dtype=torch.float64, device=self._device)
+        self._own_slots: dict[tuple[int, ...], torch.Tensor] = {}
         # Tensors keep their numbers, and new ones come last.
-        self._factors += [1.0] * (len(slots) - len(self._factors))
+        self.factors += [1.0] * (len(slots) - len(self.factors))
 
-    def exchange(self, gradients: Mapping[int, torch.Tensor], *, agreed: bool) -> None:
-        """Take the norms of this rank's parts of gradients, and learn those of all others. Collective.
+    def take(self, gradients: Mapping[int, torch.Tensor]) -> None:
+        """Take the norms of this rank's parts of gradients of one dtype, by tensor; in the thread that reduces them."""
+        if not gradients:
+            return
+        tensors, grads = tuple(gradients), list(gradients.values())
+        slots = self._own_slots.get(tensors)
+        if slots is None:
+            # On the device, and once, as above.
+            slots = self._own_slots[tensors] = torch.tensor([self._slot_of[i] for i in tensors], device=self._device)
+        for row, order in zip(self._numbers, self.orders, strict=True):
+            row[slots] = _largest(grads) if order == INF else _norms(grads)
+
+    def exchange(self, *, agreed: bool) -> None:
+        """Learn the norms that were taken on all ranks since the last exchange. Collective.
 
         Args:
-            gradients: by tensor.
             agreed: whether ranks have just agreed on something else, with nothing in between.
-
-        Raises:
-            DisagreementError: if a rank is in another call.
-            PeerLostError: if a rank is gone.
-            Exception: an error that another rank reports in another call.
         """
         # gloo aborts the process if ranks combine different numbers of words.
         if not agreed:
             self._coordinator.agree("the end of backward()")
-        numbers = torch.zeros(len(self.orders), self._total, dtype=torch.float64, device=self._device)
-        for group in self._groups_of(gradients):
-            grads = [gradients[tensor] for tensor in group.tensors]
-            for row, order in zip(numbers, self.orders, strict=True):
-                row[group.slots] = _largest(grads) if order == INF else _norms(grads)
-        combined = self._coordinator.combine_disjoint(numbers.view(-1), "the end of backward()").view_as(numbers)
+        numbers = self._numbers.view(-1)
+        combined = self._coordinator.combine_disjoint(numbers, "the end of backward()").view_as(self._numbers)
         values = combined[:, self._slots]
         if len(self._cut):
             for row, parts, order in zip(values, combined[:, self._parts], self.orders, strict=True):
                 row[self._cut] = torch.linalg.vector_norm(parts, order, dim=1)
-        self._values, self._factors = values, [1.0] * self.tensors
+        self._values, self.factors, self.are_known = values, [1.0] * len(self.factors), True
         self._by_order.clear()
-
-    def _groups_of(self, gradients: Mapping[int, torch.Tensor]) -> Sequence[_Group]:
-        """Group gradients by dtype."""
-        key = tuple(gradients)
-        if self._grouped is None or self._grouped[0] != key:
-            groups: dict[torch.dtype, list[int]] = {}
-            for tensor, grad in gradients.items():
-                # Those without elements have no largest one.
-                if grad.numel():
-                    groups.setdefault(grad.dtype, []).append(tensor)
-            self._grouped = (
-                key,
-                [
-                    _Group(held, torch.tensor([self._slot_of[each] for each in held], device=self._device))
-                    for held in groups.values()
-                ],
-            )
-        return self._grouped[1]
+        self._numbers.zero_()
 
     def norm(self, tensor: int, order: float) -> torch.Tensor:
         """Return the norm of one of the orders: 0-dim, float64."""
         by_tensor = self._by_order.get(order)
         if by_tensor is None:
             by_tensor = self._by_order[order] = self._values[self.orders.index(order)].unbind()
-        return by_tensor[tensor] * self._factors[tensor]
+        return by_tensor[tensor] * self.factors[tensor]
 
     def scale(self, tensor: int, factor: float | torch.Tensor) -> None:
-        """Follow a multiplication of a gradient; the host does not wait for an accelerator.
+        """Follow a multiplication of a gradient, if norms are known; the host does not wait for an accelerator.
 
         Args:
             tensor: its index.
             factor: a number, or a tensor of one element on an accelerator.
         """
+        if not self.are_known:
+            return
         magnitude: float | torch.Tensor = factor.abs() if isinstance(factor, torch.Tensor) else abs(factor)
-        scaled = self._factors[tensor] * magnitude
+        scaled = self.factors[tensor] * magnitude
         if not isinstance(magnitude, torch.Tensor) and magnitude > 1.0:
             # Elements that have become infinite stay so. Without the largest magnitude, the 2-norm is its bound.
             largest, most = self._values[-1, tensor], torch.finfo(self._plan.tensors[tensor].dtype).max
@@ -168,7 +147,7 @@ class GradNorms:
                 scaled = INF if float(largest) * scaled > most else scaled
             else:
                 scaled = torch.ones_like(largest).mul_(scaled).masked_fill_(largest * scaled > most, INF)
-        self._factors[tensor] = scaled
+        self.factors[tensor] = scaled
 
 
 class GradOperations:
@@ -178,19 +157,18 @@ class GradOperations:
     rank alone is an error of that step on every rank.
 
     Args:
-        norms: of the gradients; None if they are not exchanged.
+        norms: of the gradients.
         steps_early: whether shards are stepped during backward, so that nothing can be done.
 
     Attributes:
         norms, steps_early: as given.
         orders: of the norms that are exchanged.
-        takes_norms: whether norms are exchanged at the end of this backward; GradExchange sets it.
+        takes_norms: whether norms are taken in this backward, if there are orders; GradExchange sets it.
         found_inf: what a GradScaler has found in the gradients of the last backward; None before it has looked.
     """
 
-    def __init__(self, norms: GradNorms | None, *, steps_early: bool) -> None:
-        self.norms, self.steps_early, self.takes_norms = norms, steps_early, False
-        self.orders: Sequence[float] = norms.orders if norms is not None else ()
+    def __init__(self, norms: GradNorms, *, steps_early: bool) -> None:
+        self.norms, self.orders, self.steps_early, self.takes_norms = norms, norms.orders, steps_early, False
         self._done: dict[int, str] = {}
         self.found_inf: torch.Tensor | None = None
         self._clamped: set[int] = set()
@@ -226,7 +204,7 @@ class GradOperations:
 
     def why_unchangeable(self) -> str:
         """Say why gradients cannot be changed by the loop, and what to do; empty if they can."""
-        if self.takes_norms or self.norms is None:
+        if self.takes_norms or not self.orders:
             return ""
         return "inside Join a rank without data does not follow that: call optimizer.clip_grad_norm_()"
 
@@ -234,7 +212,7 @@ class GradOperations:
         """Say why the norm of a gradient is not known, and what to do; empty if it is."""
         if tensor in self._zeroed:
             return ""
-        if self.norms is None or not self.norms.are_known:
+        if not self.norms.are_known:
             return (
                 "norms are exchanged at the end of a backward, if it succeeds, but neither inside Join nor with "
                 "norms=False: call optimizer.clip_grad_norm_()"
@@ -247,7 +225,6 @@ class GradOperations:
         """Return the norm of a gradient on ``device``; see :meth:`GradNorms.norm`."""
         if tensor in self._zeroed:
             return torch.zeros((), dtype=torch.float64, device=device)
-        assert self.norms is not None
         return self.norms.norm(tensor, order)
 
     def scale(
@@ -275,9 +252,8 @@ class GradOperations:
 
     def clipped(self, factor: float) -> None:
         """Take note that all owners have multiplied all gradients by the same factor."""
-        if self.norms is not None:
-            for tensor in range(self.norms.tensors):
-                self.norms.scale(tensor, factor)
+        for tensor in range(len(self.norms.factors)):
+            self.norms.scale(tensor, factor)
 
     def scaled(self, tensor: int, kind: str, factor: float | torch.Tensor, *, divides: bool = False) -> None:
         """Take note that owners multiply a gradient; ``kind`` names the operation in errors."""
@@ -288,10 +264,9 @@ class GradOperations:
         else:
             factor = float(factor)
             self._note(tensor, f"{kind}({factor})")
-        if self.norms is not None:
-            if divides:
-                factor = 1.0 / factor if not isinstance(factor, float) or factor else math.inf
-            self.norms.scale(tensor, factor)
+        if divides:
+            factor = 1.0 / factor if not isinstance(factor, float) or factor else math.inf
+        self.norms.scale(tensor, factor)
 
     def _note(self, tensor: int, what: str) -> None:
         done = f"{self._done[tensor]}, {what}" if tensor in self._done else what
@@ -314,40 +289,31 @@ class GradOperations:
         """Forget what was done: all ranks have compared it, and step."""
         self._done.clear()
 
-    def replaced(self, tensors: Iterable[int]) -> None:
-        """Forget what was done to gradients that have been replaced by new ones."""
-        for tensor in tensors if self._done else ():
-            self._done.pop(tensor, None)
+    def reduced(self, state: BucketState, kept: Set[int]) -> None:
+        """Take note of a bucket that has been reduced: forget what was done to gradients that are not ``kept``."""
+        for tensor in state.tensors if self._done else ():
+            if tensor not in kept:
+                self._done.pop(tensor, None)
+        if self.takes_norms and self.orders:
+            self.norms.take(state.owned_gradients())
 
     def zeroed(self, tensor: int) -> None:
         """Take note that a gradient was set to zero."""
         self._zeroed.add(tensor)
         self._done.pop(tensor, None)
 
-    def rebuild(self, plan: Plan) -> None:
-        """Take over a plan."""
-        if self.norms is not None:
-            self.norms.rebuild(plan)
-
-    def exchange_norms(self, buckets: Sequence[BucketState], *, agreed: bool) -> None:
+    def exchange_norms(self, *, agreed: bool) -> None:
         """Exchange norms after a backward; or leave them unknown until the next one. Collective.
 
         Args:
-            buckets: of that backward.
             agreed: as for :meth:`GradNorms.exchange`.
-
-        Raises:
-            DisagreementError, PeerLostError: as :meth:`GradNorms.exchange`.
         """
         self._clamped.clear()
         self._zeroed.clear()
         self.found_inf = None
-        if self.norms is not None:
-            self.norms.are_known = False
-            if self.takes_norms:
-                owned = {tensor: part for bucket in buckets for tensor, part in bucket.owned_gradients().items()}
-                self.norms.exchange(owned, agreed=agreed)
-                self.norms.are_known = True
+        self.norms.are_known = False
+        if self.takes_norms and self.orders:
+            self.norms.exchange(agreed=agreed)
 
 
 def _norms(grads: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -356,9 +322,10 @@ def _norms(grads: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _largest(grads: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the largest magnitude of each tensor of one dtype, or NaN, in float64."""
+    """Return the largest magnitude of each tensor of one dtype, or NaN, in float64; 0 if it has no elements."""
+    grads = [grad if grad.numel() else grad.new_zeros(1) for grad in grads]
     if grads[0].device.type != "cpu":
-        return torch.stack(foreach_norm(list(grads), INF)).double()
+        return torch.stack(foreach_norm(grads, INF)).double()
     # 15 times as fast there.
     pairs = [torch.aminmax(grad) for grad in grads]
     return torch.maximum(torch.stack([pair.max for pair in pairs]), -torch.stack([pair.min for pair in pairs])).double()

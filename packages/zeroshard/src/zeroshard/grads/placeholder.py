@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -123,19 +124,12 @@ class GradPlaceholder(TensorWithoutValues):
 
     def refusal(self, operation: str, advice: str = "") -> RuntimeError:
         """Return the error for an operation, by its name; ``advice`` says what to do if it depends on more."""
-        if advice:
-            pass
-        elif operation in ("a deep copy", "pickling", "share_memory_()"):
+        if not advice and operation in ("a deep copy", "pickling", "share_memory_()"):
             advice = "call zero_grad() before copying, pickling or sharing the model"
-        else:
-            advice = self._accumulator.operations.advice(operation)
+        advice = advice or self._accumulator.operations.advice(operation)
         return RuntimeError(
             f"the gradient of {self._title!r} lies at its owner, and {operation} cannot be done with it: {advice}"
         )
-
-
-def _detach(gradient: GradPlaceholder) -> GradPlaceholder:
-    return gradient
 
 
 def _zero(gradient: GradPlaceholder) -> GradPlaceholder:
@@ -144,11 +138,6 @@ def _zero(gradient: GradPlaceholder) -> GradPlaceholder:
     gradient._local = None
     gradient._accumulator.zero(gradient._tensor)
     return gradient
-
-
-def _foreach_zero(gradients: Sequence[torch.Tensor]) -> None:
-    for gradient in gradients:
-        gradient.zero_()
 
 
 def _convert(gradient: GradPlaceholder, *, dtype: Any = None, device: Any = None, **_: object) -> GradPlaceholder:  # noqa: ANN401 - torch's
@@ -239,20 +228,6 @@ def _scale(gradient: torch.Tensor, factor: float | torch.Tensor, *, divides: boo
     return held
 
 
-def _divide(gradient: torch.Tensor, divisor: float | torch.Tensor) -> torch.Tensor:
-    return _scale(gradient, divisor, divides=True)
-
-
-def _foreach_multiply(gradients: Sequence[torch.Tensor], factor: float | torch.Tensor) -> None:
-    for gradient in gradients:
-        gradient.mul_(factor)
-
-
-def _foreach_divide(gradients: Sequence[torch.Tensor], divisor: float | torch.Tensor) -> None:
-    for gradient in gradients:
-        gradient.div_(divisor)
-
-
 def _clamp(gradient: GradPlaceholder, min: float | None = None, max: float | None = None) -> GradPlaceholder:
     operations = gradient.operations("clamping", changes=True)
     if not gradient.is_zero():
@@ -262,14 +237,14 @@ def _clamp(gradient: GradPlaceholder, min: float | None = None, max: float | Non
     return gradient
 
 
-def _foreach_clamp_min(gradients: Sequence[torch.Tensor], low: float) -> None:
-    for gradient in gradients:
-        gradient.clamp_(min=low)
+def _foreach(operation: Callable[..., object]) -> Callable[..., None]:
+    """Return what does an operation to each of several gradients, some of which may be values."""
 
+    def call(gradients: Sequence[torch.Tensor], *arguments: object) -> None:
+        for gradient in gradients:
+            operation(gradient, *arguments)
 
-def _foreach_clamp_max(gradients: Sequence[torch.Tensor], high: float) -> None:
-    for gradient in gradients:
-        gradient.clamp_(max=high)
+    return call
 
 
 def _unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse: torch.Tensor) -> None:
@@ -298,9 +273,9 @@ def _unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse
 
 
 GradPlaceholder.allowed = {
-    _aten.detach.default: _detach,
+    _aten.detach.default: lambda gradient: gradient,
     _aten.zero_.default: _zero,
-    ATEN_FOREACH_ZERO_: _foreach_zero,
+    ATEN_FOREACH_ZERO_: _foreach(torch.Tensor.zero_),
     _aten.add_.Tensor: _add,
     _aten.add.Tensor: _add,
     ATEN_TO_COPY: _convert,
@@ -310,13 +285,13 @@ GradPlaceholder.allowed = {
     _aten.linalg_vector_norm.default: _norm,
     ATEN_FOREACH_NORM: _foreach_norm,
     _aten.mul_.Tensor: _scale,
-    _aten.div_.Tensor: _divide,
-    ATEN_FOREACH_MUL_SCALAR_: _foreach_multiply,
-    ATEN_FOREACH_MUL_TENSOR_: _foreach_multiply,
-    ATEN_FOREACH_DIV_SCALAR_: _foreach_divide,
-    ATEN_FOREACH_DIV_TENSOR_: _foreach_divide,
+    _aten.div_.Tensor: partial(_scale, divides=True),
+    ATEN_FOREACH_MUL_SCALAR_: _foreach(torch.Tensor.mul_),
+    ATEN_FOREACH_MUL_TENSOR_: _foreach(torch.Tensor.mul_),
+    ATEN_FOREACH_DIV_SCALAR_: _foreach(torch.Tensor.div_),
+    ATEN_FOREACH_DIV_TENSOR_: _foreach(torch.Tensor.div_),
     _aten.clamp_.default: _clamp,
-    ATEN_FOREACH_CLAMP_MIN_: _foreach_clamp_min,
-    ATEN_FOREACH_CLAMP_MAX_: _foreach_clamp_max,
+    ATEN_FOREACH_CLAMP_MIN_: _foreach(lambda gradient, low: gradient.clamp_(min=low)),
+    ATEN_FOREACH_CLAMP_MAX_: _foreach(lambda gradient, high: gradient.clamp_(max=high)),
     ATEN_AMP_UNSCALE_: _unscale,
 }

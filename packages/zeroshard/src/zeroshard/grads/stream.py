@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from zeroshard_comm import BucketReduceWork
@@ -26,15 +26,12 @@ class SideStream:
         has_streams = accelerator is not None and accelerator.type == device.type
         self._stream = torch.Stream(device) if has_streams else None
 
-    @contextmanager
-    def after_current(self) -> Iterator[None]:
-        """Make this the current stream, after everything that the current one has been given so far."""
+    def after_current(self) -> AbstractContextManager[object]:
+        """In the block that follows this is the current stream, after all that the current one was given so far."""
         if self._stream is None:
-            yield
-            return
+            return nullcontext()
         self._stream.wait_stream(torch.accelerator.current_stream(self._device))
-        with self._stream:
-            yield
+        return self._stream
 
     def join(self) -> None:
         """Order the current stream after everything that this one has been given."""
@@ -87,7 +84,8 @@ class Worker:
             BaseException: the first that a job has raised since the last call.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._thread is None)
+            while self._thread is not None:
+                self._changed.wait()
             failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
@@ -135,7 +133,7 @@ class ReductionQueue:
         if self._uses_thread:
             self._worker.submit(self._finish_next)
 
-    def beside(self) -> AbstractContextManager[None]:
+    def beside(self) -> AbstractContextManager[object]:
         """While the block runs, queue work where reductions are finished: beside what computes gradients."""
         return self._side.after_current()
 
@@ -167,10 +165,7 @@ class ReductionQueue:
         self._side.keep(tensor)
 
     def _finish_next(self) -> None:
-        """Worker: finish one, and close one that was finished some buckets before.
-
-        The next one needs the memory of its packed messages.
-        """
+        """Finish one, and close one from some buckets before: the next one needs the memory of its packed messages."""
         self._finish_one()
         self._close(leave=2)
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -119,19 +118,22 @@ class LocalOptimizer:
                     f"partition='whole' for models with sparse gradients"
                 )
 
-    @contextmanager
-    def bound_gradients(self) -> Iterator[None]:
-        """Give detached shards their parts of their parameters' gradients while the block runs."""
-        try:
-            self.bind_gradients(self._detached)
-            yield
-        finally:
-            # A slice keeps the whole gradient alive, past the user's zero_grad().
-            for shard in self._detached:
-                shard.tensor.grad = None
+    def step(self, arguments: Mapping[str, Any], unbound: Sequence[LocalShard] | None = None) -> Any:  # noqa: ANN401 - as the inner step
+        """Step the inner optimizer, and call its own hooks.
 
-    def step(self, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as the inner step
-        """Step the inner optimizer with the gradients that its tensors have, and call its own hooks."""
+        Args:
+            arguments: keyword arguments of the inner step.
+            unbound: detached shards that are stepped with their parameters' gradients, all if None; the tensors of the
+                others have theirs.
+        """
+        unbound = self._detached if unbound is None else unbound
+        try:
+            bind_gradients(unbound)
+            return self._step(arguments)
+        finally:
+            unbind_gradients(unbound)
+
+    def _step(self, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as the inner step
         inner = self.optim
         with self.extra.stepped(inner.state, self.shards.values()):
             if "step" in vars(inner):
@@ -147,13 +149,6 @@ class LocalOptimizer:
             for post_hook in list(step_post_hooks(inner).values()):
                 post_hook(inner, positional, keywords)
             return result
-
-    @staticmethod
-    def bind_gradients(shards: Iterable[LocalShard]) -> None:
-        """Give detached shards their parts of their parameters' gradients."""
-        for shard in shards:
-            if shard.is_detached:
-                shard.tensor.grad = shard.converted(gradient_of(shard))
 
     def state_of(self, shard: LocalShard) -> Any:  # noqa: ANN401 - a class may keep anything
         """Return the state of a shard, the class's own dict if there are no extra entries; None if there is none."""
@@ -225,6 +220,18 @@ def sync_groups(source: Sequence[Mapping[str, Any]], target: Sequence[ParamGroup
         )
     for from_group, to_group in zip(source, target, strict=True):
         to_group.update(hyperparameters_of(from_group))
+
+
+def bind_gradients(shards: Iterable[LocalShard]) -> None:
+    """Give detached shards their parts of their parameters' gradients."""
+    for shard in shards:
+        shard.tensor.grad = shard.converted(gradient_of(shard))
+
+
+def unbind_gradients(shards: Iterable[LocalShard]) -> None:
+    """Take them back: a slice keeps the whole gradient alive, past the user's ``zero_grad()``."""
+    for shard in shards:
+        shard.tensor.grad = None
 
 
 def unwrapped_step(kind: type[optim.Optimizer]) -> Callable[..., Any]:
