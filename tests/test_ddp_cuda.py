@@ -156,6 +156,27 @@ def test_the_host_never_waits_for_what_is_done_to_gradients(
         twins.optimizer.step()
 
 
+@pytest.mark.ranks(1, 2, backend=ACCELERATORS)
+@PARTITIONS
+@pytest.mark.parametrize("norm_type", [2.0, float("inf"), 3.0])
+def test_the_host_never_waits_for_clipping_by_the_optimizer(
+    device: torch.device,
+    host_never_waits: Callable[[], AbstractContextManager[None]],
+    partition: str,
+    norm_type: float,
+) -> None:
+    twins = fixed(twins_on(device, "owner", partition=partition))
+    inputs = batch(3).to(device)
+    with host_never_waits():
+        twins.ddp(inputs).square().mean().backward()
+        norm = twins.optimizer.clip_grad_norm_(0.01, norm_type)
+        after = nn.utils.get_total_norm([param.grad for param in twins.ddp.parameters()])
+        twins.optimizer.step()
+    assert norm.device == device
+    if norm_type == 2.0:
+        torch.testing.assert_close(after, torch.full_like(after, 0.01), rtol=1e-4, atol=0)
+
+
 @pytest.mark.ranks(2, backend=ACCELERATORS)
 @PARTITIONS
 def test_norms_follow_factors_and_what_becomes_infinite(device: torch.device, partition: str) -> None:

@@ -166,6 +166,9 @@ class CollectiveReducer(GradientReducer):
     ) -> None:
         self.ranks, self.coordinator, self.traffic, self.tensors = ranks, coordinator, traffic, tensors
         self._dtype, self._device = like.dtype, like.device
+        # NCCL multiplies by 1/N before it adds. Others divide the sum, which may overflow in half precision.
+        self._averages = ranks.coalesces(like.device)
+        self._op = dist.ReduceOp.AVG if self._averages else dist.ReduceOp.SUM
         # A single rank has nothing to reduce.
         self._runs = runs = [run for run in runs if run.stop > run.start] if ranks.world_size > 1 else []
         self.matrix = matrix = OwnerMajor.of(
@@ -196,6 +199,8 @@ class CollectiveReducer(GradientReducer):
         """Send a header, and issue the reductions of a bucket after what the current stream is doing."""
         headers = HeaderExchange(self.coordinator, header.to_words(), TAG_HEADERS, "backward()")
         scatters: list[_Passage] = []
+        if gradients and self._runs and not self._averages:
+            buffer.div_(self.ranks.world_size)
         works: list[Waitable | None] = []
         if gradients and self._runs:
             staging = self.ranks.context.shared(Staging)
@@ -204,7 +209,7 @@ class CollectiveReducer(GradientReducer):
                 packed = slot.take(chunk.width * self.ranks.world_size, self._dtype)
                 torch.cat(views, out=packed)
                 row = self._owned[chunk.columns.start : chunk.columns.stop]
-                work = reduce_scatter(row, packed, op=dist.ReduceOp.AVG, group=self.ranks.group, async_op=True)
+                work = reduce_scatter(row, packed, op=self._op, group=self.ranks.group, async_op=True)
                 scatters.append(_Passage(self.ranks, slot, work, "reduce"))
             works = _together(self.ranks, self._device, [self._reduce_of(buffer, i) for i in self._whole])
             calls = len(scatters) + len(works)
@@ -214,9 +219,7 @@ class CollectiveReducer(GradientReducer):
     def _reduce_of(self, buffer: torch.Tensor, number: int) -> Callable[[], Waitable | None]:
         run = self._runs[number]
         part = buffer[run.start : run.stop]
-        return partial(
-            dist.reduce, part, group=self.ranks.group, group_dst=run.rank, op=dist.ReduceOp.AVG, async_op=True
-        )
+        return partial(dist.reduce, part, group=self.ranks.group, group_dst=run.rank, op=self._op, async_op=True)
 
     def _views_of(self, buffer: torch.Tensor) -> list[list[torch.Tensor]]:
         """Per chunk, what is packed into it: views of the bucket and padding, kept as long as the bucket stays."""

@@ -221,7 +221,7 @@ class _OnHost:
         if chunk.device.type == "cpu":
             return chunk
         if len(self._pinned) < 2:
-            self._pinned.append(torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True))
+            self._pinned.append(torch.empty(CHUNK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True))
         else:
             self._pinned.reverse()
         return self._pinned[-1][: chunk.numel()].copy_(chunk)

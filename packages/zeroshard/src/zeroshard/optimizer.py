@@ -174,7 +174,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             error_if_nonfinite: whether a norm that is infinite or NaN is an error.
 
         Returns:
-            The norm before clipping, as a 0-dim tensor (on the CPU with a hook).
+            The norm before clipping, as a 0-dim tensor on the gradients' device.
 
         Raises:
             ValueError: if a communication hook steps during backward, so that there is nothing left to clip.
