@@ -29,6 +29,8 @@ def test_sharded_training_is_saved_and_resumed_as_plain_training_is(tmp_path: Pa
         plain, sharded = (train(script, 2, tmp_path / f"{script}.pt") for script in ("plain.py", "sharded.py"))
         assert plain["steps"] == sharded["steps"] == steps
         assert all(torch.equal(value, plain["model"][name]) for name, value in sharded["model"].items())
+        # The sharded optimizer is built from named parameters.
+        assert sharded["optimizer"]["param_groups"][0].pop("param_names") == list(sharded["model"])
         assert_same_state(sharded["optimizer"], plain["optimizer"])
 
 
