@@ -204,8 +204,8 @@ def emulated_corpus(session: nox.Session) -> None:
 
 @nox.session(tags=["ci"])
 def quickstart(session: nox.Session) -> None:
-    """Train a language model on two ranks with its optimizer state sharded; options go after ``--``."""
-    _install_sources(session, PACKAGES["zeroshard"], *TOOL_NEEDS)
+    """Train a language model on two ranks with its optimizer state sharded, in a minute; options go after ``--``."""
+    _install_sources(session, PACKAGES["zeroshard-integrations"], *TOOL_NEEDS)
     session.run("python", "tools/quickstart", *session.posargs)
 
 
