@@ -64,6 +64,7 @@ def logger(name: str) -> Callable[[dict[str, float], int], None]:
     def log(metrics: dict[str, float], step: int) -> None:
         for tag, value in metrics.items():
             writer.add_scalar(tag, value, step)
+        writer.flush()
 
     return log
 
