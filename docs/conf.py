@@ -49,6 +49,8 @@ autodoc_member_order = "bysource"
 # Documented without being installed.
 autodoc_mock_imports = ["accelerate", "lightning", "transformers"]
 autodoc_typehints = "signature"
+autodoc_preserve_defaults = True
+maximum_signature_line_length = 100
 autodoc_default_options = {"members": True, "show-inheritance": True}
 
 # A link without a target fails. What other projects document is no target here, since nothing is fetched.

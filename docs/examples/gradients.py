@@ -17,20 +17,20 @@ from zeroshard_integrations.ddp import register_reduce_to_owner
 
 
 def nonfinite_gradients(model: nn.Module) -> list[str]:
-    """Return the names of parameters whose gradient has a NaN or an infinity. On any rank, without communication."""
-    grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
-    return [name for name, grad in grads.items() if not grad.norm().isfinite()]
+    """Return the names of gradients with a NaN or an infinity. On any rank, local."""
+    params = [(name, param) for name, param in model.named_parameters() if param.grad is not None]
+    return [name for name, param in params if not param.grad.norm().isfinite()]
 
 
 def gradient_norms(model: nn.Module) -> dict[str, float]:
-    """Return the 2-norm of each gradient. On any rank, without communication."""
-    grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
-    return {f"grad_norm/{name}": grad.norm().item() for name, grad in grads.items()}
+    """Return the 2-norm of each gradient. On any rank, local."""
+    params = [(name, param) for name, param in model.named_parameters() if param.grad is not None]
+    return {f"grad_norm/{name}": param.grad.norm().item() for name, param in params}
 
 
 def sharding_metrics(optimizer: ZeroRedundancyOptimizer) -> dict[str, float]:
-    """Return bytes of optimizer state on this rank, and what it has sent and waited so far. On any rank."""
-    metrics: dict[str, float] = {"zeroshard/state_bytes": optimizer.describe().state_bytes_here}
+    """Return the bytes of state here, and what this rank has sent and waited so far."""
+    metrics = {"zeroshard/state_bytes": float(optimizer.describe().state_bytes_here)}
     for kind in ("reduce", "share"):  # gradients to their owners, parameters to all ranks
         volume = optimizer.traffic.of(kind)
         metrics[f"zeroshard/{kind}_bytes_sent"] = volume.bytes_sent
@@ -39,7 +39,7 @@ def sharding_metrics(optimizer: ZeroRedundancyOptimizer) -> dict[str, float]:
 
 
 def largest_gradients(model: nn.Module) -> dict[str, float]:
-    """Return the largest magnitude in each gradient, from the parts that the owners have. All ranks call it."""
+    """Return the largest magnitude in each gradient. Collective: all ranks call it."""
     params = dict(model.named_parameters())
     largest = torch.zeros(len(params), device=next(model.parameters()).device)
     for index, param in enumerate(params.values()):
