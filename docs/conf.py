@@ -9,6 +9,7 @@ import zeroshard
 import zeroshard_comm
 import zeroshard_core
 import zeroshard_testing
+from docutils import nodes
 from sphinx.util.logging import getLogger
 
 if TYPE_CHECKING:
@@ -88,6 +89,15 @@ def show_colons(_app: object, _what: str, _name: str, _value: object, _options: 
         lines += [f":ivar {name}:{several[2]}" for name in names] if several else [line]
 
 
+def shorten_diffs(app: Sphinx, doctree: nodes.document) -> None:
+    """Name the files of a diff relative to the clone, and not where this build found them."""
+    for block in doctree.findall(nodes.literal_block):
+        if block.get("language") == "udiff":
+            text = block.astext().replace(f"{app.srcdir}/", "docs/")
+            block.rawsource = text
+            block.children = [nodes.Text(text)]
+
+
 def check_public_names(_app: Sphinx, env: BuildEnvironment) -> None:
     """Warn of each name in an ``__all__`` that no page documents."""
     documented = env.get_domain("py").objects
@@ -98,7 +108,8 @@ def check_public_names(_app: Sphinx, env: BuildEnvironment) -> None:
 
 
 def setup(app: Sphinx) -> None:
-    """Connect before and after napoleon, and at the end."""
+    """Connect what this file defines."""
+    app.connect("doctree-read", shorten_diffs)
     app.connect("env-check-consistency", check_public_names)
     app.connect("autodoc-process-docstring", hide_colons, priority=400)
     app.connect("autodoc-process-docstring", show_colons, priority=600)
