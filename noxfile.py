@@ -351,10 +351,12 @@ def _try_alone(session: nox.Session, package: str, dist: Path) -> None:
     install = ["install", "--quiet", "--no-index", "--find-links", str(dist), f"{package}=={_version(package)}"]
     session.run(python, "-m", "pip", *install, external=True)
     session.run(python, "-m", "pip", "check", external=True)
-    session.run(python, "-c", SMOKE[package], external=True)
+    # -I: what PYTHONPATH names is not there.
+    session.run(python, "-I", "-c", SMOKE[package], external=True)
     strangers = [name.replace("-", "_") for name in PACKAGES if name not in PACKAGES[package]]
     session.run(
         python,
+        "-I",
         "-c",
         f"import importlib.util as u; found = [n for n in {strangers} if u.find_spec(n)]; assert not found, found",
         external=True,
