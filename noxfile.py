@@ -1,7 +1,7 @@
 """Everything this repository checks and builds, one nox session each; ``nox -l`` lists them.
 
 Torch is installed first, at one version, in every session that needs it: ``ZEROSHARD_TORCH`` names another one (such as
-``2.11.0``). Where pip would fetch a build with CUDA for no use, ``PIP_EXTRA_INDEX_URL`` points it to an index of CPU
+``2.14.1``). Where pip would fetch a build with CUDA for no use, ``PIP_EXTRA_INDEX_URL`` points it to an index of CPU
 builds.
 
 Tags say where a session runs by itself: ``ci`` on every change, ``unit`` on every change and every Python, ``nightly``,
@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import shutil
 import xml.etree.ElementTree as ElementTree
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +23,7 @@ nox.needs_version = ">=2024.3.2"
 nox.options.sessions = ["lint", "typecheck", "tests"]
 
 ROOT = Path(__file__).parent
+# The oldest torch that the packages allow; the session tests-newest has the newest that pip gives.
 TORCH = os.environ.get("ZEROSHARD_TORCH", "2.13.0")
 RUFF = "ruff==0.17.5"
 MYPY = "mypy==2.4.1"
@@ -41,8 +43,9 @@ BACKENDS = {
     "emulated": ["nightly"],
     "fake": ["ci", "nightly"],
 }
-# Versions of torch against which the emulated accelerator compiles, the empty one for the newest that pip gives.
-EMULATED_WITH = {"2.11": "==2.11.0", "2.13": "==2.13.0", "newest": ""}
+# Versions of torch against which the emulated accelerator compiles; on every change only the one of the other sessions.
+EMULATED_WITH = {"2.13": "==2.13.0", "newest": ""}
+EMULATED_ON_EVERY_CHANGE = "2.13"
 # Programs import what lies beside them, and a name there may be one in tests/ too.
 BESIDE_PROGRAMS = ["--override-ini", "pythonpath=tools tools/bench tools/quickstart"]
 TEST_NEEDS = ["pytest", "hypothesis", "safetensors"]
@@ -85,12 +88,14 @@ SMOKE: dict[str, str] = {
 
 @nox.session(tags=["ci"])
 def lint(session: nox.Session) -> None:
-    """Ruff, its formatter, which package may import which, and how large sources are."""
+    """Ruff, its formatter, which package may import which, how large sources are, and phrases to avoid in prose."""
     session.install(RUFF)
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("python", "tools/check_imports.py")
     session.run("python", "tools/check_sources.py")
+    # With --sources it looks at messages and docstrings too.
+    session.run("python", "tools/check_idioms.py")
 
 
 @nox.session(tags=["ci"])
@@ -110,8 +115,18 @@ def typecheck(session: nox.Session) -> None:
 @nox.session(tags=["ci"])
 def tests(session: nox.Session) -> None:
     """All that must pass without a GPU: tests and doctests of the packages and the tools, then rank tests."""
+    _run_all_tests(session, f"torch=={TORCH}")
+
+
+@nox.session(name="tests-newest", tags=["ci", "nightly"])
+def tests_newest(session: nox.Session) -> None:
+    """The same with the newest torch that pip gives."""
+    _run_all_tests(session, "torch")
+
+
+def _run_all_tests(session: nox.Session, torch: str) -> None:
     # With nox, this environment has all that mypy reads.
-    _install_sources(session, list(PACKAGES), "nox", *TOOL_NEEDS, *PLUGIN_NEEDS)
+    _install_sources(session, list(PACKAGES), "nox", *TOOL_NEEDS, *PLUGIN_NEEDS, torch=torch)
     # Rank tests wait about as long as they compute.
     two_files_at_a_time = ["-n2", "--dist=loadfile"]
     session.log("1 of 2: tests and doctests of the packages and the tools")
@@ -177,8 +192,14 @@ def ranks(session: nox.Session, backend: str) -> None:
     _pytest(session, "tests", "packages", f"--ranks-backend={backend}", *required, *repeats, *posargs)
 
 
-@nox.session(tags=["nightly"])
-@nox.parametrize("torch", list(EMULATED_WITH))
+@nox.session
+@nox.parametrize(
+    "torch",
+    [
+        nox.param(version, tags=["ci", "nightly"] if version == EMULATED_ON_EVERY_CHANGE else ["nightly"])
+        for version in EMULATED_WITH
+    ],
+)
 def emulated(session: nox.Session, torch: str) -> None:
     """The emulated accelerator, compiled against one version of torch: its own tests, and those of the hooks on it."""
     _install_sources(session, list(PACKAGES), *TOOL_NEEDS, torch=f"torch{EMULATED_WITH[torch]}")
@@ -204,8 +225,8 @@ def emulated_corpus(session: nox.Session) -> None:
 
 @nox.session(tags=["ci"])
 def quickstart(session: nox.Session) -> None:
-    """Train a language model on two ranks with its optimizer state sharded; options go after ``--``."""
-    _install_sources(session, PACKAGES["zeroshard"], *TOOL_NEEDS)
+    """Train a language model on two ranks with its optimizer state sharded, in a minute; options go after ``--``."""
+    _install_sources(session, PACKAGES["zeroshard-integrations"], *TOOL_NEEDS)
     session.run("python", "tools/quickstart", *session.posargs)
 
 
@@ -222,14 +243,15 @@ def wheels(session: nox.Session) -> None:
         )
     for number, package in enumerate(PACKAGES, 1):
         session.log(f"{number} of {len(PACKAGES)}: {package} alone")
+        _check_licence(session, package, dist)
         _try_alone(session, package, dist)
     session.log(f"the wheels lie in {dist}")
 
 
 @nox.session(tags=["ci"])
 def docs(session: nox.Session) -> None:
-    """Build the documentation; a warning is an error."""
-    _install_sources(session, list(PACKAGES), "sphinx", "myst-parser", "furo")
+    """Build the documentation; a warning fails, and so does a link without a target or a public name without a page."""
+    _install_sources(session, list(PACKAGES), "sphinx", "myst-parser", "furo", "sphinx-copybutton")
     session.run("sphinx-build", "-W", "--keep-going", "-b", "html", "docs", "docs/_build/html", *session.posargs)
 
 
@@ -296,12 +318,23 @@ def _pytest(session: nox.Session, *arguments: str) -> None:
     report = Path(session.create_tmp(), "report.xml").resolve()
     report.unlink(missing_ok=True)
     # Rank workers import what the first of them has compiled, whatever is set outside.
-    session.run("pytest", f"--junitxml={report}", *arguments, env={"PYTHONDONTWRITEBYTECODE": ""})
+    done = session.run("pytest", f"--junitxml={report}", *arguments, env={"PYTHONDONTWRITEBYTECODE": ""})
+    if done is None:  # nox was started with --install-only
+        return
     counts = _Counts.read(report)
     executed = counts.collected - counts.skipped
     session.log(f"{executed} tests executed, {counts.skipped} skipped")
     if executed < 1:
         session.error(f"no test was executed; {counts.skipped} were skipped")
+
+
+def _check_licence(session: nox.Session, package: str, dist: Path) -> None:
+    """Fail unless the wheel has this repository's licence in the ``licenses`` folder of its metadata."""
+    [wheel] = dist.glob(f"{package.replace('-', '_')}-{_version(package)}-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        texts = {name: archive.read(name) for name in archive.namelist() if "/licenses/" in name}
+    if (ROOT / "LICENSE").read_bytes() not in texts.values():
+        session.error(f"{wheel.name} lacks the licence; in its licenses folder are: {sorted(texts) or 'no files'}")
 
 
 def _try_alone(session: nox.Session, package: str, dist: Path) -> None:
@@ -316,10 +349,12 @@ def _try_alone(session: nox.Session, package: str, dist: Path) -> None:
     install = ["install", "--quiet", "--no-index", "--find-links", str(dist), f"{package}=={_version(package)}"]
     session.run(python, "-m", "pip", *install, external=True)
     session.run(python, "-m", "pip", "check", external=True)
-    session.run(python, "-c", SMOKE[package], external=True)
+    # -I: what PYTHONPATH names is not there.
+    session.run(python, "-I", "-c", SMOKE[package], external=True)
     strangers = [name.replace("-", "_") for name in PACKAGES if name not in PACKAGES[package]]
     session.run(
         python,
+        "-I",
         "-c",
         f"import importlib.util as u; found = [n for n in {strangers} if u.find_spec(n)]; assert not found, found",
         external=True,

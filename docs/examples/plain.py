@@ -28,8 +28,8 @@ model = nn.Sequential(
     nn.ReLU(),
     nn.Linear(256, 256),
 )
-ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
-optimizer = AdamW(ddp.parameters(), lr=1e-3)
+ddp = DistributedDataParallel(model)
+optimizer = AdamW(model.parameters(), lr=1e-3)
 
 first, losses = 0, []
 if checkpoint.exists():

@@ -31,7 +31,7 @@ model = nn.Sequential(
     nn.Linear(256, 256),
 )
 ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
-optimizer = ZeroRedundancyOptimizer(ddp.parameters(), AdamW, lr=1e-3)
+optimizer = ZeroRedundancyOptimizer(model.named_parameters(), AdamW, lr=1e-3)
 register_reduce_to_owner(ddp, optimizer)
 
 first, losses = 0, []

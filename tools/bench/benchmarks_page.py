@@ -57,7 +57,7 @@ _METHOD = """
 ## How it is measured
 
 All contenders live in the same processes, one for each rank, and take turns in every round, in an order that is
-reversed from round to round. A time is that of the slowest rank. A ratio is the median over the rounds, with an
+reversed from round to round. A time is the slowest rank's. A ratio is the median over the rounds, with an
 interval that covers the true median with a probability of 95 %. In the end the parameters of all contenders are
 compared with DDP's.
 

@@ -139,7 +139,7 @@ def notes(columns: Sequence[Column], limit: float, bound: float, machine: str) -
         found += [f"{column.title} was not run: {column.blocked}."] * bool(column.blocked)
     return [
         *found,
-        "For unittest, what surrounds a test is in `setUp` and `tearDown`, or those of the class or the module.",
+        "For unittest, what surrounds a test is in `setUp` and `tearDown`, or in the same of the class or the module.",
         f"Made by `python tools/harness_table` on {machine}.",
     ]
 

@@ -15,7 +15,7 @@ _HEAD = """<!-- Written by tools/optimizer_page; a change belongs there. -->
 Each rank steps only the tensors that it owns. That gives what one process gives if the optimizer updates each tensor by
 itself, as most do. An optimizer that **couples** tensors, such as Prodigy, which estimates one step size from all of
 them, would train differently, without an error. So `ZeroRedundancyOptimizer` refuses those that it knows, by name, with
-an error on every rank. With `coupled="allow"` it takes them: all ranks still hold the same parameters, but on each of
+an error on every rank. With `coupled="allow"` it accepts them: all ranks still hold the same parameters, but on each of
 them the optimizer sees only the tensors that the rank owns.
 
 {func}`zeroshard.check_optimizer` tries out a class that is not on this page:
@@ -34,7 +34,7 @@ their source does, though toy tensors do not show it.
 | --- | --- |
 | equal | no tensor depended on the others in 50 steps with any of four kinds of gradients |
 | coupled | one did, from the step named on |
-| draws random numbers | equal if tensors get the same random numbers; sharded, they get those of another seed |
+| draws random numbers | equal if tensors get the same random numbers; sharded, they get other ones |
 | cannot tell | it could not be tried this way; the remark says why |
 """
 

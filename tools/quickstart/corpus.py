@@ -70,10 +70,10 @@ class Batches:
             Inputs and targets, int64, ``(sequences / world_size, context)`` each.
 
         Raises:
-            ValueError: if the global batch cannot be dealt out evenly.
+            ValueError: if the global batch cannot be divided evenly.
         """
         if self._sequences % world_size:
-            raise ValueError(f"{self._sequences} sequences cannot be dealt out evenly to {world_size} ranks")
+            raise ValueError(f"{self._sequences} sequences cannot be divided evenly to {world_size} ranks")
         drawing = torch.Generator().manual_seed(self._seed * 1_000_003 + step)
         last = self._text.numel() - self._context - 1
         starts = torch.randint(0, last + 1, (self._sequences,), generator=drawing)[rank::world_size]

@@ -74,7 +74,8 @@ class Contender:
     Attributes:
         losses: global mean per step, in nats per byte, before and after the checkpoint.
         state_bytes: optimizer state that this rank holds, in bytes.
-        bytes_per_step: sent by the optimizer of this rank, in bytes.
+        bytes_per_step: gradients and parameters that this rank sends, in bytes: counted if sharded, else what a
+            ring all-reduce sends.
         step_seconds: median time of forward, backward and update, in seconds.
         update_seconds: median time of ``optimizer.step()``, in seconds.
     """
@@ -95,6 +96,7 @@ class Training:
         plain: the unsharded optimizer.
         sharded: the sharded one.
         difference: largest difference of any parameter between the two, over all steps.
+        relative: the difference in the end as L2 norm, relative to how far the unsharded run moved.
         predicted_bytes: what the plan says that this rank sends per step, in bytes.
         checkpoint_seconds: time to consolidate and save, in seconds.
         again: resumed from the checkpoint in the same processes.
@@ -104,6 +106,7 @@ class Training:
     plain: Contender
     sharded: Contender
     difference: float
+    relative: float
     predicted_bytes: int
     checkpoint_seconds: float
     again: Continuation

@@ -1,4 +1,4 @@
-"""Progress on the terminal's error stream: live bars, or plain lines where there is no terminal."""
+"""Progress on the terminal's error stream: a live bar with the time left, or plain lines where there is no terminal."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from launch import OnStep
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 
 class Stages:
@@ -15,34 +15,46 @@ class Stages:
 
     Args:
         console: where to show them.
+        work: of all stages, in model steps: a step that trains two models counts twice.
     """
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
-
-    @contextmanager
-    def stage(self, title: str, steps: int) -> Iterator[OnStep]:
-        """Show one stage, until the block ends, and hand out what is to be told of its steps."""
-        if not self._console.is_terminal:
-            self._console.print(f"{title} ...", highlight=False)
-            yield self._lines(steps)
-            return
+    def __init__(self, console: Console, work: int) -> None:
+        self._console, self._work, self._done = console, work, 0
         columns = (
             SpinnerColumn(),
             TextColumn("{task.description}"),
             BarColumn(),
-            MofNCompleteColumn(),
+            TaskProgressColumn(),
             TextColumn("{task.fields[loss]}"),
-            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("left"),
         )
-        with Progress(*columns, console=self._console) as progress:
-            task = progress.add_task(f"{title:<34}", total=steps, loss="starting ranks")
+        self._progress = Progress(*columns, console=console)
 
-            def show(step: int, loss: float) -> None:
-                progress.update(task, completed=step, loss=f"loss {loss:.3f}")
+    @contextmanager
+    def stage(self, title: str, steps: int, models: int = 1) -> Iterator[OnStep]:
+        """Show one stage, until the block ends, and return what is to be told of its steps.
 
+        Args:
+            title: what is done.
+            steps: how many.
+            models: how many of them each step trains.
+        """
+        if not self._console.is_terminal:
+            self._console.print(f"{title} ...", highlight=False)
+            yield self._lines(steps)
+            return
+        if not self._progress.tasks:
+            self._progress.add_task(title, total=self._work, loss="")
+        [task] = self._progress.task_ids
+        self._progress.update(task, description=f"{title:<34}", loss="starting ranks")
+
+        def show(step: int, loss: float) -> None:
+            self._progress.update(task, completed=self._done + models * step, loss=f"loss {loss:.3f}")
+
+        with self._progress:
             yield show
-            progress.update(task, completed=steps)
+        self._done += models * steps
 
     def _lines(self, steps: int) -> OnStep:
         def show(step: int, loss: float) -> None:

@@ -13,8 +13,9 @@ def show(found: Found, console: Console) -> None:
     """Print both tables and what they mean."""
     console.print(_training_table(found))
     console.print(
-        "Both trained side by side on the same batches under DDP, whose gradient all-reduce comes on top for both. "
-        "Times are medians on this machine, as it was; they are no benchmark.",
+        "Both trained side by side on the same batches with DDP. zeroshard sends each gradient to its owner, and "
+        "parameters back: what it sent is counted. What DDP's all-reduce sends is computed, for a ring. Times are "
+        "medians on this machine while both ran; they are no benchmark.",
         highlight=False,
         style="dim",
     )
@@ -22,7 +23,7 @@ def show(found: Found, console: Console) -> None:
     console.print(
         "Resumed from the consolidated state, on the same batches. Another number of ranks sums gradients in another "
         "order, so there values agree up to rounding of float32, not bit for bit. The difference is the largest of any "
-        "parameter, and as L2 norm relative to the way that training went since the checkpoint.",
+        "parameter, and as L2 norm relative to the distance that training moved since the checkpoint.",
         highlight=False,
         style="dim",
     )
@@ -55,7 +56,7 @@ def _training_table(found: Found) -> Table:
     for rank, answer in enumerate(found.training):
         predicted = f"(plan: {answer.predicted_bytes / MEGA:.2f})"
         table.add_row(
-            f"sent by the optimizer per step, rank {rank}",
+            f"sent per step, rank {rank}",
             f"{answer.plain.bytes_per_step / MEGA:.2f} MB",
             f"{answer.sharded.bytes_per_step / MEGA:.2f} MB {predicted}",
             end_section=rank == found.ranks - 1,

@@ -13,6 +13,7 @@ from job import Job
 from torch.nn.parallel import DistributedDataParallel
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_core import STRATEGIES
+from zeroshard_integrations.ddp import register_reduce_to_owner
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class Run:
         self.optimizer: torch.optim.Optimizer
         if sharded:
             self.zero = ZeroRedundancyOptimizer(
-                self.model.parameters(),
+                self.model.named_parameters(),
                 chosen,
                 parameters_as_bucket_view=job.bucket_views,
                 partition=STRATEGIES[job.partition],
@@ -49,7 +50,9 @@ class Run:
             self.optimizer = self.zero
         else:
             self.optimizer = chosen(self.model.parameters(), **settings)
-        self._ddp = DistributedDataParallel(self.model)
+        self._ddp = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
+        if self.zero is not None:
+            register_reduce_to_owner(self._ddp, self.zero)
 
     def iterate(self, inputs: torch.Tensor, targets: torch.Tensor) -> Iteration:
         """Train one step on this rank's share of the batch. Collective."""
@@ -79,16 +82,21 @@ class Run:
         )
 
     def bytes_sent(self) -> int:
-        """Return the bytes that the optimizer of this rank has sent so far; DDP's gradients come on top."""
-        return 0 if self.zero is None else self.zero.traffic.total().bytes_sent
-
-    def predicted_bytes(self) -> int:
-        """Return what the plan says that this rank sends per step, in bytes of parameters."""
+        """Return the bytes of gradients and parameters that the optimizer of this rank has sent so far."""
         if self.zero is None:
             return 0
+        return sum(self.zero.traffic.of(kind).bytes_sent for kind in ("reduce", "share"))
+
+    def predicted_bytes(self) -> int:
+        """Return the bytes that this rank sends per step, by the plan, or by a ring all-reduce of all gradients."""
+        ranks = dist.get_world_size()
+        of_parameters = sum(param.numel() * param.element_size() for param in self.model.parameters())
+        if self.zero is None:
+            return 2 * of_parameters * (ranks - 1) // ranks
         plan = self.zero.plan
         owned = sum(shard.numel * plan.tensors[shard.tensor].dtype.itemsize for shard in plan.of_rank(self.zero.rank))
-        return owned * (plan.world_size - 1)
+        gradients, parameters = of_parameters - owned, owned * (ranks - 1)
+        return gradients + parameters
 
     def save(self, file: str) -> None:
         """Save the model and the consolidated state from rank 0, as a run without sharding would. Collective."""

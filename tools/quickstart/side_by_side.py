@@ -24,6 +24,7 @@ def train(job: Job) -> Training:
     seen: dict[Run, list[Iteration]] = {plain: [], sharded: []}
     losses: dict[Run, list[float]] = {plain: [], sharded: []}
     difference, checkpoint_seconds, sent_by_steps = 0.0, 0.0, 0
+    first = plain.flat()
     for step in range(job.steps + job.more_steps):
         if step == job.steps:
             started = time.perf_counter()
@@ -48,20 +49,21 @@ def train(job: Job) -> Training:
         Contender(
             losses=losses[run],
             state_bytes=run.state_bytes(),
-            bytes_per_step=sent_by_steps // len(losses[run]) if run is sharded else 0,
+            bytes_per_step=sent_by_steps // len(losses[run]) if run is sharded else plain.predicted_bytes(),
             step_seconds=statistics.median(iteration.seconds for iteration in seen[run]),
             update_seconds=statistics.median(iteration.update_seconds for iteration in seen[run]),
         )
         for run in (plain, sharded)
     ]
-    elements, predicted = sharded.flat().numel(), sharded.predicted_bytes()
+    elements, predicted = first.numel(), sharded.predicted_bytes()
+    relative = _relative(sharded.flat(), plain.flat(), first)
     dist.barrier()
     again = resume(job, sharded=True, told_before=job.steps + job.more_steps)
-    return Training(elements, contenders[0], contenders[1], difference, predicted, checkpoint_seconds, again)
+    return Training(elements, contenders[0], contenders[1], difference, relative, predicted, checkpoint_seconds, again)
 
 
 def resume(job: Job, *, sharded: bool, told_before: int = 0) -> Continuation:
-    """Build everything anew, load the checkpoint and train on as the uninterrupted run did. Collective.
+    """Build everything again, load the checkpoint and train on as the uninterrupted run did. Collective.
 
     Args:
         job: what to do.
@@ -82,15 +84,18 @@ def resume(job: Job, *, sharded: bool, told_before: int = 0) -> Continuation:
         _tell_step(told_before + step + 1, losses[-1])
     expected = torch.load(Path(job.folder) / UNINTERRUPTED, weights_only=True)
     ours = run.flat()
-    moved = float((expected - loaded).norm())
-    return Continuation(
-        losses, largest_difference(ours, expected), float((ours - expected).norm()) / moved if moved else float("nan")
-    )
+    return Continuation(losses, largest_difference(ours, expected), _relative(ours, expected, loaded))
 
 
 def batches_of(job: Job) -> Batches:
     """Return the batches of a job's text."""
     return Batches((Path(job.folder) / CORPUS).read_bytes(), job.sequences, job.context, job.seed)
+
+
+def _relative(ours: torch.Tensor, expected: torch.Tensor, start: torch.Tensor) -> float:
+    """The difference as L2 norm, relative to how far the expected run moved from the start; NaN if it did not."""
+    moved = float((expected - start).norm())
+    return float((ours - expected).norm()) / moved if moved else float("nan")
 
 
 def _tell_step(step: int, loss: float) -> None:

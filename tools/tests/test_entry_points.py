@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -54,6 +57,33 @@ def test_the_build_script_fails_when_a_part_of_the_command_does(tmp_path, broken
 def test_the_workflows_take_their_sessions_from_nox_and_pin_actions_by_major_version(workflow):
     text = lines(f".github/workflows/{workflow}.yml")
     assert any("nox -l --json -t" in line and "tools/ci_matrix.py" in line for line in text)
+    assert "concurrency:" in text
+    assert "cache: pip" in text
     for line in text:
         if "uses:" in line:
             assert line.rpartition("@")[2].removeprefix("v").isdigit(), line
+
+
+def test_every_python_and_the_oldest_torch_that_packages_allow_are_tested():
+    workflow = (ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8")
+    sessions = (ROOT / "noxfile.py").read_text(encoding="utf-8")
+    for package in ROOT.glob("packages/*/pyproject.toml"):
+        text = package.read_text(encoding="utf-8")
+        pythons = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', text)
+        assert f"--python {' '.join(pythons)})" in workflow
+        assert re.findall(r'requires-python = ">=(.*)"', text) == pythons[:1]
+        [floor] = re.findall(r'"torch>=([\d.]+)"', text)
+        assert f'"ZEROSHARD_TORCH", "{floor}.0"' in sessions
+
+
+def test_each_backend_that_needs_no_gpu_has_a_job_on_every_change():
+    listed = subprocess.run(
+        [sys.executable, "-m", "nox", "-l", "--json", "-t", "ci"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    sessions = {entry["session"] for entry in json.loads(listed.stdout)}
+    assert {
+        "ranks(backend='gloo-cpu')",
+        "ranks(backend='fake')",
+        "emulated(torch='2.13')",
+        "tests-newest",
+    } <= sessions

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib
+import math
 import re
 from pathlib import Path
 
@@ -87,3 +88,35 @@ def test_the_lines_that_change_are_those_of_the_examples(page):
     # then the same lines change, and the others are lines of both.
     assert [line for line in shown if line and line[0] in "+-"] == [line[0] + line[2:] for line in compared]
     assert {line[1:] for line in shown if line[:1] == " "} <= {*plain, " # Train as before, then:"[1:]}
+
+
+def test_the_example_in_gigabytes_is_what_the_plan_computes():
+    # Given the computation that the page of comparisons shows,
+    found = re.findall("```python\n(.*?)```", (DOCS / "comparison.md").read_text("utf-8"), re.DOTALL)
+    names: dict[str, object] = {}
+    # when it runs,
+    exec("\n".join(found), names)
+    # then the tables of that page and of the README have its figures.
+    elements = sum(math.prod(spec.shape) for spec in names["specs"])
+    state, share = round(names["state"] / 1e9, 1), round(names["share"] / 1e9, 1)
+    assert (elements, state, share) == (7e9, 56, 7)
+    for page in ("README.md", "docs/comparison.md"):
+        text = (ROOT / page).read_text("utf-8")
+        rows = [[cell.strip(" *") for cell in line.strip("|").split("|")] for line in text.splitlines()]
+        assert ["7 x 4 = 28", "28", "2 x 28 = 56", "112"] in [row[1:] for row in rows]
+        assert ["28", "28", "56 / 8 = 7", "63"] in [row[1:] for row in rows]
+
+
+@pytest.mark.parametrize("file", ["README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"])
+def test_every_relative_link_at_the_root_has_a_target(file):
+    links = re.findall(r"\]\(([^)]+)\)", (ROOT / file).read_text("utf-8"))
+    assert links
+    for link in links:
+        path, _, anchor = link.partition("#")
+        if "://" in link:
+            continue
+        assert (ROOT / path).exists(), link
+        if anchor:
+            headings = re.findall("^#+ (.*)$", (ROOT / path).read_text("utf-8"), re.MULTILINE)
+            slugs = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+            assert anchor in slugs, link

@@ -40,7 +40,7 @@ def test_a_text_of_exactly_one_context_can_be_drawn_from():
 
 
 def test_batches_that_do_not_fit_the_ranks_are_refused():
-    with pytest.raises(ValueError, match="12 sequences cannot be dealt out evenly to 5 ranks"):
+    with pytest.raises(ValueError, match="12 sequences cannot be divided evenly to 5 ranks"):
         Batches(bytes(100), sequences=12, context=8, seed=0).of(0, 0, 5)
 
 

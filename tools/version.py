@@ -1,0 +1,64 @@
+"""The version of the five packages: prints it, or sets it in every place that names it.
+
+Run as ``python tools/version.py`` or ``python tools/version.py 0.2.0``. Each package says its version in its sources,
+where its build reads it, and names its siblings by it, because each is built from its own folder alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PLACES = (
+    ("packages/*/src/*/__init__.py", re.compile(r'(?<=^__version__ = ")[^"]+(?="$)', re.MULTILINE)),
+    (
+        "packages/*/pyproject.toml",
+        re.compile(r'(?<="zeroshard-comm==)[^"]+|(?<="zeroshard-core==)[^"]+|(?<="zeroshard==)[^"]+'),
+    ),
+)
+"""Files, and what in them is the version."""
+_FORM = re.compile(r"\d+\.\d+\.\d+((a|b|rc|\.dev)\d+)?")
+
+
+def versions(root: Path = ROOT) -> set[str]:
+    """Return each version that some place names: one, if all agree."""
+    return {
+        found
+        for pattern, version in PLACES
+        for file in root.glob(pattern)
+        for found in version.findall(file.read_text("utf-8"))
+    }
+
+
+def set_version(version: str, root: Path = ROOT) -> None:
+    """Write a version to every place.
+
+    Raises:
+        ValueError: if it has another form than ``0.2.0``, ``0.2.0rc1`` or ``0.2.0.dev1``.
+    """
+    if not _FORM.fullmatch(version):
+        raise ValueError(f"a version looks like 0.2.0, 0.2.0rc1 or 0.2.0.dev1, and not like {version!r}")
+    for pattern, place in PLACES:
+        for file in root.glob(pattern):
+            file.write_text(place.sub(version, file.read_text("utf-8")), encoding="utf-8")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the version or set it; the exit status is 1 if places name several."""
+    parser = argparse.ArgumentParser(description="Print the version of the packages, or set it.")
+    parser.add_argument("version", nargs="?", help="such as 0.2.0")
+    chosen = parser.parse_args(arguments).version
+    if chosen is not None:
+        try:
+            set_version(chosen)
+        except ValueError as error:
+            parser.error(str(error))
+    print(*sorted(versions()))
+    return int(len(versions()) != 1)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
