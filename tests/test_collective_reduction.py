@@ -20,9 +20,9 @@ from zeroshard_comm import (
     RankGroup,
     Traffic,
     choose_private_group,
+    collectives,
 )
 from zeroshard_comm.collectives import HeaderExchange
-from zeroshard_comm.messages import PACK_BELOW
 from zeroshard_core import Run
 from zeroshard_testing import Faults
 
@@ -30,16 +30,21 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.ranks(1, 2, 3, backend="gloo")
+@pytest.mark.parametrize("cut", ["none", "some", "evenly"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_owners_hold_the_mean(rank: int, world_size: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("staging", [10_000, collectives.STAGING_BYTES])
+def test_owners_hold_the_mean(
+    rank: int, world_size: int, dtype: torch.dtype, cut: str, staging: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collectives, "STAGING_BYTES", staging)
     # Small runs of all owners in turn, with gaps, and one large run for each.
     runs, end = [], 0
     for number in range(30):
         size = (1, 7, 0, 1000)[number % 4]
-        runs.append(Run(number % world_size, end, end + size))
+        runs.append(Run(number % world_size, end, end + size, is_part=cut != "none" and number % 3 == 0))
         end += size + number % 2
     for owner in range(world_size):
-        runs.append(Run(owner, end, end + PACK_BELOW // dtype.itemsize))
+        runs.append(Run(owner, end, end + 10_000 * (1 + 9 * owner), is_part=cut == "evenly"))
         end = runs[-1].stop
     traffic = Traffic()
     ranks = RankGroup.of()
@@ -58,10 +63,10 @@ def test_owners_hold_the_mean(rank: int, world_size: int, dtype: torch.dtype) ->
         for run in runs:
             if run.rank == rank and world_size <= 2:
                 # A sum of two has no order.
-                assert torch.equal(bucket[run.start : run.stop], expected[run.start : run.stop]), run
+                assert torch.equal(reduction.owned(bucket, run.start, run.stop), expected[run.start : run.stop]), run
             elif run.rank == rank:
                 # Two roundings of partial sums of a size of about 1, in an order of the backend's own.
-                off = (bucket[run.start : run.stop] - expected[run.start : run.stop]).abs()
+                off = (reduction.owned(bucket, run.start, run.stop) - expected[run.start : run.stop]).abs()
                 assert (off <= 4 * torch.finfo(dtype).eps).all(), run
     theirs = sum(run.stop - run.start for run in runs if run.rank != rank)
     assert traffic.of("reduce").bytes_sent == 2 * theirs * dtype.itemsize

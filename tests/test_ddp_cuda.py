@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from ddp_training import HOOKS, Twins, batch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from training import small_model
+from zeroshard_comm import collectives
 
 ACCELERATORS = ["nccl", "emulated"]
 BOTH = (2.0, float("inf"))
@@ -53,6 +55,33 @@ def test_parity_on_gloo(device: torch.device, hook: str, partition: str) -> None
 @pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
 def test_parity(device: torch.device, hook: str, partition: str, views: bool) -> None:
     train(twins_on(device, hook, partition=partition, ddp={"gradient_as_bucket_view": views}))
+
+
+@pytest.mark.ranks(3, 4, backend=ACCELERATORS)
+@EVERY_HOOK
+@pytest.mark.parametrize("partition", ["whole", "split", "hybrid"])
+def test_more_ranks_and_a_group_of_some(device: torch.device, rank: int, hook: str, partition: str) -> None:
+    train(twins_on(device, hook, partition=partition))
+    pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])] if dist.get_world_size() == 4 else []
+    if pairs:
+        train(twins_on(device, hook, partition=partition, process_group=pairs[rank % 2]), last=4)
+
+
+def odd_model() -> nn.Module:
+    """Tensors of which most begin at no multiple of anything in their buckets, and a cut one that fills several."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(40, 33), nn.Linear(33, 129, bias=False), nn.Linear(129, 7), nn.Linear(7, 1))
+
+
+@pytest.mark.ranks(1, 2, 3, backend=ACCELERATORS)
+@EVERY_HOOK
+@pytest.mark.parametrize("partition", ["split", "hybrid"])
+def test_chunks_and_odd_offsets(
+    device: torch.device, hook: str, partition: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collectives, "STAGING_BYTES", 5_000)
+    twins = Twins(hook, model=lambda: odd_model().to(device), partition=partition, exact=device.type != "cuda")
+    train(twins, last=4)
 
 
 @pytest.mark.ranks(2, backend=["gloo-cuda", *ACCELERATORS])
@@ -125,6 +154,27 @@ def test_the_host_never_waits_for_what_is_done_to_gradients(
         twins.ddp(inputs).square().mean().backward()
         CHANGES[change](params)
         twins.optimizer.step()
+
+
+@pytest.mark.ranks(1, 2, backend=ACCELERATORS)
+@PARTITIONS
+@pytest.mark.parametrize("norm_type", [2.0, float("inf"), 3.0])
+def test_the_host_never_waits_for_clipping_by_the_optimizer(
+    device: torch.device,
+    host_never_waits: Callable[[], AbstractContextManager[None]],
+    partition: str,
+    norm_type: float,
+) -> None:
+    twins = fixed(twins_on(device, "owner", partition=partition))
+    inputs = batch(3).to(device)
+    with host_never_waits():
+        twins.ddp(inputs).square().mean().backward()
+        norm = twins.optimizer.clip_grad_norm_(0.01, norm_type)
+        after = nn.utils.get_total_norm([param.grad for param in twins.ddp.parameters()])
+        twins.optimizer.step()
+    assert norm.device == device
+    if norm_type == 2.0:
+        torch.testing.assert_close(after, torch.full_like(after, 0.01), rtol=1e-4, atol=0)
 
 
 @pytest.mark.ranks(2, backend=ACCELERATORS)

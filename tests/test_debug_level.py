@@ -190,9 +190,9 @@ class Inside:
     """Changes what the broadcasters of a rank do, in a simulation: no user's code can."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, after: Callable[[ParameterBroadcaster], None]) -> None:
-        from zeroshard_comm.broadcasters import _Packed
+        from zeroshard_comm.broadcasters import MessageBroadcaster
 
-        arrive = _Packed.arrive
+        arrive = MessageBroadcaster.arrive
 
         def arriving(broadcaster: Any) -> None:
             is_first = bool(broadcaster._arriving)
@@ -200,7 +200,7 @@ class Inside:
             if is_first:
                 after(broadcaster)
 
-        monkeypatch.setattr(_Packed, "arrive", arriving)
+        monkeypatch.setattr(MessageBroadcaster, "arrive", arriving)
 
 
 @pytest.mark.exhaustive_at(3)

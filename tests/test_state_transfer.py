@@ -17,6 +17,7 @@ from zeroshard_comm import (
     RankGroup,
     Segment,
     gather,
+    values,
 )
 
 DTYPES = [
@@ -106,6 +107,27 @@ def test_rooms_of_another_size_are_an_error_on_every_rank_before_anything_is_sen
             lambda source, _: [torch.zeros(2 if source == 1 else 3)],
         )
     coordinator.agree("afterwards")
+
+
+@pytest.mark.ranks(2, 3, backend=["nccl", "emulated"])
+def test_what_lies_on_an_accelerator_arrives_in_chunks(
+    rank: int, world_size: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(values, "CHUNK_BYTES", 64)
+    rooms: dict[int, list[torch.Tensor]] = {}
+
+    def of(rank: int, place: torch.device) -> list[torch.Tensor]:
+        # On the CPU too, between those that pass through a buffer.
+        return [torch.full((n,), float(10 * rank + n)).to(place if n % 2 else "cpu") for n in (33, 8, 1, 0, 100, 17)]
+
+    def make_rooms(source: int, _: Any) -> Sequence[torch.Tensor]:
+        rooms[source] = rooms_for(of(source, torch.device("cpu")))
+        return rooms[source]
+
+    gather(Coordinator(RankGroup.of()), Manifest(None, of(rank, device)), 0, make_rooms)
+    assert len(rooms) == (world_size if rank == 0 else 0)
+    for source, arrived in rooms.items():
+        assert all(map(torch.equal, arrived, of(source, torch.device("cpu"))))
 
 
 @pytest.mark.ranks(1, backend="gloo")

@@ -13,7 +13,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-import zeroshard_comm.broadcasters
+import zeroshard_comm.collectives
 from ddp_training import register
 from torch import nn, optim
 from torch.distributed.device_mesh import init_device_mesh
@@ -341,7 +341,7 @@ def test_ddp_takes_gradients_from_a_future_that_waits_for_nothing(rank, world_si
 @pytest.mark.ranks(2, backend="emulated")
 def test_zeroshard_uses_parameters_before_they_have_come(rank, process_group, device, monkeypatch):
     """A step broadcasts parameters by collectives, and the forward after it does not wait for them."""
-    monkeypatch.setattr(zeroshard_comm.broadcasters, "wait_for_collective", lambda work, ranks, kind: None)
+    monkeypatch.setattr(zeroshard_comm.collectives, "wait_for_collective", lambda work, ranks, kind: None)
     ddp = DistributedDataParallel(model().to(device), bucket_cap_mb=ONE_EACH, gradient_as_bucket_view=True)
     optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optim.AdamW, lr=1e-2)
     register("owner", ddp, optimizer)

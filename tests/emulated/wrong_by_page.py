@@ -331,8 +331,8 @@ def test_the_last_of_many_reductions_is_not_waited_for(rank, world_size, process
 
 @seeded("race")
 @pytest.mark.ranks(2, backend="emulated")
-def test_zeroshard_unpacks_gradients_before_they_are_reduced(rank, process_group, device, monkeypatch):
-    """reduce_to_owner_hook copies gradients out of a staging buffer without waiting for its reduction."""
+def test_zeroshard_uses_gradients_before_they_are_reduced(rank, process_group, device, monkeypatch):
+    """An optimizer steps with gradients without waiting for their reduction."""
     monkeypatch.setattr(zeroshard_comm.collectives, "wait_for_collective", lambda work, ranks, kind: None)
     ddp, optimizer = zeroshard_in_ddp(device, "owner")
     train(ddp, optimizer, batches(rank, device))

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from collective_counts import table as table_of_counts
+from host_time import table as table_of_times
 from many_ranks import growth, table_of_growth
 from pictures import draw_memory, draw_ranks, draw_time, place_of
 from training_report import markdown
@@ -47,8 +49,8 @@ _RANKS = """
 
 ![Lines: time and memory of a step by the number of ranks]({file})
 
-What one rank computes and holds falls with the number of ranks; at thousands, what remains is to issue thousands of
-broadcasts. This is measured on a backend that moves no data: the time of the network is not in it.
+What one rank computes and holds falls with the number of ranks; what remains is to pack and unpack what all of them
+own. This is measured on a backend that moves no data: the time of the network is not in it.
 """
 
 _METHOD = """
@@ -115,6 +117,42 @@ Command: `python tools/bench/norms.py --model MODEL --ranks N --json docs/measur
 """
 
 
+_COLLECTIVES = """
+## Collectives
+
+On accelerators, an iteration with `reduce_to_owner_hook` issues these collectives, beside the agreements of hosts. DDP
+issues one all-reduce per bucket. A group of reduces or broadcasts is one launch; its members are counted beside it.
+*Staging* is the memory of the two buffers that matrices of cut tensors lie in, and *padding* their size relative to
+what they hold.
+
+{counts}
+
+Command: `{command}`
+"""
+
+_HOST = """
+Time of the host for such an iteration, on a backend that moves no data, against torch's class with bucket views. The
+tensors are those of GPT-2 with a twelfth of the columns, cut into as many parts; processor time, median of alternating
+pairs with its 95 % interval.
+
+{times}
+
+Command: `{command}`
+"""
+
+
+def collectives_of(found: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the section about collectives, from what collective_counts.py and host_time.py have written."""
+    text = ""
+    if "collective_counts" in found:
+        counts = found["collective_counts"]
+        text += _COLLECTIVES.format(counts=table_of_counts(counts), command=counts["command"])
+    if "host_time" in found:
+        times = found["host_time"]
+        text += _HOST.format(times=table_of_times(times), command=times["command"])
+    return text
+
+
 def norms_of(found: Sequence[Mapping[str, Any]]) -> str:
     """Return the section about norms, from what norms.py has written."""
     rows = [
@@ -139,6 +177,7 @@ def main(
     runs: list[Result] = []
     many: dict[str, Any] | None = None
     norms: list[dict[str, Any]] = []
+    collectives: dict[str, dict[str, Any]] = {}
     for file in files or sorted(MEASURED.glob("*.json")):
         try:
             found = json.loads(file.read_text(encoding="utf-8"))
@@ -146,22 +185,31 @@ def main(
                 many = found
             elif found.get("program") == "norms":
                 norms.append(found)
+            elif found.get("program") in ("collective_counts", "host_time"):
+                collectives[found["program"]] = found
             else:
                 runs.append(Result.of_json(found))
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             typer.echo(f"{file} is no result of training.py, many_ranks.py or norms.py: {error}", err=True)
             raise typer.Exit(2) from None
-    page.write_text(page_of(runs, many, norms, page.parent / _PICTURES), encoding="utf-8")
-    typer.echo(f"{len(runs) + len(norms) + (many is not None)} runs written to {page}")
+    page.write_text(page_of(runs, many, norms, collectives, page.parent / _PICTURES), encoding="utf-8")
+    typer.echo(f"{len(runs) + len(norms) + len(collectives) + (many is not None)} runs written to {page}")
 
 
-def page_of(runs: list[Result], many: dict[str, Any] | None, norms: Sequence[Mapping[str, Any]], pictures: Path) -> str:
+def page_of(
+    runs: list[Result],
+    many: dict[str, Any] | None,
+    norms: Sequence[Mapping[str, Any]],
+    collectives: Mapping[str, Mapping[str, Any]],
+    pictures: Path,
+) -> str:
     """Draw the pictures, and return the page.
 
     Args:
         runs: of training.py; those with memory are of one model on different numbers of ranks.
         many: of many_ranks.py.
         norms: of norms.py.
+        collectives: of collective_counts.py and host_time.py, by their names.
         pictures: folder to draw to.
     """
     remembered = [run for run in runs if any(entry.peaks for entry in run.entries)]
@@ -179,7 +227,7 @@ def page_of(runs: list[Result], many: dict[str, Any] | None, norms: Sequence[Map
     if many is not None:
         draw_ranks(growth(many), pictures / "ranks.svg")
         parts.append(_RANKS.format(file=f"{_PICTURES}/ranks.svg"))
-    parts += [norms_of(norms)] if norms else []
+    parts += [collectives_of(collectives), norms_of(norms) if norms else ""]
     whats = {entry.name: entry.what for run in runs for entry in run.entries if entry.failure is None}
     parts += [_METHOD, *(f"- `{name}`: {what}\n" for name, what in whats.items()), "\n## Figures\n\n"]
     parts += [

@@ -96,31 +96,32 @@ def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("reduce_op", ["SUM", "AVG", "PRODUCT", "MIN", "MAX"])
 @pytest.mark.ranks(1, 2, 3)
 def test_reductions_are_bitwise_those_of_gloo(group, rank, world_size, reduce_op):
-    mine, operation = group(), getattr(dist.ReduceOp, reduce_op)
+    # An average is a sum of what was multiplied before, as NCCL's is.
+    factor = 1 / world_size if reduce_op == "AVG" else 1
+    mine, operation = group(), getattr(dist.ReduceOp, "SUM" if reduce_op == "AVG" else reduce_op)
     for shape in [(), (0,), (1,), (1001,), (7, 12)]:
         found, expected = (drawn(*shape) for _ in range(2))
         assert all_reduce(mine, found, reduce_op) == ""
-        dist.all_reduce(expected, operation)
+        dist.all_reduce(expected.mul_(factor), operation)
         assert torch.equal(found, expected)
 
     whole, found, expected = drawn(world_size * 1001), torch.zeros(7, 143), torch.zeros(7, 143)
     assert mine.run("reduce_scatter_tensor", [whole], [found], -1, reduce_op) == ""
     reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    reduce_scatter(expected.view(-1), whole, operation)
+    reduce_scatter(expected.view(-1), whole * factor, operation)
     assert torch.equal(found, expected)
 
     parts = [drawn(101, seed=place) for place in range(world_size)]
     found, expected = torch.zeros(101), torch.zeros(101)
     assert mine.run("reduce_scatter", parts, [found], -1, reduce_op) == ""
-    dist.reduce_scatter(expected, [part.clone() for part in parts], operation)
+    dist.reduce_scatter(expected, [part * factor for part in parts], operation)
     assert torch.equal(found, expected)
 
-    if reduce_op != "AVG":
-        root = world_size - 1
-        found, expected = drawn(1001), drawn(1001)
-        assert mine.run("reduce", [found], [found] if rank == root else [], root, reduce_op) == ""
-        dist.reduce(expected, root, operation)
-        assert rank != root or torch.equal(found, expected)
+    root = world_size - 1
+    found, expected = drawn(1001), drawn(1001).mul_(factor)
+    assert mine.run("reduce", [found], [found] if rank == root else [], root, reduce_op) == ""
+    dist.reduce(expected, root, operation)
+    assert rank != root or torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("reduce_op", ["BAND", "BOR", "BXOR", "SUM"])

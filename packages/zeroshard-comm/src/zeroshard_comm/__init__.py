@@ -9,8 +9,8 @@ from zeroshard_comm.agreement import (
     check_config,
     explain_configs,
 )
-from zeroshard_comm.broadcasters import CollectiveBroadcaster, MessageBroadcaster
-from zeroshard_comm.collectives import CollectiveReducer
+from zeroshard_comm.broadcasters import MessageBroadcaster
+from zeroshard_comm.collectives import CollectiveBroadcaster, CollectiveReducer
 from zeroshard_comm.errors import DifferentCallsError, DisagreementError, PeerLostError, peer_lost
 from zeroshard_comm.interfaces import (
     BucketHeader,

@@ -24,6 +24,7 @@ USED: Mapping[str, str] = {
     "torch._foreach_div_": "the same",
     "torch.distributed.ProcessGroup._device_types": "a group does not tell its timeout, but its backends do",
     "torch.distributed.ProcessGroup._get_backend": "the same; a public name has been there since 2.14 only",
+    "torch.distributed._coalescing_manager": "issues several collectives as one group, and has no public name",
     "torch._C._distributed_c10d.Backend.Options._timeout": "the same",
     "torch.distributed.ProcessGroup._register_backend": "isend and irecv take a group, and not the gloo inside",
     "torch.distributed.ProcessGroup._set_group_name": "by which zeroshard_testing matches the messages of ranks",
@@ -56,8 +57,10 @@ def _is_there(dotted: str) -> bool:
         owner = pkgutil.resolve_name(place)
     except (AttributeError, ImportError):
         return False
+    if hasattr(owner, name):
+        return True
     methods = [member for member in vars(owner).values() if isinstance(member, FunctionType)]
-    return hasattr(owner, name) or any(name in method.__code__.co_names for method in methods)
+    return any(name in method.__code__.co_names for method in methods)
 
 
 check_names("zeroshard_comm", USED, TESTED_WITH)
@@ -65,6 +68,10 @@ check_names("zeroshard_comm", USED, TESTED_WITH)
 foreach_add_ = torch._foreach_add_
 foreach_copy_ = torch._foreach_copy_
 foreach_div_ = torch._foreach_div_
+coalescing_manager = dist._coalescing_manager  # type: ignore[attr-defined]  # torch exports it unseen
+# Public names: those of 2.13, which deprecates the ones of 2.11 and 2.12.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
@@ -81,6 +88,11 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
         if isinstance(timeout, timedelta):
             return timeout
     return None
+
+
+def supports_coalescing(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether the backend of a group for a device issues several collectives as one."""
+    return bool(group._get_backend(device).supports_coalescing)
 
 
 def group_of(gloo: dist.ProcessGroupGloo, store: Any, name: Any) -> dist.ProcessGroup:  # noqa: ANN401 - torch's stubs lack both

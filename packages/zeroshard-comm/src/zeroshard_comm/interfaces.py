@@ -24,10 +24,12 @@ class Segment:
     Attributes:
         owner: group rank.
         buffer: 1-D contiguous tensor; the same length and dtype on every rank.
+        is_part: whether it is of a tensor that is cut over several ranks.
     """
 
     owner: int
     buffer: torch.Tensor
+    is_part: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,9 @@ class BucketReduceWork(ABC):
 
     @abstractmethod
     def finish(self) -> list[BucketHeader]:
-        """Wait for what this rank owns; the bucket then holds the means of all ranks there, elsewhere anything.
+        """Wait for what this rank owns: the means of all ranks, at :meth:`GradientReducer.owned`.
+
+        The bucket then holds anything elsewhere.
 
         On an accelerator the current stream is ordered after that.
 
@@ -115,6 +119,19 @@ class GradientReducer(ABC):
 
     All ranks begin their buckets in the same order.
     """
+
+    def owned(self, buffer: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """Return where the mean of a range lies that this rank owns, after :meth:`BucketReduceWork.finish`: 1-D.
+
+        Args:
+            buffer: the bucket, 1-D.
+            start: first element of the range in the bucket.
+            stop: one past the last element.
+        """
+        return buffer[start:stop]
+
+    def release(self) -> None:  # noqa: B027 - not all keep any
+        """Drop what refers to the memory of the last bucket."""
 
     def expect(self, *, gradients: bool = True) -> None:  # noqa: B027 - not all can prepare anything
         """Prepare for the next :meth:`begin`, once for each and in their order, before there is anything to send.

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import accumulate
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -118,7 +118,14 @@ def receive_text(ranks: RankGroup, peer: int, operation: str) -> str:
     return bytes(data.tolist()).decode()
 
 
-def wait_for_collective(work: dist.Work | None, ranks: RankGroup, kind: str) -> None:
+class Waitable(Protocol):
+    """What torch returns for a collective, or for several that were issued as one."""
+
+    def wait(self) -> object:
+        """Return when it has ended; on an accelerator, order the current stream after it."""
+
+
+def wait_for_collective(work: Waitable | None, ranks: RankGroup, kind: str) -> None:
     """Wait for one collective; turn the backend's error into one that says what to look at.
 
     Args:

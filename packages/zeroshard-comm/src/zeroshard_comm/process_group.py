@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from zeroshard_comm._torch_private import timeout_of
+from zeroshard_comm._torch_private import supports_coalescing, timeout_of
 
 if TYPE_CHECKING:
     from zeroshard_comm.ring import Connections
@@ -216,6 +216,10 @@ class RankGroup:
     def moves_data(self) -> bool:
         """Tell whether collectives of this group really communicate; torch's ``fake`` backend does not."""
         return "fake" not in dist.get_backend_config(self.group) and str(dist.get_backend(self.group)) != "fake"
+
+    def coalesces(self, device: torch.device) -> bool:
+        """Tell whether several collectives of tensors on ``device`` can be issued as one group."""
+        return self.moves_data() and supports_coalescing(self.group, device)
 
     def sends_tagged(self, device: torch.device) -> bool:
         """Tell whether tensors on ``device`` can be sent point to point with tags: gloo can, for CPU tensors."""

@@ -13,8 +13,8 @@ import torch
 from zeroshard_core import Run
 
 from zeroshard_comm.agreement import Coordinator
-from zeroshard_comm.broadcasters import CollectiveBroadcaster, MessageBroadcaster
-from zeroshard_comm.collectives import CollectiveReducer
+from zeroshard_comm.broadcasters import MessageBroadcaster
+from zeroshard_comm.collectives import CollectiveBroadcaster, CollectiveReducer
 from zeroshard_comm.interfaces import GradientReducer, ParameterBroadcaster, Segment
 from zeroshard_comm.message_reducer import WINDOW_BYTES, MessageReducer, ReceiveWindow
 from zeroshard_comm.process_group import RankGroup
@@ -89,7 +89,7 @@ class MessageTransport(Transport):
 
 
 class CollectiveTransport(Transport):
-    """Collectives on a group of its own. Made by all ranks together.
+    """Collectives. Made by all ranks together.
 
     Args:
         coordinator: has the group, and the channel of the headers.
@@ -182,9 +182,12 @@ def _is_worth_reading(coordinator: Coordinator, device: torch.device, nbytes: in
 
 
 def choose_private_group(ranks: RankGroup, device: torch.device) -> RankGroup:
-    """Return a group of the same ranks and backend whose collectives never mix with others. Collective.
+    """Return a group of the same ranks and backend on which collectives of ours keep their order. Collective.
 
-    It is made once per process group. A single rank, or a backend that moves no data, needs none.
+    That is the group itself if its backend runs collectives in the order of issue, as those that issue several as one
+    do: all of ours are issued by the thread that runs backward, or that steps. Two groups under way on one device
+    could wait for each other, would cost memory, and would not have the options of the first. Otherwise one is made,
+    once per process group. A single rank, or a backend that moves no data, needs none.
 
     Args:
         ranks: the group.
@@ -195,7 +198,7 @@ def choose_private_group(ranks: RankGroup, device: torch.device) -> RankGroup:
         ValueError: if such a group cannot be made.
     """
     check_backend(ranks, device)
-    if ranks.moves_data() and ranks.world_size > 1:
+    if ranks.moves_data() and ranks.world_size > 1 and not ranks.coalesces(device):
         return ranks.private_group(ranks.backend(device.type), "buckets")
     return ranks
 

@@ -3,7 +3,8 @@
 Nothing is pickled. Everything travels over the control channel, on gloo and CPU memory. The sender describes its
 tensors in JSON (the caller's description, and the size of each tensor in bytes) and sends that text. The receiver makes
 a buffer for each tensor. Then the bytes of the tensors follow in order, cut in chunks, and are received directly into
-the buffers. A sender copies nothing if its tensor is dense and in CPU memory, else one chunk at a time.
+the buffers. A sender copies nothing if its tensor is dense and in CPU memory; one of an accelerator passes through two
+pinned buffers of a chunk each.
 
 In :func:`gather` every rank sends. All ranks agree between the texts and the bytes, so if the target lacks memory,
 every rank raises instead of waiting for it.
@@ -131,8 +132,10 @@ def gather(
     if ranks.rank != target:
         _send_tensors(coordinator, target, manifest.tensors, operation)
         return
+    on_host = _OnHost()
     for buffer, tensor in zip(buffers[target], manifest.tensors, strict=True):
-        buffer.view(torch.uint8).copy_(_bytes_of(tensor))
+        for room, chunk in zip(_chunks(buffer.view(torch.uint8)), _chunks(_bytes_of(tensor)), strict=True):
+            room.copy_(on_host(chunk))
     _from_each(coordinator, lambda peer: _receive_tensors(coordinator, peer, buffers[peer], operation))
 
 
@@ -178,16 +181,16 @@ def _send_text(coordinator: Coordinator, peer: int, text: str, operation: str) -
 
 
 def _send_tensors(coordinator: Coordinator, peer: int, tensors: Sequence[torch.Tensor], operation: str) -> None:
-    started = time.perf_counter()
+    started, on_host = time.perf_counter(), _OnHost()
     in_flight: deque[tuple[Message, torch.Tensor]] = deque()
     for tensor in tensors:
-        # A tensor that must be copied is sent one chunk at a time; others may have several chunks on their way.
-        most = _IN_FLIGHT if tensor.device.type == "cpu" else 1
+        # While one chunk from an accelerator is sent, the next one is copied to the other buffer.
+        most = _IN_FLIGHT if tensor.device.type == "cpu" else 2
         for chunk in _chunks(_bytes_of(tensor)):
             while len(in_flight) >= most:
                 in_flight.popleft()[0].wait(operation)
-            on_host = chunk.cpu()
-            in_flight.append((send(coordinator.channel, peer, on_host, TAG_VALUES, operation), on_host))
+            data = on_host(chunk)
+            in_flight.append((send(coordinator.channel, peer, data, TAG_VALUES, operation), data))
     for message, _ in in_flight:
         message.wait(operation)
     sent = sum(tensor.nbytes for tensor in tensors)
@@ -206,6 +209,22 @@ def _receive_tensors(coordinator: Coordinator, source: int, buffers: Sequence[to
         message.wait(operation)
     received = sum(buffer.nbytes for buffer in buffers)
     coordinator.traffic.add("state", received=received, calls=2, waited=time.perf_counter() - started)
+
+
+class _OnHost:
+    """Brings chunks to CPU memory: from an accelerator through two pinned buffers in turn, made when first needed."""
+
+    def __init__(self) -> None:
+        self._pinned: list[torch.Tensor] = []
+
+    def __call__(self, chunk: torch.Tensor) -> torch.Tensor:
+        if chunk.device.type == "cpu":
+            return chunk
+        if len(self._pinned) < 2:
+            self._pinned.append(torch.empty(CHUNK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True))
+        else:
+            self._pinned.reverse()
+        return self._pinned[-1][: chunk.numel()].copy_(chunk)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -52,11 +52,13 @@ class Run:
         rank: the owner.
         start: first element, counted from the bucket's start.
         stop: one past the last element.
+        is_part: whether they are of a tensor that is cut over several ranks.
     """
 
     rank: int
     start: int
     stop: int
+    is_part: bool = False
 
 
 def bucket_layouts(

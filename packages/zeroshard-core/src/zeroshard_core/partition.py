@@ -8,6 +8,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from types import MappingProxyType
 
@@ -26,7 +27,12 @@ SMALLEST_PART = 16_384
 
 
 def partition(
-    tensors: Sequence[TensorSpec], world_size: int, *, strategy: str | Strategy = "whole", cost: Cost = numel
+    tensors: Sequence[TensorSpec],
+    world_size: int,
+    *,
+    strategy: str | Strategy = "whole",
+    cost: Cost = numel,
+    smallest_part: int = SMALLEST_PART,
 ) -> Plan:
     """Choose an owner for every element of every tensor.
 
@@ -41,13 +47,14 @@ def partition(
         strategy: ``"whole"``, ``"split"``, ``"hybrid"`` (see the functions of these names), or a function.
         cost: what a tensor weighs; frozen tensors weigh nothing whatever it says. A part of a cut tensor weighs its
             share of the elements.
+        smallest_part: least number of elements of a part of a cut tensor, for ``"split"`` and ``"hybrid"``.
 
     Returns:
         The plan. It takes O(T log N) for T tensors on N ranks with ``"whole"``.
 
     Raises:
-        ValueError: if ``world_size`` is less than 1, the strategy's name is unknown, a cost is negative or not finite,
-            or the strategy's owners make no valid plan.
+        ValueError: if ``world_size`` or ``smallest_part`` is less than 1, the strategy's name is unknown, a cost is
+            negative or not finite, or the strategy's owners make no valid plan.
         TypeError: if the strategy is neither a name nor a function, or one that does not return a sequence of ranks for
             each tensor, or the cost is no function, or one that does not return numbers.
     """
@@ -55,7 +62,7 @@ def partition(
         raise ValueError(f"a partition needs at least one rank, but world_size is {world_size}")
     specs = tuple(tensors)
     weight = _weight(cost)
-    return _plan(world_size, specs, _placed(strategy, specs, (0.0,) * world_size, weight), weight)
+    return _plan(world_size, specs, _placed(strategy, specs, (0.0,) * world_size, weight, smallest_part), weight)
 
 
 def repartition(
@@ -65,6 +72,7 @@ def repartition(
     place: Collection[int],
     strategy: str | Strategy = "whole",
     cost: Cost = numel,
+    smallest_part: int = SMALLEST_PART,
 ) -> Plan:
     """Place some tensors again, on top of the loads of the others, which keep their owners.
 
@@ -75,6 +83,7 @@ def repartition(
         place: indices to place again. Tensors beyond ``plan`` are placed whether named here or not.
         strategy: as for :func:`partition`; it sees only the tensors to place, in order.
         cost: as for :func:`partition`.
+        smallest_part: as for :func:`partition`.
 
     Returns:
         The plan for ``tensors``.
@@ -101,7 +110,8 @@ def repartition(
     owners = [() if index in chosen else ranks for index, ranks in enumerate(plan.owners)] + [()] * (len(specs) - known)
     placed = sorted(chosen)
     loads = _loads(specs, owners, plan.world_size, weight)
-    for index, ranks in zip(placed, _placed(strategy, [specs[index] for index in placed], loads, weight), strict=True):
+    found = _placed(strategy, [specs[index] for index in placed], loads, weight, smallest_part)
+    for index, ranks in zip(placed, found, strict=True):
         owners[index] = ranks
     return _plan(plan.world_size, specs, owners, weight)
 
@@ -152,8 +162,7 @@ def split(
         tensors: what to place.
         loads: cost per rank so far.
         cost: what a tensor weighs.
-        smallest_part: least number of elements of a part of a cut tensor. Another one is handed over with
-            ``strategy=functools.partial(split, smallest_part=...)``.
+        smallest_part: least number of elements of a part of a cut tensor.
 
     Returns:
         The owners of each tensor.
@@ -282,7 +291,7 @@ def _weight(cost: Cost) -> Cost:
 
 
 def _placed(
-    strategy: str | Strategy, tensors: Sequence[TensorSpec], loads: Sequence[float], cost: Cost
+    strategy: str | Strategy, tensors: Sequence[TensorSpec], loads: Sequence[float], cost: Cost, smallest_part: int
 ) -> list[Owners]:
     """Ask a strategy, and make sure that one of the caller's own returns owners."""
     if isinstance(strategy, str):
@@ -290,7 +299,9 @@ def _placed(
             raise ValueError(
                 f"unknown strategy {strategy!r}; choose one of {', '.join(map(repr, STRATEGIES))}, or a function"
             )
-        return list(STRATEGIES[strategy](tensors, loads, cost))
+        cutting = {"split": split, "hybrid": hybrid}.get(strategy)
+        named = whole if cutting is None else partial(cutting, smallest_part=smallest_part)
+        return list(named(tensors, loads, cost))
     if not callable(strategy):
         raise TypeError(
             f"a strategy must be one of {', '.join(map(repr, STRATEGIES))}, or a function, but is "

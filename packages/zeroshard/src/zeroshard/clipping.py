@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -22,6 +21,8 @@ def clip_over_ranks(
 ) -> torch.Tensor:
     """Scale gradients in place so that their norm over all ranks is at most ``max_norm``. Collective.
 
+    The host does not wait for an accelerator, unless ``error_if_nonfinite`` asks for the norm.
+
     Args:
         engine: of the optimizer.
         exchange: has this rank's gradients; every element is held by only one rank.
@@ -30,14 +31,14 @@ def clip_over_ranks(
         error_if_nonfinite: whether a norm that is infinite or NaN is an error.
 
     Returns:
-        The norm before clipping, as a 0-dim tensor on the CPU, the same on all ranks.
+        The norm before clipping, as a 0-dim tensor on the gradients' device, the same on all ranks.
 
     Raises:
         RuntimeError: if the norm is not finite, and ``error_if_nonfinite`` is True.
     """
-    coordinator = engine.coordinator
+    coordinator, first = engine.coordinator, engine.params[0]
     held: Sequence[torch.Tensor] = ()
-    mine = 0.0
+    parts = torch.zeros(coordinator.ranks.world_size, dtype=torch.float64, device=first.device)
     with agreed(coordinator, "clip_grad_norm_()", _explain) as proposal:
         max_norm, norm_type = float(max_norm), float(norm_type)
         wanted = f"max_norm={max_norm}, norm_type={norm_type}, error_if_nonfinite={error_if_nonfinite}"
@@ -45,22 +46,21 @@ def clip_over_ranks(
         held = exchange.owned_gradients()
         if held:
             norms = torch.stack([norm.double() for norm in foreach_norm(list(held), norm_type)])
-            mine = float(torch.linalg.vector_norm(norms, norm_type))
-    parts = torch.zeros(coordinator.ranks.world_size, dtype=torch.float64, device="cpu")
-    parts[coordinator.ranks.rank] = mine
-    total = float(torch.linalg.vector_norm(coordinator.combine_disjoint(parts, "clip_grad_norm_()"), norm_type))
-    if error_if_nonfinite and not math.isfinite(total):
+            parts[coordinator.ranks.rank] = torch.linalg.vector_norm(norms, norm_type)
+    total: torch.Tensor = torch.linalg.vector_norm(coordinator.combine_disjoint(parts, "clip_grad_norm_()"), norm_type)
+    if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(
-            f"the {norm_type}-norm of all gradients is {total}, so they cannot be clipped. Pass "
+            f"the {norm_type}-norm of all gradients is {float(total)}, so they cannot be clipped. Pass "
             f"error_if_nonfinite=False to scale them anyway"
         )
-    scale = max_norm / (total + 1e-6)
-    # As torch: NaN is not less than 1, and spreads.
-    if not scale >= 1.0:
+    # As torch: NaN stays, and spreads.
+    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    if first.device.type != "cpu" or float(scale) != 1.0:
+        factor = float(scale) if first.device.type == "cpu" else scale
         if held:
-            foreach_mul_(list(held), scale)
-        exchange.operations.clipped(scale)
-    return torch.tensor(total, dtype=engine.params[0].dtype, device="cpu")
+            foreach_mul_(list(held), factor)
+        exchange.operations.clipped(factor)
+    return total.to(first.dtype)
 
 
 def _explain(here: str, there: str, rank: int, other: int) -> str:

@@ -113,7 +113,16 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.rank, self.global_rank = ranks.rank, ranks.global_rank
         self.parameters_as_bucket_view = views = parameters_as_bucket_view
         policy = Policy(
-            partition, cost, optimizer_class, elementwise, views, ranks.world_size, objects, coupled, master_weights
+            partition,
+            cost,
+            optimizer_class,
+            elementwise,
+            views,
+            ranks.world_size,
+            objects,
+            coupled,
+            master_weights,
+            by_messages=("cpu",) if ranks.sends_tagged(torch.device("cpu")) else (),
         )
 
         def read() -> list[ParamGroup]:
@@ -165,7 +174,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             error_if_nonfinite: whether a norm that is infinite or NaN is an error.
 
         Returns:
-            The norm before clipping, as a 0-dim tensor (on the CPU with a hook).
+            The norm before clipping, as a 0-dim tensor on the gradients' device.
 
         Raises:
             ValueError: if a communication hook steps during backward, so that there is nothing left to clip.

@@ -167,7 +167,8 @@ class ParamBuffers:
                     found.append(Segment(owner, buffer.storage[start:stop]))
         for index in alone:
             flat = storage_view(self._params[index].detach())
-            found += [Segment(shard.rank, flat[shard.flat]) for shard in plan.of_tensor(index)]
+            shards = plan.of_tensor(index)
+            found += [Segment(shard.rank, flat[shard.flat], len(shards) > 1) for shard in shards]
         return found
 
 

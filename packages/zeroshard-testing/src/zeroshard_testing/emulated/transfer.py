@@ -111,12 +111,13 @@ class Transfer:
         if self._gloo is None:
             return
         reduce_op = getattr(ReduceOp, "SUM" if name == "AVG" else name)
+        if name == "AVG":
+            # First, as NCCL does: a sum in half precision may overflow.
+            tensor.mul_(1 / self._size)
         if root is None:
             self._gloo.allreduce([tensor], reduce_op).wait()
         else:
             self._gloo.reduce(tensor, root, reduce_op).wait()
-        if name == "AVG":
-            tensor.div_(self._size)
 
     def _broadcast(self, call: Call) -> None:
         if self._gloo is None:

@@ -126,6 +126,7 @@ class BucketState:
         """Drop the bucket's memory if its gradients were used: the framework needs it for another one."""
         if self.phase is BucketPhase.STEPPED:
             self.buffer, self._bound, self._views = None, None, (0, {})
+            self.reducer.release()
             for tensor in self.owned_tensors:
                 tensor.grad = None
 
@@ -148,11 +149,17 @@ class BucketState:
                     f"format, but DistributedDataParallel still lays out its gradients in the old one: convert the "
                     f"model before DistributedDataParallel and the optimizer are built"
                 )
+        waiting = self.owned_gradients() if self.phase is BucketPhase.REDUCED else {}
         self._owned = {place: local.shards[i] for place, i in enumerate(self.tensors) if i in local.shards}
         self.owned_tensors = [shard.tensor for shard in self._owned.values()]
         self._partial = PartialStepper(local, list(self._owned.values()))
         self._bound, self._views, self.broadcast = None, (0, {}), broadcast
         self.reducer = transport.reducer(self._runs(plan), self._like, len(self.tensors))
+        for tensor, gradient in waiting.items():
+            place = self.owned_gradients().get(tensor)
+            if place is not None and place.data_ptr() != gradient.data_ptr():
+                # Reduced, and not stepped yet.
+                place.copy_(gradient)
 
     def owned_gradients(self) -> Mapping[int, torch.Tensor]:
         """Return the views of the bucket that this rank owns, by tensor. They are made once for a buffer."""
@@ -161,8 +168,9 @@ class BucketState:
         if self._views[0] != self.buffer.data_ptr():
             views = {}
             for place, shard in self._owned.items():
-                start = self.offsets[place] + shard.shard.flat.start
-                view = gradient_view(self.buffer, start, shard.tensor.shape, self._strides[place])
+                start, flat = self.offsets[place], shard.shard.flat
+                owned = self.reducer.owned(self.buffer, start + flat.start, start + flat.stop)
+                view = gradient_view(owned, 0, shard.tensor.shape, self._strides[place])
                 views[self.tensors[place]] = view
             self._views = self.buffer.data_ptr(), views
         return self._views[1]
@@ -185,7 +193,11 @@ class BucketState:
             )
         if reduced.data_ptr() != self.buffer.data_ptr():
             keep(reduced)
-            self.buffer.copy_(reduced.view(-1))
+        for place, target in zip(self._owned, self.owned_gradients().values(), strict=True):
+            start = self.offsets[place] + self._owned[place].shard.flat.start
+            source = gradient_view(reduced.view(-1), start, target.shape, self._strides[place])
+            if source.data_ptr() != target.data_ptr():
+                target.copy_(source)
 
     def scale(self, factor: float) -> None:
         """Multiply this rank's parts of the gradients."""
@@ -240,13 +252,15 @@ class BucketState:
         """The ranges of the bucket by owner, neighbours of one owner as one."""
         runs: list[Run] = []
         for index, offset in sorted(zip(self.tensors, self.offsets, strict=True), key=lambda item: item[1]):
+            is_part = plan.is_cut(index)
             for shard in plan.of_tensor(index):
                 start, stop = offset + shard.flat.start, offset + shard.flat.stop
                 if start == stop:
                     continue
                 if runs and runs[-1].rank == shard.rank and runs[-1].stop == start:
-                    start = runs.pop().start
-                runs.append(Run(shard.rank, start, stop))
+                    before = runs.pop()
+                    start, is_part = before.start, before.is_part or is_part
+                runs.append(Run(shard.rank, start, stop, is_part))
         return runs
 
 

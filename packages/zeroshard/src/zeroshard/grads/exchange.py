@@ -164,7 +164,8 @@ class GradExchange:
         state = self.buckets.take(bucket, gradients=reduces)
         may_step = self._may_step and may_step_in_parts(self._engine.local.optim)
         header = BucketHeader(self._backwards, bucket.index, bucket.present, may_step, bucket.is_own)
-        with record_function(f"zeroshard::send bucket {bucket.index}"):
+        with record_function(f"zeroshard::send bucket {bucket.index}"), self._queue.beside():
+            self._queue.keep(bucket.buffer)
             work = state.reducer.begin(bucket.buffer, header, gradients=reduces)
         # Nobody reads its gradients any more: the hook that reduces it may write to it in a thread.
         result = reduce() if reduce is not None else None
@@ -191,7 +192,6 @@ class GradExchange:
         buffer, engine = state.buffer, self._engine
         assert buffer is not None
         try:
-            self._queue.keep(buffer)
             if engine.broken is None:
                 with record_function(f"zeroshard::reduce bucket {state.index}"):
                     self._take_in(state, work.finish(), result)

@@ -59,11 +59,13 @@ class GradNorms:
     Attributes:
         are_known: whether norms were exchanged in the last backward.
         factors: by tensor, by what its gradient was multiplied since.
+        common: by what all gradients were multiplied besides.
     """
 
     def __init__(self, coordinator: Coordinator, device: torch.device, orders: Sequence[float]) -> None:
         self._coordinator, self._device, self.orders, self.are_known = coordinator, device, orders, False
         self.factors: list[float | torch.Tensor] = []
+        self.common: float | torch.Tensor = 1.0
         self._by_order: dict[float, Sequence[torch.Tensor]] = {}
 
     def rebuild(self, plan: Plan) -> None:
@@ -118,7 +120,8 @@ class GradNorms:
         if len(self._cut):
             for row, parts, order in zip(values, combined[:, self._parts], self.orders, strict=True):
                 row[self._cut] = torch.linalg.vector_norm(parts, order, dim=1)
-        self._values, self.factors, self.are_known = values, [1.0] * len(self.factors), True
+        self._values, self.are_known = values, True
+        self.factors, self.common = [1.0] * len(self.factors), 1.0
         self._by_order.clear()
         self._numbers.zero_()
 
@@ -127,7 +130,7 @@ class GradNorms:
         by_tensor = self._by_order.get(order)
         if by_tensor is None:
             by_tensor = self._by_order[order] = self._values[self.orders.index(order)].unbind()
-        return by_tensor[tensor] * self.factors[tensor]
+        return by_tensor[tensor] * self.factors[tensor] * self.common
 
     def scale(self, tensor: int, factor: float | torch.Tensor) -> None:
         """Follow a multiplication of a gradient, if norms are known; the host does not wait for an accelerator.
@@ -142,7 +145,7 @@ class GradNorms:
         scaled = self.factors[tensor] * magnitude
         if not isinstance(magnitude, torch.Tensor) and magnitude > 1.0:
             # Elements that have become infinite stay so. Without the largest magnitude, the 2-norm is its bound.
-            largest, most = self._values[-1, tensor], torch.finfo(self._plan.tensors[tensor].dtype).max
+            largest, most = self._values[-1, tensor] * self.common, torch.finfo(self._plan.tensors[tensor].dtype).max
             if largest.device.type == "cpu":
                 scaled = INF if float(largest) * scaled > most else scaled
             else:
@@ -250,10 +253,9 @@ class GradOperations:
         self._clamped.add(tensor)
         self._note(tensor, f"clamp_({low}, {high})")
 
-    def clipped(self, factor: float) -> None:
-        """Take note that all owners have multiplied all gradients by the same factor."""
-        for tensor in range(len(self.norms.factors)):
-            self.norms.scale(tensor, factor)
+    def clipped(self, factor: float | torch.Tensor) -> None:
+        """Take note that all owners have multiplied all gradients by the same factor, which is at most 1."""
+        self.norms.common = self.norms.common * factor
 
     def scaled(self, tensor: int, kind: str, factor: float | torch.Tensor, *, divides: bool = False) -> None:
         """Take note that owners multiply a gradient; ``kind`` names the operation in errors."""

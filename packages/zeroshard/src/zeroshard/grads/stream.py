@@ -133,6 +133,10 @@ class ReductionQueue:
         if self._uses_thread:
             self._worker.submit(self._finish_next)
 
+    def beside(self) -> AbstractContextManager[object]:
+        """While the block runs, queue work where reductions are finished: beside what computes gradients."""
+        return self._side.after_current()
+
     def finish(self, *, leave: int) -> None:
         """Finish all but the last few; a no-op if a thread does that."""
         if self._uses_thread or len(self._begun) <= leave:

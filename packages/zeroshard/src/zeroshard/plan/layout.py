@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
 from zeroshard_comm import ShardingConfig
-from zeroshard_core import Cost, Plan, Strategy, partition, repartition
+from zeroshard_core import SMALLEST_PART, Cost, Plan, Strategy, TensorSpec, partition, repartition
 
 from zeroshard.plan.eligibility import Coupled, OptimizerFactory, check_elementwise, name_of
 from zeroshard.plan.groups import ParamGroup, active_mask, check_memory, parameters_of, specs_of
@@ -38,6 +38,7 @@ class Policy:
         master_weights: whether the owners of parameters in half precision step float32 copies of them.
         names: of parameters that were passed without names.
         debug_level: torch's of ``TORCH_DISTRIBUTED_DEBUG``, when the optimizer was built: OFF, INFO or DETAIL.
+        by_messages: types of devices whose tensors travel by messages; others do by collectives.
     """
 
     strategy: str | Strategy
@@ -52,6 +53,7 @@ class Policy:
     names: Mapping[torch.Tensor, str] = field(default_factory=dict)
     # torch documents this function, but does not list it.
     debug_level: str = field(default_factory=lambda: dist.get_debug_level().name)  # type: ignore[attr-defined]
+    by_messages: Sequence[str] = ("cpu",)
 
     @property
     def drops_objects(self) -> bool:
@@ -62,6 +64,15 @@ class Policy:
     def name(self) -> str:
         """The strategy's name, for messages."""
         return self.strategy if isinstance(self.strategy, str) else name_of(self.strategy)
+
+    def smallest_part(self, specs: Sequence[TensorSpec]) -> int:
+        """Return the least number of elements of a part of a cut tensor.
+
+        A part costs a message, but nothing in a collective of all ranks. There larger parts cost padding, if there are
+        many ranks: at 512, the buckets of GPT-2 would be 1.75 times as large, and are 1.15 times with small parts.
+        """
+        sends = all(spec.device.partition(":")[0] in self.by_messages for spec in specs)
+        return SMALLEST_PART if sends or self.world_size < 64 else 1024
 
 
 @dataclass(frozen=True)
@@ -96,8 +107,13 @@ def next_layout(policy: Policy, layout: Layout | None, groups: Sequence[ParamGro
     weighs = [is_active or index in fixed for index, is_active in enumerate(active)]
     specs = specs_of(groups, weighs, policy.names)
     check_memory(groups, active)
+    how: dict[str, Any] = {
+        "strategy": policy.strategy,
+        "cost": policy.cost,
+        "smallest_part": policy.smallest_part(specs),
+    }
     if layout is None:
-        plan = partition(specs, policy.world_size, strategy=policy.strategy, cost=policy.cost)
+        plan = partition(specs, policy.world_size, **how)
     else:
         for index, (before, now) in enumerate(zip(layout.plan.tensors, specs, strict=False)):
             if before.shape != now.shape:
@@ -106,7 +122,7 @@ def next_layout(policy: Policy, layout: Layout | None, groups: Sequence[ParamGro
                     f"optimizer state no longer fits, so build a new optimizer"
                 )
         place = [index for index, spec in enumerate(specs) if spec.trainable and index not in fixed]
-        plan = repartition(layout.plan, specs, place=place, strategy=policy.strategy, cost=policy.cost)
+        plan = repartition(layout.plan, specs, place=place, **how)
     if any(len(ranks) > 1 for ranks in plan.owners):
         check_elementwise(policy.factory, policy.name, declared=policy.elementwise)
     settings: dict[str, str | bool] = {
