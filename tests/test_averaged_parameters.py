@@ -16,13 +16,13 @@ from torch import nn, optim
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
-from training import assert_bitwise_equal, cutting, set_gradients, twins
+from training import EVERYWHERE, assert_bitwise_equal, cutting, set_gradients, twins
 from zeroshard import AveragedParameters, ZeroRedundancyOptimizer
 from zeroshard_comm import DisagreementError
 from zeroshard_integrations.join import Join
 from zeroshard_testing import assert_replicas_equal
 
-two_ranks = pytest.mark.ranks(2, backend="gloo")
+two_ranks = pytest.mark.ranks(2, backend=EVERYWHERE)
 
 
 def ema() -> Callable[..., None]:
@@ -62,7 +62,7 @@ class Sides:
 
 
 @pytest.mark.exhaustive_at(3)
-@pytest.mark.ranks(2, 3, backend="gloo")
+@pytest.mark.ranks(2, 3, backend=EVERYWHERE)
 @pytest.mark.parametrize("partition", ["whole", "split"])
 @pytest.mark.parametrize("as_bucket_view", [False, True], ids=["params", "views"])
 @pytest.mark.parametrize("optimizer", [optim.AdamW, optim.SGD])
@@ -153,7 +153,7 @@ def test_master_weights_are_averaged() -> None:
         assert torch.equal(param, expected.to(torch.bfloat16))
 
 
-@pytest.mark.ranks(3, backend="gloo")
+@pytest.mark.ranks(3, backend=EVERYWHERE)
 @pytest.mark.parametrize("way", ["dcp", "consolidated"])
 def test_saved_at_one_size_and_resumed_at_another(rank: int, ranks_tmp_path: Path, way: str) -> None:
     groups = {size: dist.new_group(list(range(size))) for size in (2, 3)}
@@ -299,7 +299,7 @@ def both_loaded(saved: Sides, ours: Sides) -> None:
     ours.model.load_state_dict(saved.model.state_dict())
 
 
-@pytest.mark.ranks(3, backend="gloo")
+@pytest.mark.ranks(3, backend=EVERYWHERE)
 def test_the_number_of_updates_is_known_on_ranks_that_own_nothing() -> None:
     param = nn.Parameter(torch.ones(3))
     optimizer = ZeroRedundancyOptimizer([param], optim.SGD, lr=0.1)

@@ -16,13 +16,13 @@ import torch.distributed as dist
 from averaging_training import Branching, Training
 from torch import nn, optim
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager as TorchAverager
-from training import cutting, small_model
+from training import EVERYWHERE, cutting, small_model
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_comm import DisagreementError, PeerLostError
 from zeroshard_integrations.averaging import HierarchicalModelAverager, PeriodicModelAverager, PostLocalSGDOptimizer
 from zeroshard_testing import assert_replicas_equal
 
-pytestmark = pytest.mark.ranks(4, backend="gloo")
+pytestmark = pytest.mark.ranks(4, backend=EVERYWHERE)
 EVERY_SCHEDULE = pytest.mark.parametrize(
     ("schedule", "warmup"),
     [(1, 0), (3, 0), (4, 3), (2, 5), ({2: 2}, 0), ({3: 2}, 4)],
@@ -65,7 +65,7 @@ def test_two_levels_as_in_one_process(schedule: dict[int, int], warmup: int) -> 
 
 
 @pytest.mark.exhaustive
-@pytest.mark.ranks(8, backend="gloo")
+@pytest.mark.ranks(8, backend=EVERYWHERE)
 @pytest.mark.parametrize("ddp", ["within", "all"])
 def test_two_levels_over_subgroups_of_two(ddp: str) -> None:
     train_and_compare(Training(2, {2: 2, 4: 4}, 3, ddp=ddp))
@@ -377,6 +377,8 @@ def test_frozen_parameters_that_differ_may_differ_in_number(rank: int) -> None:
     assert params[0].tolist() == [1.5] * 3
 
 
+# The emulated group itself fails a test in which a rank leaves out a collective.
+@pytest.mark.ranks(4, backend="gloo")
 def test_a_rank_that_does_not_average_is_named_lost(rank: int) -> None:
     group = dist.new_group(timeout=timedelta(seconds=2))
     averager = PeriodicModelAverager(1, process_group=group)

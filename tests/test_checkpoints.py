@@ -18,6 +18,7 @@ from torch.optim import lr_scheduler
 from training import (
     DENSE_OPTIMIZERS,
     ELEMENTWISE_OPTIMIZERS,
+    EVERYWHERE,
     assert_bitwise_equal,
     assert_same_state,
     cutting,
@@ -56,7 +57,7 @@ def saved_everywhere(sharded: ZeroRedundancyOptimizer, to: int = 0) -> dict[str,
     return saved
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @pytest.mark.parametrize(
     ("name", "partition"),
     [*((name, "whole") for name in DENSE_OPTIMIZERS), *((name, "split") for name in ELEMENTWISE_OPTIMIZERS)],
@@ -86,7 +87,7 @@ CHAIN = ((0,), (0, 1, 2, 3), (2, 3), (1, 2, 3), (3,), (0, 1), (0, 1, 2))
 """World sizes 1, 4, 2, 3, 1, 2, 3: growing and shrinking, on ranks that differ from one run to the next."""
 
 
-@pytest.mark.ranks(4, backend="gloo")
+@pytest.mark.ranks(4, backend=EVERYWHERE)
 @VIEWS
 @pytest.mark.parametrize(
     ("name", "partitions"),
@@ -129,7 +130,7 @@ def test_one_run_that_is_resumed_at_many_world_sizes(
         assert_same_state(saved, plain.state_dict())
 
 
-@pytest.mark.ranks(3, backend="gloo")
+@pytest.mark.ranks(3, backend=EVERYWHERE)
 @PARTITIONS
 def test_groups_of_named_parameters(partition: str) -> None:
     model, reference = twins()
@@ -147,7 +148,7 @@ def test_groups_of_named_parameters(partition: str) -> None:
     assert_bitwise_equal(model, reference, "after resuming")
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @PARTITIONS
 @VIEWS
 def test_loading_over_state_that_is_there_already(partition: str, as_bucket_view: bool) -> None:
@@ -168,7 +169,7 @@ def test_loading_over_state_that_is_there_already(partition: str, as_bucket_view
     assert_same_state(saved_everywhere(sharded), plain.state_dict())
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @pytest.mark.parametrize("fused_before", [False, True])
 @pytest.mark.parametrize("fused_after", [False, True])
 def test_loaded_hyperparameters_win_and_steps_fit_them(fused_before: bool, fused_after: bool) -> None:
@@ -197,7 +198,7 @@ SCHEDULES: dict[str, Callable[[optim.Optimizer], lr_scheduler.LRScheduler]] = {
 }
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_schedulers_go_on_after_a_load(name: str) -> None:
     schedule = SCHEDULES[name]
@@ -224,7 +225,7 @@ def test_schedulers_go_on_after_a_load(name: str) -> None:
     assert_bitwise_equal(model, reference, "after resuming")
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @PARTITIONS
 def test_mixed_dtypes(partition: str) -> None:
     def mixed() -> nn.Module:
@@ -245,7 +246,7 @@ def test_mixed_dtypes(partition: str) -> None:
     assert_bitwise_equal(model, reference, "after resuming")
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @PARTITIONS
 def test_frozen_tensors_have_no_state_and_get_some_after_they_are_unfrozen(partition: str) -> None:
     model, reference = twins()
@@ -267,7 +268,7 @@ def test_frozen_tensors_have_no_state_and_get_some_after_they_are_unfrozen(parti
     assert_same_state(saved_everywhere(resumed), plain.state_dict())
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @PARTITIONS
 def test_a_checkpoint_of_a_partly_frozen_model_is_loaded_into_one_that_is_not(partition: str) -> None:
     model, reference = twins()
@@ -307,7 +308,7 @@ class Lists(optim.SGD):
         return super().step(closure)
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_nested_state_is_loaded_and_not_shared_with_the_argument() -> None:
     model, reference = twins()
     sharded = ZeroRedundancyOptimizer(model.parameters(), Lists, lr=0.1)
@@ -325,7 +326,7 @@ def test_nested_state_is_loaded_and_not_shared_with_the_argument() -> None:
         assert saved["state"][index]["sums"]["calls"] == 2
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @PARTITIONS
 def test_state_under_a_name_of_its_own_is_kept(partition: str) -> None:
     model, reference = twins()
@@ -339,7 +340,7 @@ def test_state_under_a_name_of_its_own_is_kept(partition: str) -> None:
     assert sharded.optim.state["history"] == plain.state["history"] == {"epochs": 3}
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @PARTITIONS
 def test_a_file_that_is_read_without_pickle(partition: str) -> None:
     model, reference = twins()
@@ -355,7 +356,7 @@ def test_a_file_that_is_read_without_pickle(partition: str) -> None:
     assert_bitwise_equal(model, reference, "after resuming")
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @PARTITIONS
 def test_a_checkpoint_of_torchs_class(partition: str) -> None:
     model, reference = twins()
@@ -372,7 +373,7 @@ def test_a_checkpoint_of_torchs_class(partition: str) -> None:
     assert_bitwise_equal(model, reference, "after resuming")
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_a_consolidated_state_is_there_until_the_next_step(rank: int) -> None:
     model, _ = twins()
     sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam)
@@ -387,7 +388,7 @@ def test_a_consolidated_state_is_there_until_the_next_step(rank: int) -> None:
         assert sharded.state_dict()["state"][0]["step"] == 3
 
 
-@pytest.mark.ranks(4, backend="gloo")
+@pytest.mark.ranks(4, backend=EVERYWHERE)
 def test_distributed_checkpoints_reader_on_more_ranks_than_tensors(rank: int) -> None:
     # torch steps an optimizer that looks untrained, which would hang on one rank alone.
     torch.manual_seed(0)
@@ -401,7 +402,7 @@ def test_distributed_checkpoints_reader_on_more_ranks_than_tensors(rank: int) ->
     assert_replicas_equal(model.parameters())
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @pytest.mark.parametrize("hook", HOOKS)
 def test_distributed_checkpoints_reader_of_an_optimizer_that_keeps_no_state(hook: str) -> None:
     # torch steps an optimizer that looks untrained, which a hook refuses, and leaves the learning rate 0.
@@ -414,7 +415,7 @@ def test_distributed_checkpoints_reader_of_an_optimizer_that_keeps_no_state(hook
     pair.check("after 3 iterations")
 
 
-@pytest.mark.ranks(3, backend="gloo")
+@pytest.mark.ranks(3, backend=EVERYWHERE)
 @pytest.mark.parametrize("change", ["another dtype", "an entry more", "an entry less"])
 def test_parts_of_a_tensor_that_do_not_fit_together(rank: int, change: str) -> None:
     model, _ = twins()

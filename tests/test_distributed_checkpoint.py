@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn, optim
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from training import assert_bitwise_equal, assert_same_state, cutting, set_gradients, small_model
+from training import EVERYWHERE, assert_bitwise_equal, assert_same_state, cutting, set_gradients, small_model
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_comm import DisagreementError
 
@@ -65,7 +65,7 @@ RUNS: dict[str, tuple[type[optim.Optimizer], dict[str, Any], tuple[str, ...]]] =
 ALWAYS = {("Muon", True)}
 
 
-@pytest.mark.ranks(4, backend="gloo")
+@pytest.mark.ranks(4, backend=EVERYWHERE)
 @pytest.mark.parametrize(
     ("name", "flat"),
     [
@@ -120,7 +120,7 @@ def test_saved_at_any_number_of_ranks_and_loaded_at_any_other(
             assert_bitwise_equal(model, reference, f"from {source}, unsharded")
 
 
-@pytest.mark.ranks(3, backend="gloo")
+@pytest.mark.ranks(3, backend=EVERYWHERE)
 @pytest.mark.parametrize("partition", ["whole", "split"])
 def test_while_one_rank_has_the_consolidated_state(rank: int, partition: str, ranks_tmp_path: Path) -> None:
     model, reference = small_model(), small_model()
@@ -144,7 +144,7 @@ def test_while_one_rank_has_the_consolidated_state(rank: int, partition: str, ra
     assert_bitwise_equal(fresh, reference, "after loading into another optimizer")
 
 
-@pytest.mark.ranks(3, backend="gloo")
+@pytest.mark.ranks(3, backend=EVERYWHERE)
 def test_only_the_rank_with_the_consolidated_state_hands_it_in(rank: int) -> None:
     model = small_model()
     optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW)
@@ -179,7 +179,7 @@ class Counting(optim.SGD):
         return result
 
 
-@pytest.mark.ranks(3, backend="gloo")
+@pytest.mark.ranks(3, backend=EVERYWHERE)
 def test_state_that_is_no_tensor(rank: int, ranks_tmp_path: Path) -> None:
     settings: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
     groups = {size: dist.new_group(list(range(size))) for size in SIZES[:3]}
@@ -216,7 +216,7 @@ def assert_same_nested(actual: Any, expected: Any, where: str = "state") -> None
         assert same, f"{where} is {actual}, not {expected}"
 
 
-@pytest.mark.ranks(3, backend="gloo")
+@pytest.mark.ranks(3, backend=EVERYWHERE)
 @pytest.mark.parametrize("partition", ["whole", "split"])
 def test_one_tensor_more_ranks_and_frozen_parameters(rank: int, partition: str, ranks_tmp_path: Path) -> None:
     def made() -> nn.Module:
@@ -238,7 +238,7 @@ def test_one_tensor_more_ranks_and_frozen_parameters(rank: int, partition: str, 
     assert_bitwise_equal(fresh, reference, "after loading")
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
 def test_several_groups_and_one_added_after_loading(rank: int, flat: bool, ranks_tmp_path: Path) -> None:
     def trained(kind: Callable[..., optim.Optimizer], steps: range, source: Path | None) -> tuple[Any, Any]:
@@ -264,7 +264,7 @@ def test_several_groups_and_one_added_after_loading(rank: int, flat: bool, ranks
     saved(*results[0], ranks_tmp_path / "grown", None, flat=flat)
 
 
-@pytest.mark.ranks(3, backend="gloo")
+@pytest.mark.ranks(3, backend=EVERYWHERE)
 def test_memory_formats(ranks_tmp_path: Path) -> None:
     def made(memory_format: torch.memory_format) -> nn.Module:
         torch.manual_seed(0)
@@ -287,7 +287,7 @@ def test_memory_formats(ranks_tmp_path: Path) -> None:
         assert_bitwise_equal(model, reference, f"saved as {source}, loaded as {name}")
 
 
-@pytest.mark.ranks(3, backend="gloo")
+@pytest.mark.ranks(3, backend=EVERYWHERE)
 @pytest.mark.parametrize("partition", ["whole", "split"])
 def test_odd_shapes_and_dtypes(partition: str, ranks_tmp_path: Path) -> None:
     class Odd(nn.Module):

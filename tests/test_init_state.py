@@ -11,7 +11,15 @@ from ddp_training import HOOKS, Twins
 from test_distributed_checkpoint import matrices, train
 from torch import nn, optim
 from torch.distributed.checkpoint.state_dict import _init_optim_state, get_optimizer_state_dict
-from training import DENSE_OPTIMIZERS, ELEMENTWISE_OPTIMIZERS, assert_bitwise_equal, assert_same_state, cutting, twins
+from training import (
+    DENSE_OPTIMIZERS,
+    ELEMENTWISE_OPTIMIZERS,
+    EVERYWHERE,
+    assert_bitwise_equal,
+    assert_same_state,
+    cutting,
+    twins,
+)
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_comm import DisagreementError
 from zeroshard_integrations.ddp import register_reduce_to_owner
@@ -29,7 +37,7 @@ def make_negative_zeros(*modules: nn.Module) -> None:
             next(module.parameters())[0] = -0.0
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @pytest.mark.parametrize(
     ("name", "partition"),
     [*((name, "whole") for name in ALL), *((name, "split") for name in ELEMENTWISE_OPTIMIZERS)],
@@ -58,7 +66,7 @@ def test_it_is_that_of_a_plain_optimizer(rank: int, name: str, partition: str) -
     assert_bitwise_equal(model, reference, "after 3 steps")
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_state_that_is_there_stays() -> None:
     model, reference = twins()
     sharded, plain = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW), optim.AdamW(reference.parameters())
@@ -69,7 +77,7 @@ def test_state_that_is_there_stays() -> None:
     assert_bitwise_equal(model, reference, "after 4 steps")
 
 
-@pytest.mark.ranks(3, backend="gloo")
+@pytest.mark.ranks(3, backend=EVERYWHERE)
 def test_frozen_parameters_and_gradients() -> None:
     model, reference = twins()
     for module in (model, reference):
@@ -88,7 +96,7 @@ def test_frozen_parameters_and_gradients() -> None:
     assert_bitwise_equal(model, reference, "after unfreezing")
 
 
-@pytest.mark.ranks(3, backend="gloo")
+@pytest.mark.ranks(3, backend=EVERYWHERE)
 def test_more_ranks_than_tensors(rank: int) -> None:
     param = nn.Parameter(torch.ones(3))
     sharded = ZeroRedundancyOptimizer([param], optim.AdamW)
@@ -96,7 +104,7 @@ def test_more_ranks_than_tensors(rank: int) -> None:
     assert list(sharded.state) == [param]
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_hooks_are_not_called() -> None:
     model, _ = twins()
     sharded = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW)
@@ -116,7 +124,7 @@ class FailsOnOneRank(optim.AdamW):
         return super().step(closure)
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_an_error_on_one_rank_is_raised_on_all(rank: int) -> None:
     model, _ = twins()
     sharded = ZeroRedundancyOptimizer(model.parameters(), FailsOnOneRank)
@@ -126,7 +134,7 @@ def test_an_error_on_one_rank_is_raised_on_all(rank: int) -> None:
     assert not sharded.optim.state
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_another_model_on_one_rank(rank: int) -> None:
     model, _ = twins()
     sharded = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW)
@@ -136,7 +144,7 @@ def test_another_model_on_one_rank(rank: int) -> None:
     assert not sharded.state
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @pytest.mark.parametrize("hook", HOOKS)
 def test_with_a_hook(rank: int, hook: str) -> None:
     pair = Twins(hook)
@@ -151,7 +159,7 @@ def test_with_a_hook(rank: int, hook: str) -> None:
     pair.check("after 3 iterations")
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @pytest.mark.parametrize("hook", [*HOOKS, "registered"])
 def test_torch_makes_a_step_if_init_state_was_not_called(rank: int, hook: str) -> None:
     pair = RegisteredTwins("owner") if hook == "registered" else Twins(hook)
@@ -169,7 +177,7 @@ class RegisteredTwins(Twins):
         register_reduce_to_owner(self.ddp, self.optimizer)
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @pytest.mark.parametrize("hook", HOOKS)
 def test_an_optimizer_without_state_is_listed_in_the_middle_of_a_run(rank: int, hook: str) -> None:
     pair = Twins(hook, optimizer=optim.SGD, settings={"lr": 0.1})
@@ -183,7 +191,7 @@ def test_an_optimizer_without_state_is_listed_in_the_middle_of_a_run(rank: int, 
     pair.check("after 4 iterations")
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @pytest.mark.parametrize("hook", HOOKS)
 def test_a_users_step_with_learning_rate_0_is_not_torchs(rank: int, hook: str) -> None:
     pair = Twins(hook)
@@ -207,7 +215,7 @@ def test_a_users_step_with_learning_rate_0_is_not_torchs(rank: int, hook: str) -
     assert not fresh.optimizer.state
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_what_was_consolidated_before_there_was_state(rank: int) -> None:
     model, _ = twins()
     sharded = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW)
@@ -216,7 +224,7 @@ def test_what_was_consolidated_before_there_was_state(rank: int) -> None:
     assert len(sharded.state_dict()["state"]) == len(list(model.parameters()))
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_state_of_frozen_parameters_is_made_once_they_are_unfrozen(rank: int) -> None:
     model, _ = twins()
     model.requires_grad_(False)
@@ -226,7 +234,7 @@ def test_state_of_frozen_parameters_is_made_once_they_are_unfrozen(rank: int) ->
     assert len(get_optimizer_state_dict(model, sharded)["state"]) == len(list(model.parameters()))
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_hyperparameters_are_listed_as_they_are_now(rank: int) -> None:
     model, _ = twins()
     sharded = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, lr=0.1)

@@ -21,6 +21,7 @@ from join_training import (
     windows,
 )
 from torch import nn, optim
+from training import EVERYWHERE
 from zeroshard_integrations.join import Join
 
 EVERY_HOOK = pytest.mark.parametrize("hook", HOOKS)
@@ -190,7 +191,7 @@ def is_usual(form: tuple[str, Script]) -> bool:
     return form[0] == hooks[scripts.index(form[1]) % len(hooks)]
 
 
-@pytest.mark.ranks(3, backend="gloo")
+@pytest.mark.ranks(3, backend=EVERYWHERE)
 @pytest.mark.parametrize(
     "form",
     [pytest.param(form, marks=() if is_usual(form) else pytest.mark.exhaustive) for form in FORMS],
@@ -208,7 +209,7 @@ def test_loops_of_every_form(world_size: int, form: tuple[str, Script]) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.ranks(2, 3, 4, backend="gloo")
+@pytest.mark.ranks(2, 3, 4, backend=EVERYWHERE)
 @EVERY_PARTITION
 @EVERY_MEAN
 @EVERY_FORM
@@ -228,7 +229,7 @@ def check_form(form: tuple[str, Script], numbers: list[int], partition: str, *, 
     )
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @EVERY_HOOK
 def test_leaving_between_any_two_calls(hook: str) -> None:
     def script(loop: Loop, number: int) -> None:
@@ -247,7 +248,7 @@ def test_leaving_between_any_two_calls(hook: str) -> None:
 
 
 @pytest.mark.each_choice
-@pytest.mark.ranks(2, 3, backend="gloo")
+@pytest.mark.ranks(2, 3, backend=EVERYWHERE)
 @EVERY_MEAN
 @EVERY_ENDING
 def test_a_scaler_that_leaves_out_steps(rank: int, world_size: int, divide: bool, ending: int) -> None:
@@ -279,7 +280,7 @@ class Scaled(optim.SGD):
         return result
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_arguments_of_steps_and_hyperparameters() -> None:
     def script(loop: Loop, number: int) -> None:
         loop.zero()
@@ -297,7 +298,7 @@ def test_arguments_of_steps_and_hyperparameters() -> None:
 
 
 @pytest.mark.each_choice
-@pytest.mark.ranks(2, 3, backend="gloo")
+@pytest.mark.ranks(2, 3, backend=EVERYWHERE)
 @EVERY_HOOK
 @EVERY_PARTITION
 @EVERY_ENDING

@@ -23,6 +23,7 @@ from join_training import (
 )
 from torch import nn, optim
 from torch.utils.checkpoint import checkpoint
+from training import EVERYWHERE
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_integrations.join import Join
 
@@ -86,7 +87,7 @@ def kept(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.each_choice
-@pytest.mark.ranks(2, 3, backend="gloo")
+@pytest.mark.ranks(2, 3, backend=EVERYWHERE)
 @EVERY_HOOK
 @EVERY_ENDING
 @pytest.mark.parametrize(
@@ -96,7 +97,7 @@ def test_losses(world_size: int, hook: str, ending: int, model: Callable[[], nn.
     Uneven(lengths_of(world_size)[ending], hook, model=model, loss=loss).check(usual)
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @EVERY_HOOK_AND_ENDING
 def test_several_backwards_of_forwards_under_no_sync(rank: int, hook: str, ending: int) -> None:
     def script(loop: Loop, number: int) -> None:
@@ -125,7 +126,7 @@ def test_several_backwards_of_forwards_under_no_sync(rank: int, hook: str, endin
 
 
 @pytest.mark.each_choice
-@pytest.mark.ranks(2, 3, backend="gloo")
+@pytest.mark.ranks(2, 3, backend=EVERYWHERE)
 @EVERY_HOOK
 @EVERY_MEAN
 @EVERY_ENDING
@@ -156,7 +157,7 @@ class Switched(Branches):
         return hidden + self.sometimes(hidden) if self.uses_second else hidden
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @EVERY_HOOK_AND_ENDING
 def test_unused_parameters_after_the_block(hook: str, ending: int) -> None:
     script = windows(1, to_none=ending != 1)
@@ -168,7 +169,7 @@ def test_unused_parameters_after_the_block(hook: str, ending: int) -> None:
     uneven.check(script)
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_freezing_and_unfreezing() -> None:
     def script(loop: Loop, number: int) -> None:
         loop.change(lambda model: freeze(model, number))
@@ -182,7 +183,7 @@ def test_freezing_and_unfreezing() -> None:
         Uneven(numbers, ddp=UNUSED).check(script)
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_sparse_gradients_of_a_rank_that_had_batches() -> None:
     def table() -> nn.Module:
         torch.manual_seed(0)
@@ -195,7 +196,7 @@ def test_sparse_gradients_of_a_rank_that_had_batches() -> None:
     Uneven([2, 5], model=table, loss=loss, optimizer="SGD without decay").check(usual)
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @EVERY_HOOK
 def test_a_static_graph_that_a_rank_knows_from_a_block_before(hook: str) -> None:
     uneven = Uneven([1, 4], hook, ddp={"static_graph": True})
@@ -203,7 +204,7 @@ def test_a_static_graph_that_a_rank_knows_from_a_block_before(hook: str) -> None
         uneven.check(usual)
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_communication_hooks_of_ddp_in_cpp() -> None:
     for numbers in lengths_of(2):
         uneven = Uneven([whole(windows(3), number) for number in numbers])
@@ -279,7 +280,7 @@ def judged(models: Sequence[nn.Module], batch: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.each_choice
-@pytest.mark.ranks(2, 3, backend="gloo")
+@pytest.mark.ranks(2, 3, backend=EVERYWHERE)
 @EVERY_HOOK
 @EVERY_MEAN
 @EVERY_ENDING
@@ -295,7 +296,7 @@ def test_models_with_a_common_loss(world_size: int, hook: str, divide: bool, end
 
 
 @pytest.mark.each_choice
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @EVERY_HOOK
 @pytest.mark.parametrize("numbers", [[2, 5], [5, 2]], ids=str)
 def test_models_that_have_nothing_in_common(hook: str, numbers: list[int]) -> None:
@@ -307,7 +308,7 @@ def test_models_that_have_nothing_in_common(hook: str, numbers: list[int]) -> No
     check_turns(parts, lambda number: [alone(each) for each in ((1, 0) if number % 2 else (1,))])
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @EVERY_ENDING
 def test_two_optimizers_of_one_model_that_step_at_different_rates(rank: int, ending: int) -> None:
     def iterate(optimizers: Sequence[optim.Optimizer], number: int, backward: Callable[[], None]) -> None:
@@ -348,7 +349,7 @@ class Checkpointed(nn.Module):
 
 
 @pytest.mark.each_choice
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @EVERY_HOOK
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("script", [usual, windows(2)], ids=["usual", "windows"])

@@ -19,7 +19,15 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
-from training import DENSE_OPTIMIZERS, assert_bitwise_equal, assert_same_state, cutting, set_gradients, small_model
+from training import (
+    DENSE_OPTIMIZERS,
+    EVERYWHERE,
+    assert_bitwise_equal,
+    assert_same_state,
+    cutting,
+    set_gradients,
+    small_model,
+)
 from zeroshard import AveragedParameters, ZeroRedundancyOptimizer
 from zeroshard_comm import DisagreementError
 from zeroshard_integrations.ddp import hook_with_zero_step, register_reduce_to_owner
@@ -76,7 +84,7 @@ def train(model: nn.Module, optimizer: Any, steps: Iterable[int], *, none: int =
 
 
 @pytest.mark.exhaustive_at(3)
-@pytest.mark.ranks(2, 3, backend="gloo")
+@pytest.mark.ranks(2, 3, backend=EVERYWHERE)
 @pytest.mark.parametrize("partition", ["whole", "split"])
 @pytest.mark.parametrize("as_bucket_view", [False, True], ids=["params", "views"])
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "SGD-momentum", "Adafactor"])
@@ -112,7 +120,7 @@ def test_equals_copies_in_one_process(rank: int, name: str, partition: str, as_b
         assert_same_state(ours, expected)
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_bytes_of_a_rank_are_those_of_its_shards(rank: int) -> None:
     model = HalfModel()
     sharded = sharded_over(model, partition=cutting("split"))
@@ -152,7 +160,7 @@ class Training:
         self.optimizer.step()
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @pytest.mark.parametrize("partition", ["whole", "split"])
 @pytest.mark.parametrize("hook", ["none", *HOOKS])
 def test_with_a_hook(hook: str, partition: str) -> None:
@@ -164,7 +172,7 @@ def test_with_a_hook(hook: str, partition: str) -> None:
         assert_replicas_equal(ours.ddp.parameters())
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_clipping_with_a_hook() -> None:
     ours, plain = (Training("owner", is_sharded=is_sharded) for is_sharded in (True, False))
     for step in range(3):
@@ -179,7 +187,7 @@ def test_clipping_with_a_hook() -> None:
     assert float(ours.optimizer.clip_grad_norm_(1.0)) == pytest.approx(1e-3, rel=0.01)
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @pytest.mark.parametrize("hook", ["none", "owner"])
 def test_an_infinity_on_one_rank_skips_the_step_on_all(rank: int, hook: str) -> None:
     model = HalfModel(torch.float16)
@@ -234,7 +242,7 @@ def load(model: nn.Module, optimizer: Any, path: Path, way: str, group: dist.Pro
     model.load_state_dict(found["model"])
 
 
-@pytest.mark.ranks(3, backend="gloo")
+@pytest.mark.ranks(3, backend=EVERYWHERE)
 @pytest.mark.parametrize("partition", ["whole", "split"])
 @pytest.mark.parametrize("way", ["dcp", "consolidated"])
 @pytest.mark.each_choice
@@ -260,7 +268,7 @@ def test_saved_at_one_size_and_resumed_at_another(rank: int, ranks_tmp_path: Pat
         dist.barrier()
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_a_plain_optimizer_casts_masters_and_moments(rank: int) -> None:
     model = HalfModel()
     sharded = sharded_over(model)
@@ -277,7 +285,7 @@ def test_a_plain_optimizer_casts_masters_and_moments(rank: int) -> None:
         plain.step()
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_absent_masters_are_made_from_the_parameters() -> None:
     model, other = HalfModel(), HalfModel()
     sharded, given = sharded_over(model), optim.AdamW(other.parameters(), lr=1e-2)
@@ -292,7 +300,7 @@ def test_absent_masters_are_made_from_the_parameters() -> None:
     assert_bitwise_equal(model, reference, "after a load without masters")
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_values_that_were_written_to_parameters_are_taken_over() -> None:
     model = HalfModel()
     reference = copy.deepcopy(model)
@@ -310,7 +318,7 @@ def test_values_that_were_written_to_parameters_are_taken_over() -> None:
     assert_bitwise_equal(model, reference, "after parameters were written to")
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_state_can_be_made_before_the_first_step() -> None:
     model, reference = HalfModel(), HalfModel()
     sharded, plain = sharded_over(model), PlainMasters(reference.parameters(), optim.AdamW, lr=1e-2)
@@ -331,7 +339,7 @@ def test_state_can_be_made_before_the_first_step() -> None:
 # ---------------------------------------------------------------------- refused
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_a_load_that_fails_on_one_rank_leaves_masters_as_they_were(rank: int) -> None:
     model = HalfModel()
     reference = copy.deepcopy(model)
@@ -352,7 +360,7 @@ def test_a_load_that_fails_on_one_rank_leaves_masters_as_they_were(rank: int) ->
     assert_bitwise_equal(model, reference, "after a load that failed")
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_without_master_weights_they_are_refused_by_name() -> None:
     model = HalfModel()
     sharded = sharded_over(model)
@@ -362,7 +370,7 @@ def test_without_master_weights_they_are_refused_by_name() -> None:
         other.load_state_dict(sharded.state_dict())
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_a_converted_model_is_refused() -> None:
     model = HalfModel()
     sharded = sharded_over(model)
@@ -376,13 +384,13 @@ def test_a_converted_model_is_refused() -> None:
         sharded.step()
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_ranks_that_differ_are_told_so(rank: int) -> None:
     with pytest.raises(DisagreementError, match="master_weights"):
         sharded_over(HalfModel(), master_weights=rank == 0)
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @pytest.mark.parametrize("steps_early", [False, True], ids=["owner", "behind"])
 def test_mixed_precision_of_ddp_is_refused_with_a_hook(steps_early: bool) -> None:
     model = small_model()
@@ -415,7 +423,7 @@ def test_mixed_precision_of_ddp_without_a_hook() -> None:
 # ---------------------------------------------------------------------- odd orders
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_a_closure_that_writes_to_parameters() -> None:
     model = HalfModel()
     sharded = sharded_over(model)
@@ -457,7 +465,7 @@ class KeepsMasters(optim.SGD):
                 self.state[param]["master_param"] = torch.zeros_like(param)
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_a_class_that_drops_gradients_has_masters_in_checkpoints() -> None:
     model = HalfModel()
     sharded = ZeroRedundancyOptimizer(model.parameters(), DropsGradients, lr=1e-2, master_weights=True)
@@ -467,7 +475,7 @@ def test_a_class_that_drops_gradients_has_masters_in_checkpoints() -> None:
         assert "master_param" in sharded.state_dict()["state"][0]
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_a_class_with_an_entry_of_that_name() -> None:
     model = HalfModel()
     sharded = ZeroRedundancyOptimizer(model.parameters(), KeepsMasters, lr=1e-2, master_weights=True)
@@ -480,7 +488,7 @@ def test_a_class_with_an_entry_of_that_name() -> None:
     own.load_state_dict(own.state_dict() if dist.get_rank() == 0 else {}, from_rank=0)
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_a_first_step_that_fails_leaves_a_checkpoint_that_can_be_loaded(rank: int) -> None:
     model = HalfModel()
     sharded = sharded_over(model)
@@ -494,7 +502,7 @@ def test_a_first_step_that_fails_leaves_a_checkpoint_that_can_be_loaded(rank: in
     train(model, sharded, range(1))
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_checks_of_every_step_know_of_masters_and_averages(rank: int) -> None:
     before = dist.get_debug_level()
     dist.set_debug_level(dist.DebugLevel.DETAIL)

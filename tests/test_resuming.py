@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn, optim
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
-from training import assert_bitwise_equal, assert_same_state, cutting, set_gradients, twins
+from training import EVERYWHERE, assert_bitwise_equal, assert_same_state, cutting, set_gradients, twins
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_comm import DisagreementError
 
@@ -40,7 +40,7 @@ def everywhere(state_dict: dict[str, Any] | None, source: int) -> dict[str, Any]
     return box[0]
 
 
-@pytest.mark.ranks(4, backend="gloo")
+@pytest.mark.ranks(4, backend=EVERYWHERE)
 @pytest.mark.parametrize("saved_as", PARTITIONS)
 @pytest.mark.parametrize("loaded_as", PARTITIONS)
 @pytest.mark.parametrize("name", CLASSES)
@@ -76,7 +76,7 @@ def test_from_two_ranks_to_three(rank: int, saved_as: str, loaded_as: str, name:
         assert_bitwise_equal(resumed, reference, "after resuming")
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_to_and_from_torchs_class_and_the_plain_optimizer(rank: int) -> None:
     model, reference = twins()
     theirs = TorchZero(model.parameters(), optim.Adam, lr=0.01)
@@ -117,7 +117,7 @@ CONVERSIONS: dict[str, Callable[[nn.Module], object]] = {
 }
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @pytest.mark.parametrize("partition", PARTITIONS)
 @pytest.mark.parametrize("as_bucket_view", [False, True], ids=["params", "views"])
 @pytest.mark.parametrize("name", CONVERSIONS)
@@ -141,7 +141,7 @@ def test_a_model_that_is_converted_between_building_and_loading(
     assert_bitwise_equal(model, reference, "after resuming")
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @pytest.mark.parametrize("partition", PARTITIONS)
 def test_state_of_frozen_tensors_is_loaded_and_kept(rank: int, partition: str) -> None:
     model, reference = twins()
@@ -163,7 +163,7 @@ def test_state_of_frozen_tensors_is_loaded_and_kept(rank: int, partition: str) -
     assert_bitwise_equal(model, reference, "after unfreezing")
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_a_model_that_is_converted_on_one_rank_before_loading(rank: int) -> None:
     model, reference = twins(convolutions)
     plain = optim.Adam(reference.parameters())
@@ -179,7 +179,7 @@ def test_a_model_that_is_converted_on_one_rank_before_loading(rank: int) -> None
     assert_bitwise_equal(model, reference, "after resuming")
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @pytest.mark.parametrize("partition", PARTITIONS)
 def test_the_argument_is_left_alone_and_nothing_of_it_is_kept(partition: str) -> None:
     model, reference = twins()
@@ -193,7 +193,7 @@ def test_the_argument_is_left_alone_and_nothing_of_it_is_kept(partition: str) ->
     assert_same_state(given, plain.state_dict())
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_hooks_see_the_state_and_may_change_it(rank: int) -> None:
     model, _ = twins()
     sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam)
@@ -212,7 +212,7 @@ def test_hooks_see_the_state_and_may_change_it(rank: int) -> None:
     assert epochs == [3, -1]
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_a_checkpoint_survives_a_file_that_is_read_without_pickle(rank: int) -> None:
     model, reference = twins()
     sharded = ZeroRedundancyOptimizer(model.named_parameters(), optim.AdamW, lr=0.1)
@@ -226,7 +226,7 @@ def test_a_checkpoint_survives_a_file_that_is_read_without_pickle(rank: int) -> 
         assert_same_state(torch.load(file, weights_only=True), plain.state_dict())
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @pytest.mark.parametrize("partition", PARTITIONS)
 def test_state_in_channels_last(rank: int, partition: str) -> None:
     def convolutions() -> nn.Module:
@@ -253,7 +253,7 @@ def test_state_in_channels_last(rank: int, partition: str) -> None:
     assert_bitwise_equal(model, reference, "after resuming")
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_tensors_that_were_never_stepped(rank: int) -> None:
     model, reference = twins()
     sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam)
@@ -281,7 +281,7 @@ SWITCHED_OFF: dict[str, tuple[type[optim.Optimizer], dict[str, Any], dict[str, A
 }
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @pytest.mark.parametrize("partition", PARTITIONS)
 @pytest.mark.parametrize("name", SWITCHED_OFF)
 def test_state_that_outlives_its_setting(rank: int, partition: str, name: str) -> None:
@@ -322,7 +322,7 @@ class RefusesTheProbe(optim.Adam):
         return super().step(closure)
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @pytest.mark.parametrize("failure", [AssertionError, IndexError, NotImplementedError, OSError])
 def test_a_class_that_works_on_large_tensors_only(rank: int, failure: type[Exception]) -> None:
     stubborn = type("Stubborn", (RefusesTheProbe,), {"failure": failure})
@@ -359,7 +359,7 @@ class UnmovableState(optim.SGD):
         return super().step(closure)
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_nested_state_travels_and_unmovable_state_is_refused_by_name(rank: int) -> None:
     model, reference = twins()
     sharded = ZeroRedundancyOptimizer(model.named_parameters(), NestedState, lr=0.1)
@@ -414,7 +414,7 @@ DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
 }
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @pytest.mark.parametrize("partition", ["whole", "split"])
 @pytest.mark.parametrize("name", DAMAGE)
 def test_a_damaged_checkpoint_changes_nothing(rank: int, partition: str, name: str) -> None:
@@ -433,7 +433,7 @@ def test_a_damaged_checkpoint_changes_nothing(rank: int, partition: str, name: s
     assert_bitwise_equal(model, reference, "after the refused checkpoints")
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_different_checkpoints_on_different_ranks(rank: int) -> None:
     model, reference = twins()
     sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam)

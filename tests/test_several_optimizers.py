@@ -11,13 +11,13 @@ import torch
 from ddp_training import MANY_BUCKETS, assert_close, batch
 from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
-from training import assert_bitwise_equal, cutting, small_model
+from training import EVERYWHERE, assert_bitwise_equal, cutting, small_model
 from zeroshard import GradPlaceholder, ZeroRedundancyOptimizer
 from zeroshard_integrations.ddp import reduce_to_owner_hook, register_reduce_to_owner
 from zeroshard_integrations.join import Join
 from zeroshard_testing import assert_replicas_equal
 
-pytestmark = [pytest.mark.ranks(2, backend="gloo"), pytest.mark.each_choice]
+pytestmark = [pytest.mark.ranks(2, backend=EVERYWHERE), pytest.mark.each_choice]
 KINDS: list[tuple[type[optim.Optimizer], dict[str, Any]]] = [
     (optim.AdamW, {"lr": 1e-2}),
     (optim.SGD, {"lr": 0.1, "momentum": 0.9}),

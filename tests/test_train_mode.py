@@ -11,7 +11,7 @@ from ddp_training import Twins
 from stand_ins import ScheduleFree
 from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
-from training import assert_bitwise_equal, assert_same_state, cutting, set_gradients, small_model, twins
+from training import EVERYWHERE, assert_bitwise_equal, assert_same_state, cutting, set_gradients, small_model, twins
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_comm import DisagreementError
 from zeroshard_integrations.join import Join
@@ -78,7 +78,7 @@ def two_groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 @pytest.mark.each_choice
-@pytest.mark.ranks(2, 3, backend="gloo")
+@pytest.mark.ranks(2, 3, backend=EVERYWHERE)
 @pytest.mark.parametrize("as_bucket_view", [False, True])
 @pytest.mark.parametrize("partition", ["whole", "split"])
 @pytest.mark.parametrize("name", CLASSES)
@@ -121,7 +121,7 @@ def test_schedule_free_optimizers_equal_one_process(name: str, partition: str, a
 
 
 @pytest.mark.each_choice
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @pytest.mark.parametrize("partition", ["whole", "split"])
 @pytest.mark.parametrize("hook", ["owner", "behind", "interleaved"])
 @pytest.mark.parametrize("name", ["stand-in", "by-data", "AdamWScheduleFree", "SGDScheduleFree"])
@@ -152,7 +152,7 @@ def train(model: nn.Module, optimizer: Any) -> None:
         optimizer.step()
 
 
-@pytest.mark.ranks(3, backend="gloo")
+@pytest.mark.ranks(3, backend=EVERYWHERE)
 def test_groups_say_on_every_rank_what_the_owners_optimizer_has_written(rank: int) -> None:
     _, optimizer = in_training(SkipsEmptyGroups)
     for mode, method in ((True, optimizer.train), (False, optimizer.eval), (True, optimizer.train)):
@@ -165,7 +165,7 @@ def test_groups_say_on_every_rank_what_the_owners_optimizer_has_written(rank: in
             assert [group["train_mode"] for group in optimizer.state_dict()["param_groups"]] == [True, True]
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_parameters_that_were_frozen_since_they_have_state_are_exchanged_too() -> None:
     model, twin = twins()
     sharded: Any = ZeroRedundancyOptimizer(two_groups(model), ScheduleFree)
@@ -178,7 +178,7 @@ def test_parameters_that_were_frozen_since_they_have_state_are_exchanged_too() -
     assert_bitwise_equal(model, twin, "in evaluation")
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_hyperparameters_that_the_user_has_changed_reach_the_local_optimizer_first() -> None:
     model, twin = twins()
     sharded: Any = ZeroRedundancyOptimizer(two_groups(model), ScheduleFree)
@@ -193,7 +193,7 @@ def test_hyperparameters_that_the_user_has_changed_reach_the_local_optimizer_fir
     assert_bitwise_equal(model, twin, "in evaluation")
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_what_changes_nothing_sends_no_parameters() -> None:
     model, optimizer = in_training()
     versions = [param._version for param in model.parameters()]
@@ -206,7 +206,7 @@ def test_what_changes_nothing_sends_no_parameters() -> None:
     assert all(param._version > version for param, version in zip(model.parameters(), versions, strict=True))
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_an_error_on_one_rank_is_one_on_every_rank_and_the_next_call_may_succeed(rank: int) -> None:
     model, optimizer = in_training()
     local = optimizer.optim
@@ -226,7 +226,7 @@ def test_an_error_on_one_rank_is_one_on_every_rank_and_the_next_call_may_succeed
     assert_replicas_equal(model.parameters())
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_ranks_that_call_different_methods_are_told_so(rank: int) -> None:
     model, optimizer = in_training()
     with raises_on(DisagreementError, ranks=(0, 1), match=r"train\(\)|eval\(\)"):
@@ -234,7 +234,7 @@ def test_ranks_that_call_different_methods_are_told_so(rank: int) -> None:
     assert_replicas_equal(model.parameters())
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_a_changed_member_is_an_error_on_every_rank(rank: int) -> None:
     _, optimizer = in_training()
     if rank == 1:
@@ -243,7 +243,7 @@ def test_a_changed_member_is_an_error_on_every_rank(rank: int) -> None:
         optimizer.eval()
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_a_rank_that_has_run_out_of_data_cannot_take_part(rank: int) -> None:
     ddp = DistributedDataParallel(small_model())
     optimizer: Any = ZeroRedundancyOptimizer(ddp.parameters(), ScheduleFree)
@@ -257,7 +257,7 @@ def test_a_rank_that_has_run_out_of_data_cannot_take_part(rank: int) -> None:
             optimizer.eval()
 
 
-@pytest.mark.ranks(1, 2, backend="gloo")
+@pytest.mark.ranks(1, 2, backend=EVERYWHERE)
 def test_an_optimizer_without_the_methods_does_not_pretend_to_have_them() -> None:
     optimizer = ZeroRedundancyOptimizer(small_model().parameters(), optim.AdamW)
     for name in ("train", "eval"):

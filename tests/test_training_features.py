@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn, optim
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from training import assert_bitwise_equal, assert_same_state, cutting, set_gradients, small_model, twins
+from training import EVERYWHERE, assert_bitwise_equal, assert_same_state, cutting, set_gradients, small_model, twins
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_comm import DisagreementError
 from zeroshard_testing import assert_replicas_equal
@@ -47,7 +47,7 @@ def groups_of(module: nn.Module) -> list[dict[str, Any]]:
 
 
 @pytest.mark.exhaustive_at(4)
-@pytest.mark.ranks(2, 3, 4, backend="gloo")
+@pytest.mark.ranks(2, 3, 4, backend=EVERYWHERE)
 @PARTITIONS
 @VIEWS
 def test_param_groups_given_as_generators(partition: str, as_bucket_view: bool) -> None:
@@ -60,7 +60,7 @@ def test_param_groups_given_as_generators(partition: str, as_bucket_view: bool) 
     run_steps(pair, (sharded, plain), range(3))
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @PARTITIONS
 def test_named_parameters(partition: str) -> None:
     pair = twins()
@@ -72,7 +72,7 @@ def test_named_parameters(partition: str) -> None:
 
 
 @pytest.mark.exhaustive_at(4)
-@pytest.mark.ranks(2, 3, 4, backend="gloo")
+@pytest.mark.ranks(2, 3, 4, backend=EVERYWHERE)
 @PARTITIONS
 @VIEWS
 def test_groups_added_midway(partition: str, as_bucket_view: bool) -> None:
@@ -98,7 +98,7 @@ def test_groups_added_midway(partition: str, as_bucket_view: bool) -> None:
 
 
 @pytest.mark.exhaustive_at(4)
-@pytest.mark.ranks(2, 3, 4, backend="gloo")
+@pytest.mark.ranks(2, 3, 4, backend=EVERYWHERE)
 @PARTITIONS
 @VIEWS
 @pytest.mark.parametrize("optimizer_class", [optim.Adam, optim.Adagrad, optim.SGD])
@@ -133,7 +133,7 @@ def test_unfreezing_and_freezing_midway(
     run_steps(pair, (sharded, plain), range(6, 8))
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_unfrozen_tensors_are_dealt_out_evenly() -> None:
     model = nn.ModuleList([nn.Linear(32, 32, bias=False) for _ in range(8)])
     for layer in model[:6]:
@@ -146,7 +146,7 @@ def test_unfrozen_tensors_are_dealt_out_evenly() -> None:
     assert sharded.plan.imbalance == 1.0
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @VIEWS
 def test_a_frozen_tensor_with_a_stale_gradient_is_stepped_on_all_replicas(as_bucket_view: bool) -> None:
     pair = twins()
@@ -162,7 +162,7 @@ def test_a_frozen_tensor_with_a_stale_gradient_is_stepped_on_all_replicas(as_buc
         assert_replicas_equal(pair[0].parameters())
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @PARTITIONS
 @VIEWS
 def test_mixed_dtypes(partition: str, as_bucket_view: bool) -> None:
@@ -178,7 +178,7 @@ def test_mixed_dtypes(partition: str, as_bucket_view: bool) -> None:
     run_steps(pair, (sharded, plain), range(3))
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @VIEWS
 def test_complex_parameters(as_bucket_view: bool) -> None:
     def complex_model() -> nn.Module:
@@ -191,7 +191,7 @@ def test_complex_parameters(as_bucket_view: bool) -> None:
     run_steps(pair, (sharded, plain), range(3))
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @PARTITIONS
 @VIEWS
 def test_channels_last(partition: str, as_bucket_view: bool) -> None:
@@ -210,7 +210,7 @@ def test_channels_last(partition: str, as_bucket_view: bool) -> None:
 
 
 @pytest.mark.exhaustive_at(4)
-@pytest.mark.ranks(2, 3, 4, backend="gloo")
+@pytest.mark.ranks(2, 3, 4, backend=EVERYWHERE)
 @PARTITIONS
 def test_clipping(partition: str) -> None:
     pair = twins()
@@ -245,7 +245,7 @@ SCHEDULERS: dict[str, Callable[[optim.Optimizer], Any]] = {
 }
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_lr_schedulers(name: str) -> None:
     pair = twins()
@@ -262,7 +262,7 @@ def test_lr_schedulers(name: str) -> None:
         assert optimizers[0].param_groups[0]["betas"] == optimizers[1].param_groups[0]["betas"]
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_a_learning_rate_in_a_tensor() -> None:
     pair = twins()
     rates = (torch.tensor(0.01), torch.tensor(0.01))
@@ -276,7 +276,7 @@ def test_a_learning_rate_in_a_tensor() -> None:
     run_steps(pair, optimizers, range(2, 4))
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @PARTITIONS
 @VIEWS
 def test_closures(partition: str, as_bucket_view: bool) -> None:
@@ -303,7 +303,7 @@ def test_closures(partition: str, as_bucket_view: bool) -> None:
         assert_bitwise_equal(*pair, f"after step {step}")
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @PARTITIONS
 @VIEWS
 def test_closures_that_rebind_data_and_drop_gradients_of_frozen_ones(partition: str, as_bucket_view: bool) -> None:
@@ -329,7 +329,7 @@ def test_closures_that_rebind_data_and_drop_gradients_of_frozen_ones(partition: 
         assert_bitwise_equal(*pair, f"after step {step}")
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @PARTITIONS
 @VIEWS
 @pytest.mark.parametrize("on_rank_1_alone", [False, True])
@@ -357,7 +357,8 @@ def test_closures_that_change_what_the_ranks_agreed_upon(
         set_gradients(model.parameters(), 0)
 
     if on_rank_1_alone:
-        words = "is frozen on rank 0" if how == "unfrozen" else "dtype torch.float32 here, torch.float64 there"
+        differs = {"unfrozen": "trainable False here, True", "converted": "dtype torch.float32 here, torch.float64"}
+        words = f"{differs[how]} there .here: rank 0, there: rank 1"
         with pytest.raises(DisagreementError, match=words):
             sharded.step(closure)
         return
@@ -384,7 +385,7 @@ class ScaledSGD(optim.SGD):
         return super().step(closure)
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_extra_step_arguments_and_keys_that_the_inner_optimizer_adds() -> None:
     pair = twins()
     sharded = ZeroRedundancyOptimizer(pair[0].parameters(), ScaledSGD, lr=0.1)
@@ -397,7 +398,7 @@ def test_extra_step_arguments_and_keys_that_the_inner_optimizer_adds() -> None:
         assert sharded.param_groups[0]["scale"] == scale
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_each_hook_fires_once_and_sees_the_public_groups() -> None:
     pair = twins()
     sharded = ZeroRedundancyOptimizer(pair[0].parameters(), optim.Adam)
@@ -422,7 +423,7 @@ def test_each_hook_fires_once_and_sees_the_public_groups() -> None:
     assert seen == [(name, everything) for name in ("global pre", "pre", "post", "global post")]
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_hooks_that_change_the_arguments_and_are_removed() -> None:
     pair = twins()
     sharded = ZeroRedundancyOptimizer(pair[0].parameters(), ScaledSGD, lr=0.1)
@@ -439,7 +440,7 @@ def test_hooks_that_change_the_arguments_and_are_removed() -> None:
         handle.remove()
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @pytest.mark.parametrize("partition", ["whole", "split"])
 def test_grad_scaler(partition: str) -> None:
     pair = twins()
@@ -460,7 +461,7 @@ def test_grad_scaler(partition: str) -> None:
         assert scalers[0].get_scale() == scalers[1].get_scale()
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @PARTITIONS
 def test_rebinding_of_data_is_noticed(partition: str) -> None:
     pair = twins()
@@ -488,7 +489,7 @@ def convolutions() -> nn.Module:
     return nn.Sequential(nn.Conv2d(8, 16, 3), nn.Conv2d(16, 8, 3))
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @PARTITIONS
 @VIEWS
 def test_a_model_that_changes_its_dtype_or_memory_format(partition: str, as_bucket_view: bool) -> None:
@@ -506,7 +507,7 @@ def test_a_model_that_changes_its_dtype_or_memory_format(partition: str, as_buck
     run_steps(pair, (sharded, plain), range(4, 6))
 
 
-@pytest.mark.ranks(4, backend="gloo")
+@pytest.mark.ranks(4, backend=EVERYWHERE)
 def test_subgroups(rank: int) -> None:
     # Two independent replicas pairs in one world: ranks {0, 2} and {1, 3}.
     groups = [torch.distributed.new_group([0, 2]), torch.distributed.new_group([1, 3])]
@@ -525,7 +526,7 @@ def test_subgroups(rank: int) -> None:
         assert_same_state(sharded.state_dict(), plain.state_dict())
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @PARTITIONS
 @VIEWS
 def test_writes_behind_autograds_back_bump_version_counters(partition: str, as_bucket_view: bool) -> None:
@@ -543,7 +544,7 @@ def test_writes_behind_autograds_back_bump_version_counters(partition: str, as_b
         loss.backward()
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_a_callable_partition_and_a_declared_optimizer(rank: int) -> None:
     def everything_to_the_last(tensors: Any, loads: Any, cost: Any) -> list[tuple[int, ...]]:
         return [(len(loads) - 1,)] * len(tensors)
@@ -562,7 +563,7 @@ def test_a_callable_partition_and_a_declared_optimizer(rank: int) -> None:
     ZeroRedundancyOptimizer(small_model().parameters(), MySGD, lr=0.1, partition=cutting("split"), elementwise=True)
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @PARTITIONS
 @VIEWS
 def test_a_default_device_that_is_not_the_models(rank: int, partition: str, as_bucket_view: bool) -> None:
@@ -593,7 +594,7 @@ def test_a_default_device_that_is_not_the_models(rank: int, partition: str, as_b
         assert_same_state(sharded.state_dict(), plain.state_dict())
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @PARTITIONS
 @pytest.mark.parametrize("stepped", [False, True], ids=["before the first step", "after a step"])
 def test_what_is_written_to_the_state_is_kept(rank: int, partition: str, stepped: bool) -> None:
@@ -632,7 +633,7 @@ def test_what_is_written_to_the_state_is_kept(rank: int, partition: str, stepped
     assert not sharded.optim.state
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_nothing_to_train_on_a_group_without_a_backend_for_the_cpu(rank: int) -> None:
     model = small_model().requires_grad_(False)
     group = dist.new_group(backend="cuda:gloo")
@@ -648,7 +649,7 @@ def test_nothing_to_train_on_a_group_without_a_backend_for_the_cpu(rank: int) ->
         sharded.step()
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @PARTITIONS
 def test_convolutions_of_one_pixel_stay_in_channels_last(partition: str) -> None:
     def convolutions() -> nn.Module:
@@ -668,7 +669,7 @@ def test_convolutions_of_one_pixel_stay_in_channels_last(partition: str) -> None
     assert [param.stride() for param in pair[0].parameters()] == strides
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_training_warns_of_nothing() -> None:
     pair = twins()
     with warnings.catch_warnings():
@@ -679,7 +680,7 @@ def test_training_warns_of_nothing() -> None:
         sharded.consolidate_state_dict()
 
 
-@pytest.mark.ranks(4, backend="gloo")
+@pytest.mark.ranks(4, backend=EVERYWHERE)
 def test_named_groups_of_which_a_rank_owns_nothing() -> None:
     def groups(module: nn.Module) -> list[dict[str, Any]]:
         named = list(module.named_parameters())
@@ -692,7 +693,7 @@ def test_named_groups_of_which_a_rank_owns_nothing() -> None:
     run_steps(pair, (sharded, plain), range(3))
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @VIEWS
 @pytest.mark.parametrize("partition", ["whole", "split"])
 def test_two_parameters_that_exchange_their_data(as_bucket_view: bool, partition: str) -> None:
@@ -712,7 +713,7 @@ def test_two_parameters_that_exchange_their_data(as_bucket_view: bool, partition
     assert_replicas_equal(pair[0].parameters())
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @VIEWS
 def test_weights_that_are_exchanged_with_an_average_and_back(as_bucket_view: bool) -> None:
     pair = twins()
@@ -731,7 +732,7 @@ def test_weights_that_are_exchanged_with_an_average_and_back(as_bucket_view: boo
             assert torch.equal(ours, theirs)
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @VIEWS
 def test_a_group_without_parameters_can_be_added(as_bucket_view: bool) -> None:
     pair = twins()
