@@ -309,7 +309,7 @@ def test_what_is_done_on_the_side_stream(hook: str, monkeypatch: pytest.MonkeyPa
 
     class Noted(SideStream):
         @contextlib.contextmanager
-        def after_current(self) -> Iterator[None]:
+        def as_current(self) -> Iterator[None]:
             log.append("begin")
             yield
             log.append("end")

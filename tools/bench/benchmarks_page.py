@@ -132,8 +132,8 @@ Command: `{command}`
 
 _HOST = """
 Time of the host for such an iteration, on a backend that moves no data, against torch's class with bucket views. The
-tensors are those of GPT-2 with a twelfth of the columns, cut into as many parts; processor time, median of alternating
-pairs with its 95 % interval.
+tensors are GPT-2's with a twelfth of the columns, cut into as many parts; processor time, median of alternating pairs
+with its 95 % interval. Bounds: at most 1.25 up to 64 ranks, and 1.6 above.
 
 {times}
 

@@ -69,7 +69,7 @@ class _Link(torch.autograd.Function):
         return grad, torch.zeros(ctx.shape)
 
 
-def _gather_nothing(_: torch.Tensor, row: torch.Tensor, **options: Any) -> Any:  # noqa: ANN401 - torch's
+def gather_nothing(_: torch.Tensor, row: torch.Tensor, **options: Any) -> Any:  # noqa: ANN401 - torch's
     """Issue a call as an all-gather does; copy nothing."""
     return dist.broadcast(row, group_src=0, **options)
 
@@ -122,7 +122,7 @@ def main(
     warnings.simplefilter("ignore")
     rows: list[dict[str, Any]] = []
     for number in ranks or RANKS:
-        with fake_group(number), mock.patch.object(collectives, "all_gather", _gather_nothing):
+        with fake_group(number), mock.patch.object(collectives, "all_gather", gather_nothing):
             theirs = contender(None, number)
             for strategy in ("whole", "split"):
                 ours = contender(strategy, number)

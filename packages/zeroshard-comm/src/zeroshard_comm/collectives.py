@@ -64,16 +64,23 @@ class _Slot:
         if stream is not None and self._read is not None:
             stream.wait_event(self._read)
         nbytes = numel * dtype.itemsize
-        if self._memory is None or self._memory.numel() < nbytes:
-            if stream is not None and self._memory is not None:
-                self._memory.record_stream(stream)
-            self._memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        return self._memory[:nbytes].view(dtype)
+        memory = self._memory
+        if memory is None or memory.numel() < nbytes:
+            self._free(stream)
+            memory = self._memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        return memory[:nbytes].view(dtype)
 
-    def give_back(self) -> None:
-        """Take note that the current stream has been given all that reads it."""
+    def _free(self, stream: torch.Stream | None) -> None:
+        """Free the memory once a stream has come as far as now: another one may have allocated it."""
+        if stream is not None and self._memory is not None:
+            self._memory.record_stream(stream)
+        self._memory = None
+
+    def give_back(self) -> torch.Event | None:
+        """Take note that the current stream has been given all that reads it, and return an event of that."""
         stream = _current_stream(self.device)
         self.passage, self._read = None, stream.record_event() if stream is not None else None
+        return self._read
 
 
 class _Passage:
@@ -91,15 +98,20 @@ class _Passage:
         self, ranks: RankGroup, slot: _Slot, work: dist.Work | None, kind: str, unpack: Callable[[], None] | None = None
     ) -> None:
         self._ranks, self._slot, self._work, self._kind, self._unpack = ranks, slot, work, kind, unpack
+        self._end: torch.Event | None = None
         slot.passage = self
 
     def finish(self) -> None:
-        """Order the current stream after it, unpack it, and give the slot back; a no-op if that was done."""
+        """Order the current stream after it; the first call unpacks it, and gives the slot back."""
+        stream = _current_stream(self._slot.device)
         if self._slot.passage is self:
             wait_for_collective(self._work, self._ranks, self._kind)
             if self._unpack is not None:
                 self._unpack()
-            self._slot.give_back()
+            self._end = self._slot.give_back()
+        elif self._end is not None and stream is not None:
+            # Whoever needed the slot has finished it, perhaps on another stream.
+            stream.wait_event(self._end)
 
 
 def _current_stream(device: torch.device) -> torch.Stream | None:

@@ -26,12 +26,15 @@ class SideStream:
         has_streams = accelerator is not None and accelerator.type == device.type
         self._stream = torch.Stream(device) if has_streams else None
 
+    def as_current(self) -> AbstractContextManager[object]:
+        """In the block that follows this is the current stream."""
+        return nullcontext() if self._stream is None else self._stream
+
     def after_current(self) -> AbstractContextManager[object]:
-        """In the block that follows this is the current stream, after all that the current one was given so far."""
-        if self._stream is None:
-            return nullcontext()
-        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
-        return self._stream
+        """As :meth:`as_current`, after all that the current stream was given so far."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+        return self.as_current()
 
     def join(self) -> None:
         """Order the current stream after everything that this one has been given."""
@@ -141,7 +144,8 @@ class ReductionQueue:
         """Finish all but the last few; a no-op if a thread does that."""
         if self._uses_thread or len(self._begun) <= leave:
             return
-        with self._side.after_current():
+        # What they need was there when they began, see `beside`.
+        with self._side.as_current():
             while len(self._begun) > leave:
                 self._finish_one()
 
