@@ -19,7 +19,7 @@ from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_integrations.join import Join
 
 EVERY_HOOK = pytest.mark.parametrize("hook", HOOKS)
-UNKNOWN = "whose part of them nobody knows: call zero_grad\\(\\)"
+UNKNOWN = "whose part of them no rank knows: call zero_grad\\(\\)"
 NOTHING_STEPPED = 0
 UNCHECKED = -1
 

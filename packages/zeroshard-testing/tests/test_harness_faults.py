@@ -175,7 +175,7 @@ FAULTY = """
 
 WRONG = {
     "test_fails_where_the_death_is_not_survived[2-gloo]": "rank 0 failed: RuntimeError",
-    "test_differs_from_a_single_process": "tensor 'bias' on rank 0 of 2 is not that of a single process: largest "
+    "test_differs_from_a_single_process": "tensor 'bias' on rank 0 of 2 differs from the single process's: largest "
     "difference 0.25 at (1,)",
     "test_has_other_names": "the function returned tensors ['of 2', 'empty'], in a single process ['of 1', 'empty']",
     "test_has_no_tensors": "train_nothing returned a str for '0'; it is to return tensors",

@@ -11,7 +11,7 @@ from zeroshard_core.probe import Probed, probe
 from zeroshard_core.spec import TensorSpec
 
 Cost = Callable[[TensorSpec], float]
-"""From a tensor to its weight: finite, not negative, in any unit. Frozen tensors weigh nothing whatever it says."""
+"""From a tensor to its weight: finite, not negative, in any unit. Frozen tensors do not count."""
 
 
 def numel(spec: TensorSpec) -> float:

@@ -1,4 +1,4 @@
-"""Flat buffers: the storage behind a bucket layout, and tensors that are views of it."""
+"""Flat buffers: the storage of a bucket layout, and tensors that are views of it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class FlatBuffer:
     def adopt(self, tensors: Mapping[int, torch.Tensor]) -> None:
         """Copy tensors in, and make each a view of its place (``tensor.data = view``).
 
-        Values are unchanged, and the memory format becomes that of the spec. Strides of dimensions of size 1 stay:
+        Values are unchanged, and the memory format becomes the spec's. Strides of dimensions of size 1 stay:
         they do not say where elements lie, but may tell kernels which format is meant. A tensor that was adopted before
         may be adopted again, for instance after its ``.data`` was rebound.
 

@@ -45,7 +45,7 @@ def partition(
         tensors: what to place.
         world_size: number of ranks.
         strategy: ``"whole"``, ``"split"``, ``"hybrid"`` (see the functions of these names), or a function.
-        cost: what a tensor weighs; frozen tensors weigh nothing whatever it says. A part of a cut tensor weighs its
+        cost: what a tensor weighs; frozen tensors do not count. A part of a cut tensor weighs its
             share of the elements.
         smallest_part: least number of elements of a part of a cut tensor, for ``"split"`` and ``"hybrid"``.
 
@@ -182,8 +182,9 @@ def hybrid(
 
     A tensor is cut, as in :func:`split`, if the rank with the least load could not take it without going beyond the
     mean load of all ranks, everything counted: what they held before, and all of ``tensors``. So the fair share of the
-    first tensor is the mean, and that of the others what the tensors cut before them left of it. The heaviest is asked
-    first; the first that fits ends it, and the rest is placed as in :func:`whole`, on top of these loads.
+    first tensor is the mean, and the share of each later one is what the tensors cut before it left of the mean. The
+    heaviest is asked first; the first that fits ends it, and the rest is placed as in :func:`whole`, on top of these
+    loads.
 
     Args:
         tensors: what to place.

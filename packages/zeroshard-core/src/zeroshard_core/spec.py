@@ -27,7 +27,7 @@ class TensorSpec:
         dtype: element type.
         device: logical device, for example ``"cpu"`` or ``"cuda:0"``. The number is the order of appearance on the
             rank, so that it is equal on all ranks.
-        trainable: whether it takes part in training; a frozen tensor weighs nothing in a partition.
+        trainable: whether it takes part in training; a frozen tensor does not count in a partition.
         group: index of its param group.
         stride: ``None`` if contiguous, else the strides (elements) of a non-overlapping and dense tensor.
         numel: number of elements; follows from the shape.

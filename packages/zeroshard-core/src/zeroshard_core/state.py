@@ -21,7 +21,7 @@ def cut_state(state: Mapping[str, Any], spec: TensorSpec, shard: Shard) -> dict[
     """Cut the state of a whole tensor to the state of one of its shards.
 
     Args:
-        state: entries by name. Those of the tensor's shape hold one value per element.
+        state: entries by name. An entry of the tensor's shape holds one value per element.
         spec: the tensor.
         shard: the elements to keep.
 

@@ -24,7 +24,7 @@ class ZeroShardPlugin:
 
     Each model that Accelerate wraps in DistributedDataParallel gets the communication hook
     :func:`~zeroshard_integrations.ddp.reduce_to_owner_hook`. ``accelerator.save_state()``, called on every rank,
-    consolidates the state first: its files are those of the plain optimizer, and ``accelerator.load_state()`` loads
+    consolidates the state first: it saves the files of the plain optimizer, and ``accelerator.load_state()`` loads
     them at any number of ranks. All other methods of the accelerator are used as with a plain optimizer.
 
     Args:

@@ -1,6 +1,6 @@
 """Model averaging: subgroups of ranks train by themselves, and every few steps their parameters are averaged.
 
-Names and arguments are those of ``torch.distributed.algorithms.model_averaging``. State is sharded within a subgroup,
+Names and arguments are as in ``torch.distributed.algorithms.model_averaging``. State is sharded within a subgroup,
 whose gradients are reduced in every step. An averager works *between* subgroups: its process group has one rank of each
 of them, those with the same position. So all ranks of a subgroup average the same values.
 
@@ -159,7 +159,7 @@ class PostLocalSGDOptimizer(Optimizer):
                 raise ValueError(
                     f"the averager works on the global ranks {averaging}, of which {both} share the state of one "
                     f"optimizer, so that their parameters are equal already: give the averager a process group with "
-                    f"one rank of each optimizer, and the optimizer that of a subgroup, for example of the two "
+                    f"one rank of each optimizer, and the optimizer a subgroup, for example of the two "
                     f"dimensions of a torch.distributed.DeviceMesh"
                 )
         self.optim, self.averager = optim, averager

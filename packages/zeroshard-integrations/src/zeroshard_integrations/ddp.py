@@ -1,4 +1,4 @@
-"""Communication hooks by which DistributedDataParallel and a sharded optimizer send as little as plain DDP.
+"""Communication hooks by which DistributedDataParallel and a sharded optimizer send no more bytes than plain DDP.
 
 An unsharded step sends every gradient once and gets it back reduced. With :func:`reduce_to_owner_hook` each gradient
 is sent only to its owner, and the owner's new parameters come back instead: as many bytes. With the hooks that step
@@ -36,7 +36,7 @@ def reduce_to_owner_hook(state: ZeroRedundancyOptimizer, bucket: GradBucket) -> 
     """Send each gradient to the rank that owns it, while backward computes.
 
     Register it by :func:`register_reduce_to_owner`. Then train as usual; ``optimizer.step()`` updates this rank's
-    shards and brings the new values to all ranks. Before that, ``.grad`` of every parameter is a
+    shards and broadcasts the new values. Before that, ``.grad`` of every parameter is a
     :class:`zeroshard.GradPlaceholder`: it cannot be read, but its 2-norm can, and its owner multiplies or clamps it. So
     torch's ``clip_grad_norm_``, ``clip_grad_value_`` and ``GradScaler`` work as usual; what they do must be done on
     every rank.
@@ -109,7 +109,7 @@ def register_reduce_to_owner(
         ddp: the model.
         optimizer: has all parameters that DDP reduces, and the same ranks. Several optimizers have them together, each
             its own: in the same order on every rank. They may step at different times, but not inside Join.
-        norms: which norms of all gradients every rank learns at the end of each backward: True for those of order 2,
+        norms: which norms of all gradients every rank learns at the end of each backward: True for norms of order 2,
             ``(2, math.inf)`` for the largest magnitudes too. With False torch's ``clip_grad_norm_`` and ``GradScaler``
             are refused; the optimizer's own ``clip_grad_norm_``, which takes every order, is not. A ``GradScaler``
             finds infinities by the norm: with order 2 alone it also skips a step whose norm overflows the gradient's
@@ -141,8 +141,8 @@ def hook_with_zero_step(
 ) -> Hook:
     """Return a hook that steps the optimizer during backward, after the last bucket.
 
-    All reductions are on their way before the first shard is stepped, so that they can use the whole network. Then the
-    step is that of ``step()``. Backward returns when parameters are up to date. All iterations train, from the first
+    All reductions are on their way before the first shard is stepped, so that they can use the whole network. Then it
+    steps as ``step()`` does. Backward returns when parameters are up to date. All iterations train, from the first
     one on.
 
     Args:

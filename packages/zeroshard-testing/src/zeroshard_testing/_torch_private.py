@@ -140,7 +140,7 @@ def _recorded(entry: Mapping[str, Any]) -> Recorded:
 
 
 def _dtype_name(name: str) -> str:
-    """Return the public name of a dtype, given that of C++, such as ``"Double"``: most have it as an alias."""
+    """Return the public name of a dtype, given its name in C++, such as ``"Double"``: most have it as an alias."""
     return _DTYPES.get(name) or str(getattr(torch, name.lower(), name)).removeprefix("torch.")
 
 

@@ -25,7 +25,7 @@ _LAUNCHER = {"run", "_dist_run", "_launch_procs", "_launch_daemonic_procs", "_la
 class DistributedTest:
     """Base class of tests that run on ranks; ``@pytest.mark.world_size(n)`` on a method goes before `world_size`.
 
-    Its attributes are those of DeepSpeed's class. A `backend` of None is ``"nccl"`` where there is CUDA, and ``"gloo"``
+    It has the attributes of DeepSpeed's class. A `backend` of None is ``"nccl"`` where there is CUDA, and ``"gloo"``
     elsewhere; `exec_timeout` is in seconds; `requires_cuda_env` is False unless said. `reuse_dist_env` and
     `non_daemonic_procs` have no effect: workers are kept anyway, and may start processes.
     """

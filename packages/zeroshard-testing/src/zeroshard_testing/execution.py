@@ -80,7 +80,7 @@ class Rank:
         return outcome, result
 
     def tear_down(self, keep: Collection[str]) -> str:
-        """Tear down all fixtures except those of nodes at these places, and return errors, empty if there were none."""
+        """Tear down all fixtures except for nodes at these places, and return errors, empty if there were none."""
         try:
             # Private to pytest: it is what `nextitem` of the protocol's hooks comes to.
             self._session._setupstate.teardown_exact(_next_item(self._session._setupstate.stack, keep))
@@ -133,7 +133,7 @@ class Rank:
 
 
 def _next_item(nodes: Iterable[Any], keep: Collection[str]) -> Any:  # noqa: ANN401 - in place of an item
-    """Return a stand-in for the next test, which may run elsewhere: pytest asks it only for its chain of nodes."""
+    """Return what stands for the next test, which may run elsewhere: pytest asks it only for its chain of nodes."""
     kept = [node for node in nodes if place_of(node) in keep]
     return SimpleNamespace(listchain=lambda: kept) if keep else None
 

@@ -19,7 +19,7 @@ _EXIT_TIMEOUT = 10.0
 class ForkLauncher(Launcher):
     """Starts the forkserver, which boots in the background, and hands requests to it.
 
-    ``description`` is that of `zeroshard_testing.rank_pytest`. With ``inherit_output`` workers write to the
+    ``description`` is made by `zeroshard_testing.rank_pytest`. With ``inherit_output`` workers write to the
     controller's own standard output and error, uncaptured.
     """
 

@@ -30,7 +30,7 @@ class GroupsBegun:
         self._made: Counter[str] = Counter()
 
     def forget(self) -> None:
-        """Begin anew, for another test. What a thread is still making counts for the last one."""
+        """Begin again, for another test. What a thread is still making counts for the last one."""
         self.begun = Counter()
         self._made = Counter()
 

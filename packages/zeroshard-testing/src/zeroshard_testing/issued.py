@@ -12,7 +12,7 @@ from zeroshard_testing.rank_state import GroupState, Messages, Operation, RankSt
 
 _SINGLE = ("all_reduce", "broadcast", "reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
 _SAME_SIZES = (*_SINGLE, *(f"{name}_coalesced" for name in _SINGLE))
-"""Collectives for which all ranks bring as many elements; for others only the dtype must be the same."""
+"""Collectives to which all ranks pass as many elements; for others only the dtype must be the same."""
 
 
 def find_mismatch(states: Mapping[int, RankState]) -> str | None:

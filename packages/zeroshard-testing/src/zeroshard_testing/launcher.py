@@ -110,7 +110,7 @@ class Launcher(ABC):
 
     @abstractmethod
     def take_news(self) -> None:
-        """Bring process ids and exit statuses up to date, at once. Raises LaunchError if no process can be started."""
+        """Update process ids and exit statuses, at once. Raises LaunchError if no process can be started."""
 
     @abstractmethod
     def _open(self, name: str) -> IO[bytes]:
@@ -179,7 +179,7 @@ def text_of(file: IO[bytes]) -> str:
 
 
 def kill_group(pid: int) -> None:
-    """End a process that leads its group, and what it has started and left behind."""
+    """End a process that leads its group, and the processes that it has started and not ended."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 

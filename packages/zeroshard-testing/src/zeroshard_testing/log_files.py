@@ -10,7 +10,7 @@ from zeroshard_testing.outcome import Outcome
 
 
 def write_log_files(folder: Path, test: str, outcomes: Mapping[int, Outcome]) -> Path:
-    """Write ``rank0.log`` and so on into a folder of the test's own, over those of an earlier run, and return it."""
+    """Write ``rank0.log`` and so on into the test's own folder, over the files of an earlier run, and return it."""
     own = folder / (re.sub(r"[^\w.\[\]-]+", "_", test)[-150:] or "test")
     own.mkdir(parents=True, exist_ok=True)
     for old in own.glob("rank*.log"):

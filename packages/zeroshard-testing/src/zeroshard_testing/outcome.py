@@ -42,8 +42,8 @@ class Outcome:
     the Python stacks of a rank that was stopped, ``moment`` seconds on the machine's monotonic clock, to tell what came
     first. ``path`` and ``line`` (1-based) say where it was raised, empty and 0 if unknown. ``warnings`` are category,
     text, file and line of each, ``sections`` what pytest shows beside a report, to which the controller adds
-    standard output and error, ``properties`` those of ``record_property``. ``found_by_controller`` says that the rank
-    itself had reported something else.
+    standard output and error, ``properties`` what ``record_property`` was given. ``found_by_controller`` says that the
+    rank itself had reported something else.
     """
 
     kind: str

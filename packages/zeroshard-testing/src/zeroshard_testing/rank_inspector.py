@@ -3,7 +3,7 @@
 Runs in workers only. A thread counts as waiting for other ranks only if that is certain: it is inside a wait that
 `zeroshard_testing.wait_recorder` has on record and that will not give up before the test's time is up, or inside native
 code of torch that is known to wait there, with every thread of the process asleep in the kernel. A thread that merely
-seems idle may go on by itself.
+seems idle may continue.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class RankInspector:
             return []
 
     def _waiting(self) -> tuple[tuple[Awaited, ...], str] | None:
-        """Return what all threads wait for, with a fingerprint, or None if one of them may go on by itself.
+        """Return what all threads wait for, with a fingerprint, or None if one of them may continue.
 
         The main thread does not count when it is between tests.
         """

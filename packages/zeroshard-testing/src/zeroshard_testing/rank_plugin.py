@@ -85,7 +85,7 @@ class RankPlugin:
             fixturedef.addfinalizer(self.state.hold(before))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Keep the reports of subtests, which do not come with those of the test."""
+        """Keep the reports of subtests, which do not come with the test's own."""
         self._reports.all.append(report)
 
     @pytest.hookimpl(wrapper=True)
@@ -113,7 +113,7 @@ class RankPlugin:
         return report
 
     def pytest_warning_recorded(self, warning_message: warnings.WarningMessage, when: str) -> None:
-        """Keep a warning for the controller, which has those of collection itself."""
+        """Keep a warning for the controller, which has the warnings of collection itself."""
         if when == "runtest":
             category = f"{warning_message.category.__module__}.{warning_message.category.__qualname__}"
             text = kinds.printable(str(warning_message.message))

@@ -92,7 +92,7 @@ class Awaited:
 class RankState:
     """What a rank was doing at one moment, and what it did in each process group, by a key that all members share.
 
-    It has finished if it issues nothing any more. Nothing is awaited when a thread may go on by itself, or when nothing
+    It has finished if it issues nothing any more. Nothing is awaited when a thread may continue, or when nothing
     is known. Fingerprints of two moments are equal only if no thread has moved in between. Its children are processes
     that it has started and that still run. What it has begun are groups: how often it has entered their constructor, by
     key and its place among the members, such as ``"0:0,1 1"``.

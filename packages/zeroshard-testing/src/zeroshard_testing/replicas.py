@@ -90,7 +90,7 @@ def _exchange_device(group: dist.ProcessGroup | None) -> torch.device:
 
 
 def _record(name: str, tensor: torch.Tensor) -> bytes:
-    """Return a tensor's description, cut to `_TEXT` bytes, its digest and that of the bits."""
+    """Return a tensor's description, cut to `_TEXT` bytes, its digest and the digest of its bits."""
     text = f"{name} of {tensor.dtype}, shape {tuple(tensor.shape)}".encode()
     bits = bits_of(tensor)
     # Without a copy, and without numpy.

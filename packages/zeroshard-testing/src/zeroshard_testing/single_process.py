@@ -79,7 +79,7 @@ def _compare(train_fn: TrainFunction, expected: dict[str, torch.Tensor], rtol: f
         text = difference(here, expected[name], rtol, atol) or ""
         if text:
             place = f"tensor {name!r} on rank {dist.get_rank()} of {dist.get_world_size()}"
-            pytest.fail(f"{place} is not that of a single process: {text}", pytrace=False)
+            pytest.fail(f"{place} differs from the single process's: {text}", pytrace=False)
 
 
 def _trained(train_fn: TrainFunction) -> dict[str, torch.Tensor]:

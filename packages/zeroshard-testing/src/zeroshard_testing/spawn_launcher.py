@@ -13,7 +13,7 @@ from zeroshard_testing.launcher import Child, Launcher, command, kill_group
 
 
 class SpawnLauncher(Launcher):
-    """Starts every worker with a fresh interpreter; the arguments are those of a `ForkLauncher`."""
+    """Starts every worker with a fresh interpreter; it takes the arguments of a `ForkLauncher`."""
 
     def __init__(self, description: Message, environment: dict[str, str], *, inherit_output: bool) -> None:
         super().__init__()

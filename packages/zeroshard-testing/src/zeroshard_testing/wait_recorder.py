@@ -135,7 +135,7 @@ class WaitRecorder:
         return [group for group, record in list(self._groups.items()) if record.unlisted]
 
     def forget_unlisted(self) -> None:
-        """Forget the messages of groups that torch does not list: those of an earlier test may have the same names."""
+        """Forget the messages of groups that torch does not list: an earlier test's may have the same names."""
         for group in self.unlisted():
             self._groups.pop(group, None)
 

@@ -161,8 +161,8 @@ class JoinContext:
         if any(is_unknown for is_unknown, _ in flags):
             raise RuntimeError(
                 "gradients that were reduced and others of no_sync() were added, or gradients were kept from before "
-                "the block, and a rank has run out of data, whose part of them nobody knows: call zero_grad() before a "
-                "window"
+                "the block, and a rank has run out of data, whose part of them no rank knows: call zero_grad() before "
+                "a window"
             )
         if any(in_window for _, in_window in flags):
             # To zeros, at its begin.

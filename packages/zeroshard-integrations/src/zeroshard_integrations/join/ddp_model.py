@@ -27,7 +27,7 @@ class DDPModel:
     """One model of a context, on one rank; only the context uses it.
 
     Attributes:
-        takes_buckets: whether a communication hook hands gradients to an optimizer, and they lie at their owners.
+        takes_buckets: whether a communication hook hands gradients to an optimizer; only their owners have them.
         divides_by_running: whether DDP averages gradients over the ranks that still have data.
         begins: called with the model before the first gradient of a backward that reduces; set by the context.
         in_backward: whether a backward has begun on this rank that has not come to its end.
@@ -151,7 +151,7 @@ class DDPModel:
         return ValueError(f"this rank has run out of data, and DistributedDataParallel {found}") if found else None
 
     def gradients_to_send(self) -> list[Any]:
-        """Return the gradients for ranks without data, or whether they exist, if they lie at their owners."""
+        """Return the gradients for ranks without data, or whether they exist, if only their owners have them."""
         tell: Callable[[torch.Tensor], Any] = (lambda g: not self._is_zero(g)) if self.takes_buckets else torch.detach
         return [None if param.grad is None else tell(param.grad) for param in self.ddp.module.parameters()]
 

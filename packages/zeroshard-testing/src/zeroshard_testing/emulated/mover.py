@@ -152,7 +152,7 @@ class Mover:
             self._collectives.put(_Job(partial(self._run, entry, batch), done))
 
     def end(self, what: str = "the end of the test") -> Future[str]:
-        """Meet the other ranks in what is no collective, so that one which they are still in is an error at once.
+        """Meet the other ranks in what is no collective, so that a collective which they are still in raises at once.
 
         Returns:
             A future of the error as text, empty if there is none. It comes after all that was issued before.

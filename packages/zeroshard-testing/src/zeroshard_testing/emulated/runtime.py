@@ -89,7 +89,7 @@ class CheckedTest:
     """Runs a test, and raises what was found in it if it raises nothing itself: DifferentCollectivesError or RaceError.
 
     At the end ranks wait for one another, unless a test has asked for faults: what one has left out shows there. Errors
-    of the process group, which come as those of torch's backends do, get the class that says what they are.
+    of the process group, which arrive as errors of torch's backends do, get the class that says what they are.
     """
 
     def __init__(self, faults: Faults, *, checks_races: bool) -> None:

@@ -36,7 +36,7 @@ class Transfer:
         self._size = size
 
     def move(self, call: Call) -> None:
-        """Run a collective that fits those of the other ranks."""
+        """Run a collective that fits what the other ranks have issued."""
         if call.name in REDUCTIONS:
             self._reduce(call)
         elif call.name == "broadcast":
