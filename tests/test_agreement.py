@@ -149,6 +149,8 @@ def test_numbers_of_all_ranks_come_to_all_in_rank_order(rank: int, world_size: i
     floats = coordinator.combine_disjoint(slots, "a test").tolist()
     assert floats[1:] == [0.1 * r for r in range(1, world_size)]
     assert math.isnan(floats[0])
+    bits = [rank == place % (world_size + 1) for place in range(20)]
+    assert coordinator.any_of(bits, "a test") == [place % (world_size + 1) < world_size for place in range(20)]
 
 
 CALLS: dict[str, Callable[[Coordinator, int], object]] = {

@@ -8,31 +8,21 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from zeroshard_comm import BucketHeader, MessageReducer, PeerLostError, RankGroup, Traffic
-from zeroshard_comm.interfaces import pack_bits, unpack_bits
+from zeroshard_comm import MessageReducer, PeerLostError, RankGroup, Traffic
 from zeroshard_comm.message_reducer import WINDOW_BYTES, ReceiveWindow
 from zeroshard_comm.messages import CHUNK_BYTES, PACKED_BYTES
 from zeroshard_core import Run
 from zeroshard_testing import Faults
 
 
-def reduced(runs: list[Run], values: torch.Tensor, *, window: int = 2 * CHUNK_BYTES, tensors: int = 3) -> torch.Tensor:
+def reduced(runs: list[Run], values: torch.Tensor, *, window: int = 2 * CHUNK_BYTES) -> torch.Tensor:
     """What this rank's bucket holds behind a reduction."""
     ranks = RankGroup.of()
     receives = ReceiveWindow(ranks, window)
-    reduction = MessageReducer(ranks, runs, values.dtype, tensors, receives, Traffic())
-    note = BucketHeader(1, 3, tuple(place == ranks.rank for place in range(tensors)), is_own=ranks.rank == 1)
+    reduction = MessageReducer(ranks, runs, values.dtype, receives, Traffic())
     bucket = values.clone()
-    underway = reduction.begin(bucket, note)
-    notes = underway.finish()
-    if any(run.rank == ranks.rank for run in runs):
-        assert [(found.backward, found.bucket) for found in notes] == [(1, 3)] * ranks.world_size
-        assert [found.is_own for found in notes] == [rank == 1 for rank in range(ranks.world_size)]
-        assert all(found.present[rank] for rank, found in enumerate(notes) if rank < tensors)
-    else:
-        assert notes == [note]
+    underway = reduction.begin(bucket)
+    underway.finish()
     underway.close()
     return bucket
 
@@ -98,9 +88,9 @@ def test_a_window_holds_no_more_than_its_limit(rank: int) -> None:
     window = ReceiveWindow(ranks, 2 * CHUNK_BYTES)
     # Everything belongs to rank 3, whose sum of the ranks before needs a place of its own.
     numel = 5 * CHUNK_BYTES // 4
-    reduction = MessageReducer(ranks, [Run(3, 0, numel)], torch.float32, 1, window, Traffic())
+    reduction = MessageReducer(ranks, [Run(3, 0, numel)], torch.float32, window, Traffic())
     bucket = torch.full((numel,), rank + 1.0)
-    underway = reduction.begin(bucket, BucketHeader(1, 0, (True,)))
+    underway = reduction.begin(bucket)
     assert (0 < window._held <= 2 * CHUNK_BYTES) if rank == 3 else window._held == 0
     underway.finish()
     underway.close()
@@ -116,8 +106,8 @@ def test_a_window_keeps_no_more_memory_than_its_limit(rank: int) -> None:
     for numel in range(20, 60):
         # Each length is new.
         runs = [Run(0, 0, numel), Run(1, numel, 2 * numel)]
-        reduction = MessageReducer(ranks, runs, torch.float32, 1, window, Traffic())
-        underway = reduction.begin(torch.ones(2 * numel), BucketHeader(1, 0, (True,)))
+        reduction = MessageReducer(ranks, runs, torch.float32, window, Traffic())
+        underway = reduction.begin(torch.ones(2 * numel))
         underway.finish()
         underway.close()
     assert 0 < sum(scratch.nbytes for free in window._free.values() for scratch in free) <= 1000
@@ -128,9 +118,9 @@ def test_a_reduced_bucket_is_not_kept(rank: int) -> None:
     # DDP replaces its buckets once, and has no memory to spare then.
     ranks = RankGroup.of()
     window = ReceiveWindow(ranks, 2 * CHUNK_BYTES)
-    reduction = MessageReducer(ranks, [Run(0, 0, 40), Run(1, 40, 100)], torch.float64, 1, window, Traffic())
+    reduction = MessageReducer(ranks, [Run(0, 0, 40), Run(1, 40, 100)], torch.float64, window, Traffic())
     bucket = torch.ones(100, dtype=torch.float64)
-    underway = reduction.begin(bucket, BucketHeader(1, 0, (True,)))
+    underway = reduction.begin(bucket)
     underway.finish()
     underway.close()
     kept = weakref.ref(bucket)
@@ -142,9 +132,9 @@ def test_a_reduced_bucket_is_not_kept(rank: int) -> None:
 def test_buckets_follow_each_other_from_two_threads(rank: int) -> None:
     ranks = RankGroup.of()
     window = ReceiveWindow(ranks, 2 * CHUNK_BYTES)
-    reduction = MessageReducer(ranks, [Run(0, 0, 40), Run(1, 40, 100_000)], torch.float64, 1, window, Traffic())
+    reduction = MessageReducer(ranks, [Run(0, 0, 40), Run(1, 40, 100_000)], torch.float64, window, Traffic())
     buckets = [values_of(rank, 100_000) * number for number in range(20)]
-    waiting = [reduction.begin(bucket, BucketHeader(1, 0, (True,))) for bucket in buckets]
+    waiting = [reduction.begin(bucket) for bucket in buckets]
 
     def finish() -> None:
         for underway in waiting:
@@ -165,14 +155,6 @@ def test_a_rank_that_dies_is_named(rank: int, faults: Faults) -> None:
     faults.kill(1, "send#1")
     with pytest.raises(PeerLostError, match=r"rank 0 lost rank 1 during backward\(\)"):
         reduced([Run(0, 0, 100_000)], values_of(rank, 100_000))
-
-
-@settings(suppress_health_check=[HealthCheck.differing_executors])
-@given(st.lists(st.booleans(), max_size=300))
-def test_bits_come_back_from_words(bits: list[bool]) -> None:
-    words = pack_bits(tuple(bits))
-    assert all(0 <= word < 2**63 for word in words)
-    assert unpack_bits(words, len(bits)) == tuple(bits)
 
 
 def test_the_window_has_room_for_two_messages_and_is_small() -> None:

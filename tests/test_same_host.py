@@ -14,10 +14,7 @@ from torch import nn, optim
 from training import small_model
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_comm import (
-    BucketHeader,
-    BucketReduceWork,
     Coordinator,
-    DisagreementError,
     PeerLostError,
     RankGroup,
     transport,
@@ -45,7 +42,7 @@ def all_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def reducer(runs: list[Run], dtype: torch.dtype = torch.float64) -> SameHostReducer:
-    return SameHostReducer(Coordinator(RankGroup.of()), runs, dtype, 1, scratch_memory())
+    return SameHostReducer(Coordinator(RankGroup.of()), runs, dtype, scratch_memory())
 
 
 @pytest.mark.ranks(2, 3, 4, backend="gloo")
@@ -139,12 +136,10 @@ def test_owners_hold_the_mean_in_rank_order(rank: int, world_size: int, dtype: t
             runs.append(Run(owner, end, end + size))
             end += size + 1
     reading, expected = reducer(runs, dtype), mean(world_size, end, dtype)
-    for number in range(3):
+    for _ in range(3):
         # In a place of its own each time, as buckets that DDP lays out anew.
         bucket = values_of(rank, end, dtype)
-        work = reading.begin(bucket, BucketHeader(1 + number, 0, (number == rank,)))
-        assert [header.present for header in work.finish()] == [(number == other,) for other in range(world_size)]
-        work.close()
+        read(reading, bucket)
         for run in runs:
             if run.rank == rank:
                 assert torch.equal(bucket[run.start : run.stop], expected[run.start : run.stop]), run
@@ -154,31 +149,23 @@ def test_owners_hold_the_mean_in_rank_order(rank: int, world_size: int, dtype: t
 
 @pytest.mark.ranks(3, backend="gloo")
 @pytest.mark.usefixtures("all_read")
-def test_ranks_in_other_buckets_are_told_apart(rank: int) -> None:
-    reading = reducer([Run(0, 0, 10)])
-    work = reading.begin(torch.zeros(10), BucketHeader(4, int(rank == 1), (True,)))
-    with pytest.raises(DisagreementError, match=r"ranks 0, 2 called bucket 0 of backward 4; rank 1 called bucket 1 of"):
-        work.finish()
-
-
-@pytest.mark.ranks(3, backend="gloo")
-@pytest.mark.usefixtures("all_read")
 @pytest.mark.parametrize("moment", ["before it has said where", "before others have read"])
 def test_a_rank_that_ends_while_others_read(rank: int, moment: str, faults: Faults) -> None:
     reading, bucket = reducer([Run(0, 0, 1000), Run(2, 1000, 2000)]), values_of(rank, 2000)
-    header = BucketHeader(1, 0, (True,))
     faults.kill(rank=1, at="send")
     if rank == 1:
         if moment == "before others have read":
-            reading.exchange_headers(bucket, header)
+            reading.exchange_places(bucket)
         dist.isend(torch.zeros(1), 0)
     with pytest.raises(PeerLostError, match="rank 1"):
-        read(reading.begin(bucket, header))
+        read(reading, bucket)
 
 
-def read(work: BucketReduceWork) -> None:
+def read(reading: SameHostReducer, bucket: torch.Tensor) -> None:
+    work = reading.begin(bucket)
     work.finish()
     work.close()
+    reading.coordinator.agree("the end")
 
 
 @pytest.mark.ranks(3, backend="gloo", isolation="process")

@@ -24,7 +24,6 @@ import typer
 from rich.console import Console
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from zeroshard_comm import (
-    BucketHeader,
     Coordinator,
     RankGroup,
     Segment,
@@ -119,11 +118,11 @@ def count(shapes: Sequence[tuple[int, ...]], strategy: str, *, is_first: bool = 
     paddings: list[tuple[int, int]] = []
     with _counting(issued):
         transport = choose_transport(coordinator, META, 0)
-        for number, places in enumerate(assigned):
+        for places in assigned:
             tensors = [order[place] for place in places]
             buffer = torch.empty(sum(specs[tensor].numel for tensor in tensors), device=META)
-            reducer = transport.reducer(_runs(plan, tensors), buffer, len(tensors))
-            reducer.begin(buffer, BucketHeader(1, number, (True,) * len(tensors))).finish()
+            reducer = transport.reducer(_runs(plan, tensors), buffer)
+            reducer.begin(buffer).finish()
             assert isinstance(reducer, collectives.CollectiveReducer)
             matrix = reducer.matrix
             held = sum(

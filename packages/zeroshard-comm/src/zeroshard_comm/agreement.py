@@ -233,6 +233,23 @@ class Coordinator:
         self.traffic.add("control", sent=nbytes, received=nbytes, calls=1, waited=waited)
         return numbers
 
+    def any_of(self, bits: Sequence[bool], operation: str) -> list[bool]:
+        """Return by place whether any rank has set a bit. Collective. Agree on the same operation first.
+
+        Args:
+            bits: as many on every rank.
+            operation: what the ranks are doing, for messages of errors.
+
+        Raises:
+            PeerLostError: if a rank is gone.
+        """
+        if self.is_single_rank or not bits:
+            return list(bits)
+        padded = torch.zeros(-(-len(bits) // 8) * 8, dtype=torch.uint8, device="cpu")
+        padded[: len(bits)] = torch.tensor(bits, dtype=torch.uint8, device="cpu")
+        combined = self._combine_or(padded.view(torch.int64), operation).view(torch.uint8)
+        return [bool(byte) for byte in combined[: len(bits)].tolist()]
+
     def _combine_or(self, words: torch.Tensor, operation: str) -> torch.Tensor:
         """The bitwise OR of the 64-bit words of all ranks, 1-D, as many on every rank; may overwrite them."""
         return self._exclusively(operation, lambda: self._or(words, TAG_INTS, operation))

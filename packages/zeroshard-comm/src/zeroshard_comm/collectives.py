@@ -2,8 +2,7 @@
 
 What a rank owns of cut tensors travels in an owner-major matrix, see :mod:`zeroshard_comm.owner_major`: gradients by
 one reduce-scatter of a bucket, parameters by one all-gather. Whole tensors travel in place, by one group of reduces, or
-of broadcasts. A matrix lies in one of two buffers in turn, and a larger one travels in chunks. Headers travel from host
-to host, so that reading them does not wait for an accelerator.
+of broadcasts. A matrix lies in one of two buffers in turn, and a larger one travels in chunks.
 
 Everything is issued by the thread that calls, in one order, which must be the same on all ranks.
 """
@@ -21,20 +20,11 @@ import torch.distributed as dist
 from zeroshard_core import Run
 
 from zeroshard_comm._torch_private import all_gather, coalescing_manager, reduce_scatter
-from zeroshard_comm.agreement import Coordinator
-from zeroshard_comm.interfaces import (
-    BucketHeader,
-    BucketReduceWork,
-    GradientReducer,
-    ParameterBroadcaster,
-    Segment,
-)
-from zeroshard_comm.messages import Message, Waitable, receive, send, wait_for_collective
+from zeroshard_comm.interfaces import BucketReduceWork, GradientReducer, ParameterBroadcaster, Segment
+from zeroshard_comm.messages import Waitable, wait_for_collective
 from zeroshard_comm.owner_major import Chunk, Item, OwnerMajor
 from zeroshard_comm.process_group import RankGroup
 from zeroshard_comm.traffic import Traffic
-
-TAG_HEADERS = 0x5A530040
 
 STAGING_BYTES = 64 * 1024 * 1024
 """Of each of the two buffers, at most; one unit of columns always fits."""
@@ -157,26 +147,16 @@ class CollectiveReducer(GradientReducer):
 
     Args:
         ranks: a group whose collectives are issued in one order.
-        coordinator: has the channel of the headers.
-        traffic: where bytes are counted, as kinds ``"reduce"`` and ``"control"``.
+        traffic: where bytes are counted, as kind ``"reduce"``.
         runs: ranges of elements of the bucket and who owns them, in bucket order; elements between them have no owner.
         like: a bucket, or any tensor of its dtype and device.
-        tensors: number of tensors in the bucket.
 
     Attributes:
         matrix: which runs travel by reduce-scatter.
     """
 
-    def __init__(
-        self,
-        ranks: RankGroup,
-        coordinator: Coordinator,
-        traffic: Traffic,
-        runs: Sequence[Run],
-        like: torch.Tensor,
-        tensors: int,
-    ) -> None:
-        self.ranks, self.coordinator, self.traffic, self.tensors = ranks, coordinator, traffic, tensors
+    def __init__(self, ranks: RankGroup, traffic: Traffic, runs: Sequence[Run], like: torch.Tensor) -> None:
+        self.ranks, self.traffic = ranks, traffic
         self._dtype, self._device = like.dtype, like.device
         # NCCL multiplies by 1/N before it adds. Others divide the sum, which may overflow in half precision.
         self._averages = ranks.coalesces(like.device)
@@ -207,26 +187,23 @@ class CollectiveReducer(GradientReducer):
         """Drop what refers to the memory of the last bucket."""
         self._packed = (-1, [])
 
-    def begin(self, buffer: torch.Tensor, header: BucketHeader, *, gradients: bool = True) -> BucketReduceWork:
-        """Send a header, and issue the reductions of a bucket after what the current stream is doing."""
-        headers = HeaderExchange(self.coordinator, header.to_words(), TAG_HEADERS, "backward()")
-        scatters: list[_Passage] = []
-        if gradients and self._runs and not self._averages:
+    def begin(self, buffer: torch.Tensor) -> BucketReduceWork:
+        """Issue the reductions of a bucket after what the current stream is doing."""
+        if not self._runs:
+            return _CollectiveWork(self, [], [])
+        if not self._averages:
             buffer.div_(self.ranks.world_size)
-        works: list[Waitable | None] = []
-        if gradients and self._runs:
-            staging = self.ranks.context.shared(Staging)
-            for chunk, views in zip(self._chunks, self._views_of(buffer), strict=True):
-                slot = staging.next_slot(self._device)
-                packed = slot.take(chunk.width * self.ranks.world_size, self._dtype)
-                torch.cat(views, out=packed)
-                row = self._owned[chunk.columns.start : chunk.columns.stop]
-                work = reduce_scatter(row, packed, op=self._op, group=self.ranks.group, async_op=True)
-                scatters.append(_Passage(self.ranks, slot, work, "reduce"))
-            works = _together(self.ranks, self._device, [self._reduce_of(buffer, i) for i in self._whole])
-            calls = len(scatters) + len(works)
-            self.traffic.add("reduce", sent=self._sent, received=self._received, calls=calls)
-        return _CollectiveWork(self, headers, scatters, works)
+        staging, scatters = self.ranks.context.shared(Staging), list[_Passage]()
+        for chunk, views in zip(self._chunks, self._views_of(buffer), strict=True):
+            slot = staging.next_slot(self._device)
+            packed = slot.take(chunk.width * self.ranks.world_size, self._dtype)
+            torch.cat(views, out=packed)
+            row = self._owned[chunk.columns.start : chunk.columns.stop]
+            work = reduce_scatter(row, packed, op=self._op, group=self.ranks.group, async_op=True)
+            scatters.append(_Passage(self.ranks, slot, work, "reduce"))
+        works = _together(self.ranks, self._device, [self._reduce_of(buffer, i) for i in self._whole])
+        self.traffic.add("reduce", sent=self._sent, received=self._received, calls=len(scatters) + len(works))
+        return _CollectiveWork(self, scatters, works)
 
     def _reduce_of(self, buffer: torch.Tensor, number: int) -> Callable[[], Waitable | None]:
         run = self._runs[number]
@@ -255,14 +232,12 @@ class _CollectiveWork(BucketReduceWork):
     def __init__(
         self,
         reducer: CollectiveReducer,
-        headers: HeaderExchange,
         scatters: Sequence[_Passage],
         works: Sequence[Waitable | None],
     ) -> None:
-        self._reducer, self._headers, self._scatters, self._works = reducer, headers, scatters, works
+        self._reducer, self._scatters, self._works = reducer, scatters, works
 
-    def finish(self) -> list[BucketHeader]:
-        headers = [BucketHeader.from_words(words, self._reducer.tensors) for words in self._headers.wait()]
+    def finish(self) -> None:
         started = time.perf_counter()
         for scatter in self._scatters:
             scatter.finish()
@@ -270,7 +245,6 @@ class _CollectiveWork(BucketReduceWork):
             wait_for_collective(work, self._reducer.ranks, "reduce")
         self._scatters = self._works = ()
         self._reducer.traffic.add("reduce", waited=time.perf_counter() - started)
-        return headers
 
     def close(self) -> None:
         """Do nothing: a collective that has been finished has been sent."""
@@ -389,52 +363,3 @@ class _Gather:
 def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     address = one.untyped_storage().data_ptr()
     return address != 0 and address == other.untyped_storage().data_ptr()
-
-
-class HeaderExchange:
-    """A few numbers from every rank to every rank, sent at once and read later.
-
-    All ranks send the same count of numbers, and make these objects in the same order for each tag.
-
-    Args:
-        coordinator: has the channel, and counts the bytes as kind ``"control"``.
-        numbers: 64-bit integers.
-        tag: of the messages.
-        operation: what the ranks are doing, for messages.
-
-    Raises:
-        PeerLostError: if a rank is gone.
-    """
-
-    def __init__(self, coordinator: Coordinator, numbers: Sequence[int], tag: int, operation: str) -> None:
-        self._coordinator, self._numbers, self._operation = coordinator, list(numbers), operation
-        self._arriving: dict[int, torch.Tensor] = {}
-        self._messages: list[Message] = []
-        if coordinator.is_single_rank:
-            return
-        channel = coordinator.channel
-        # What is sent must live as long as the sends.
-        self._own = torch.tensor(self._numbers, dtype=torch.int64, device="cpu")
-        self._arriving = {peer: torch.empty_like(self._own) for peer in channel.peers}
-        self._messages = [receive(channel, peer, theirs, tag, operation) for peer, theirs in self._arriving.items()]
-        self._messages += [send(channel, peer, self._own, tag, operation) for peer in channel.peers]
-        peers = len(channel.peers)
-        nbytes = self._own.nbytes * peers
-        coordinator.traffic.add("control", sent=nbytes, received=nbytes, calls=2 * peers)
-
-    def wait(self) -> list[list[int]]:
-        """Return the numbers of every rank, in rank order; only this rank's own if nothing is sent.
-
-        Raises:
-            PeerLostError: if a rank is gone.
-        """
-        if self._coordinator.is_single_rank:
-            return [self._numbers]
-        started = time.perf_counter()
-        rank = self._coordinator.channel.rank
-        for message in self._messages:
-            message.wait(self._operation)
-        self._messages = []
-        self._coordinator.traffic.add("control", waited=time.perf_counter() - started)
-        found = {peer: theirs.tolist() for peer, theirs in self._arriving.items()} | {rank: self._numbers}
-        return [found[other] for other in range(len(found))]

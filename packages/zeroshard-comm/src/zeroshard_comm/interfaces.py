@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 
@@ -32,74 +31,14 @@ class Segment:
     is_part: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class BucketHeader:
-    """The information that a rank sends to the others with a bucket.
-
-    Attributes:
-        backward: number of the backward, from 1.
-        bucket: number of the bucket in it, from 0.
-        present: per tensor of the bucket, whether this rank has a gradient for it.
-        may_step: whether this rank may step during this backward.
-        is_own: whether this rank has computed the bucket, and not only taken part in the others' reduction.
-    """
-
-    backward: int
-    bucket: int
-    present: tuple[bool, ...]
-    may_step: bool = False
-    is_own: bool = True
-
-    def to_words(self) -> list[int]:
-        """Return it as 64-bit integers; their number depends only on the number of tensors."""
-        return [self.backward, self.bucket, *pack_bits((self.may_step, self.is_own, *self.present))]
-
-    @classmethod
-    def from_words(cls, words: Sequence[int], tensors: int) -> BucketHeader:
-        """Read :meth:`to_words` of a bucket with this number of tensors."""
-        may_step, is_own, *present = unpack_bits(tuple(words[2:]), 2 + tensors)
-        return cls(words[0], words[1], tuple(present), may_step, is_own)
-
-
-@lru_cache
-def pack_bits(bits: tuple[bool, ...]) -> tuple[int, ...]:
-    """Pack bits into 64-bit signed integers, 63 in each. Cached, since in most steps they are unchanged.
-
-    >>> pack_bits((True, False, True))
-    (5,)
-    """
-    return tuple(
-        [
-            sum([1 << place for place, bit in enumerate(bits[start : start + 63]) if bit])
-            for start in range(0, len(bits), 63)
-        ]
-    )
-
-
-@lru_cache
-def unpack_bits(words: tuple[int, ...], count: int) -> tuple[bool, ...]:
-    """Return the first ``count`` bits of what :func:`pack_bits` has packed.
-
-    >>> unpack_bits((5,), 4)
-    (True, False, True, False)
-    """
-    return tuple([bool(words[place // 63] >> place % 63 & 1) for place in range(count)])
-
-
 class BucketReduceWork(ABC):
     """One reduction of a bucket to its owners. It may use the bucket until it is closed."""
 
     @abstractmethod
-    def finish(self) -> list[BucketHeader]:
+    def finish(self) -> None:
         """Wait for what this rank owns: the means of all ranks, at :meth:`GradientReducer.owned`.
 
-        The bucket then holds anything elsewhere.
-
-        On an accelerator the current stream is ordered after that.
-
-        Returns:
-            The headers of all ranks, in rank order. If a rank owns nothing of the bucket, there may be only its own,
-            as on a fake group.
+        The bucket then holds anything elsewhere. On an accelerator the current stream is ordered after that.
 
         Raises:
             PeerLostError: if a rank is gone.
@@ -107,7 +46,7 @@ class BucketReduceWork(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Wait until this rank's values have been sent, or read, so that the bucket may be written to again.
+        """Wait until this rank's values have been sent. The ranks agree once more before buckets are written to again.
 
         Raises:
             PeerLostError: if a rank is gone.
@@ -117,7 +56,7 @@ class BucketReduceWork(ABC):
 class GradientReducer(ABC):
     """Brings the owners the mean over all ranks of one bucket, in every backward.
 
-    All ranks begin their buckets in the same order.
+    All ranks begin their buckets in the same order, and agree on something when the last of a backward is closed.
     """
 
     def owned(self, buffer: torch.Tensor, start: int, stop: int) -> torch.Tensor:
@@ -133,24 +72,19 @@ class GradientReducer(ABC):
     def release(self) -> None:  # noqa: B027 - not all keep any
         """Drop what refers to the memory of the last bucket."""
 
-    def expect(self, *, gradients: bool = True) -> None:  # noqa: B027 - not all can prepare anything
+    def expect(self) -> None:  # noqa: B027 - not all can prepare anything
         """Prepare for the next :meth:`begin`, once for each and in their order, before there is anything to send.
-
-        Args:
-            gradients: as for :meth:`begin`.
 
         Raises:
             PeerLostError: if a rank is gone.
         """
 
     @abstractmethod
-    def begin(self, buffer: torch.Tensor, header: BucketHeader, *, gradients: bool = True) -> BucketReduceWork:
-        """Send a header and this rank's values to their owners; the header may reach the other ranks, too.
+    def begin(self, buffer: torch.Tensor) -> BucketReduceWork:
+        """Send this rank's values to their owners.
 
         Args:
             buffer: the bucket, 1-D.
-            header: this rank's header.
-            gradients: False to exchange only headers, on all ranks.
 
         Raises:
             PeerLostError: if a rank is gone.

@@ -2,7 +2,6 @@
 
 Every rank sends each owner its values of that owner's ranges: large ones directly from the bucket, small ones packed.
 Owners add up the values that arrive, in ascending rank order, so that sums do not depend on the plan.
-A *header* travels with the first message to each owner: a few numbers, and one bit per tensor of the bucket.
 
 Messages are tagged. Those with one tag between two ranks are matched in order: bucket by bucket in the order of
 :meth:`MessageReducer.begin`, which must be the same on all ranks.
@@ -22,7 +21,7 @@ from zeroshard_core import Run
 
 from zeroshard_comm import messages
 from zeroshard_comm._torch_private import foreach_add_, foreach_div_
-from zeroshard_comm.interfaces import BucketHeader, BucketReduceWork, GradientReducer
+from zeroshard_comm.interfaces import BucketReduceWork, GradientReducer
 from zeroshard_comm.messages import BucketMessage, Message, bucket_messages, send
 from zeroshard_comm.process_group import RankGroup
 from zeroshard_comm.traffic import Traffic
@@ -43,9 +42,8 @@ class MessageReducer(GradientReducer):
         ranks: the group; its backend matches messages by tag.
         runs: ranges of elements of the bucket and who owns them, in bucket order; elements between them have no owner.
         dtype: of the bucket, which is on the CPU.
-        tensors: number of tensors in the bucket.
         window: posts the receives of gradients.
-        traffic: where bytes are counted, as kinds ``"reduce"`` and ``"control"``.
+        traffic: where bytes are counted, as kind ``"reduce"``.
         tags: offset to the tags, see :meth:`zeroshard_comm.GroupContext.allocate_tags`; the same on all ranks.
     """
 
@@ -54,40 +52,36 @@ class MessageReducer(GradientReducer):
         ranks: RankGroup,
         runs: Sequence[Run],
         dtype: torch.dtype,
-        tensors: int,
         window: ReceiveWindow,
         traffic: Traffic,
         *,
         tags: int = 0,
     ) -> None:
-        self.ranks, self.traffic, self.tensors, self.tags = ranks, traffic, tensors, tags
+        self.ranks, self.traffic, self.tags = ranks, traffic, tags
         self.window = window
         self._expected: MessageReduceWork | None = None
         self._messages = {
             owner: bucket_messages([run for run in runs if run.rank == owner], dtype.itemsize)
             for owner in range(ranks.world_size)
         }
-        # Its length lets elements of every dtype follow, aligned.
-        self.header_words = len(BucketHeader(0, 0, (False,) * tensors).to_words())
-        self.header_words += self.header_words % 2
         # Where each begins and ends, and the gaps between them.
         ranges = [part for messages in self._messages.values() for message in messages for part in message.ranges]
         self._edges = sorted({0, *chain.from_iterable(ranges)})
         self._place = {start: place for place, start in enumerate(self._edges)}
         self._sizes = [stop - start for start, stop in pairwise(self._edges)]
 
-    def expect(self, *, gradients: bool = True) -> None:
+    def expect(self) -> None:
         """Post the receives as the window allows.
 
         The sooner the better, also before there is anything to send: that a receive has been posted is told to the
         sender after all that this rank is sending already.
         """
-        self._expected = MessageReduceWork(self, gradients=gradients)
+        self._expected = MessageReduceWork(self)
 
-    def begin(self, buffer: torch.Tensor, header: BucketHeader, *, gradients: bool = True) -> MessageReduceWork:
+    def begin(self, buffer: torch.Tensor) -> MessageReduceWork:
         """Expect, if that was not done yet, and send."""
-        work, self._expected = self._expected or MessageReduceWork(self, gradients=gradients), None
-        work.send(buffer, header)
+        work, self._expected = self._expected or MessageReduceWork(self), None
+        work.send(buffer)
         return work
 
     def messages_of(self, owner: int) -> Sequence[BucketMessage]:
@@ -106,56 +100,44 @@ class MessageReducer(GradientReducer):
 class MessageReduceWork(BucketReduceWork):
     """One reduction of a bucket. Its receives are posted first. Then it is sent once, finished once, and closed."""
 
-    def __init__(self, reducer: MessageReducer, *, gradients: bool) -> None:
+    def __init__(self, reducer: MessageReducer) -> None:
         self._reducer, self._window = reducer, reducer.window
         self._cut: Callable[[BucketMessage], Pieces] | None = None
-        self._headers: dict[int, BucketHeader] = {}
         self._sends: list[Message] = []
         # What is sent must live as long as the sends.
         self._staged: list[torch.Tensor] = []
-        # If a communication hook reduces, ranks exchange only headers.
-        self._of = reducer.messages_of if gradients else lambda _: (_NOTHING,)
         ranks, tag = reducer.ranks, TAG_GRADIENTS + reducer.tags
         ascending = [rank for rank in range(ranks.world_size) if rank != ranks.rank]
-        self._arrivals: list[tuple[BucketMessage, list[Receive]]] = []
-        for message in self._of(ranks.rank):
-            nbytes = message.nbytes + (0 if self._arrivals else 8 * reducer.header_words)
-            self._arrivals.append((message, [Receive(peer, nbytes, tag) for peer in ascending]))
+        self._arrivals = [
+            (message, [Receive(peer, message.nbytes, tag) for peer in ascending])
+            for message in reducer.messages_of(ranks.rank)
+        ]
         self._window.extend([receive for _, receives in self._arrivals for receive in receives])
 
-    def send(self, buffer: torch.Tensor, header: BucketHeader) -> None:
-        """Send this rank's header, and its values of the others' ranges.
+    def send(self, buffer: torch.Tensor) -> None:
+        """Send this rank's values of the others' ranges.
 
         Args:
             buffer: the bucket, 1-D; it belongs to the reduction until :meth:`close` has returned.
-            header: what this rank has to say.
 
         Raises:
             PeerLostError: if a rank is gone.
         """
-        reducer, ranks = self._reducer, self._reducer.ranks
-        self._cut, self._headers[ranks.rank] = reducer.cut(buffer), header
-        words = header.to_words()
-        words += [0] * (reducer.header_words - len(words))
-        own = torch.tensor(words, dtype=torch.int64, device="cpu").view(buffer.dtype)
-        sent = told = 0
+        reducer, ranks, sent = self._reducer, self._reducer.ranks, 0
+        self._cut = reducer.cut(buffer)
         for peer in ranks.peers:
-            first = True
-            for message in self._of(peer):
+            for message in reducer.messages_of(peer):
                 pieces = self._cut(message)
-                if first or len(pieces) > 1:
-                    self._staged.append(torch.cat((own, *pieces) if first else pieces))
+                if len(pieces) > 1:
+                    self._staged.append(torch.cat(pieces))
                     pieces = (self._staged[-1],)
                 payload, tag = pieces[0].view(torch.uint8), TAG_GRADIENTS + reducer.tags
                 self._sends.append(send(ranks, peer, payload, tag, "backward()"))
-                sent, told, first = sent + message.nbytes, told + first * own.nbytes, False
+                sent += message.nbytes
         arriving = [receive.nbytes for _, receives in self._arrivals for receive in receives]
-        heard = own.nbytes * len(ranks.peers) if arriving else 0
-        reducer.traffic.add("control", sent=told, received=heard)
-        calls = len(self._sends) + len(arriving)
-        reducer.traffic.add("reduce", sent=sent, received=sum(arriving) - heard, calls=calls)
+        reducer.traffic.add("reduce", sent=sent, received=sum(arriving), calls=len(self._sends) + len(arriving))
 
-    def finish(self) -> list[BucketHeader]:
+    def finish(self) -> None:
         """Wait for what this rank owns; the bucket then holds there the mean over all ranks, elsewhere what it held.
 
         The bucket belongs to the reduction until :meth:`close` has returned.
@@ -164,12 +146,9 @@ class MessageReduceWork(BucketReduceWork):
             PeerLostError: if a rank is gone.
         """
         assert self._cut is not None
-        waited = 0.0
-        for number, (message, receives) in enumerate(self._arrivals):
-            waited += self._add_up(self._cut(message), receives, with_header=number == 0)
+        waited = sum([self._add_up(self._cut(message), receives) for message, receives in self._arrivals])
         self._arrivals = []
         self._reducer.traffic.add("reduce", waited=waited)
-        return [self._headers[rank] for rank in sorted(self._headers)]
 
     def close(self) -> None:
         """Wait until this rank's values have been sent.
@@ -183,34 +162,19 @@ class MessageReduceWork(BucketReduceWork):
         self._sends, self._staged = [], []
         self._reducer.traffic.add("reduce", waited=time.perf_counter() - started)
 
-    def _add_up(self, own: Pieces, receives: Sequence[Receive], *, with_header: bool) -> float:
+    def _add_up(self, own: Pieces, receives: Sequence[Receive]) -> float:
         """Make the mean; return the seconds that were spent waiting."""
         by_peer, waited = {receive.peer: receive for receive in receives}, 0.0
-        ahead = 8 * self._reducer.header_words if with_header else 0
 
         def take(peer: int) -> torch.Tensor:
             nonlocal waited
             started = time.perf_counter()
             values = self._window.wait(by_peer[peer], "backward()")
             waited += time.perf_counter() - started
-            if with_header:
-                words = values[:ahead].view(torch.int64).tolist()
-                self._headers[peer] = BucketHeader.from_words(words, self._reducer.tensors)
-            return values[ahead:]
+            return values
 
-        def release(peer: int) -> None:
-            self._window.release(by_peer[peer])
-
-        if own:
-            mean_in_rank_order(self._reducer.ranks, own, take, release)
-        else:
-            for peer in by_peer:
-                take(peer)
-                release(peer)
+        mean_in_rank_order(self._reducer.ranks, own, take, lambda peer: self._window.release(by_peer[peer]))
         return waited
-
-
-_NOTHING = BucketMessage((), 0)
 
 
 @dataclass(eq=False)

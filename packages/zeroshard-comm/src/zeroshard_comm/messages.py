@@ -251,10 +251,6 @@ class BucketMessage:
     nbytes: int
 
 
-_WITH_THE_HEADER = 64
-"""Elements of a large run that are packed if there is nothing else to pack."""
-
-
 def bucket_messages(runs: Sequence[Run], itemsize: int, chunk_bytes: int = CHUNK_BYTES) -> list[BucketMessage]:
     """Lay out the gradients of one owner as messages: large runs by chunks, small ones together.
 
@@ -264,14 +260,11 @@ def bucket_messages(runs: Sequence[Run], itemsize: int, chunk_bytes: int = CHUNK
         chunk_bytes: of which large runs have at most so many in a message.
 
     Returns:
-        The messages, the first of which is packed, so that a header can be added to it.
+        The messages, packed ones first.
     """
     cut = PACK_BELOW // itemsize
     small = [(run.start, run.stop) for run in runs if 0 < run.stop - run.start < cut]
     large = [(run.start, run.stop) for run in runs if run.stop - run.start >= cut]
-    if large and not small:
-        start, stop = large[0]
-        small, large[0] = [(start, start + _WITH_THE_HEADER)], (start + _WITH_THE_HEADER, stop)
     packed = _batches(small, [stop - start for start, stop in small], PACKED_BYTES // itemsize)
     step = chunk_bytes // itemsize
     chunks = [[(at, min(at + step, stop))] for start, stop in large for at in range(start, stop, step)]

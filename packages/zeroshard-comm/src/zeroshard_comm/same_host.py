@@ -2,11 +2,11 @@
 
 Over loopback a byte is copied into the kernel by one process and out of it by the other, by threads that must be woken.
 A read across processes is one copy, made by the rank that needs it. Ranks say where their memory lies, once per layout
-with parameters, with the header of a bucket with gradients. Then a move is two agreements and one call of the kernel
-per peer: *ready*, when all ranks have their values; the reads; and *done*, when all have read, before any rank may
-write to or free its memory. All three belong to the thread that calls a collective method, or in which a framework
-calls a communication hook. After an agreement that has failed a rank may go on, and what others read then may be
-anything; but they cannot agree that they are done, so that no rank takes it for good.
+with parameters, once per buffer with gradients. Then a move is an agreement, and one call of the kernel per peer:
+*ready*, when all ranks have their values; and the reads. All ranks agree once more, at the end of a backward or a step,
+before any may write to or free its memory. All this belongs to the thread that calls a collective method, or in which a
+framework calls a communication hook. After an agreement that has failed a rank may go on, and what others read then may
+be anything; but they cannot agree that they are done, so that no rank takes it for good.
 """
 
 from __future__ import annotations
@@ -15,20 +15,14 @@ import os
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from zeroshard_core import Run
 
 from zeroshard_comm.agreement import Coordinator
 from zeroshard_comm.errors import PeerLostError, peer_lost
-from zeroshard_comm.interfaces import (
-    BucketHeader,
-    BucketReduceWork,
-    GradientReducer,
-    ParameterBroadcaster,
-    Segment,
-)
+from zeroshard_comm.interfaces import BucketReduceWork, GradientReducer, ParameterBroadcaster, Segment
 from zeroshard_comm.message_reducer import mean_in_rank_order
 from zeroshard_comm.messages import PACKED_BYTES, BucketMessage, bucket_messages
 from zeroshard_comm.process_group import RankGroup
@@ -40,7 +34,7 @@ WORTH_READING = 512 * 1024
 _READ_BYTES = 512 * 1024
 """Large gradients are read in parts of at most so many bytes, which a cache may hold until they are added."""
 
-_READY, _DONE = "step(), where all ranks have their new values", "backward(), where all ranks have read gradients"
+_READY, _IN_BACKWARD = "step(), where all ranks have their new values", "backward(), where all ranks have gradients"
 
 
 @dataclass
@@ -50,11 +44,9 @@ class PeerMemory:
     Attributes:
         processes: the processes of peers whose memory this rank reads: all peers if every rank can read every other,
             else none; None before they have tried.
-        is_unread: whether peers may be reading gradients of this rank.
     """
 
     processes: Mapping[int, int] | None = None
-    is_unread: bool = False
 
 
 def probe_peer_memory(coordinator: Coordinator) -> None:
@@ -167,20 +159,19 @@ def scratch_memory() -> torch.Tensor:
 class SameHostReducer(GradientReducer):
     """Reads this rank's part of a bucket from the other ranks' memory, and adds it up.
 
-    Nothing is done before :meth:`BucketReduceWork.finish`, which agrees, as :meth:`BucketReduceWork.close` does.
+    Nothing is done before :meth:`BucketReduceWork.finish`, which agrees.
 
     Args:
         coordinator: the channel, and the group, of which :func:`all_read` is true.
         runs: ranges of elements of the bucket and who owns them, in bucket order; elements between them have no owner.
         dtype: of the bucket, which is on the CPU.
-        tensors: number of tensors in the bucket.
         scratch: of :func:`scratch_memory`, which reducers that are used one after another share.
     """
 
     def __init__(
-        self, coordinator: Coordinator, runs: Sequence[Run], dtype: torch.dtype, tensors: int, scratch: torch.Tensor
+        self, coordinator: Coordinator, runs: Sequence[Run], dtype: torch.dtype, scratch: torch.Tensor
     ) -> None:
-        self.coordinator, self.ranks, self.dtype, self.tensors = coordinator, coordinator.ranks, dtype, tensors
+        self.coordinator, self.ranks, self.dtype = coordinator, coordinator.ranks, dtype
         owned_runs = [run for run in runs if run.rank == self.ranks.rank]
         self._messages = bucket_messages(owned_runs, dtype.itemsize, _READ_BYTES)
         owned = sum(message.nbytes for message in self._messages)
@@ -188,41 +179,26 @@ class SameHostReducer(GradientReducer):
         self._sent = sum(run.stop - run.start for run in runs) * dtype.itemsize - owned
         self._scratch = scratch
         self._reads: dict[int, tuple[int, list[ProcessMemory]]] = {}
-        self._said: list[int] = []
-        self._heard: list[list[int]] = []
+        self._said, self._heard = 0, list[list[int]]()
 
-    def begin(self, buffer: torch.Tensor, header: BucketHeader, *, gradients: bool = True) -> BucketReduceWork:
+    def begin(self, buffer: torch.Tensor) -> BucketReduceWork:
         """Keep the bucket; nothing is sent yet."""
-        return _Gathering(self, buffer, header, gradients=gradients)
+        return _Gathering(self, buffer)
 
-    def exchange_headers(self, buffer: torch.Tensor, header: BucketHeader) -> tuple[list[int], list[BucketHeader]]:
-        """Agree that all ranks have their gradients, and learn their addresses and headers. Collective.
+    def exchange_places(self, buffer: torch.Tensor) -> list[int]:
+        """Agree that all ranks have their gradients, and return by rank where the bucket lies there. Collective.
 
         Args:
             buffer: this rank's bucket.
-            header: what this rank has to say.
-
-        Returns:
-            By rank, the address of the bucket there, and the header.
 
         Raises:
-            DisagreementError: if ranks are in different buckets.
+            DisagreementError: if ranks are in different calls.
             PeerLostError: if a rank is gone.
         """
-        self.ranks.context.shared(PeerMemory).is_unread = True
-        mine = [buffer.data_ptr(), *replace(header, backward=0).to_words()]
-        if self.coordinator.agree(f"bucket {header.bucket} of backward {header.backward}", flag=mine != self._said):
-            self._heard = self.coordinator.gather_ints(mine, "backward()")
-            self._said = mine
-        headers = [BucketHeader.from_words(words, self.tensors) for _, *words in self._heard]
-        return [place for place, *_ in self._heard], [replace(it, backward=header.backward) for it in headers]
-
-    def wait_until_read(self) -> None:
-        """Agree that all ranks have read all buckets. Collective; a no-op if that is known."""
-        memory = self.ranks.context.shared(PeerMemory)
-        if memory.is_unread:
-            memory.is_unread = False
-            self.coordinator.agree(_DONE)
+        mine = buffer.data_ptr()
+        if self.coordinator.agree(_IN_BACKWARD, flag=mine != self._said):
+            self._said, self._heard = mine, self.coordinator.gather_ints([mine], _IN_BACKWARD)
+        return [place for [place] in self._heard]
 
     def add_up(self, buffer: torch.Tensor, places: Sequence[int]) -> None:
         """Make the mean of what this rank owns.
@@ -267,18 +243,11 @@ class SameHostReducer(GradientReducer):
 
 
 class _Gathering(BucketReduceWork):
-    def __init__(
-        self, reducer: SameHostReducer, buffer: torch.Tensor, header: BucketHeader, *, gradients: bool
-    ) -> None:
-        self._reducer, self._buffer, self._header, self._lends = reducer, buffer, header, gradients
+    def __init__(self, reducer: SameHostReducer, buffer: torch.Tensor) -> None:
+        self._reducer, self._buffer = reducer, buffer
 
-    def finish(self) -> list[BucketHeader]:
-        places, headers = self._reducer.exchange_headers(self._buffer, self._header)
-        if self._lends:
-            self._reducer.add_up(self._buffer, places)
-        return headers
+    def finish(self) -> None:
+        self._reducer.add_up(self._buffer, self._reducer.exchange_places(self._buffer))
 
     def close(self) -> None:
-        if self._lends:
-            self._lends = False
-            self._reducer.wait_until_read()
+        """Do nothing: the ranks agree at the end of the backward, when all have read."""

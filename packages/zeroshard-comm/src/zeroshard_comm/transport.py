@@ -40,22 +40,19 @@ class Transport(ABC):
         tags: offset to the tags of its messages, which must be the same on all ranks; 0 if it sends none.
         uses_thread: whether another thread finishes reductions; else all is done in one order on all ranks.
         shares_buckets: whether each bucket's parameters are sent separately, or all together, as without buckets.
-        ends_in_agreement: whether all ranks have agreed on something when the last reduction of a backward is closed.
     """
 
     tags: int = 0
     uses_thread: bool = False
     shares_buckets: bool = True
-    ends_in_agreement: bool = False
 
     @abstractmethod
-    def reducer(self, runs: Sequence[Run], bucket: torch.Tensor, tensors: int) -> GradientReducer:
+    def reducer(self, runs: Sequence[Run], bucket: torch.Tensor) -> GradientReducer:
         """Make the reducer that sends the gradients of a bucket to their owners.
 
         Args:
             runs: ranges of elements of the bucket and who owns them, in bucket order.
             bucket: the bucket, 1-D, or any tensor of its dtype and device.
-            tensors: number of tensors in it.
         """
 
     @abstractmethod
@@ -77,9 +74,9 @@ class MessageTransport(Transport):
         self.tags = coordinator.ranks.context.allocate_tags()
         self._window = ReceiveWindow(self._ranks, WINDOW_BYTES)
 
-    def reducer(self, runs: Sequence[Run], bucket: torch.Tensor, tensors: int) -> GradientReducer:
+    def reducer(self, runs: Sequence[Run], bucket: torch.Tensor) -> GradientReducer:
         """Make one that sends every owner its part."""
-        return MessageReducer(self._ranks, runs, bucket.dtype, tensors, self._window, self._traffic, tags=self.tags)
+        return MessageReducer(self._ranks, runs, bucket.dtype, self._window, self._traffic, tags=self.tags)
 
     def broadcaster(self, segments: Sequence[Segment]) -> ParameterBroadcaster | None:
         """Make one with the tags of this transport."""
@@ -92,7 +89,7 @@ class CollectiveTransport(Transport):
     """Collectives. Made by all ranks together.
 
     Args:
-        coordinator: has the group, and the channel of the headers.
+        coordinator: has the group, and the traffic.
         device: where parameters and buckets are.
 
     Raises:
@@ -101,15 +98,15 @@ class CollectiveTransport(Transport):
     """
 
     def __init__(self, coordinator: Coordinator, device: torch.device) -> None:
-        self._coordinator, self._ranks = coordinator, choose_private_group(coordinator.ranks, device)
+        self._ranks, self._traffic = choose_private_group(coordinator.ranks, device), coordinator.traffic
 
-    def reducer(self, runs: Sequence[Run], bucket: torch.Tensor, tensors: int) -> GradientReducer:
+    def reducer(self, runs: Sequence[Run], bucket: torch.Tensor) -> GradientReducer:
         """Make one that reduces every owner's part to it."""
-        return CollectiveReducer(self._ranks, self._coordinator, self._coordinator.traffic, runs, bucket, tensors)
+        return CollectiveReducer(self._ranks, self._traffic, runs, bucket)
 
     def broadcaster(self, segments: Sequence[Segment]) -> ParameterBroadcaster:
         """Make one that issues its collectives on its own group."""
-        return CollectiveBroadcaster(self._ranks, segments, self._coordinator.traffic)
+        return CollectiveBroadcaster(self._ranks, segments, self._traffic)
 
 
 class SameHostTransport(Transport):
@@ -119,14 +116,14 @@ class SameHostTransport(Transport):
         coordinator: has the group, all of whose ranks read each other's memory, and its channel.
     """
 
-    shares_buckets, ends_in_agreement = False, True
+    shares_buckets = False
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator, self._scratch = coordinator, scratch_memory()
 
-    def reducer(self, runs: Sequence[Run], bucket: torch.Tensor, tensors: int) -> GradientReducer:
+    def reducer(self, runs: Sequence[Run], bucket: torch.Tensor) -> GradientReducer:
         """Make one that reads this rank's part from the other ranks' memory."""
-        return SameHostReducer(self._coordinator, runs, bucket.dtype, tensors, self._scratch)
+        return SameHostReducer(self._coordinator, runs, bucket.dtype, self._scratch)
 
     def broadcaster(self, segments: Sequence[Segment]) -> None:
         """Make none: parameters are read together."""

@@ -228,6 +228,7 @@ def _register_model(ddp: DistributedDataParallel, exchanges: Sequence[GradExchan
     """Let optimizers know their model, and when it may rebuild its buckets, which copies gradients: in its forwards."""
     for exchange in exchanges:
         exchange.join.models.add(ddp)
+        exchange.uses_all = not (ddp.find_unused_parameters or ddp.static_graph)
     _set_in_forward(exchanges, None)
     # Functions: a copy of the model would copy the arguments of a partial.
     ddp.register_forward_pre_hook(lambda module, _: _set_in_forward(exchanges, module))

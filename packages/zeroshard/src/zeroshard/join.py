@@ -40,7 +40,7 @@ class Call(IntEnum):
     BACKWARD = 4
     """The begin of a backward that reduces; announced for its model, and by an optimizer that steps during it."""
     END = 5
-    """The end of a backward whose hook steps; a rank without data then ends that step."""
+    """The end of a backward with a hook; a rank without data then ends its part of it."""
     FORWARD = 6
     """A forward whose backward reduces."""
     FORWARD_UNDER_NO_SYNC = 7
@@ -132,7 +132,7 @@ class JoinState:
 
     Attributes:
         context: announces a call in the Join context that the optimizer is in; None outside. Contexts change these.
-        divides_by_running: whether a hook of zeroshard averages gradients over the ranks that still have data.
+        counted: the number of ranks over which a hook of zeroshard averages gradients; None for all.
         models: those that a communication hook was registered with.
     """
 
@@ -144,7 +144,7 @@ class JoinState:
     def leave(self) -> None:
         """Leave a context."""
         self.context: Callable[[Call], JoinRound | None] | None = None
-        self.divides_by_running = False
+        self.counted: int | None = None
 
     def announce(self, call: Call, **arguments: Any) -> None:  # noqa: ANN401 - of any call
         """Announce a call, and send its values to ranks that have run out of data. Collective; a no-op outside.
@@ -263,7 +263,6 @@ class JoinState:
     def take_part(self, join_round: JoinRound) -> None:
         """Do what the ranks that still have data do with the optimizer; raise what they raise. Collective."""
         engine, exchange, call = self._engine, self.exchange, join_round.made.call
-        self.end_backward()
         arguments = self.exchange_args(join_round, {}) if call is not Call.END else {}
         if call is Call.END:
             assert exchange is not None
@@ -276,9 +275,3 @@ class JoinState:
             engine.apply_step(arguments)
             for param in engine.params if exchange is None else ():
                 param.grad = None
-
-    def end_backward(self) -> None:
-        """End a backward in which this rank got the others' gradients; a no-op if a hook steps during backward."""
-        exchange = self.exchange
-        if exchange is not None and exchange.in_backward and not self.steps_early:
-            exchange.end()

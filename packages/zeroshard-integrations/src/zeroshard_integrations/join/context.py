@@ -27,6 +27,7 @@ class JoinContext:
 
     def __init__(self, joinables: Sequence[Joinable], *, throws: bool, arguments: Mapping[str, Any]) -> None:
         self._joinables, self._throws, self._arguments = joinables, throws, arguments
+        self._divides_by_running = not arguments.get("divide_by_initial_world_size", True)
         self._hooks: dict[int, JoinHook] = {}
         self._models: dict[int, DDPModel] = {}
         self._optimizers: dict[int, JoinState] = {}
@@ -48,14 +49,13 @@ class JoinContext:
             raise
 
     def _take_in(self, place: int, joinable: Joinable) -> None:
-        divides_by_running = not self._arguments.get("divide_by_initial_world_size", True)
+        divides_by_running = self._divides_by_running
         notify: Callable[[], object] = partial(self._call, JoinCall(Call.NOTIFY, place))
         enable = True
         if isinstance(joinable, ZeroRedundancyOptimizer):
             joining, notify = joinable.join_state, lambda: None
             self._optimizers[place] = joining
             joining.context = partial(self._optimizer_calls, place)
-            joining.divides_by_running = divides_by_running
         else:
             self._hooks[place] = joinable.join_hook(**self._arguments)
         if isinstance(joinable, DistributedDataParallel):
@@ -149,6 +149,7 @@ class JoinContext:
         self._is_reported = True
         self._send_gradients(model, join_round.running, join_round.joined)
         for optimizer in optimizers_of_hooks(model.ddp):
+            optimizer.counted = len(join_round.running) if self._divides_by_running else None
             if optimizer.steps_early:
                 optimizer.exchange_args(join_round, {})
         self._is_reported = False
@@ -197,8 +198,6 @@ class JoinContext:
         made = join_round.made
         for model in self._models.values():
             model.end_backward()
-        for optimizer in self._optimizers.values():
-            optimizer.end_backward()
         if made.call is Call.BACKWARD:
             model = self._models[made.place]
             self._prepare_backward(model, join_round)

@@ -83,12 +83,14 @@ class BucketState:
         tensors: as given.
         params: the parameters.
         offsets: per tensor, its first element in the bucket.
+        length: elements of the bucket.
         buffer: the bucket, 1-D; None after :meth:`release`.
         is_last: whether the bucket was the last one of its backward.
         announced: its number, as the framework gave it.
         phase: see :class:`BucketPhase`.
         owned_tensors: the tensors of the local optimizer that belong to it.
-        present: per tensor, whether any rank had a gradient in the last backward, and it was not set to None since.
+        present: per tensor, whether any rank had a gradient in the last backward, and it was not set to None since;
+            during that backward, whether this rank has one.
         zeroed: tensors whose gradients were set to zero since they were reduced.
         reducer: sends gradients to their owners.
         broadcast: of the owners' new values to all ranks; without effect if all parameters are sent together.
@@ -99,10 +101,9 @@ class BucketState:
     def __init__(self, bucket: Bucket, tensors: Sequence[int], *, is_first: bool) -> None:
         self.is_first = is_first
         self.index, self.tensors, self.params = bucket.index, tuple(tensors), list(bucket.params)
-        self.offsets, self._length = bucket.offsets, bucket.buffer.numel()
+        self.offsets, self.length = bucket.offsets, bucket.buffer.numel()
         self._strides = [param.stride() for param in bucket.params]
         self._like = bucket.buffer.new_empty(0)
-        self.present: tuple[bool, ...] = (False,) * len(self.tensors)
         self.zeroed: set[int] = set()
         self.failure: Exception | None = None
         self._bound: tuple[tuple[int, tuple[bool, ...]], list[torch.Tensor | None]] | None = None
@@ -111,13 +112,14 @@ class BucketState:
 
     def fits(self, bucket: Bucket) -> bool:
         """Whether a bucket has the same parameters, at the same places: other optimizers' may have moved them."""
-        is_alike = not bucket.is_part or (bucket.buffer.numel() == self._length and bucket.offsets == self.offsets)
+        is_alike = not bucket.is_part or (bucket.buffer.numel() == self.length and bucket.offsets == self.offsets)
         return is_alike and len(self.params) == len(bucket.params) and all(map(is_, self.params, bucket.params))
 
     def take(self, bucket: Bucket) -> None:
         """Take over the buffer of a further backward; the bucket :meth:`fits`."""
         self.buffer: torch.Tensor | None = bucket.buffer
         self.is_last, self.announced = bucket.is_last, bucket.announced
+        self.present: tuple[bool, ...] = bucket.present
         self.phase = BucketPhase.REDUCING
         self.zeroed.clear()
         self.is_stepped_early, self.failure = False, None
@@ -154,7 +156,7 @@ class BucketState:
         self.owned_tensors = [shard.tensor for shard in self._owned.values()]
         self._partial = PartialStepper(local, list(self._owned.values()))
         self._bound, self._views, self.broadcast = None, (0, {}), broadcast
-        self.reducer = transport.reducer(self._runs(plan), self._like, len(self.tensors))
+        self.reducer = transport.reducer(self._runs(plan), self._like)
         for tensor, gradient in waiting.items():
             place = self.owned_gradients().get(tensor)
             if place is not None and place.data_ptr() != gradient.data_ptr():

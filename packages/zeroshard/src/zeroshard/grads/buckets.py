@@ -163,12 +163,12 @@ class Buckets:
         unused = [i for i in missing if self._params[i].grad is None or not self._params[i].requires_grad] or missing
         return ", ".join(f"tensor {i} {names[i]!r}" for i in unused[:3]) + (", ..." if len(unused) > 3 else "")
 
-    def take(self, bucket: Bucket, *, gradients: bool) -> BucketState:
+    def take(self, bucket: Bucket, *, reduces: bool) -> BucketState:
         """Take in a bucket of a backward; the first one begins it. Collective, if it has other parameters than before.
 
         Args:
             bucket: its parameters are laid out when it comes for the first time.
-            gradients: whether gradients are sent to their owners, and not reduced by somebody else.
+            reduces: whether gradients are sent to their owners, and not reduced by another hook.
 
         Raises:
             ValueError: if the optimizer does not have a parameter of the bucket, or its gradients cannot be sent.
@@ -176,7 +176,7 @@ class Buckets:
         known = self.by_index.get(bucket.index)
         state = known if known is not None and known.fits(bucket) else None
         if bucket.index == 0:
-            self._begin(bucket, is_known=state is not None, gradients=gradients)
+            self._begin(bucket, is_known=state is not None, reduces=reduces)
         if state is None:
             state = self._add(bucket)
         else:
@@ -184,11 +184,11 @@ class Buckets:
         self.arrived.append(state)
         return state
 
-    def _begin(self, first: Bucket, *, is_known: bool, gradients: bool) -> None:
+    def _begin(self, first: Bucket, *, is_known: bool, reduces: bool) -> None:
         """Begin a backward, and prepare for its other buckets if they have been the same for a while."""
         self._is_expected = is_known and self._alike >= _SETTLED
-        for state in self.arrived if self._is_expected else ():
-            state.reducer.expect(gradients=gradients)
+        for state in self.arrived if self._is_expected and reduces else ():
+            state.reducer.expect()
         before = self.by_index[0].buffer if self.by_index else None
         if before is not None and before.data_ptr() != first.buffer.data_ptr():
             # The framework has made new buckets, and needs the memory of the old ones.

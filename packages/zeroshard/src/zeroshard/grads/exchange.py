@@ -4,25 +4,29 @@ Buckets are sent in the order in which they come. A worker thread finishes each 
 that it overlaps with backward; or, if a transport needs the same order on all ranks, the thread that runs backward
 does: after the last bucket, or one bucket later, if each is stepped as soon as it is reduced.
 
-Whether shards may be stepped during a backward must be the same on all ranks, because it changes the order of
-operations: each rank says so with each bucket, and a bucket is stepped early only if all said yes.
+Nothing but gradients travels with a bucket. At the end of each backward all ranks agree that it was the same backward,
+with the same buckets; which tensors have no gradient on any rank they ask only if some are missing on one. A hook that
+steps bucket by bucket changes the order of operations, so all ranks agree at the first bucket that they may.
 """
 
 from __future__ import annotations
 
+import json
 import threading
 import weakref
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from enum import Enum
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.futures import Future
 from torch.profiler import record_function
-from zeroshard_comm import BucketHeader, BucketReduceWork, agreed
+from zeroshard_comm import BucketReduceWork, agreed
 
 from zeroshard._torch_private import disable_dynamo, in_autograd
 from zeroshard.grads.accumulation import GradAccumulator
@@ -44,6 +48,8 @@ if TYPE_CHECKING:
 
 _PATIENCE = 5.0
 """Seconds that a rank with an incomplete backward gives slower ones to come as far."""
+
+_END = "the end of backward()"
 
 
 class StepMode(Enum):
@@ -76,6 +82,8 @@ class GradExchange:
         buckets: those of the last backward.
         is_own: whether this rank has computed the last backward, and not only taken part in the others' reduction.
         early_steps: checks calls of ``step()`` if shards are stepped during backward; else None.
+        uses_all: whether every backward makes a gradient of every parameter; if not, no bucket is stepped before the
+            last one is reduced. Set by who registers a hook.
 
     Raises:
         RuntimeError: if the group has no backend for the device that parameters are on.
@@ -97,7 +105,8 @@ class GradExchange:
         # On a device with streams, waiting for a future also waits for the stream on which it was set.
         self._devices: list[int | str | torch.device] = [] if device.type == "cpu" else [device]
         self._backwards = self._arrived_before = 0
-        self.is_own, self._may_step, self._all_may_step = True, False, False
+        self.is_own, self._may_step, self._steps_buckets = True, False, False
+        self.uses_all = True
         self._seen: Seen | None = None
         self.early_steps = EarlySteps(self._engine, self) if steps_early else None
 
@@ -149,7 +158,6 @@ class GradExchange:
             self.operations.takes_norms = self.join.context is None
             if self.mode is not StepMode.IN_STEP:
                 self.join.announce_backward(is_own=bucket.is_own)
-            self._look_early()
         try:
             return self._send(bucket, reduce)
         except BaseException as error:
@@ -157,20 +165,19 @@ class GradExchange:
             raise
 
     def _send(self, bucket: Bucket, reduce: Callable[[], Future[torch.Tensor]] | None) -> Future[torch.Tensor]:
-        reduces = reduce is None
         if bucket.index == 0:
             self._backwards, self._arrived_before = self._backwards + 1, 0
+            self._look_early()
             self.gradients.begin()
-        state = self.buckets.take(bucket, gradients=reduces)
-        may_step = self._may_step and may_step_in_parts(self._engine.local.optim)
-        header = BucketHeader(self._backwards, bucket.index, bucket.present, may_step, bucket.is_own)
+        state, work = self.buckets.take(bucket, reduces=reduce is None), None
         with record_function(f"zeroshard::send bucket {bucket.index}"), self._queue.beside():
             self._queue.keep(bucket.buffer)
-            work = state.reducer.begin(bucket.buffer, header, gradients=reduces)
+            if reduce is None:
+                work = state.reducer.begin(bucket.buffer)
         # Nobody reads its gradients any more: the hook that reduces it may write to it in a thread.
         result = reduce() if reduce is not None else None
         done: Future[torch.Tensor] = Future(devices=self._devices)
-        if may_step and self.buckets.transport.uses_thread:
+        if self._steps_buckets and self.buckets.transport.uses_thread:
             # Before a thread may send, in one order.
             state.broadcast.expect()
         self._queue.add(partial(self._finish, state, work, result, done), work)
@@ -184,7 +191,7 @@ class GradExchange:
     def _finish(
         self,
         state: BucketState,
-        work: BucketReduceWork,
+        work: BucketReduceWork | None,
         result: Future[torch.Tensor] | None,
         done: Future[torch.Tensor],
     ) -> None:
@@ -194,14 +201,14 @@ class GradExchange:
         try:
             if engine.broken is None:
                 with record_function(f"zeroshard::reduce bucket {state.index}"):
-                    self._take_in(state, work.finish(), result)
+                    self._take_in(state, work, result)
         except BaseException as error:
             engine.mark_broken(error)
             raise
         finally:
             # Even after an error, which is raised at the end of backward: DDP would wait for ever.
             done.set_result(buffer)
-        if self.mode.is_interleaved and self._all_may_step and not engine.broken:
+        if self._steps_buckets and not engine.broken:
             # And broadcast it, even after a failure: all ranks have agreed to.
             if self._may_step:
                 state.step_early()
@@ -209,24 +216,16 @@ class GradExchange:
             with record_function(f"zeroshard::share bucket {state.index}"):
                 state.broadcast.send()
 
-    def _take_in(
-        self, state: BucketState, headers: Sequence[BucketHeader], result: Future[torch.Tensor] | None
-    ) -> None:
-        for other, header in enumerate(headers):
-            if (header.backward, header.bucket) != (self._backwards, state.index):
-                raise RuntimeError(
-                    f"rank {other} is in bucket {header.bucket} of its backward number {header.backward}, rank "
-                    f"{self._engine.coordinator.ranks.rank} in bucket {state.index} of number {self._backwards}: a "
-                    f"backward has failed or was left out on one of them. Every rank must make the same calls in the "
-                    f"same order"
-                )
+    def _take_in(self, state: BucketState, work: BucketReduceWork | None, result: Future[torch.Tensor] | None) -> None:
+        if work is not None:
+            work.finish()
         if result is not None:
             state.replace(result.wait(), self._queue.keep)
-        running = sum(header.is_own for header in headers)
-        if self.join.divides_by_running and 0 < running < len(headers):
-            state.scale(len(headers) / running)
-        state.present = tuple([any(bits) for bits in zip(*[header.present for header in headers], strict=True)])
-        self._all_may_step = self._all_may_step and all(header.may_step for header in headers)
+        if self._steps_buckets:
+            # A rank without data has computed none.
+            state.present = (True,) * len(state.present)
+        if self.join.counted is not None:
+            state.scale(self._engine.coordinator.ranks.world_size / self.join.counted)
         self.gradients.add_saved(state, self._queue.keep)
 
     @disable_dynamo
@@ -239,23 +238,51 @@ class GradExchange:
             PeerLostError, RuntimeError: if a rank is gone, or in another backward.
             Exception: if shards are stepped during backward, any error of a step.
         """
+        if self.is_own and self.join.context is not None:
+            self.join.announce_backward(ends=True)
         self._end_reductions()
         if self.mode is not StepMode.IN_STEP:
             self._step()
 
     def _end_reductions(self) -> None:
+        failure = None
         try:
-            with record_function("zeroshard::wait for gradients"):
-                self._queue.drain()
+            try:
+                with record_function("zeroshard::wait for gradients"):
+                    self._queue.drain()
+            except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
+                failure = error
+            with record_function("zeroshard::agree"):
+                self._agree_on_backward(failure)
             self.buckets.end()
             self.gradients.end(self.buckets.arrived)
             with record_function("zeroshard::norms"):
-                self.operations.exchange_norms(agreed=self.buckets.transport.ends_in_agreement)
+                self.operations.exchange_norms()
         except BaseException as error:
             self._engine.mark_broken(error)
             raise
         finally:
             self.gradients.in_backward = False
+
+    def _agree_on_backward(self, error: Exception | None) -> None:
+        """Agree that all ranks end the same backward, and learn which tensors have a gradient on any. Collective.
+
+        Raises:
+            DisagreementError: if a rank was in another backward, or had other buckets.
+            Exception: an error of any rank in this backward.
+        """
+        coordinator, arrived = self._engine.coordinator, self.buckets.arrived
+        done = json.dumps([self._backwards, [state.length for state in arrived]])
+        # A rank without data has none: others do, or say that they lack one.
+        is_unusual = self.is_own and not all(all(state.present) for state in arrived)
+        digest, detail = zlib.crc32(done.encode()), done.__str__
+        if coordinator.agree(_END, digest, error=error, detail=detail, explain=_explain_backwards, flag=is_unusual):
+            bits = iter(coordinator.any_of([*chain.from_iterable(state.present for state in arrived)], _END))
+            for state in arrived:
+                state.present = tuple([next(bits) for _ in state.present])
+        elif not self.is_own:
+            for state in arrived:
+                state.present = (True,) * len(state.present)
 
     @disable_dynamo
     def end_of_autograd(self) -> None:
@@ -381,8 +408,8 @@ class GradExchange:
     # ------------------------------------------------------------------ steps during backward
 
     def _look_early(self) -> None:
-        """Let buckets be stepped early if nothing has changed that ranks must agree on; else the step does it all."""
-        self._seen, self._may_step, self._all_may_step = None, False, True
+        """Let buckets be stepped early if nothing has changed on any rank; else the step does it all. Collective."""
+        self._seen, self._may_step, self._steps_buckets = None, False, False
         if not self.mode.is_interleaved:
             return
         engine = self._engine
@@ -392,7 +419,10 @@ class GradExchange:
                 engine.debugging.before_update()
             except Exception as error:  # noqa: BLE001 - the step that ends this backward raises it on every rank
                 found = found or error
-        self._seen, self._may_step = (layout, found), found is None and layout is engine.layout
+        self._seen = layout, found
+        is_alike = found is None and layout is engine.layout
+        self._may_step = is_alike and self.uses_all and may_step_in_parts(engine.local.optim)
+        self._steps_buckets = not engine.coordinator.agree("backward()", self._backwards, flag=not self._may_step)
 
     def _step(self) -> None:
         seen = self._seen
@@ -403,6 +433,20 @@ class GradExchange:
                 seen = seen[0], error
         assert self.early_steps is not None
         with self.early_steps.one(is_own=self.is_own):
-            if self.is_own:
-                self.join.announce_backward(ends=True)
             self._engine.apply_step({}, seen=seen)
+
+
+def _explain_backwards(reference: str, other: str, reference_rank: int, other_rank: int) -> str | None:
+    """Name the difference between two backwards: their numbers, and the lengths of their buckets."""
+    if not reference or not other:
+        return None
+    (here, lengths), (there, others) = json.loads(reference), json.loads(other)
+    if here != there:
+        return (
+            f"rank {reference_rank} has ended its backward number {here}, and rank {other_rank} number {there}: a "
+            f"backward has failed or was left out on one of them. Every rank must make the same calls in the same order"
+        )
+    return (
+        f"rank {reference_rank} had buckets of {lengths} elements, and rank {other_rank} of {others}: every rank must "
+        f"wrap the same model"
+    )

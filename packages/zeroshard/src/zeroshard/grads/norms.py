@@ -105,15 +105,8 @@ class GradNorms:
         for row, order in zip(self._numbers, self.orders, strict=True):
             row[slots] = _largest(grads) if order == INF else _norms(grads)
 
-    def exchange(self, *, agreed: bool) -> None:
-        """Learn the norms that were taken on all ranks since the last exchange. Collective.
-
-        Args:
-            agreed: whether ranks have just agreed on something else, with nothing in between.
-        """
-        # gloo aborts the process if ranks combine different numbers of words.
-        if not agreed:
-            self._coordinator.agree("the end of backward()")
+    def exchange(self) -> None:
+        """Learn the norms that were taken on all ranks since the last exchange. Collective; agree first."""
         numbers = self._numbers.view(-1)
         combined = self._coordinator.combine_disjoint(numbers, "the end of backward()").view_as(self._numbers)
         values = combined[:, self._slots]
@@ -304,18 +297,14 @@ class GradOperations:
         self._zeroed.add(tensor)
         self._done.pop(tensor, None)
 
-    def exchange_norms(self, *, agreed: bool) -> None:
-        """Exchange norms after a backward; or leave them unknown until the next one. Collective.
-
-        Args:
-            agreed: as for :meth:`GradNorms.exchange`.
-        """
+    def exchange_norms(self) -> None:
+        """Exchange norms after a backward; or leave them unknown until the next one. Collective; agree first."""
         self._clamped.clear()
         self._zeroed.clear()
         self.found_inf = None
         self.norms.are_known = False
         if self.takes_norms and self.orders:
-            self.norms.exchange(agreed=agreed)
+            self.norms.exchange()
 
 
 def _norms(grads: Sequence[torch.Tensor]) -> torch.Tensor:

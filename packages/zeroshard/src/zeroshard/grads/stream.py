@@ -122,15 +122,15 @@ class ReductionQueue:
     def __init__(self, rank: int, device: torch.device, *, uses_thread: bool) -> None:
         self._uses_thread, self._side = uses_thread, SideStream(device)
         self._worker = Worker(f"zeroshard rank {rank}")
-        self._begun: deque[tuple[Job, BucketReduceWork]] = deque()
+        self._begun: deque[tuple[Job, BucketReduceWork | None]] = deque()
         self._finished: deque[BucketReduceWork] = deque()
 
-    def add(self, finish: Job, work: BucketReduceWork) -> None:
+    def add(self, finish: Job, work: BucketReduceWork | None) -> None:
         """Take in a reduction that has begun.
 
         Args:
             finish: called when it is its turn.
-            work: closed some time after that.
+            work: closed some time after that, if there is any.
         """
         self._begun.append((finish, work))
         if self._uses_thread:
@@ -176,7 +176,8 @@ class ReductionQueue:
     def _finish_one(self) -> None:
         finish, work = self._begun.popleft()
         finish()
-        self._finished.append(work)
+        if work is not None:
+            self._finished.append(work)
 
     def _close(self, *, leave: int) -> None:
         while len(self._finished) > leave:
