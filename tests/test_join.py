@@ -242,7 +242,7 @@ def test_the_block_tells_who_runs_and_leaves_nothing_behind(rank: int, hook: str
     assert warnings.filters == filters
     assert not uneven.ddp._join_config.enable
     assert not uneven.optimizer._join_config.enable
-    assert not uneven.optimizer._engine.join.divides_by_running
+    assert uneven.optimizer._engine.join.counted is None
     assert list(uneven.ddp._forward_hooks) == hooks
     assert all(not param._backward_hooks for param in uneven.ddp.parameters())
     if rank == 0:

@@ -228,7 +228,7 @@ class Coordinator:
         started = time.perf_counter()
         # As exact as the bits: every sum has one term that is not 0.
         work = dist.all_reduce(numbers, group=self.ranks.group, async_op=True)
-        wait_for_collective(work, self.ranks, "exchange of norms")
+        wait_for_collective(work, self.ranks, operation)
         nbytes, waited = numbers.nbytes, time.perf_counter() - started
         self.traffic.add("control", sent=nbytes, received=nbytes, calls=1, waited=waited)
         return numbers

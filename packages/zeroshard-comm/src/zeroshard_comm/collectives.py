@@ -80,14 +80,20 @@ class _Passage:
         ranks: its group.
         slot: holds it until it is finished, or the memory is needed again.
         work: what torch returned for it.
-        kind: of move, for messages.
+        operation: what the ranks are doing, for messages.
         unpack: copies what has arrived out of the slot.
     """
 
     def __init__(
-        self, ranks: RankGroup, slot: _Slot, work: dist.Work | None, kind: str, unpack: Callable[[], None] | None = None
+        self,
+        ranks: RankGroup,
+        slot: _Slot,
+        work: dist.Work | None,
+        operation: str,
+        unpack: Callable[[], None] | None = None,
     ) -> None:
-        self._ranks, self._slot, self._work, self._kind, self._unpack = ranks, slot, work, kind, unpack
+        self._ranks, self._slot, self._work = ranks, slot, work
+        self._operation, self._unpack = operation, unpack
         self._end: torch.Event | None = None
         slot.passage = self
 
@@ -95,7 +101,7 @@ class _Passage:
         """Order the current stream after it; the first call unpacks it, and gives the slot back."""
         stream = _current_stream(self._slot.device)
         if self._slot.passage is self:
-            wait_for_collective(self._work, self._ranks, self._kind)
+            wait_for_collective(self._work, self._ranks, self._operation)
             if self._unpack is not None:
                 self._unpack()
             self._end = self._slot.give_back()
@@ -200,7 +206,7 @@ class CollectiveReducer(GradientReducer):
             torch.cat(views, out=packed)
             row = self._owned[chunk.columns.start : chunk.columns.stop]
             work = reduce_scatter(row, packed, op=self._op, group=self.ranks.group, async_op=True)
-            scatters.append(_Passage(self.ranks, slot, work, "reduce"))
+            scatters.append(_Passage(self.ranks, slot, work, "backward()"))
         works = _together(self.ranks, self._device, [self._reduce_of(buffer, i) for i in self._whole])
         self.traffic.add("reduce", sent=self._sent, received=self._received, calls=len(scatters) + len(works))
         return _CollectiveWork(self, scatters, works)
@@ -242,7 +248,7 @@ class _CollectiveWork(BucketReduceWork):
         for scatter in self._scatters:
             scatter.finish()
         for work in self._works:
-            wait_for_collective(work, self._reducer.ranks, "reduce")
+            wait_for_collective(work, self._reducer.ranks, "backward()")
         self._scatters = self._works = ()
         self._reducer.traffic.add("reduce", waited=time.perf_counter() - started)
 
@@ -301,7 +307,7 @@ class CollectiveBroadcaster(ParameterBroadcaster):
         for gather in self._arriving:
             gather.finish()
         for work in self._works:
-            wait_for_collective(work, self.ranks, "share")
+            wait_for_collective(work, self.ranks, "step()")
         self._arriving, self._works = [], []
         self.traffic.add("share", waited=time.perf_counter() - started)
 
@@ -352,7 +358,7 @@ class _Gather:
         # As bytes: backends refuse some dtypes that they would move without looking at them.
         everything, mine = packed.view(torch.uint8), row.view(torch.uint8)
         work = all_gather(everything, mine, group=self._ranks.group, async_op=True)
-        return _Passage(self._ranks, self._slot, work, "share", self._unpack)
+        return _Passage(self._ranks, self._slot, work, "step()", self._unpack)
 
     def _unpack(self) -> None:
         if self._ranks.moves_data():

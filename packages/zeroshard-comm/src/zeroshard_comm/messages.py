@@ -125,13 +125,13 @@ class Waitable(Protocol):
         """Return when it has ended; on an accelerator, order the current stream after it."""
 
 
-def wait_for_collective(work: Waitable | None, ranks: RankGroup, kind: str) -> None:
+def wait_for_collective(work: Waitable | None, ranks: RankGroup, operation: str) -> None:
     """Wait for one collective; turn the backend's error into one that says what to look at.
 
     Args:
         work: what torch returned for it.
         ranks: its group.
-        kind: of move, for the message.
+        operation: what the ranks are doing, for the message.
 
     Raises:
         PeerLostError: if the backend reports a failure.
@@ -142,8 +142,8 @@ def wait_for_collective(work: Waitable | None, ranks: RankGroup, kind: str) -> N
         work.wait()
     except RuntimeError as failure:
         raise PeerLostError(
-            f"rank {ranks.rank} could not finish the {kind} of a step: another rank has ended, was cut off, or did not "
-            f"call step() within the process group's timeout. Look at the other ranks' output first. (The backend "
+            f"rank {ranks.rank} could not finish {operation}: another rank has ended, was cut off, or did not call "
+            f"{operation} within the process group's timeout. Look at the other ranks' output first. (The backend "
             f"said: {str(failure).splitlines()[0]})"
         ) from failure
 

@@ -221,9 +221,6 @@ class GradExchange:
             work.finish()
         if result is not None:
             state.replace(result.wait(), self._queue.keep)
-        if self._steps_buckets:
-            # A rank without data has computed none.
-            state.present = (True,) * len(state.present)
         if self.join.counted is not None:
             state.scale(self._engine.coordinator.ranks.world_size / self.join.counted)
         self.gradients.add_saved(state, self._queue.keep)
@@ -408,9 +405,12 @@ class GradExchange:
     # ------------------------------------------------------------------ steps during backward
 
     def _look_early(self) -> None:
-        """Let buckets be stepped early if nothing has changed on any rank; else the step does it all. Collective."""
+        """Let buckets be stepped early if nothing has changed on any rank; else the step does it all. Collective.
+
+        Inside Join they are not: a rank without data may have to hear of another call before the first bucket comes.
+        """
         self._seen, self._may_step, self._steps_buckets = None, False, False
-        if not self.mode.is_interleaved:
+        if not self.mode.is_interleaved or self.join.context is not None:
             return
         engine = self._engine
         layout, found = look(engine, in_backward=True)
