@@ -5,7 +5,7 @@ On CUDA where there is some, and on the emulated device, whose results are those
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -19,6 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from training import cutting, small_model
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_comm import collectives
+from zeroshard_core import Cost, TensorSpec
+from zeroshard_integrations.ddp import register_reduce_to_owner
 from zeroshard_testing import assert_replicas_equal
 
 ACCELERATORS = ["nccl", "emulated"]
@@ -132,6 +134,48 @@ def test_replicas_stay_equal_in_bfloat16(device: torch.device, hook: str, master
         optimizer.step()
         assert_replicas_equal(ddp.parameters())
     assert all(not torch.equal(param, old) for param, old in zip(model.parameters(), before, strict=True))
+
+
+class Many(nn.Module):
+    """As many small parameters as asked for, all of which are used."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.params = nn.ParameterList([torch.full((2,), 1.0 + place) for place in range(number)])
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return torch.stack(list(self.params)).sum() * inputs.sum()
+
+
+def first_rank(tensors: Sequence[TensorSpec], _: Sequence[float], __: Cost) -> list[tuple[int, ...]]:
+    return [(0,)] * len(tensors)
+
+
+@pytest.mark.ranks(2, backend="emulated")
+def test_clipping_and_unscaling_cost_the_same_for_any_number_of_tensors(
+    device: torch.device, rank: int, device_costs: Callable[[], AbstractContextManager[Any]]
+) -> None:
+    kernels: dict[str, list[int]] = {"clip": [], "unscale": []}
+    for number in (10, 1_000):
+        ddp = DistributedDataParallel(Many(number).to(device), gradient_as_bucket_view=True)
+        optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, partition=first_rank)
+        register_reduce_to_owner(ddp, optimizer)
+        scaler = torch.amp.GradScaler(device.type, init_scale=4.0)
+        for _ in range(2):
+            # The second time, what is made once is there.
+            optimizer.zero_grad()
+            scaler.scale(ddp(torch.ones(3, device=device))).backward()
+            with device_costs() as unscaling:
+                scaler.unscale_(optimizer)
+            with device_costs() as clipping:
+                nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+        kernels["clip"].append(clipping.kernels)
+        kernels["unscale"].append(unscaling.kernels)
+    if rank == 1:
+        assert kernels["clip"][0] == kernels["clip"][1], kernels
+        assert kernels["unscale"][0] == kernels["unscale"][1], kernels
 
 
 def fixed(twins: Twins) -> Twins:

@@ -7,9 +7,9 @@ follow.
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 INF = float("inf")
 _ORDERS = (2.0, INF)
 _HALF = (torch.float16, torch.bfloat16)
+Factor = float | torch.Tensor
 
 
 def norm_orders(norms: bool | Sequence[float]) -> tuple[float, ...]:
@@ -45,11 +46,30 @@ def norm_orders(norms: bool | Sequence[float]) -> tuple[float, ...]:
     )
 
 
+@dataclass
+class _Pending:
+    """A factor that the norms of some tensors do not have yet."""
+
+    factor: Factor
+    version: int
+    divides: bool
+    magnitude: Factor
+    tensors: dict[int, None]
+
+    def is_by(self, factor: Factor, version: int, *, divides: bool) -> bool:
+        if isinstance(factor, torch.Tensor) or isinstance(self.factor, torch.Tensor):
+            is_same = self.factor is factor
+        else:
+            is_same = self.factor == factor
+        return is_same and (self.version, self.divides) == (version, divides)
+
+
 class GradNorms:
     """Holds norms of every gradient, on the gradients' device.
 
     The norm of a tensor with one owner is torch's own, in the gradient's dtype. So is the norm of each part of a cut
-    tensor; their squares are added in float64. Norms in half precision are taken in float32.
+    tensor; their squares are added in float64. Norms in half precision are taken in float32. What a loop does to all
+    gradients costs the same number of operations on the device, however many there are.
 
     Args:
         coordinator: the channel of the ranks' agreements.
@@ -58,19 +78,19 @@ class GradNorms:
 
     Attributes:
         are_known: whether norms were exchanged in the last backward.
-        factors: by tensor, by what its gradient was multiplied since.
-        common: by what all gradients were multiplied besides.
     """
 
     def __init__(self, coordinator: Coordinator, device: torch.device, orders: Sequence[float]) -> None:
         self._coordinator, self._device, self.orders, self.are_known = coordinator, device, orders, False
-        self.factors: list[float | torch.Tensor] = []
-        self.common: float | torch.Tensor = 1.0
-        self._by_order: dict[float, Sequence[torch.Tensor]] = {}
+        self._values = torch.zeros(len(orders), 0, dtype=torch.float64, device=device)
+        self._read: dict[tuple[float, torch.dtype], Sequence[torch.Tensor]] = {}
+        self._pending: _Pending | None = None
+        self._masks: dict[tuple[int, ...], torch.Tensor] = {}
 
     def rebuild(self, plan: Plan) -> None:
-        """Lay out slots for a plan: one per part of a tensor."""
-        self._plan, rank = plan, self._coordinator.ranks.rank
+        """Lay out slots for a plan: one per part of a tensor. Tensors keep their numbers, and new ones come last."""
+        self._apply()
+        rank = self._coordinator.ranks.rank
         self._slot_of: dict[int, int] = {}
         slots, cut, total = list[int](), dict[int, range](), 0
         for tensor in range(len(plan.tensors)):
@@ -89,9 +109,12 @@ class GradNorms:
             torch.tensor(numbers, dtype=torch.int64, device=self._device) for numbers in (list(cut), rows, slots)
         )
         self._numbers = torch.zeros(len(self.orders), total + 1, dtype=torch.float64, device=self._device)
+        largest = [torch.finfo(spec.dtype).max if spec.dtype.is_floating_point else INF for spec in plan.tensors]
+        self._most = torch.tensor(largest, dtype=torch.float64, device=self._device)
         self._own_slots: dict[tuple[int, ...], torch.Tensor] = {}
-        # Tensors keep their numbers, and new ones come last.
-        self.factors += [1.0] * (len(slots) - len(self.factors))
+        self._masks.clear()
+        self._values = torch.nn.functional.pad(self._values, (0, len(slots) - self._values.shape[1]))
+        self._read.clear()
 
     def take(self, gradients: Mapping[int, torch.Tensor]) -> None:
         """Take the norms of this rank's parts of gradients of one dtype, by tensor; in the thread that reduces them."""
@@ -113,37 +136,60 @@ class GradNorms:
         if len(self._cut):
             for row, parts, order in zip(values, combined[:, self._parts], self.orders, strict=True):
                 row[self._cut] = torch.linalg.vector_norm(parts, order, dim=1)
-        self._values, self.are_known = values, True
-        self.factors, self.common = [1.0] * len(self.factors), 1.0
-        self._by_order.clear()
+        self._values, self.are_known, self._pending = values, True, None
+        self._read.clear()
         self._numbers.zero_()
 
-    def norm(self, tensor: int, order: float) -> torch.Tensor:
-        """Return the norm of one of the orders: 0-dim, float64."""
-        by_tensor = self._by_order.get(order)
-        if by_tensor is None:
-            by_tensor = self._by_order[order] = self._values[self.orders.index(order)].unbind()
-        return by_tensor[tensor] * self.factors[tensor] * self.common
+    def norm(self, tensor: int, order: float, dtype: torch.dtype) -> torch.Tensor:
+        """Return the norm of one of the orders, 0-dim; not to be changed."""
+        self._apply()
+        if (order, dtype) not in self._read:
+            self._read[order, dtype] = self._values[self.orders.index(order)].to(dtype).unbind()
+        return self._read[order, dtype][tensor]
 
-    def scale(self, tensor: int, factor: float | torch.Tensor) -> None:
+    def scale(self, tensor: int, factor: Factor, *, divides: bool = False) -> None:
         """Follow a multiplication of a gradient, if norms are known; the host does not wait for an accelerator.
+
+        It is applied together with that of other gradients by the same factor, before the next norm is asked for.
 
         Args:
             tensor: its index.
             factor: a number, or a tensor of one element on an accelerator.
+            divides: whether it is divided instead.
         """
         if not self.are_known:
             return
-        magnitude: float | torch.Tensor = factor.abs() if isinstance(factor, torch.Tensor) else abs(factor)
-        scaled = self.factors[tensor] * magnitude
-        if not isinstance(magnitude, torch.Tensor) and magnitude > 1.0:
+        version = factor._version if isinstance(factor, torch.Tensor) else 0
+        pending = self._pending
+        if pending is None or tensor in pending.tensors or not pending.is_by(factor, version, divides=divides):
+            self._apply()
+            # A copy: a tensor may be changed before it is used.
+            copied = factor.detach().double().abs().view(()) if isinstance(factor, torch.Tensor) else abs(factor)
+            pending = self._pending = _Pending(factor, version, divides, copied, {})
+        pending.tensors[tensor] = None
+
+    def scale_all(self, factor: Factor) -> None:
+        """Follow a multiplication of all gradients by a factor of at most 1."""
+        if self.are_known:
+            self._apply()
+            self._values = self._values * factor
+            self._read.clear()
+
+    def _apply(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        magnitude, key = pending.magnitude, tuple(pending.tensors)
+        if key not in self._masks:
+            # On the device, and once, as above.
+            chosen = [tensor in pending.tensors for tensor in range(len(self._most))]
+            self._masks[key] = torch.tensor(chosen, device=self._device)
+        scaled = self._values / magnitude if pending.divides else self._values * magnitude
+        if isinstance(magnitude, torch.Tensor) or (magnitude < 1.0 if pending.divides else magnitude > 1.0):
             # Elements that have become infinite stay so. Without the largest magnitude, the 2-norm is its bound.
-            largest, most = self._values[-1, tensor] * self.common, torch.finfo(self._plan.tensors[tensor].dtype).max
-            if largest.device.type == "cpu":
-                scaled = INF if float(largest) * scaled > most else scaled
-            else:
-                scaled = torch.ones_like(largest).mul_(scaled).masked_fill_(largest * scaled > most, INF)
-        self.factors[tensor] = scaled
+            scaled = scaled.masked_fill(scaled[-1] > self._most, INF)
+        self._values = torch.where(self._masks[key], scaled, self._values)
+        self._read.clear()
 
 
 class GradOperations:
@@ -217,11 +263,11 @@ class GradOperations:
             return "it was clamped, after which its norm is not known: take norms before"
         return ""
 
-    def norm(self, tensor: int, order: float, device: torch.device) -> torch.Tensor:
-        """Return the norm of a gradient on ``device``; see :meth:`GradNorms.norm`."""
+    def norm(self, tensor: int, order: float, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return the norm of a gradient, on the device of ``like``; see :meth:`GradNorms.norm`."""
         if tensor in self._zeroed:
-            return torch.zeros((), dtype=torch.float64, device=device)
-        return self.norms.norm(tensor, order)
+            return torch.zeros((), dtype=dtype, device=like.device)
+        return self.norms.norm(tensor, order, dtype).to(like.device)
 
     def scale(
         self, tensor: int, owned: torch.Tensor | None, factor: float | torch.Tensor, *, divides: bool = False
@@ -246,22 +292,19 @@ class GradOperations:
         self._clamped.add(tensor)
         self._note(tensor, f"clamp_({low}, {high})")
 
-    def clipped(self, factor: float | torch.Tensor) -> None:
+    def clipped(self, factor: Factor) -> None:
         """Take note that all owners have multiplied all gradients by the same factor, which is at most 1."""
-        self.norms.common = self.norms.common * factor
+        self.norms.scale_all(factor)
 
     def scaled(self, tensor: int, kind: str, factor: float | torch.Tensor, *, divides: bool = False) -> None:
         """Take note that owners multiply a gradient; ``kind`` names the operation in errors."""
         if isinstance(factor, torch.Tensor) and factor.device.type != "cpu":
             # The host does not wait for an accelerator.
-            factor = factor.detach().double().view(())
             self._note(tensor, kind)
         else:
             factor = float(factor)
             self._note(tensor, f"{kind}({factor})")
-        if divides:
-            factor = 1.0 / factor if not isinstance(factor, float) or factor else math.inf
-        self.norms.scale(tensor, factor)
+        self.norms.scale(tensor, factor, divides=divides)
 
     def _note(self, tensor: int, what: str) -> None:
         done = f"{self._done[tensor]}, {what}" if tensor in self._done else what

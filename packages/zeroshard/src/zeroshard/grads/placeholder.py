@@ -206,7 +206,7 @@ def _norm(
         if order in (2, INF):
             advice += ", or register the hook by register_reduce_to_owner(ddp, optimizer, norms=(2, math.inf))"
         raise gradient.refusal(f"a norm of order {order}", advice)
-    return operations.norm(gradient._tensor, order, gradient.device).to(device=gradient.device, dtype=gradient.dtype)
+    return operations.norm(gradient._tensor, order, gradient, gradient.dtype)
 
 
 def _foreach_norm(
@@ -255,7 +255,7 @@ def _unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse
     # In float64: norms in half precision may overflow.
     norms = torch.stack(
         [
-            known.norm(gradient._tensor, max(known.orders, default=INF), gradient.device).to(found_inf.device)
+            known.norm(gradient._tensor, max(known.orders, default=INF), found_inf, torch.float64)
             for gradient, known in zip(held, followers[1::2], strict=True)
         ]
     )
