@@ -2,9 +2,11 @@
 
 # No `from __future__ import annotations`: DDP compares the annotations of hooks with the types themselves.
 import contextlib
+import math
 import re
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,7 +25,9 @@ from torch.nn.parallel import DistributedDataParallel
 from training import cutting
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard.grads.stream import SideStream
-from zeroshard_comm import PeerLostError, collectives
+from zeroshard.state import metadata
+from zeroshard_comm import Message, PeerLostError, RankGroup, Traffic, agreement, collectives, rounds
+from zeroshard_integrations.ddp import register_reduce_to_owner
 from zeroshard_testing import Faults
 
 pytestmark = pytest.mark.each_choice
@@ -608,3 +612,47 @@ def test_parameters_of_several_devices_are_refused_by_name() -> None:
     optimizer = ZeroRedundancyOptimizer(model.named_parameters(), optim.SGD, lr=0.1)
     with pytest.raises(ValueError, match=r"'1\.weight' is on meta, and tensor 0 '0\.weight' on cpu"):
         optimizer.follow_backward(STEPPING["owner"])
+
+
+class StubConnections:
+    """Lets agreements of any number of ranks travel in rounds, to peers that are not there."""
+
+    def __init__(self, first: RankGroup) -> None:
+        self.channel = first
+
+    def combine(self, numbers: torch.Tensor, tag: int, operation: str, traffic: Traffic, lost: Any = None) -> Any:
+        return rounds.combine_in_rounds(self.channel, numbers, tag, operation, traffic, lost)
+
+
+@pytest.mark.ranks(8, 64, 512, 1024, backend="fake")
+@EVERY_HOOK
+def test_messages_between_hosts_grow_with_the_logarithm_of_the_ranks(
+    world_size: int, hook: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    issued: Counter[str] = Counter()
+
+    def stub(ranks: RankGroup, peer: int, buffer: torch.Tensor, tag: int, operation: str) -> Message:
+        issued[operation] += 1
+        return Message(ranks, peer, None)
+
+    monkeypatch.setattr(agreement, "_first_channel_of", lambda ranks: ranks)
+    monkeypatch.setattr(agreement, "Connections", StubConnections)
+    # What others say of their state comes once.
+    monkeypatch.setattr(metadata, "all_gather_text", lambda _, mine, __: [mine] * world_size)
+    monkeypatch.setattr(rounds, "send", stub)
+    monkeypatch.setattr(rounds, "receive", lambda ranks, peer, room, *rest: stub(ranks, peer, room.zero_(), *rest))
+    model = nn.Sequential(*(nn.Linear(40, 40) for _ in range(10))).double()
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=0.05)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, overlap_with_ddp=hook != "owner")
+    if hook == "owner":
+        # On an accelerator norms are one all-reduce there; on gloo they travel as one more agreement.
+        register_reduce_to_owner(ddp, optimizer, norms=False)
+    else:
+        register(hook, ddp, optimizer)
+    for number in range(4):
+        issued.clear()
+        optimizer.zero_grad()
+        ddp(batch(number)).square().mean().backward()
+        optimizer.step()
+    most = 8 if hook == "interleaved" else 6
+    assert 0 < sum(issued.values()) <= most * math.ceil(math.log2(world_size)), issued
