@@ -22,9 +22,11 @@ from zeroshard_comm import (
     RankGroup,
     Traffic,
     agreement,
+    process_group,
     receive,
     ring,
 )
+from zeroshard_comm._torch_private import backends_of
 from zeroshard_testing import Faults
 
 
@@ -174,6 +176,38 @@ def test_all_ranks_learn_of_a_killed_one_in_the_same_agreement(rank: int, faults
         CALLS[call](coordinator, rank)
     with pytest.raises(PeerLostError):
         CALLS[call](coordinator, rank)
+
+
+class StubBackend:
+    """A backend for devices that only counts how often it is aborted."""
+
+    def __init__(self) -> None:
+        self.aborted = 0
+
+    def abort(self) -> None:
+        self.aborted += 1
+
+
+@pytest.mark.ranks(3, backend="gloo")
+@pytest.mark.parametrize("switch", ["1", "0"])
+def test_what_is_under_way_on_devices_is_aborted_once_when_a_rank_is_lost(
+    rank: int, faults: Faults, switch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stub = StubBackend()
+    monkeypatch.setenv(process_group.ABORT, switch)
+    monkeypatch.setattr(process_group, "backends_of", lambda group: [*backends_of(group), stub])
+    coordinator = Coordinator(RankGroup.of())
+    coordinator.agree("warming up")
+    with pytest.raises(ValueError, match="bad input"):
+        coordinator.agree("step()", error=ValueError("bad input"))
+    assert stub.aborted == 0
+    faults.kill(rank=1, at="send")
+    if rank == 1:
+        dist.isend(torch.zeros(1), 0)
+    for _ in range(2):
+        with pytest.raises(PeerLostError):
+            coordinator.agree("step()")
+    assert stub.aborted == int(switch)
 
 
 @pytest.mark.exhaustive_at(4)

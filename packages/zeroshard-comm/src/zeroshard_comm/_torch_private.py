@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 from types import FunctionType
 from typing import Any
@@ -80,14 +81,28 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     Args:
         group: any process group.
     """
-    for device in group._device_types:
+    for backend in backends_of(group):
         try:
-            timeout = group._get_backend(device).options._timeout
+            timeout = backend.options._timeout
         except (AttributeError, RuntimeError):
             continue
         if isinstance(timeout, timedelta):
             return timeout
     return None
+
+
+def backends_of(group: dist.ProcessGroup) -> list[Any]:
+    """Return the backends of a group, those for several types of devices more than once.
+
+    Args:
+        group: any process group.
+    """
+    found = []
+    for device in group._device_types:
+        # One that is made at its first use is not there before.
+        with suppress(RuntimeError):
+            found.append(group._get_backend(device))
+    return found
 
 
 def supports_coalescing(group: dist.ProcessGroup, device: torch.device) -> bool:

@@ -279,7 +279,7 @@ class Coordinator:
             return exchange()
         except BaseException as error:
             if isinstance(error, PeerLostError) or not isinstance(error, Exception):
-                context.close(error)
+                self.ranks.close(error)
             raise
         finally:
             context.busy.release()

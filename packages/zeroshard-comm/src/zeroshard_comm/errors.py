@@ -19,8 +19,9 @@ class PeerLostError(RuntimeError):
     """A rank of the group closed its connection, died, or did not answer within the group's timeout.
 
     The rank that raises it has closed the connections that zeroshard had made for itself, so every other exchange of
-    zeroshard on that group raises too, on every rank. The group itself is left alone: DistributedDataParallel's
-    collectives on it may wait until its timeout for a rank that lives on.
+    zeroshard on that group raises too, on every rank. On a group with a backend for devices, such as NCCL, what this
+    rank has issued there is aborted. A group of gloo is left alone: DistributedDataParallel's collectives on it may
+    wait until its timeout for a rank that lives on.
 
     Attributes:
         peer: group rank of the lost one; None if unknown.

@@ -5,6 +5,7 @@ Rank arithmetic in one place: group ranks inside, global ranks only at torch's o
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from contextlib import suppress
@@ -16,7 +17,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from zeroshard_comm._torch_private import supports_coalescing, timeout_of
+from zeroshard_comm._torch_private import backends_of, supports_coalescing, timeout_of
+from zeroshard_comm.errors import PeerLostError
 
 if TYPE_CHECKING:
     from zeroshard_comm.ring import Connections
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 _TAG_SHIFT, _TAG_OFFSETS = 12, 1 << 16
+
+ABORT = "ZEROSHARD_ABORT"
+"""Environment variable; ``0`` leaves the operations of a device's backend alone when a rank has been lost."""
 
 _TAG_NOTHING = 0x5A530005
 """Of messages that are never sent."""
@@ -72,7 +77,8 @@ class GroupContext:
     def close(self, error: BaseException) -> None:
         """Close this rank's connections in our own groups, so that no rank waits for it there though it lives on.
 
-        Every exchange of ours on the process group then raises, on every rank. The user's group is unchanged.
+        Every exchange of ours on the process group then raises, on every rank. The user's group is unchanged. Call
+        :meth:`RankGroup.close`.
 
         Args:
             error: what has happened: another rank was lost, or this one was interrupted.
@@ -149,6 +155,24 @@ class RankGroup:
             group = dist.new_group(members, timeout=self.timeout, backend=backend, use_local_synchronization=True)
             made[backend, purpose] = RankGroup.of(group)
         return made[backend, purpose]
+
+    def close(self, error: BaseException) -> None:
+        """Close this rank's connections in our own groups, see :meth:`GroupContext.close`.
+
+        If a rank was lost, what this rank has issued on devices is aborted too, once, except by gloo: it waits for the
+        lost rank, and any read of a result in the user's code would wait for it, until the backend's own timeout.
+
+        Args:
+            error: what has happened.
+        """
+        if self.context.closed:
+            return
+        self.context.close(error)
+        if isinstance(error, PeerLostError) and os.environ.get(ABORT) != "0":
+            for backend in backends_of(self.group):
+                if not isinstance(backend, dist.ProcessGroupGloo):
+                    with suppress(RuntimeError):
+                        backend.abort()
 
     def close_connections(self) -> None:
         """Close this rank's connections of a gloo group, as if it had ended."""

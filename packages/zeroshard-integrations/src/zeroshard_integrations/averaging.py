@@ -299,7 +299,7 @@ def _average_over(coordinator: Coordinator, params: Params, buffers: Sequence[to
                 dist.all_reduce(mean, group=choose_private_group(ranks, mean.device).group)
             except RuntimeError as failure:
                 error = peer_lost(failure, None, ranks.rank, _AVERAGE)
-                ranks.context.close(error)
+                ranks.close(error)
                 raise error from failure
             if flat is not None:
                 # Autograd does not see what is written through a buffer.

@@ -157,7 +157,7 @@ class Engine:
         if is_interruption and self.coordinator.is_single_rank:
             return
         if is_interruption or isinstance(error, PeerLostError):
-            ranks.context.close(error)
+            ranks.close(error)
         if self.broken is None:
             kind = PeerLostError if isinstance(error, PeerLostError) else RuntimeError
             self.broken = kind(

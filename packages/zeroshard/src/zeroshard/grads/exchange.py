@@ -395,7 +395,7 @@ class GradExchange:
                 ending.start()
                 ending.join(_PATIENCE)
             self._engine.mark_broken(error)
-            coordinator.ranks.context.close(error)
+            coordinator.ranks.close(error)
         return error
 
     def _drain_quietly(self) -> None:
