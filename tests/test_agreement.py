@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
+import resource
 import threading
 import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -176,6 +178,19 @@ def test_all_ranks_learn_of_a_killed_one_in_the_same_agreement(rank: int, faults
         CALLS[call](coordinator, rank)
     with pytest.raises(PeerLostError):
         CALLS[call](coordinator, rank)
+
+
+@pytest.mark.ranks(2, backend="gloo", isolation="process")
+def test_connections_that_cannot_be_opened_name_the_limit_of_files(rank: int) -> None:
+    coordinator = Coordinator(RankGroup.of(dist.new_group(timeout=timedelta(seconds=2))))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if rank == 0:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(list(Path("/proc/self/fd").iterdir())), hard))
+    try:
+        with pytest.raises(PeerLostError, match=r"each opens 1 connections more, which `ulimit -n` must allow"):
+            coordinator.agree("step()")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 class StubBackend:

@@ -75,6 +75,21 @@ def peer_lost(failure: RuntimeError, peer: int | None, rank: int, operation: str
     return error
 
 
+def unconnected(failure: RuntimeError, rank: int, world_size: int) -> PeerLostError:
+    """Make the error for connections of our own that could not be made.
+
+    Args:
+        failure: what the backend raised.
+        rank: group rank at this end.
+        world_size: number of ranks, each of which connects to every other one.
+    """
+    error = peer_lost(failure, None, rank, "connect()")
+    return PeerLostError(
+        f"{error}. If all {world_size} ranks live: each opens {world_size - 1} connections more, which `ulimit -n` "
+        f"must allow, on the network interface that GLOO_SOCKET_IFNAME names"
+    )
+
+
 Explain = Callable[[str, str, int, int], "str | None"]
 """From two ranks' details, and the two ranks, to a text that names the first difference; None if it finds none."""
 

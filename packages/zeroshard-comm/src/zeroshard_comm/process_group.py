@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from zeroshard_comm._torch_private import backends_of, supports_coalescing, timeout_of
-from zeroshard_comm.errors import PeerLostError
+from zeroshard_comm.errors import PeerLostError, unconnected
 
 if TYPE_CHECKING:
     from zeroshard_comm.ring import Connections
@@ -146,13 +146,17 @@ class RankGroup:
             purpose: what it is for; groups for different purposes never meet.
 
         Raises:
+            PeerLostError: if not all ranks connect.
             ValueError: if torch would need ranks outside of the group for it.
         """
         made = self.context._private
         if (backend, purpose) not in made:
             members = dist.get_process_group_ranks(self.group)
             _check_splits(members, backend)
-            group = dist.new_group(members, timeout=self.timeout, backend=backend, use_local_synchronization=True)
+            try:
+                group = dist.new_group(members, timeout=self.timeout, backend=backend, use_local_synchronization=True)
+            except RuntimeError as failure:
+                raise unconnected(failure, self.rank, self.world_size) from failure
             made[backend, purpose] = RankGroup.of(group)
         return made[backend, purpose]
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch exports it unseen
 
 from zeroshard_comm._torch_private import group_of
-from zeroshard_comm.errors import PeerLostError, peer_lost
+from zeroshard_comm.errors import PeerLostError, unconnected
 from zeroshard_comm.process_group import RankGroup
 from zeroshard_comm.rounds import combine_in_rounds
 from zeroshard_comm.traffic import Traffic
@@ -112,7 +112,7 @@ class Connections:
         try:
             return dist.ProcessGroupGloo(store, self._rank, self._size, timeout=timeout)
         except RuntimeError as failure:
-            raise peer_lost(failure, None, self._rank, "connect()") from failure
+            raise unconnected(failure, self._rank, self._size) from failure
 
     def _make_ring(self) -> Ring | None:
         return Ring(self._connect(), min(self._timeout / 2, _PATIENCE)) if self._size <= MOST_RANKS else None
