@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from zeroshard_comm import (
     Coordinator,
     DisagreementError,
+    Message,
     PeerLostError,
     Position,
     RankGroup,
@@ -24,6 +26,8 @@ from zeroshard_comm import (
     agreement,
     receive,
     ring,
+    rounds,
+    send,
 )
 from zeroshard_testing import Faults
 
@@ -172,6 +176,34 @@ def test_all_ranks_learn_of_a_killed_one_in_the_same_agreement(rank: int, faults
         CALLS[call](coordinator, rank)
     with pytest.raises(PeerLostError):
         CALLS[call](coordinator, rank)
+
+
+@pytest.mark.ranks(5, backend="gloo")
+def test_a_rank_that_has_closed_its_connections_since_another_is_lost_is_not_named(
+    rank: int, faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ring, "MOST_RANKS", 1)
+    coordinator = Coordinator(RankGroup.of())
+    coordinator.agree("warming up")
+    if rank == 0:
+
+        def send_late(channel: RankGroup, peer: int, *arguments: Any) -> Message:
+            if peer == 2:
+                dist.recv(torch.zeros(1), 2)
+            message = send(channel, peer, *arguments)
+            if peer == 1:
+                # All receives have been posted.
+                dist.send(torch.zeros(1), 1)
+            return message
+
+        monkeypatch.setattr(rounds, "send", send_late)
+    if rank == 1:
+        dist.recv(torch.zeros(1), 0)
+    faults.kill(rank=1, at="send")
+    with pytest.raises(PeerLostError, match="lost rank 1"):
+        coordinator.agree("step()")
+    if rank == 2:
+        dist.send(torch.zeros(1), 0)
 
 
 @pytest.mark.exhaustive_at(4)
