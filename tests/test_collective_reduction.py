@@ -16,13 +16,14 @@ from zeroshard_comm import (
     BucketHeader,
     CollectiveReducer,
     Coordinator,
+    DisagreementError,
     PeerLostError,
     RankGroup,
     Traffic,
     choose_private_group,
     collectives,
 )
-from zeroshard_comm.collectives import HeaderExchange
+from zeroshard_comm.headers import HeaderExchange
 from zeroshard_core import Run
 from zeroshard_testing import Faults
 
@@ -73,19 +74,31 @@ def test_owners_hold_the_mean(
 
 
 @pytest.mark.ranks(3, backend="gloo")
-def test_numbers_that_are_read_in_another_order_than_they_were_sent(rank: int) -> None:
+def test_headers_are_sent_only_after_some_rank_has_changed_its_own(rank: int) -> None:
     coordinator = Coordinator(RankGroup.of())
-    first, second = (
-        HeaderExchange(coordinator, [rank, 1], 1, "here"),
-        HeaderExchange(coordinator, [2 * rank, 2], 1, "here"),
-    )
-    assert second.wait() == [[0, 2], [2, 2], [4, 2]]
-    assert first.wait() == [[0, 1], [1, 1], [2, 1]]
+    headers = HeaderExchange(coordinator, 3)
+    for backward, is_changed in enumerate((True, False, True), start=1):
+        header = BucketHeader(backward, 0, (rank == 1 and backward == 3, True, rank == 2))
+        before = coordinator.traffic.of("control").calls
+        found, addresses = headers.exchange(header, 70 + rank)
+        present = [(each == 1 and backward == 3, True, each == 2) for each in range(3)]
+        assert found == [BucketHeader(backward, 0, bits) for bits in present]
+        assert addresses == [70, 71, 72]
+        if backward > 1:
+            assert coordinator.traffic.of("control").calls - before == 1 + is_changed
+
+
+@pytest.mark.ranks(3, backend="gloo")
+def test_ranks_in_other_buckets_are_told_apart(rank: int) -> None:
+    headers = HeaderExchange(Coordinator(RankGroup.of()), 1)
+    with pytest.raises(DisagreementError, match=r"ranks 0, 2 called bucket 0 of backward 4; rank 1 called bucket 1 of"):
+        headers.exchange(BucketHeader(4, int(rank == 1), (True,)))
 
 
 @pytest.mark.ranks(5, backend="fake", fake_rank=2)
 def test_on_a_fake_group_a_rank_hears_itself_alone() -> None:
-    assert HeaderExchange(Coordinator(RankGroup.of()), [7], 1, "here").wait() == [[7]]
+    header = BucketHeader(1, 0, (True, False))
+    assert HeaderExchange(Coordinator(RankGroup.of()), 2).exchange(header, 7) == ([header], [7])
     assert choose_private_group(RankGroup.of(), CPU) == RankGroup.of()
 
 
@@ -93,9 +106,8 @@ def test_on_a_fake_group_a_rank_hears_itself_alone() -> None:
 def test_a_rank_that_dies_is_named(rank: int, faults: Faults) -> None:
     coordinator = Coordinator(RankGroup.of(dist.new_group(timeout=timedelta(seconds=5))))
     faults.kill(1, "send#1")
-    words = HeaderExchange(coordinator, [rank], 1, "backward()")
-    with pytest.raises(PeerLostError, match=r"rank 0 lost rank 1 during backward\(\)"):
-        words.wait()
+    with pytest.raises(PeerLostError, match=r"rank 0 lost rank 1 during bucket 0 of backward 1"):
+        HeaderExchange(coordinator, 1).exchange(BucketHeader(1, 0, (True,)))
 
 
 @pytest.mark.ranks(4, backend="gloo")

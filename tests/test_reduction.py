@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from zeroshard_comm import BucketHeader, MessageReducer, PeerLostError, RankGroup, Traffic
-from zeroshard_comm.interfaces import pack_bits, unpack_bits
+from zeroshard_comm.headers import pack_bits, unpack_bits
 from zeroshard_comm.message_reducer import WINDOW_BYTES, ReceiveWindow
 from zeroshard_comm.messages import CHUNK_BYTES, PACKED_BYTES
 from zeroshard_core import Run

@@ -12,13 +12,8 @@ from zeroshard_comm.agreement import (
 from zeroshard_comm.broadcasters import MessageBroadcaster
 from zeroshard_comm.collectives import CollectiveBroadcaster, CollectiveReducer
 from zeroshard_comm.errors import DifferentCallsError, DisagreementError, PeerLostError, peer_lost
-from zeroshard_comm.interfaces import (
-    BucketHeader,
-    BucketReduceWork,
-    GradientReducer,
-    ParameterBroadcaster,
-    Segment,
-)
+from zeroshard_comm.headers import BucketHeader
+from zeroshard_comm.interfaces import BucketReduceWork, GradientReducer, ParameterBroadcaster, Segment
 from zeroshard_comm.message_reducer import MessageReducer, MessageReduceWork
 from zeroshard_comm.messages import PACK_BELOW, Message, receive, send
 from zeroshard_comm.process_group import GroupContext, RankGroup

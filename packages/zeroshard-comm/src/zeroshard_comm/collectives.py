@@ -22,95 +22,62 @@ from zeroshard_core import Run
 
 from zeroshard_comm._torch_private import all_gather, coalescing_manager, reduce_scatter
 from zeroshard_comm.agreement import Coordinator
-from zeroshard_comm.interfaces import (
-    BucketHeader,
-    BucketReduceWork,
-    GradientReducer,
-    ParameterBroadcaster,
-    Segment,
-)
-from zeroshard_comm.messages import Message, Waitable, receive, send, wait_for_collective
+from zeroshard_comm.headers import BucketHeader, HeaderExchange
+from zeroshard_comm.interfaces import BucketReduceWork, GradientReducer, ParameterBroadcaster, Segment
+from zeroshard_comm.messages import Waitable, wait_for_collective
 from zeroshard_comm.owner_major import Chunk, Item, OwnerMajor
 from zeroshard_comm.process_group import RankGroup
 from zeroshard_comm.traffic import Traffic
-
-TAG_HEADERS = 0x5A530040
 
 STAGING_BYTES = 64 * 1024 * 1024
 """Of each of the two buffers, at most; one unit of columns always fits."""
 
 
 class _Slot:
-    """One of the buffers. Whoever takes it is ordered after those that used it before, on whatever stream.
-
-    Args:
-        device: where it lies.
-
-    Attributes:
-        passage: the collective that uses it now, if one does.
-    """
+    """One of the buffers. Its next user is ordered after the last one, on whatever stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.passage: _Passage | None = None
         self._memory: torch.Tensor | None = None
-        self._read: torch.Event | None = None
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return memory to write to, 1-D."""
         if self.passage is not None:
             self.passage.finish()
-        stream = _current_stream(self.device)
-        if stream is not None and self._read is not None:
-            stream.wait_event(self._read)
         nbytes = numel * dtype.itemsize
         memory = self._memory
         if memory is None or memory.numel() < nbytes:
-            self._free(stream)
+            self._free()
             memory = self._memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         return memory[:nbytes].view(dtype)
 
-    def _free(self, stream: torch.Stream | None) -> None:
-        """Free the memory once a stream has come as far as now: another one may have allocated it."""
+    def _free(self) -> None:
+        """Free the memory once the current stream has come as far as now: another one may have allocated it."""
+        stream = _current_stream(self.device)
         if stream is not None and self._memory is not None:
             self._memory.record_stream(stream)
         self._memory = None
 
-    def give_back(self) -> torch.Event | None:
-        """Take note that the current stream has been given all that reads it, and return an event of that."""
-        stream = _current_stream(self.device)
-        self.passage, self._read = None, stream.record_event() if stream is not None else None
-        return self._read
-
 
 class _Passage:
-    """One collective that passes through a slot, from the moment when it was issued.
+    """One collective that uses a slot; ``complete`` waits for it, and copies out of the slot what has arrived."""
 
-    Args:
-        ranks: its group.
-        slot: holds it until it is finished, or the memory is needed again.
-        work: what torch returned for it.
-        kind: of move, for messages.
-        unpack: copies what has arrived out of the slot.
-    """
-
-    def __init__(
-        self, ranks: RankGroup, slot: _Slot, work: dist.Work | None, kind: str, unpack: Callable[[], None] | None = None
-    ) -> None:
-        self._ranks, self._slot, self._work, self._kind, self._unpack = ranks, slot, work, kind, unpack
+    def __init__(self, slot: _Slot, complete: Callable[[], None]) -> None:
+        self._device = slot.device
         self._end: torch.Event | None = None
+        self._complete: Callable[[], None] | None = complete
         slot.passage = self
 
     def finish(self) -> None:
-        """Order the current stream after it; the first call unpacks it, and gives the slot back."""
-        stream = _current_stream(self._slot.device)
-        if self._slot.passage is self:
-            wait_for_collective(self._work, self._ranks, self._kind)
-            if self._unpack is not None:
-                self._unpack()
-            self._end = self._slot.give_back()
+        """Order the current stream after it. It may have been finished before, perhaps on another stream."""
+        stream = _current_stream(self._device)
+        if self._complete is not None:
+            self._complete()
+            # It refers to the group, by which the slot is found.
+            self._complete = None
+            self._end = stream.record_event() if stream is not None else None
         elif self._end is not None and stream is not None:
-            # Whoever needed the slot has finished it, perhaps on another stream.
             stream.wait_event(self._end)
 
 
@@ -157,8 +124,8 @@ class CollectiveReducer(GradientReducer):
 
     Args:
         ranks: a group whose collectives are issued in one order.
-        coordinator: has the channel of the headers.
-        traffic: where bytes are counted, as kinds ``"reduce"`` and ``"control"``.
+        coordinator: exchanges the headers.
+        traffic: where bytes are counted, as kind ``"reduce"``.
         runs: ranges of elements of the bucket and who owns them, in bucket order; elements between them have no owner.
         like: a bucket, or any tensor of its dtype and device.
         tensors: number of tensors in the bucket.
@@ -176,7 +143,7 @@ class CollectiveReducer(GradientReducer):
         like: torch.Tensor,
         tensors: int,
     ) -> None:
-        self.ranks, self.coordinator, self.traffic, self.tensors = ranks, coordinator, traffic, tensors
+        self.ranks, self.traffic, self.headers = ranks, traffic, HeaderExchange(coordinator, tensors)
         self._dtype, self._device = like.dtype, like.device
         # NCCL multiplies by 1/N before it adds. Others divide the sum, which may overflow in half precision.
         self._averages = ranks.coalesces(like.device)
@@ -208,8 +175,7 @@ class CollectiveReducer(GradientReducer):
         self._packed = (-1, [])
 
     def begin(self, buffer: torch.Tensor, header: BucketHeader, *, gradients: bool = True) -> BucketReduceWork:
-        """Send a header, and issue the reductions of a bucket after what the current stream is doing."""
-        headers = HeaderExchange(self.coordinator, header.to_words(), TAG_HEADERS, "backward()")
+        """Issue the reductions of a bucket after what the current stream is doing."""
         scatters: list[_Passage] = []
         if gradients and self._runs and not self._averages:
             buffer.div_(self.ranks.world_size)
@@ -222,11 +188,11 @@ class CollectiveReducer(GradientReducer):
                 torch.cat(views, out=packed)
                 row = self._owned[chunk.columns.start : chunk.columns.stop]
                 work = reduce_scatter(row, packed, op=self._op, group=self.ranks.group, async_op=True)
-                scatters.append(_Passage(self.ranks, slot, work, "reduce"))
+                scatters.append(_Passage(slot, partial(wait_for_collective, work, self.ranks, "reduce")))
             works = _together(self.ranks, self._device, [self._reduce_of(buffer, i) for i in self._whole])
             calls = len(scatters) + len(works)
             self.traffic.add("reduce", sent=self._sent, received=self._received, calls=calls)
-        return _CollectiveWork(self, headers, scatters, works)
+        return _CollectiveWork(self, header, scatters, works)
 
     def _reduce_of(self, buffer: torch.Tensor, number: int) -> Callable[[], Waitable | None]:
         run = self._runs[number]
@@ -255,14 +221,14 @@ class _CollectiveWork(BucketReduceWork):
     def __init__(
         self,
         reducer: CollectiveReducer,
-        headers: HeaderExchange,
+        header: BucketHeader,
         scatters: Sequence[_Passage],
         works: Sequence[Waitable | None],
     ) -> None:
-        self._reducer, self._headers, self._scatters, self._works = reducer, headers, scatters, works
+        self._reducer, self._header, self._scatters, self._works = reducer, header, scatters, works
 
     def finish(self) -> list[BucketHeader]:
-        headers = [BucketHeader.from_words(words, self._reducer.tensors) for words in self._headers.wait()]
+        headers, _ = self._reducer.headers.exchange(self._header)
         started = time.perf_counter()
         for scatter in self._scatters:
             scatter.finish()
@@ -378,9 +344,10 @@ class _Gather:
         # As bytes: backends refuse some dtypes that they would move without looking at them.
         everything, mine = packed.view(torch.uint8), row.view(torch.uint8)
         work = all_gather(everything, mine, group=self._ranks.group, async_op=True)
-        return _Passage(self._ranks, self._slot, work, "share", self._unpack)
+        return _Passage(self._slot, partial(self._unpack, work))
 
-    def _unpack(self) -> None:
+    def _unpack(self, work: dist.Work | None) -> None:
+        wait_for_collective(work, self._ranks, "share")
         if self._ranks.moves_data():
             for target, sources in zip(self._targets, self._sources[1], strict=True):
                 torch.cat(sources, out=target)
@@ -389,52 +356,3 @@ class _Gather:
 def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     address = one.untyped_storage().data_ptr()
     return address != 0 and address == other.untyped_storage().data_ptr()
-
-
-class HeaderExchange:
-    """A few numbers from every rank to every rank, sent at once and read later.
-
-    All ranks send the same count of numbers, and make these objects in the same order for each tag.
-
-    Args:
-        coordinator: has the channel, and counts the bytes as kind ``"control"``.
-        numbers: 64-bit integers.
-        tag: of the messages.
-        operation: what the ranks are doing, for messages.
-
-    Raises:
-        PeerLostError: if a rank is gone.
-    """
-
-    def __init__(self, coordinator: Coordinator, numbers: Sequence[int], tag: int, operation: str) -> None:
-        self._coordinator, self._numbers, self._operation = coordinator, list(numbers), operation
-        self._arriving: dict[int, torch.Tensor] = {}
-        self._messages: list[Message] = []
-        if coordinator.is_single_rank:
-            return
-        channel = coordinator.channel
-        # What is sent must live as long as the sends.
-        self._own = torch.tensor(self._numbers, dtype=torch.int64, device="cpu")
-        self._arriving = {peer: torch.empty_like(self._own) for peer in channel.peers}
-        self._messages = [receive(channel, peer, theirs, tag, operation) for peer, theirs in self._arriving.items()]
-        self._messages += [send(channel, peer, self._own, tag, operation) for peer in channel.peers]
-        peers = len(channel.peers)
-        nbytes = self._own.nbytes * peers
-        coordinator.traffic.add("control", sent=nbytes, received=nbytes, calls=2 * peers)
-
-    def wait(self) -> list[list[int]]:
-        """Return the numbers of every rank, in rank order; only this rank's own if nothing is sent.
-
-        Raises:
-            PeerLostError: if a rank is gone.
-        """
-        if self._coordinator.is_single_rank:
-            return [self._numbers]
-        started = time.perf_counter()
-        rank = self._coordinator.channel.rank
-        for message in self._messages:
-            message.wait(self._operation)
-        self._messages = []
-        self._coordinator.traffic.add("control", waited=time.perf_counter() - started)
-        found = {peer: theirs.tolist() for peer, theirs in self._arriving.items()} | {rank: self._numbers}
-        return [found[other] for other in range(len(found))]

@@ -9,10 +9,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 
+from zeroshard_comm.headers import BucketHeader
 from zeroshard_comm.process_group import RankGroup
 from zeroshard_comm.traffic import Traffic
 
@@ -30,60 +30,6 @@ class Segment:
     owner: int
     buffer: torch.Tensor
     is_part: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class BucketHeader:
-    """The information that a rank sends to the others with a bucket.
-
-    Attributes:
-        backward: number of the backward, from 1.
-        bucket: number of the bucket in it, from 0.
-        present: per tensor of the bucket, whether this rank has a gradient for it.
-        may_step: whether this rank may step during this backward.
-        is_own: whether this rank has computed the bucket, and not only taken part in the others' reduction.
-    """
-
-    backward: int
-    bucket: int
-    present: tuple[bool, ...]
-    may_step: bool = False
-    is_own: bool = True
-
-    def to_words(self) -> list[int]:
-        """Return it as 64-bit integers; their number depends only on the number of tensors."""
-        return [self.backward, self.bucket, *pack_bits((self.may_step, self.is_own, *self.present))]
-
-    @classmethod
-    def from_words(cls, words: Sequence[int], tensors: int) -> BucketHeader:
-        """Read :meth:`to_words` of a bucket with this number of tensors."""
-        may_step, is_own, *present = unpack_bits(tuple(words[2:]), 2 + tensors)
-        return cls(words[0], words[1], tuple(present), may_step, is_own)
-
-
-@lru_cache
-def pack_bits(bits: tuple[bool, ...]) -> tuple[int, ...]:
-    """Pack bits into 64-bit signed integers, 63 in each. Cached, since in most steps they are unchanged.
-
-    >>> pack_bits((True, False, True))
-    (5,)
-    """
-    return tuple(
-        [
-            sum([1 << place for place, bit in enumerate(bits[start : start + 63]) if bit])
-            for start in range(0, len(bits), 63)
-        ]
-    )
-
-
-@lru_cache
-def unpack_bits(words: tuple[int, ...], count: int) -> tuple[bool, ...]:
-    """Return the first ``count`` bits of what :func:`pack_bits` has packed.
-
-    >>> unpack_bits((5,), 4)
-    (True, False, True, False)
-    """
-    return tuple([bool(words[place // 63] >> place % 63 & 1) for place in range(count)])
 
 
 class BucketReduceWork(ABC):

@@ -22,7 +22,8 @@ from zeroshard_core import Run
 
 from zeroshard_comm import messages
 from zeroshard_comm._torch_private import foreach_add_, foreach_div_
-from zeroshard_comm.interfaces import BucketHeader, BucketReduceWork, GradientReducer
+from zeroshard_comm.headers import BucketHeader
+from zeroshard_comm.interfaces import BucketReduceWork, GradientReducer
 from zeroshard_comm.messages import BucketMessage, Message, bucket_messages, send
 from zeroshard_comm.process_group import RankGroup
 from zeroshard_comm.traffic import Traffic

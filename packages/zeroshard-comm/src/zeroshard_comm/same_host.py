@@ -15,20 +15,15 @@ import os
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from zeroshard_core import Run
 
 from zeroshard_comm.agreement import Coordinator
 from zeroshard_comm.errors import PeerLostError, peer_lost
-from zeroshard_comm.interfaces import (
-    BucketHeader,
-    BucketReduceWork,
-    GradientReducer,
-    ParameterBroadcaster,
-    Segment,
-)
+from zeroshard_comm.headers import BucketHeader, HeaderExchange
+from zeroshard_comm.interfaces import BucketReduceWork, GradientReducer, ParameterBroadcaster, Segment
 from zeroshard_comm.message_reducer import mean_in_rank_order
 from zeroshard_comm.messages import PACKED_BYTES, BucketMessage, bucket_messages
 from zeroshard_comm.process_group import RankGroup
@@ -180,7 +175,8 @@ class SameHostReducer(GradientReducer):
     def __init__(
         self, coordinator: Coordinator, runs: Sequence[Run], dtype: torch.dtype, tensors: int, scratch: torch.Tensor
     ) -> None:
-        self.coordinator, self.ranks, self.dtype, self.tensors = coordinator, coordinator.ranks, dtype, tensors
+        self.coordinator, self.ranks, self.dtype = coordinator, coordinator.ranks, dtype
+        self.headers = HeaderExchange(coordinator, tensors)
         owned_runs = [run for run in runs if run.rank == self.ranks.rank]
         self._messages = bucket_messages(owned_runs, dtype.itemsize, _READ_BYTES)
         owned = sum(message.nbytes for message in self._messages)
@@ -188,52 +184,13 @@ class SameHostReducer(GradientReducer):
         self._sent = sum(run.stop - run.start for run in runs) * dtype.itemsize - owned
         self._scratch = scratch
         self._reads: dict[int, tuple[int, list[ProcessMemory]]] = {}
-        self._said: list[int] = []
-        self._heard: list[list[int]] = []
 
     def begin(self, buffer: torch.Tensor, header: BucketHeader, *, gradients: bool = True) -> BucketReduceWork:
         """Keep the bucket; nothing is sent yet."""
         return _Gathering(self, buffer, header, gradients=gradients)
 
-    def exchange_headers(self, buffer: torch.Tensor, header: BucketHeader) -> tuple[list[int], list[BucketHeader]]:
-        """Agree that all ranks have their gradients, and learn their addresses and headers. Collective.
-
-        Args:
-            buffer: this rank's bucket.
-            header: what this rank has to say.
-
-        Returns:
-            By rank, the address of the bucket there, and the header.
-
-        Raises:
-            DisagreementError: if ranks are in different buckets.
-            PeerLostError: if a rank is gone.
-        """
-        self.ranks.context.shared(PeerMemory).is_unread = True
-        mine = [buffer.data_ptr(), *replace(header, backward=0).to_words()]
-        if self.coordinator.agree(f"bucket {header.bucket} of backward {header.backward}", flag=mine != self._said):
-            self._heard = self.coordinator.gather_ints(mine, "backward()")
-            self._said = mine
-        headers = [BucketHeader.from_words(words, self.tensors) for _, *words in self._heard]
-        return [place for place, *_ in self._heard], [replace(it, backward=header.backward) for it in headers]
-
-    def wait_until_read(self) -> None:
-        """Agree that all ranks have read all buckets. Collective; a no-op if that is known."""
-        memory = self.ranks.context.shared(PeerMemory)
-        if memory.is_unread:
-            memory.is_unread = False
-            self.coordinator.agree(_DONE)
-
     def add_up(self, buffer: torch.Tensor, places: Sequence[int]) -> None:
-        """Make the mean of what this rank owns.
-
-        Args:
-            buffer: this rank's bucket.
-            places: by rank, the address of the bucket there.
-
-        Raises:
-            PeerLostError: if a rank is gone, or may not be read any more.
-        """
+        """Make the mean of what this rank owns, by the addresses of the bucket on all ranks."""
         waited = 0.0
         for number, message in enumerate(self._messages):
 
@@ -273,12 +230,16 @@ class _Gathering(BucketReduceWork):
         self._reducer, self._buffer, self._header, self._lends = reducer, buffer, header, gradients
 
     def finish(self) -> list[BucketHeader]:
-        places, headers = self._reducer.exchange_headers(self._buffer, self._header)
+        reducer = self._reducer
+        reducer.ranks.context.shared(PeerMemory).is_unread = True
+        headers, places = reducer.headers.exchange(self._header, self._buffer.data_ptr())
         if self._lends:
-            self._reducer.add_up(self._buffer, places)
+            reducer.add_up(self._buffer, places)
         return headers
 
     def close(self) -> None:
-        if self._lends:
-            self._lends = False
-            self._reducer.wait_until_read()
+        memory = self._reducer.ranks.context.shared(PeerMemory)
+        if self._lends and memory.is_unread:
+            memory.is_unread = False
+            self._reducer.coordinator.agree(_DONE)
+        self._lends = False
