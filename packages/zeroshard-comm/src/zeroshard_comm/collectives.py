@@ -256,7 +256,7 @@ class CollectiveBroadcaster(ParameterBroadcaster):
         staging = ranks.context.shared(Staging)
         by_dtype: dict[torch.dtype, list[Segment]] = {}
         # A single rank has nothing to send.
-        for segment in self.segments if ranks.world_size > 1 else ():
+        for segment in [segment for segment in segments if segment.buffer.nbytes] if ranks.peers else ():
             by_dtype.setdefault(segment.buffer.dtype, []).append(segment)
         self._gathers: list[_Gather] = []
         self._whole: list[Segment] = []

@@ -118,10 +118,9 @@ class ParameterBroadcaster(ABC):
 
     def __init__(self, ranks: RankGroup, segments: Sequence[Segment], traffic: Traffic | None = None) -> None:
         self.ranks, self.traffic = ranks, traffic if traffic is not None else Traffic()
-        self.segments = tuple([segment for segment in segments if segment.buffer.nbytes])
-        owned = sum(segment.buffer.nbytes for segment in self.segments if segment.owner == ranks.rank)
+        owned = sum(segment.buffer.nbytes for segment in segments if segment.owner == ranks.rank)
         self.sent = owned * len(ranks.peers)
-        self.received = sum(segment.buffer.nbytes for segment in self.segments) - owned
+        self.received = sum(segment.buffer.nbytes for segment in segments) - owned
 
     @abstractmethod
     def begin(self) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
 
@@ -47,7 +47,9 @@ class MessageReducer(GradientReducer):
         tensors: number of tensors in the bucket.
         window: posts the receives of gradients.
         traffic: where bytes are counted, as kinds ``"reduce"`` and ``"control"``.
-        tags: offset to the tags, see :meth:`zeroshard_comm.GroupContext.allocate_tags`; the same on all ranks.
+
+    Attributes:
+        messages: by owner, what every other rank sends to it.
     """
 
     def __init__(
@@ -58,13 +60,10 @@ class MessageReducer(GradientReducer):
         tensors: int,
         window: ReceiveWindow,
         traffic: Traffic,
-        *,
-        tags: int = 0,
     ) -> None:
-        self.ranks, self.traffic, self.tensors, self.tags = ranks, traffic, tensors, tags
-        self.window = window
+        self.ranks, self.traffic, self.tensors, self.window = ranks, traffic, tensors, window
         self._expected: MessageReduceWork | None = None
-        self._messages = {
+        self.messages = {
             owner: bucket_messages([run for run in runs if run.rank == owner], dtype.itemsize)
             for owner in range(ranks.world_size)
         }
@@ -72,9 +71,8 @@ class MessageReducer(GradientReducer):
         self.header_words = len(BucketHeader(0, 0, (False,) * tensors).to_words())
         self.header_words += self.header_words % 2
         # Where each begins and ends, and the gaps between them.
-        ranges = [part for messages in self._messages.values() for message in messages for part in message.ranges]
+        ranges = [part for messages in self.messages.values() for message in messages for part in message.ranges]
         self._edges = sorted({0, *chain.from_iterable(ranges)})
-        self._place = {start: place for place, start in enumerate(self._edges)}
         self._sizes = [stop - start for start, stop in pairwise(self._edges)]
 
     def expect(self, *, gradients: bool = True) -> None:
@@ -91,17 +89,12 @@ class MessageReducer(GradientReducer):
         work.send(buffer, header)
         return work
 
-    def messages_of(self, owner: int) -> Sequence[BucketMessage]:
-        """Return the messages that every other rank sends to ``owner``."""
-        return self._messages[owner]
-
-    def cut(self, buffer: torch.Tensor) -> Callable[[BucketMessage], Pieces]:
-        """Return a function that gives the views of ``buffer`` in a message.
+    def cut(self, buffer: torch.Tensor) -> Mapping[int, torch.Tensor]:
+        """Return the views of ``buffer`` that messages have, by their first elements.
 
         They are not kept: DDP replaces its buckets once, and then frees the memory of the first ones.
         """
-        views = buffer[: self._edges[-1]].split(self._sizes) if self._sizes else ()
-        return lambda message: tuple([views[self._place[start]] for start, _ in message.ranges])
+        return dict(zip(self._edges, buffer[: self._edges[-1]].split(self._sizes), strict=False))
 
 
 class MessageReduceWork(BucketReduceWork):
@@ -109,20 +102,19 @@ class MessageReduceWork(BucketReduceWork):
 
     def __init__(self, reducer: MessageReducer, *, gradients: bool) -> None:
         self._reducer, self._window = reducer, reducer.window
-        self._cut: Callable[[BucketMessage], Pieces] | None = None
+        self._views: Mapping[int, torch.Tensor] = {}
         self._headers: dict[int, BucketHeader] = {}
         self._sends: list[Message] = []
         # What is sent must live as long as the sends.
-        self._staged: list[torch.Tensor] = []
+        self._payloads: list[torch.Tensor] = []
         # If a communication hook reduces, ranks exchange only headers.
-        self._of = reducer.messages_of if gradients else lambda _: (_NOTHING,)
-        ranks, tag = reducer.ranks, TAG_GRADIENTS + reducer.tags
-        ascending = [rank for rank in range(ranks.world_size) if rank != ranks.rank]
-        self._arrivals: list[tuple[BucketMessage, list[Receive]]] = []
-        for message in self._of(ranks.rank):
+        self._messages = reducer.messages if gradients else {owner: [_NOTHING] for owner in reducer.messages}
+        ranks = reducer.ranks
+        self._arrivals: list[tuple[BucketMessage, dict[int, Receive]]] = []
+        for message in self._messages[ranks.rank]:
             nbytes = message.nbytes + (0 if self._arrivals else 8 * reducer.header_words)
-            self._arrivals.append((message, [Receive(peer, nbytes, tag) for peer in ascending]))
-        self._window.extend([receive for _, receives in self._arrivals for receive in receives])
+            self._arrivals.append((message, {peer: Receive(peer, nbytes) for peer in sorted(ranks.peers)}))
+        self._window.extend([receive for _, receives in self._arrivals for receive in receives.values()])
 
     def send(self, buffer: torch.Tensor, header: BucketHeader) -> None:
         """Send this rank's header, and its values of the others' ranges.
@@ -135,23 +127,22 @@ class MessageReduceWork(BucketReduceWork):
             PeerLostError: if a rank is gone.
         """
         reducer, ranks = self._reducer, self._reducer.ranks
-        self._cut, self._headers[ranks.rank] = reducer.cut(buffer), header
+        self._views, self._headers[ranks.rank] = reducer.cut(buffer), header
         words = header.to_words()
         words += [0] * (reducer.header_words - len(words))
         own = torch.tensor(words, dtype=torch.int64, device="cpu").view(buffer.dtype)
-        sent = told = 0
+        headers_sent = 0
         for peer in ranks.peers:
-            first = True
-            for message in self._of(peer):
-                pieces = self._cut(message)
-                if first or len(pieces) > 1:
-                    self._staged.append(torch.cat((own, *pieces) if first else pieces))
-                    pieces = (self._staged[-1],)
-                payload, tag = pieces[0].view(torch.uint8), TAG_GRADIENTS + reducer.tags
-                self._sends.append(send(ranks, peer, payload, tag, "backward()"))
-                sent, told, first = sent + message.nbytes, told + first * own.nbytes, False
-        arriving = [receive.nbytes for _, receives in self._arrivals for receive in receives]
-        heard = own.nbytes * len(ranks.peers) if arriving else 0
+            ahead: Pieces = (own,)
+            for message in self._messages[peer]:
+                pieces = ahead + self._pieces(message)
+                headers_sent, ahead = headers_sent + len(ahead), ()
+                payload = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+                self._payloads.append(payload)
+                self._sends.append(send(ranks, peer, payload.view(torch.uint8), self._window.tag, "backward()"))
+        told, heard = headers_sent * own.nbytes, own.nbytes * len(ranks.peers) if self._arrivals else 0
+        arriving = [receive.nbytes for _, receives in self._arrivals for receive in receives.values()]
+        sent = sum([payload.nbytes for payload in self._payloads]) - told
         reducer.traffic.add("control", sent=told, received=heard)
         calls = len(self._sends) + len(arriving)
         reducer.traffic.add("reduce", sent=sent, received=sum(arriving) - heard, calls=calls)
@@ -164,10 +155,29 @@ class MessageReduceWork(BucketReduceWork):
         Raises:
             PeerLostError: if a rank is gone.
         """
-        assert self._cut is not None
-        waited = 0.0
-        for number, (message, receives) in enumerate(self._arrivals):
-            waited += self._add_up(self._cut(message), receives, with_header=number == 0)
+        waited, ahead = 0.0, 8 * self._reducer.header_words
+        for message, receives in self._arrivals:
+
+            def take(peer: int, receives: Mapping[int, Receive] = receives, ahead: int = ahead) -> torch.Tensor:
+                nonlocal waited
+                started = time.perf_counter()
+                values = receives[peer].wait()
+                waited += time.perf_counter() - started
+                if ahead:
+                    words = values[:ahead].view(torch.int64).tolist()
+                    self._headers[peer] = BucketHeader.from_words(words, self._reducer.tensors)
+                return values[ahead:]
+
+            def release(peer: int, receives: Mapping[int, Receive] = receives) -> None:
+                self._window.release(receives[peer])
+
+            if message.ranges:
+                mean_in_rank_order(self._reducer.ranks, self._pieces(message), take, release)
+            else:
+                for peer in receives:
+                    take(peer)
+                    release(peer)
+            ahead = 0
         self._arrivals = []
         self._reducer.traffic.add("reduce", waited=waited)
         return [self._headers[rank] for rank in sorted(self._headers)]
@@ -181,34 +191,11 @@ class MessageReduceWork(BucketReduceWork):
         started = time.perf_counter()
         for message in self._sends:
             message.wait("backward()")
-        self._sends, self._staged = [], []
+        self._sends, self._payloads, self._views = [], [], {}
         self._reducer.traffic.add("reduce", waited=time.perf_counter() - started)
 
-    def _add_up(self, own: Pieces, receives: Sequence[Receive], *, with_header: bool) -> float:
-        """Make the mean; return the seconds that were spent waiting."""
-        by_peer, waited = {receive.peer: receive for receive in receives}, 0.0
-        ahead = 8 * self._reducer.header_words if with_header else 0
-
-        def take(peer: int) -> torch.Tensor:
-            nonlocal waited
-            started = time.perf_counter()
-            values = self._window.wait(by_peer[peer], "backward()")
-            waited += time.perf_counter() - started
-            if with_header:
-                words = values[:ahead].view(torch.int64).tolist()
-                self._headers[peer] = BucketHeader.from_words(words, self._reducer.tensors)
-            return values[ahead:]
-
-        def release(peer: int) -> None:
-            self._window.release(by_peer[peer])
-
-        if own:
-            mean_in_rank_order(self._reducer.ranks, own, take, release)
-        else:
-            for peer in by_peer:
-                take(peer)
-                release(peer)
-        return waited
+    def _pieces(self, message: BucketMessage) -> Pieces:
+        return tuple([self._views[start] for start, _ in message.ranges])
 
 
 _NOTHING = BucketMessage((), 0)
@@ -216,20 +203,19 @@ _NOTHING = BucketMessage((), 0)
 
 @dataclass(eq=False)
 class Receive:
-    """One message to be received.
-
-    Attributes:
-        peer: group rank that sends it.
-        nbytes: its length.
-        tag: of the message.
-        scratch: where it lies, ``nbytes`` bytes; None before it was posted and after it was released.
-    """
+    """One message to be received from a rank: its length, and, while it is posted, where it lies."""
 
     peer: int
     nbytes: int
-    tag: int
     scratch: torch.Tensor | None = None
     message: Message | None = field(default=None, repr=False)
+
+    def wait(self) -> torch.Tensor:
+        """Return the message as 1-D bytes; receives are waited for in the order in which they were added."""
+        assert self.message is not None
+        assert self.scratch is not None
+        self.message.wait("backward()")
+        return self.scratch
 
 
 class ReceiveWindow:
@@ -242,42 +228,24 @@ class ReceiveWindow:
     Args:
         ranks: the group; its backend matches messages by tag.
         limit: bytes that may be posted, or kept, at a time.
+        tags: offset to the tag, see :meth:`zeroshard_comm.GroupContext.allocate_tags`; the same on all ranks.
     """
 
-    def __init__(self, ranks: RankGroup, limit: int) -> None:
-        self._ranks, self._limit = ranks, limit
+    def __init__(self, ranks: RankGroup, limit: int, tags: int = 0) -> None:
+        self._ranks, self._limit, self.tag = ranks, limit, TAG_GRADIENTS + tags
         self._lock = threading.Lock()
         self._waiting: deque[Receive] = deque()
         self._free: dict[int, list[torch.Tensor]] = {}
         self._held = self._count = self._made = 0
 
     def extend(self, receives: Sequence[Receive]) -> None:
-        """Append receives, and post those for which there is room.
-
-        Raises:
-            PeerLostError: if a rank is gone.
-        """
+        """Append receives, and post those for which there is room."""
         with self._lock:
             self._waiting.extend(receives)
             self._post()
 
-    def wait(self, receive: Receive, operation: str) -> torch.Tensor:
-        """Return the message of a receive as 1-D bytes; wait for receives in the order in which they were added.
-
-        Raises:
-            PeerLostError: if a rank is gone.
-        """
-        assert receive.message is not None
-        assert receive.scratch is not None
-        receive.message.wait(operation)
-        return receive.scratch
-
     def release(self, receive: Receive) -> None:
-        """Give the memory of a receive back, and post receives for which there is room now.
-
-        Raises:
-            PeerLostError: if a rank is gone.
-        """
+        """Give the memory of a receive back, and post receives for which there is room now."""
         with self._lock:
             assert receive.scratch is not None
             self._free.setdefault(receive.nbytes, []).append(receive.scratch)
@@ -298,33 +266,28 @@ class ReceiveWindow:
             receive.scratch = self._free[receive.nbytes].pop()
             self._count += 1
             self._held += receive.nbytes
-            receive.message = messages.receive(self._ranks, receive.peer, receive.scratch, receive.tag, "backward()")
+            receive.message = messages.receive(self._ranks, receive.peer, receive.scratch, self.tag, "backward()")
 
 
 def mean_in_rank_order(
     ranks: RankGroup, own: Pieces, take: Callable[[int], torch.Tensor], release: Callable[[int], None]
 ) -> None:
-    """Replace this rank's values by the mean over all ranks.
+    """Replace this rank's values, 1-D tensors, by the mean over all ranks.
 
-    Args:
-        ranks: the group.
-        own: this rank's values, 1-D tensors.
-        take: returns the values of a peer, as many bytes in one tensor. Peers come in ascending order, and at most two
-            are taken at a time.
-        release: gives the memory of a peer's values back.
+    ``take`` returns the values of a peer, as many bytes in one tensor. Peers come in ascending order, and at most two
+    are taken at a time; ``release`` gives the memory of one back.
     """
     rank, world_size = ranks.rank, ranks.world_size
     # Scaling by a power of two is exact, so it can be done while adding.
     exact = world_size & (world_size - 1) == 0
     # Two terms can be added in either order: only from rank 2 on does their sum need memory of its own.
     total: Pieces | None = None
-    _divide(own, world_size)
-    for peer in range(world_size):
-        if peer == rank:
-            continue
+    # In bfloat16 a factor would be rounded before it is used, but the number of ranks is not.
+    foreach_div_(own, world_size)
+    for peer in sorted(ranks.peers):
         term = _cut(take(peer), own)
         if rank > 1 and peer < rank:
-            _divide(term, world_size)
+            foreach_div_(term, world_size)
             if total is None:
                 total = term
                 continue
@@ -335,14 +298,9 @@ def mean_in_rank_order(
         elif exact:
             foreach_add_(own, term, alpha=1 / world_size)
         else:
-            _divide(term, world_size)
+            foreach_div_(term, world_size)
             foreach_add_(own, term)
         release(peer)
-
-
-def _divide(tensors: Pieces, world_size: int) -> None:
-    # In bfloat16 a factor would be rounded before it is used, but the number of ranks is not.
-    foreach_div_(tensors, world_size)
 
 
 def _cut(values: torch.Tensor, like: Pieces) -> Pieces:

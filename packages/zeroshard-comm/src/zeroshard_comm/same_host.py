@@ -113,7 +113,7 @@ class SameHostBroadcaster(ParameterBroadcaster):
 
     def __init__(self, coordinator: Coordinator, segments: Sequence[Segment]) -> None:
         super().__init__(coordinator.ranks, segments, coordinator.traffic)
-        self.coordinator = coordinator
+        self.coordinator, self._segments = coordinator, segments
         self._reads: list[tuple[int, ProcessMemory]] | None = None
         self._is_sent = False
 
@@ -125,7 +125,7 @@ class SameHostBroadcaster(ParameterBroadcaster):
         processes = self.ranks.context.shared(PeerMemory).processes
         assert processes is not None
         if self.coordinator.agree(_READY, flag=self._reads is None):
-            places = self.coordinator.gather_ints([0, *[s.buffer.data_ptr() for s in self.segments]], _READY)
+            places = self.coordinator.gather_ints([0, *[s.buffer.data_ptr() for s in self._segments]], _READY)
             self._reads = [
                 (peer, ProcessMemory(processes[peer], self._parts_of(peer, places[peer][1:])))
                 for peer in self.ranks.peers
@@ -145,7 +145,7 @@ class SameHostBroadcaster(ParameterBroadcaster):
     def _parts_of(self, peer: int, places: Sequence[int]) -> list[tuple[int, int, int]]:
         """Where a peer's segments lie here and there, and their bytes; as few as possible."""
         parts: list[tuple[int, int, int]] = []
-        for segment, there in zip(self.segments, places, strict=True):
+        for segment, there in zip(self._segments, places, strict=True):
             if segment.owner == peer:
                 here, nbytes = segment.buffer.data_ptr(), segment.buffer.nbytes
                 if parts and (parts[-1][0] + parts[-1][2], parts[-1][1] + parts[-1][2]) == (here, there):

@@ -75,11 +75,11 @@ class MessageTransport(Transport):
         self.uses_thread = self.shares_buckets = overlaps
         self._ranks, self._traffic = coordinator.channel, coordinator.traffic
         self.tags = coordinator.ranks.context.allocate_tags()
-        self._window = ReceiveWindow(self._ranks, WINDOW_BYTES)
+        self._window = ReceiveWindow(self._ranks, WINDOW_BYTES, self.tags)
 
     def reducer(self, runs: Sequence[Run], bucket: torch.Tensor, tensors: int) -> GradientReducer:
         """Make one that sends every owner its part."""
-        return MessageReducer(self._ranks, runs, bucket.dtype, tensors, self._window, self._traffic, tags=self.tags)
+        return MessageReducer(self._ranks, runs, bucket.dtype, tensors, self._window, self._traffic)
 
     def broadcaster(self, segments: Sequence[Segment]) -> ParameterBroadcaster | None:
         """Make one with the tags of this transport."""
