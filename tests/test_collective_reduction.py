@@ -51,7 +51,7 @@ def test_owners_hold_the_mean(
     ranks = RankGroup.of()
     coordinator = Coordinator(ranks, traffic)
     bucket = values_of(rank, end, dtype)
-    reduction = CollectiveReducer(choose_private_group(ranks, CPU), coordinator, traffic, runs, bucket, 70)
+    reduction = CollectiveReducer(choose_private_group(ranks, CPU), coordinator, runs, bucket, 70)
     for number in range(2):
         bucket = values_of(rank, end, dtype)
         note = BucketHeader(1, number, tuple(place == rank for place in range(70)), may_step=rank == 1)

@@ -14,7 +14,6 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -25,7 +24,7 @@ from zeroshard_comm.agreement import Coordinator
 from zeroshard_comm.headers import BucketHeader, HeaderExchange
 from zeroshard_comm.interfaces import BucketReduceWork, GradientReducer, ParameterBroadcaster, Segment
 from zeroshard_comm.messages import Waitable, wait_for_collective
-from zeroshard_comm.owner_major import Chunk, Item, OwnerMajor
+from zeroshard_comm.owner_major import Chunk, OwnerMajor
 from zeroshard_comm.process_group import RankGroup
 from zeroshard_comm.traffic import Traffic
 
@@ -95,28 +94,25 @@ class Staging:
         self._slots: dict[tuple[torch.device, int], _Slot] = {}
         self._turn = 0
 
-    def slot(self, device: torch.device, number: int) -> _Slot:
-        """Return one of the two."""
-        return self._slots.setdefault((device, number % 2), _Slot(device))
-
     def next_slot(self, device: torch.device) -> _Slot:
         """Return the one whose turn it is."""
-        self._turn += 1
-        return self.slot(device, self._turn)
+        self._turn = 1 - self._turn
+        return self._slots.setdefault((device, self._turn), _Slot(device))
 
 
 def _together(
-    ranks: RankGroup, device: torch.device, calls: Sequence[Callable[[], Waitable | None]]
-) -> list[Waitable | None]:
-    """Issue collectives as one group, or one by one where the backend has no groups."""
-    if not calls:
-        return []
-    if not ranks.coalesces(device):
-        return [call() for call in calls]
-    with coalescing_manager(ranks.group, device=device, async_ops=True) as group:
-        for call in calls:
-            call()
-    return [group]
+    ranks: RankGroup, device: torch.device, kind: str, calls: Sequence[Callable[[], Waitable | None]]
+) -> list[Callable[[], None]]:
+    """Issue collectives as one group, or one by one where the backend has no groups; return what waits for them."""
+    works: list[Waitable | None] = []
+    if calls and ranks.coalesces(device):
+        with coalescing_manager(ranks.group, device=device, async_ops=True) as group:
+            for call in calls:
+                call()
+        works = [group]
+    else:
+        works = [call() for call in calls]
+    return [partial(wait_for_collective, work, ranks, kind) for work in works]
 
 
 class CollectiveReducer(GradientReducer):
@@ -124,8 +120,7 @@ class CollectiveReducer(GradientReducer):
 
     Args:
         ranks: a group whose collectives are issued in one order.
-        coordinator: exchanges the headers.
-        traffic: where bytes are counted, as kind ``"reduce"``.
+        coordinator: exchanges the headers, and has the traffic, where bytes are counted as kind ``"reduce"``.
         runs: ranges of elements of the bucket and who owns them, in bucket order; elements between them have no owner.
         like: a bucket, or any tensor of its dtype and device.
         tensors: number of tensors in the bucket.
@@ -135,30 +130,24 @@ class CollectiveReducer(GradientReducer):
     """
 
     def __init__(
-        self,
-        ranks: RankGroup,
-        coordinator: Coordinator,
-        traffic: Traffic,
-        runs: Sequence[Run],
-        like: torch.Tensor,
-        tensors: int,
+        self, ranks: RankGroup, coordinator: Coordinator, runs: Sequence[Run], like: torch.Tensor, tensors: int
     ) -> None:
-        self.ranks, self.traffic, self.headers = ranks, traffic, HeaderExchange(coordinator, tensors)
+        self.ranks, self.traffic, self.headers = ranks, coordinator.traffic, HeaderExchange(coordinator, tensors)
         self._dtype, self._device = like.dtype, like.device
         # NCCL multiplies by 1/N before it adds. Others divide the sum, which may overflow in half precision.
         self._averages = ranks.coalesces(like.device)
         self._op = dist.ReduceOp.AVG if self._averages else dist.ReduceOp.SUM
         # A single rank has nothing to reduce.
         self._runs = runs = [run for run in runs if run.stop > run.start] if ranks.world_size > 1 else []
-        self.matrix = matrix = OwnerMajor.of(
-            [Item(run.rank, run.stop - run.start, run.is_part) for run in runs], ranks.world_size
-        )
-        self._chunks = matrix.chunks(STAGING_BYTES // like.element_size())
-        self._owned = torch.empty(matrix.width, dtype=like.dtype, device=like.device)
-        self._starts, self._whole = [run.start for run in runs], matrix.outside
-        sizes = [(run.stop - run.start) * like.element_size() for run in runs]
-        owned = sum(size for size, run in zip(sizes, runs, strict=True) if run.rank == ranks.rank)
-        self._sent, self._received = sum(sizes) - owned, owned * len(ranks.peers)
+        self.matrix = OwnerMajor.of(runs, ranks.world_size)
+        self._chunks = self.matrix.chunks(STAGING_BYTES // like.element_size())
+        staging = ranks.context.shared(Staging)
+        self._slots = [staging.next_slot(like.device) for _ in self._chunks]
+        self._owned = torch.empty(self.matrix.width, dtype=like.dtype, device=like.device)
+        self._starts, self._whole = [run.start for run in runs], [runs[index] for index in self.matrix.outside]
+        owned = sum(run.stop - run.start for run in runs if run.rank == ranks.rank) * like.element_size()
+        self._sent = sum(run.stop - run.start for run in runs) * like.element_size() - owned
+        self._received = owned * len(ranks.peers)
         self._packed: tuple[int, list[list[torch.Tensor]]] = (-1, [])
 
     def owned(self, buffer: torch.Tensor, start: int, stop: int) -> torch.Tensor:
@@ -176,40 +165,32 @@ class CollectiveReducer(GradientReducer):
 
     def begin(self, buffer: torch.Tensor, header: BucketHeader, *, gradients: bool = True) -> BucketReduceWork:
         """Issue the reductions of a bucket after what the current stream is doing."""
-        scatters: list[_Passage] = []
-        if gradients and self._runs and not self._averages:
-            buffer.div_(self.ranks.world_size)
-        works: list[Waitable | None] = []
+        unfinished: list[Callable[[], None]] = []
         if gradients and self._runs:
-            staging = self.ranks.context.shared(Staging)
-            for chunk, views in zip(self._chunks, self._views_of(buffer), strict=True):
-                slot = staging.next_slot(self._device)
+            group, op = self.ranks.group, self._op
+            if not self._averages:
+                buffer.div_(self.ranks.world_size)
+            for slot, chunk, views in zip(self._slots, self._chunks, self._views_of(buffer), strict=True):
                 packed = slot.take(chunk.width * self.ranks.world_size, self._dtype)
                 torch.cat(views, out=packed)
                 row = self._owned[chunk.columns.start : chunk.columns.stop]
-                work = reduce_scatter(row, packed, op=self._op, group=self.ranks.group, async_op=True)
-                scatters.append(_Passage(slot, partial(wait_for_collective, work, self.ranks, "reduce")))
-            works = _together(self.ranks, self._device, [self._reduce_of(buffer, i) for i in self._whole])
-            calls = len(scatters) + len(works)
-            self.traffic.add("reduce", sent=self._sent, received=self._received, calls=calls)
-        return _CollectiveWork(self, header, scatters, works)
-
-    def _reduce_of(self, buffer: torch.Tensor, number: int) -> Callable[[], Waitable | None]:
-        run = self._runs[number]
-        part = buffer[run.start : run.stop]
-        return partial(dist.reduce, part, group=self.ranks.group, group_dst=run.rank, op=self._op, async_op=True)
+                work = reduce_scatter(row, packed, op=op, group=group, async_op=True)
+                unfinished.append(_Passage(slot, partial(wait_for_collective, work, self.ranks, "reduce")).finish)
+            reduce = partial(dist.reduce, group=group, op=op, async_op=True)
+            calls = [partial(reduce, buffer[run.start : run.stop], group_dst=run.rank) for run in self._whole]
+            unfinished += _together(self.ranks, self._device, "reduce", calls)
+            self.traffic.add("reduce", sent=self._sent, received=self._received, calls=len(unfinished))
+        return _CollectiveWork(self, header, unfinished)
 
     def _views_of(self, buffer: torch.Tensor) -> list[list[torch.Tensor]]:
         """Per chunk, what is packed into it: views of the bucket and padding, kept as long as the bucket stays."""
         if self._packed[0] != buffer.data_ptr():
-            pieces = [piece for chunk in self._chunks for piece in chunk.pieces]
-            most = max([piece.numel for piece in pieces if piece.item is None], default=0)
-            padding = torch.zeros(most, dtype=self._dtype, device=self._device)
-            starts = self._starts
+            padded = [piece.numel for chunk in self._chunks for piece in chunk.pieces if piece.run is None]
+            padding = torch.zeros(max(padded, default=0), dtype=self._dtype, device=self._device)
             views = [
                 [
-                    padding[:numel] if item is None else buffer[starts[item] + start : starts[item] + start + numel]
-                    for item, start, numel in ((piece.item, piece.start, piece.numel) for piece in chunk.pieces)
+                    padding[: piece.numel] if piece.run is None else buffer[piece.start : piece.start + piece.numel]
+                    for piece in chunk.pieces
                 ]
                 for chunk in self._chunks
             ]
@@ -219,22 +200,16 @@ class CollectiveReducer(GradientReducer):
 
 class _CollectiveWork(BucketReduceWork):
     def __init__(
-        self,
-        reducer: CollectiveReducer,
-        header: BucketHeader,
-        scatters: Sequence[_Passage],
-        works: Sequence[Waitable | None],
+        self, reducer: CollectiveReducer, header: BucketHeader, unfinished: Sequence[Callable[[], None]]
     ) -> None:
-        self._reducer, self._header, self._scatters, self._works = reducer, header, scatters, works
+        self._reducer, self._header, self._unfinished = reducer, header, unfinished
 
     def finish(self) -> list[BucketHeader]:
         headers, _ = self._reducer.headers.exchange(self._header)
         started = time.perf_counter()
-        for scatter in self._scatters:
-            scatter.finish()
-        for work in self._works:
-            wait_for_collective(work, self._reducer.ranks, "reduce")
-        self._scatters = self._works = ()
+        for finish in self._unfinished:
+            finish()
+        self._unfinished = ()
         self._reducer.traffic.add("reduce", waited=time.perf_counter() - started)
         return headers
 
@@ -260,16 +235,14 @@ class CollectiveBroadcaster(ParameterBroadcaster):
             by_dtype.setdefault(segment.buffer.dtype, []).append(segment)
         self._gathers: list[_Gather] = []
         self._whole: list[Segment] = []
-        self._arriving: list[_Passage] = []
-        self._works: list[Waitable | None] = []
+        self._unfinished: list[Callable[[], None]] = []
         for alike in by_dtype.values():
-            items = [Item(segment.owner, segment.buffer.numel(), segment.is_part) for segment in alike]
-            matrix = OwnerMajor.of(items, ranks.world_size)
+            device, itemsize = alike[0].buffer.device, alike[0].buffer.element_size()
+            runs = [Run(segment.owner, 0, segment.buffer.numel(), segment.is_part) for segment in alike]
+            matrix = OwnerMajor.of(runs, ranks.world_size)
             self._whole += [alike[index] for index in matrix.outside]
-            buffers = [segment.buffer for segment in alike]
-            for chunk in matrix.chunks(STAGING_BYTES // buffers[0].element_size()):
-                slot = staging.slot(buffers[0].device, len(self._gathers))
-                self._gathers.append(_Gather(ranks, slot, buffers, chunk))
+            for chunk in matrix.chunks(STAGING_BYTES // itemsize):
+                self._gathers.append(_Gather(ranks, staging.next_slot(device), alike, chunk))
 
     def begin(self) -> None:
         """Issue nothing yet: collectives are issued in one order, when there are values to send."""
@@ -277,24 +250,21 @@ class CollectiveBroadcaster(ParameterBroadcaster):
     def send(self) -> None:
         """Issue all collectives. Each all-gather from the third on waits until one of two buffers is free."""
         group = self.ranks.group
-        self._arriving = [gather.issue() for gather in self._gathers]
+        self._unfinished = [gather.issue().finish for gather in self._gathers]
         calls = [
             partial(dist.broadcast, whole.buffer.view(torch.uint8), group=group, group_src=whole.owner, async_op=True)
             for whole in self._whole
         ]
         if calls:
-            self._works = _together(self.ranks, self._whole[0].buffer.device, calls)
-        issued = len(self._arriving) + len(self._works)
-        self.traffic.add("share", sent=self.sent, received=self.received, calls=issued)
+            self._unfinished += _together(self.ranks, self._whole[0].buffer.device, "share", calls)
+        self.traffic.add("share", sent=self.sent, received=self.received, calls=len(self._unfinished))
 
     def arrive(self) -> None:
         """Wait for all, and unpack what has been gathered."""
         started = time.perf_counter()
-        for gather in self._arriving:
-            gather.finish()
-        for work in self._works:
-            wait_for_collective(work, self.ranks, "share")
-        self._arriving, self._works = [], []
+        for finish in self._unfinished:
+            finish()
+        self._unfinished = []
         self.traffic.add("share", waited=time.perf_counter() - started)
 
 
@@ -304,28 +274,25 @@ class _Gather:
     Pieces whose places are next to each other in memory are unpacked together, as parts of one parameter are.
     """
 
-    def __init__(self, ranks: RankGroup, slot: _Slot, buffers: Sequence[torch.Tensor], chunk: Chunk) -> None:
-        self._ranks, self._slot, self._width, self._dtype = ranks, slot, chunk.width, buffers[0].dtype
-        self._sizes = [piece.numel for piece in chunk.pieces]
-        placed: list[tuple[int, int, int]] = []
+    def __init__(self, ranks: RankGroup, slot: _Slot, segments: Sequence[Segment], chunk: Chunk) -> None:
+        self._ranks, self._slot, self._width = ranks, slot, chunk.width
+        self._dtype, self._sizes = segments[0].buffer.dtype, [piece.numel for piece in chunk.pieces]
         self._own: list[torch.Tensor] = []
-        rows = [(stop - 1) // chunk.width for stop in accumulate(self._sizes)]
-        for place, (piece, row) in enumerate(zip(chunk.pieces, rows, strict=True)):
-            if piece.item is not None:
-                placed.append((piece.item, piece.start, place))
-                if row == ranks.rank:
-                    self._own.append(buffers[piece.item][piece.start : piece.start + piece.numel])
         self._targets: list[torch.Tensor] = []
         self._places: list[list[int]] = []
         """Per target, the pieces that lie there, one after another."""
         end = 0
-        for item, start, place in sorted(placed):
-            target = buffers[item][start : start + self._sizes[place]]
+        pieces = [(piece.run, piece.start, place) for place, piece in enumerate(chunk.pieces) if piece.run is not None]
+        for number, start, place in sorted(pieces):
+            target = segments[number].buffer[start : start + self._sizes[place]]
+            is_own = segments[number].owner == ranks.rank
+            if is_own:
+                self._own.append(target)
             if end and target.data_ptr() == end and _share_memory(self._targets[-1], target):
                 before = self._targets.pop()
                 self._targets.append(before.as_strided((before.numel() + target.numel(),), (1,)))
                 self._places[-1].append(place)
-            elif rows[place] != ranks.rank:
+            elif not is_own:
                 self._targets.append(target)
                 self._places.append([place])
             else:

@@ -84,7 +84,7 @@ class MessageReducer(GradientReducer):
         self._expected = MessageReduceWork(self, gradients=gradients)
 
     def begin(self, buffer: torch.Tensor, header: BucketHeader, *, gradients: bool = True) -> MessageReduceWork:
-        """Expect, if that was not done yet, and send."""
+        """Expect, unless that is done, and send."""
         work, self._expected = self._expected or MessageReduceWork(self, gradients=gradients), None
         work.send(buffer, header)
         return work
@@ -105,8 +105,6 @@ class MessageReduceWork(BucketReduceWork):
         self._views: Mapping[int, torch.Tensor] = {}
         self._headers: dict[int, BucketHeader] = {}
         self._sends: list[Message] = []
-        # What is sent must live as long as the sends.
-        self._payloads: list[torch.Tensor] = []
         # If a communication hook reduces, ranks exchange only headers.
         self._messages = reducer.messages if gradients else {owner: [_NOTHING] for owner in reducer.messages}
         ranks = reducer.ranks
@@ -137,12 +135,11 @@ class MessageReduceWork(BucketReduceWork):
             for message in self._messages[peer]:
                 pieces = ahead + self._pieces(message)
                 headers_sent, ahead = headers_sent + len(ahead), ()
-                payload = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
-                self._payloads.append(payload)
-                self._sends.append(send(ranks, peer, payload.view(torch.uint8), self._window.tag, "backward()"))
+                payload = (torch.cat(pieces) if len(pieces) > 1 else pieces[0]).view(torch.uint8)
+                self._sends.append(send(ranks, peer, payload, self._window.tag, "backward()"))
         told, heard = headers_sent * own.nbytes, own.nbytes * len(ranks.peers) if self._arrivals else 0
         arriving = [receive.nbytes for _, receives in self._arrivals for receive in receives.values()]
-        sent = sum([payload.nbytes for payload in self._payloads]) - told
+        sent = sum([message.buffer.nbytes for message in self._sends]) - told
         reducer.traffic.add("control", sent=told, received=heard)
         calls = len(self._sends) + len(arriving)
         reducer.traffic.add("reduce", sent=sent, received=sum(arriving) - heard, calls=calls)
@@ -191,7 +188,7 @@ class MessageReduceWork(BucketReduceWork):
         started = time.perf_counter()
         for message in self._sends:
             message.wait("backward()")
-        self._sends, self._payloads, self._views = [], [], {}
+        self._sends, self._views = [], {}
         self._reducer.traffic.add("reduce", waited=time.perf_counter() - started)
 
     def _pieces(self, message: BucketMessage) -> Pieces:
@@ -203,19 +200,17 @@ _NOTHING = BucketMessage((), 0)
 
 @dataclass(eq=False)
 class Receive:
-    """One message to be received from a rank: its length, and, while it is posted, where it lies."""
+    """One message to be received from a rank: its length, and, while it is posted, the message."""
 
     peer: int
     nbytes: int
-    scratch: torch.Tensor | None = None
     message: Message | None = field(default=None, repr=False)
 
     def wait(self) -> torch.Tensor:
         """Return the message as 1-D bytes; receives are waited for in the order in which they were added."""
         assert self.message is not None
-        assert self.scratch is not None
         self.message.wait("backward()")
-        return self.scratch
+        return self.message.buffer
 
 
 class ReceiveWindow:
@@ -247,9 +242,9 @@ class ReceiveWindow:
     def release(self, receive: Receive) -> None:
         """Give the memory of a receive back, and post receives for which there is room now."""
         with self._lock:
-            assert receive.scratch is not None
-            self._free.setdefault(receive.nbytes, []).append(receive.scratch)
-            receive.scratch = receive.message = None
+            assert receive.message is not None
+            self._free.setdefault(receive.nbytes, []).append(receive.message.buffer)
+            receive.message = None
             self._held -= receive.nbytes
             self._count -= 1
             self._post()
@@ -263,10 +258,10 @@ class ReceiveWindow:
                     self._free, self._made = {}, self._held
                 self._free[receive.nbytes] = [torch.empty(receive.nbytes, dtype=torch.uint8, device="cpu")]
                 self._made += receive.nbytes
-            receive.scratch = self._free[receive.nbytes].pop()
+            scratch = self._free[receive.nbytes].pop()
             self._count += 1
             self._held += receive.nbytes
-            receive.message = messages.receive(self._ranks, receive.peer, receive.scratch, self.tag, "backward()")
+            receive.message = messages.receive(self._ranks, receive.peer, scratch, self.tag, "backward()")
 
 
 def mean_in_rank_order(

@@ -60,7 +60,7 @@ def combine_in_rounds(
     gone = next((1 + peer for peer in errors), 0)
     mine = torch.cat([torch.tensor([gone], dtype=torch.int64, device="cpu"), numbers])
     started = time.perf_counter()
-    sends: list[tuple[Message | None, torch.Tensor]] = []
+    sends: list[Message | None] = []
     ahead = [1 << number for number in range(math.ceil(math.log2(size)))]
     # gloo starts a send only once its receive is posted. When a rank has heard of all, theirs are posted, then, and
     # its own sends do not wait.
@@ -72,8 +72,7 @@ def combine_in_rounds(
         target, source = (rank + distance) % size, (rank - distance) % size
         if errors and not gone:
             gone = mine[0] = next(1 + peer for peer in errors)
-        payload = mine.clone()
-        sends.append((issued(send, payload, target, refused), payload))
+        sends.append(issued(send, mine.clone(), target, refused))
         # That a rank is lost is only passed on: a rank that is late may come in hours.
         if arriving is None or gone or errors:
             continue
@@ -89,7 +88,7 @@ def combine_in_rounds(
             gone = int(room[0])
     errors = errors or refused
     gone = gone or next((1 + peer for peer in errors), 0)
-    for message, _ in sends:
+    for message in sends:
         # If a rank is gone now, the next agreement notices at the latest.
         with suppress(PeerLostError):
             if message is not None:

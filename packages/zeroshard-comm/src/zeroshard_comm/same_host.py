@@ -15,7 +15,7 @@ import os
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from zeroshard_core import Run
@@ -43,27 +43,21 @@ class PeerMemory:
     """Whose memory this rank reads on one process group; see :meth:`zeroshard_comm.GroupContext.shared`.
 
     Attributes:
-        processes: the processes of peers whose memory this rank reads: all peers if every rank can read every other,
-            else none; None before they have tried.
+        is_known: whether the ranks have tried to read each other.
+        processes: the processes of peers whose memory this rank reads: all if every rank can read every other.
         is_unread: whether peers may be reading gradients of this rank.
     """
 
-    processes: Mapping[int, int] | None = None
+    is_known: bool = False
+    processes: Mapping[int, int] = field(default_factory=dict)
     is_unread: bool = False
 
 
 def probe_peer_memory(coordinator: Coordinator) -> None:
-    """Find out whether all ranks can read each other's memory, once per process group. Collective the first time.
-
-    Args:
-        coordinator: the channel of a group whose ranks have just agreed.
-
-    Raises:
-        PeerLostError: if a rank is gone.
-    """
+    """Find out whether all ranks, which have just agreed, can read each other's memory. Collective the first time."""
     ranks = coordinator.ranks
     found = ranks.context.shared(PeerMemory)
-    if coordinator.is_single_rank or found.processes is not None or not ranks.sends_tagged(torch.device("cpu")):
+    if coordinator.is_single_rank or found.is_known or not ranks.sends_tagged(torch.device("cpu")):
         return
     secret = torch.tensor([secrets.randbits(62)], dtype=torch.int64, device="cpu")
     mine = (machine(), os.getpid(), secret.data_ptr(), int(secret))
@@ -71,7 +65,7 @@ def probe_peer_memory(coordinator: Coordinator) -> None:
     reads = mine[0] > 0 and all(place[0] == mine[0] and _reads(*place[1:]) for place in places)
     # Until all ranks have looked, the number must stay where it is.
     reads = not coordinator.agree("connect()", flag=not reads)
-    found.processes = {peer: places[peer][1] for peer in ranks.peers} if reads else {}
+    found.is_known, found.processes = True, {peer: places[peer][1] for peer in ranks.peers} if reads else {}
     del secret
 
 
@@ -102,13 +96,9 @@ def _read(memory: ProcessMemory, peer: int, rank: int, operation: str) -> None:
 
 
 class SameHostBroadcaster(ParameterBroadcaster):
-    """Reads segments where their owners have them.
+    """Reads segments where their owners have them, on a group of which :func:`all_read` is true.
 
     After :meth:`wait` all ranks must agree once more before an owner writes to its segments.
-
-    Args:
-        coordinator: the channel, and the group, of which :func:`all_read` is true.
-        segments: as for :class:`ParameterBroadcaster`, on the CPU.
     """
 
     def __init__(self, coordinator: Coordinator, segments: Sequence[Segment]) -> None:
@@ -122,9 +112,8 @@ class SameHostBroadcaster(ParameterBroadcaster):
 
     def send(self) -> None:
         """Agree that all owners have their values, and exchange addresses if some rank lacks them."""
-        processes = self.ranks.context.shared(PeerMemory).processes
-        assert processes is not None
         if self.coordinator.agree(_READY, flag=self._reads is None):
+            processes = self.ranks.context.shared(PeerMemory).processes
             places = self.coordinator.gather_ints([0, *[s.buffer.data_ptr() for s in self._segments]], _READY)
             self._reads = [
                 (peer, ProcessMemory(processes[peer], self._parts_of(peer, places[peer][1:])))
@@ -163,13 +152,7 @@ class SameHostReducer(GradientReducer):
     """Reads this rank's part of a bucket from the other ranks' memory, and adds it up.
 
     Nothing is done before :meth:`BucketReduceWork.finish`, which agrees, as :meth:`BucketReduceWork.close` does.
-
-    Args:
-        coordinator: the channel, and the group, of which :func:`all_read` is true.
-        runs: ranges of elements of the bucket and who owns them, in bucket order; elements between them have no owner.
-        dtype: of the bucket, which is on the CPU.
-        tensors: number of tensors in the bucket.
-        scratch: of :func:`scratch_memory`, which reducers that are used one after another share.
+    Reducers that are used one after another share :func:`scratch_memory`.
     """
 
     def __init__(
@@ -183,21 +166,29 @@ class SameHostReducer(GradientReducer):
         self._received = owned * len(self.ranks.peers)
         self._sent = sum(run.stop - run.start for run in runs) * dtype.itemsize - owned
         self._scratch = scratch
-        self._reads: dict[int, tuple[int, list[ProcessMemory]]] = {}
+        self._addresses: Sequence[int] = ()
+        self._reads: dict[int, list[ProcessMemory]] = {}
 
     def begin(self, buffer: torch.Tensor, header: BucketHeader, *, gradients: bool = True) -> BucketReduceWork:
         """Keep the bucket; nothing is sent yet."""
         return _Gathering(self, buffer, header, gradients=gradients)
 
-    def add_up(self, buffer: torch.Tensor, places: Sequence[int]) -> None:
+    def add_up(self, buffer: torch.Tensor, addresses: Sequence[int]) -> None:
         """Make the mean of what this rank owns, by the addresses of the bucket on all ranks."""
+        if addresses != self._addresses:
+            processes = self.ranks.context.shared(PeerMemory).processes
+            self._reads = {
+                peer: [self._memory(process, peer, addresses[peer], message) for message in self._messages]
+                for peer, process in processes.items()
+            }
+            self._addresses = addresses
         waited = 0.0
         for number, message in enumerate(self._messages):
 
             def take(peer: int, number: int = number, nbytes: int = message.nbytes) -> torch.Tensor:
                 nonlocal waited
                 started = time.perf_counter()
-                _read(self._memory(peer, places[peer])[number], peer, self.ranks.rank, "backward()")
+                _read(self._reads[peer][number], peer, self.ranks.rank, "backward()")
                 waited += time.perf_counter() - started
                 return self._scratch[min(peer, 1), :nbytes]
 
@@ -206,19 +197,11 @@ class SameHostReducer(GradientReducer):
         calls = len(self._messages) * len(self.ranks.peers)
         self.coordinator.traffic.add("reduce", sent=self._sent, received=self._received, calls=calls, waited=waited)
 
-    def _memory(self, peer: int, place: int) -> list[ProcessMemory]:
-        known = self._reads.get(peer)
-        if known is None or known[0] != place:
-            processes = self.ranks.context.shared(PeerMemory).processes
-            assert processes is not None
-            known = self._reads[peer] = place, [self._of(processes[peer], peer, place, it) for it in self._messages]
-        return known[1]
-
-    def _of(self, process: int, peer: int, place: int, message: BucketMessage) -> ProcessMemory:
+    def _memory(self, process: int, peer: int, address: int, message: BucketMessage) -> ProcessMemory:
         here, parts = self._scratch[min(peer, 1)].data_ptr(), list[tuple[int, int, int]]()
         for start, stop in message.ranges:
             nbytes = (stop - start) * self.dtype.itemsize
-            parts.append((here, place + start * self.dtype.itemsize, nbytes))
+            parts.append((here, address + start * self.dtype.itemsize, nbytes))
             here += nbytes
         return ProcessMemory(process, parts)
 
@@ -232,9 +215,9 @@ class _Gathering(BucketReduceWork):
     def finish(self) -> list[BucketHeader]:
         reducer = self._reducer
         reducer.ranks.context.shared(PeerMemory).is_unread = True
-        headers, places = reducer.headers.exchange(self._header, self._buffer.data_ptr())
+        headers, addresses = reducer.headers.exchange(self._header, self._buffer.data_ptr())
         if self._lends:
-            reducer.add_up(self._buffer, places)
+            reducer.add_up(self._buffer, addresses)
         return headers
 
     def close(self) -> None:

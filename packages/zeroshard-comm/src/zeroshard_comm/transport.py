@@ -60,15 +60,13 @@ class Transport(ABC):
 
     @abstractmethod
     def broadcaster(self, segments: Sequence[Segment]) -> ParameterBroadcaster | None:
-        """Make the broadcaster of some segments; None if not :attr:`shares_buckets`."""
+        """Make the broadcaster of some segments; it is asked only if :attr:`shares_buckets`."""
 
 
 class MessageTransport(Transport):
     """Tagged messages on the channel of the ranks' agreements.
 
-    Args:
-        coordinator: has the channel, and the traffic.
-        overlaps: whether another thread adds up values that arrive, and buckets are sent one by one: for much data.
+    For much data another thread ``overlaps``: it adds up values that arrive, and buckets are sent one by one.
     """
 
     def __init__(self, coordinator: Coordinator, *, overlaps: bool) -> None:
@@ -81,31 +79,20 @@ class MessageTransport(Transport):
         """Make one that sends every owner its part."""
         return MessageReducer(self._ranks, runs, bucket.dtype, tensors, self._window, self._traffic)
 
-    def broadcaster(self, segments: Sequence[Segment]) -> ParameterBroadcaster | None:
+    def broadcaster(self, segments: Sequence[Segment]) -> ParameterBroadcaster:
         """Make one with the tags of this transport."""
-        if not self.shares_buckets:
-            return None
         return MessageBroadcaster(self._ranks, segments, self._traffic, tag=TAG_BUCKETS + self.tags)
 
 
 class CollectiveTransport(Transport):
-    """Collectives. Made by all ranks together.
-
-    Args:
-        coordinator: has the group, and the channel of the headers.
-        device: where parameters and buckets are.
-
-    Raises:
-        RuntimeError: if the group has no backend for the device.
-        ValueError: if a group of our own cannot be made.
-    """
+    """Collectives on the group of :func:`choose_private_group`. Made by all ranks together."""
 
     def __init__(self, coordinator: Coordinator, device: torch.device) -> None:
         self._coordinator, self._ranks = coordinator, choose_private_group(coordinator.ranks, device)
 
     def reducer(self, runs: Sequence[Run], bucket: torch.Tensor, tensors: int) -> GradientReducer:
         """Make one that reduces every owner's part to it."""
-        return CollectiveReducer(self._ranks, self._coordinator, self._coordinator.traffic, runs, bucket, tensors)
+        return CollectiveReducer(self._ranks, self._coordinator, runs, bucket, tensors)
 
     def broadcaster(self, segments: Sequence[Segment]) -> ParameterBroadcaster:
         """Make one that issues its collectives on its own group."""
@@ -113,11 +100,7 @@ class CollectiveTransport(Transport):
 
 
 class SameHostTransport(Transport):
-    """Reads of the memory of peers. Parameters travel together, in one read from each peer.
-
-    Args:
-        coordinator: has the group, all of whose ranks read each other's memory, and its channel.
-    """
+    """Reads of the memory of peers. Parameters travel together, in one read from each peer."""
 
     shares_buckets, ends_in_agreement = False, True
 
