@@ -395,13 +395,7 @@ def check_config(
 
 @dataclass
 class Proposal:
-    """This rank's contribution to the agreement at the end of a block of :func:`agreed`; initially none.
-
-    Attributes:
-        digest: a 63-bit number that is equal on ranks that agree.
-        detail: called only after a difference: the text behind the digest.
-        flag: sets ``flagged`` of the channel on every rank.
-    """
+    """This rank's contribution to the agreement at the end of a block of :func:`agreed`, as for `Coordinator.agree`."""
 
     digest: int = 0
     detail: Callable[[], str] = str

@@ -23,7 +23,7 @@ from zeroshard_comm._torch_private import all_gather, coalescing_manager, reduce
 from zeroshard_comm.agreement import Coordinator
 from zeroshard_comm.headers import BucketHeader, HeaderExchange
 from zeroshard_comm.interfaces import BucketReduceWork, GradientReducer, ParameterBroadcaster, Segment
-from zeroshard_comm.messages import Waitable, wait_for_collective
+from zeroshard_comm.messages import wait_for_collective
 from zeroshard_comm.owner_major import Chunk, OwnerMajor
 from zeroshard_comm.process_group import RankGroup
 from zeroshard_comm.traffic import Traffic
@@ -38,25 +38,21 @@ class _Slot:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.passage: _Passage | None = None
-        self._memory: torch.Tensor | None = None
+        self._memory = torch.empty(0, dtype=torch.uint8, device=device)
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return memory to write to, 1-D."""
         if self.passage is not None:
             self.passage.finish()
         nbytes = numel * dtype.itemsize
-        memory = self._memory
-        if memory is None or memory.numel() < nbytes:
-            self._free()
-            memory = self._memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        return memory[:nbytes].view(dtype)
-
-    def _free(self) -> None:
-        """Free the memory once the current stream has come as far as now: another one may have allocated it."""
-        stream = _current_stream(self.device)
-        if stream is not None and self._memory is not None:
-            self._memory.record_stream(stream)
-        self._memory = None
+        if self._memory.numel() < nbytes:
+            stream = _current_stream(self.device)
+            if stream is not None:
+                # It is freed once this stream has come as far as now: another one may have allocated it.
+                self._memory.record_stream(stream)
+            del self._memory
+            self._memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        return self._memory[:nbytes].view(dtype)
 
 
 class _Passage:
@@ -101,10 +97,10 @@ class Staging:
 
 
 def _together(
-    ranks: RankGroup, device: torch.device, kind: str, calls: Sequence[Callable[[], Waitable | None]]
+    ranks: RankGroup, device: torch.device, kind: str, calls: Sequence[Callable[[], dist.Work | None]]
 ) -> list[Callable[[], None]]:
     """Issue collectives as one group, or one by one where the backend has no groups; return what waits for them."""
-    works: list[Waitable | None] = []
+    works: list[dist.Work | None] = []
     if calls and ranks.coalesces(device):
         with coalescing_manager(ranks.group, device=device, async_ops=True) as group:
             for call in calls:

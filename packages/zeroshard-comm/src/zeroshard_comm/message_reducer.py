@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, pairwise
 
 import torch
@@ -154,26 +155,8 @@ class MessageReduceWork(BucketReduceWork):
         """
         waited, ahead = 0.0, 8 * self._reducer.header_words
         for message, receives in self._arrivals:
-
-            def take(peer: int, receives: Mapping[int, Receive] = receives, ahead: int = ahead) -> torch.Tensor:
-                nonlocal waited
-                started = time.perf_counter()
-                values = receives[peer].wait()
-                waited += time.perf_counter() - started
-                if ahead:
-                    words = values[:ahead].view(torch.int64).tolist()
-                    self._headers[peer] = BucketHeader.from_words(words, self._reducer.tensors)
-                return values[ahead:]
-
-            def release(peer: int, receives: Mapping[int, Receive] = receives) -> None:
-                self._window.release(receives[peer])
-
-            if message.ranges:
-                mean_in_rank_order(self._reducer.ranks, self._pieces(message), take, release)
-            else:
-                for peer in receives:
-                    take(peer)
-                    release(peer)
+            take, release = partial(self._take, receives, ahead), partial(self._release, receives)
+            waited += mean_in_rank_order(self._reducer.ranks, self._pieces(message), take, release)
             ahead = 0
         self._arrivals = []
         self._reducer.traffic.add("reduce", waited=waited)
@@ -190,6 +173,17 @@ class MessageReduceWork(BucketReduceWork):
             message.wait("backward()")
         self._sends, self._views = [], {}
         self._reducer.traffic.add("reduce", waited=time.perf_counter() - started)
+
+    def _take(self, receives: Mapping[int, Receive], ahead: int, peer: int) -> torch.Tensor:
+        """What a peer has sent: a header of so many bytes, and the values that are returned."""
+        values = receives[peer].wait()
+        if ahead:
+            words = values[:ahead].view(torch.int64).tolist()
+            self._headers[peer] = BucketHeader.from_words(words, self._reducer.tensors)
+        return values[ahead:]
+
+    def _release(self, receives: Mapping[int, Receive], peer: int) -> None:
+        self._window.release(receives[peer])
 
     def _pieces(self, message: BucketMessage) -> Pieces:
         return tuple([self._views[start] for start, _ in message.ranges])
@@ -266,38 +260,40 @@ class ReceiveWindow:
 
 def mean_in_rank_order(
     ranks: RankGroup, own: Pieces, take: Callable[[int], torch.Tensor], release: Callable[[int], None]
-) -> None:
-    """Replace this rank's values, 1-D tensors, by the mean over all ranks.
+) -> float:
+    """Replace this rank's values, 1-D tensors or none, by the mean over all ranks.
 
     ``take`` returns the values of a peer, as many bytes in one tensor. Peers come in ascending order, and at most two
-    are taken at a time; ``release`` gives the memory of one back.
+    are taken at a time; ``release`` gives the memory of one back. Returns how many seconds taking them took.
     """
     rank, world_size = ranks.rank, ranks.world_size
     # Scaling by a power of two is exact, so it can be done while adding.
     exact = world_size & (world_size - 1) == 0
     # Two terms can be added in either order: only from rank 2 on does their sum need memory of its own.
     total: Pieces | None = None
+    waited = 0.0
     # In bfloat16 a factor would be rounded before it is used, but the number of ranks is not.
-    foreach_div_(own, world_size)
+    if own:
+        foreach_div_(own, world_size)
     for peer in sorted(ranks.peers):
-        term = _cut(take(peer), own)
-        if rank > 1 and peer < rank:
-            foreach_div_(term, world_size)
-            if total is None:
-                total = term
-                continue
-            foreach_add_(total, term)
-            if peer == rank - 1:
-                foreach_add_(own, total)
-                release(0)
-        elif exact:
-            foreach_add_(own, term, alpha=1 / world_size)
-        else:
-            foreach_div_(term, world_size)
-            foreach_add_(own, term)
+        started = time.perf_counter()
+        values = take(peer)
+        waited += time.perf_counter() - started
+        if own:
+            flat = values.view(own[0].dtype)
+            term = (flat,) if len(own) == 1 else flat.split([piece.numel() for piece in own])
+            if rank < 2 or peer > rank:
+                if not exact:
+                    foreach_div_(term, world_size)
+                foreach_add_(own, term, alpha=1 / world_size if exact else 1)
+            else:
+                foreach_div_(term, world_size)
+                if total is None:
+                    total = term
+                    continue
+                foreach_add_(total, term)
+                if peer == rank - 1:
+                    foreach_add_(own, total)
+                    release(0)
         release(peer)
-
-
-def _cut(values: torch.Tensor, like: Pieces) -> Pieces:
-    flat = values.view(like[0].dtype)
-    return (flat,) if len(like) == 1 else flat.split([piece.numel() for piece in like])
+    return waited

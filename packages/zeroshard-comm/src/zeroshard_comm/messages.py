@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import accumulate
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -112,14 +112,7 @@ def receive_text(ranks: RankGroup, peer: int, operation: str) -> str:
     return bytes(data.tolist()).decode()
 
 
-class Waitable(Protocol):
-    """What torch returns for a collective, or for several that were issued as one."""
-
-    def wait(self) -> object:
-        """Return when it has ended; on an accelerator, order the current stream after it."""
-
-
-def wait_for_collective(work: Waitable | None, ranks: RankGroup, kind: str) -> None:
+def wait_for_collective(work: dist.Work | None, ranks: RankGroup, kind: str) -> None:
     """Wait for one collective; turn the backend's error into a PeerLostError that says what to look at."""
     if work is None:
         return

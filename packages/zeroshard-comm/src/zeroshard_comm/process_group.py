@@ -201,11 +201,7 @@ class RankGroup:
     @property
     def global_rank(self) -> int:
         """This process's rank in the default group."""
-        return self.to_global(self.rank)
-
-    def to_global(self, rank: int) -> int:
-        """Translate a group rank to a global rank."""
-        return dist.get_global_rank(self.group, rank)
+        return dist.get_global_rank(self.group, self.rank)
 
     def backend(self, device_type: str) -> str:
         """Name the backend that serves tensors of a device type, e.g. ``"gloo"``; ``""`` if none does."""

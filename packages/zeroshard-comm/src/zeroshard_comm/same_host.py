@@ -16,6 +16,7 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from zeroshard_core import Run
@@ -184,18 +185,14 @@ class SameHostReducer(GradientReducer):
             self._addresses = addresses
         waited = 0.0
         for number, message in enumerate(self._messages):
-
-            def take(peer: int, number: int = number, nbytes: int = message.nbytes) -> torch.Tensor:
-                nonlocal waited
-                started = time.perf_counter()
-                _read(self._reads[peer][number], peer, self.ranks.rank, "backward()")
-                waited += time.perf_counter() - started
-                return self._scratch[min(peer, 1), :nbytes]
-
             own = tuple([buffer[start:stop] for start, stop in message.ranges])
-            mean_in_rank_order(self.ranks, own, take, lambda _: None)
+            waited += mean_in_rank_order(self.ranks, own, partial(self._take, number), lambda _: None)
         calls = len(self._messages) * len(self.ranks.peers)
         self.coordinator.traffic.add("reduce", sent=self._sent, received=self._received, calls=calls, waited=waited)
+
+    def _take(self, number: int, peer: int) -> torch.Tensor:
+        _read(self._reads[peer][number], peer, self.ranks.rank, "backward()")
+        return self._scratch[min(peer, 1), : self._messages[number].nbytes]
 
     def _memory(self, process: int, peer: int, address: int, message: BucketMessage) -> ProcessMemory:
         here, parts = self._scratch[min(peer, 1)].data_ptr(), list[tuple[int, int, int]]()
