@@ -26,7 +26,6 @@ from zeroshard_comm.messages import CHUNK_BYTES
 from zeroshard_comm.process_memory import SWITCH
 from zeroshard_comm.same_host import SameHostReducer, probe_peer_memory, scratch_memory
 from zeroshard_comm.same_host import all_read as all_ranks_read
-from zeroshard_comm.transport import SameHostTransport
 from zeroshard_core import Run
 from zeroshard_testing import Faults
 
@@ -58,7 +57,8 @@ def test_hooks_train_as_ddp_does(hook: str, partition: str) -> None:
     for number in range(1, 7):
         twins.iterate(number)
         twins.check(f"after iteration {number}")
-    assert isinstance(twins.optimizer._engine.exchange.buckets.transport, SameHostTransport)
+    # Of all transports only this one does.
+    assert twins.optimizer._engine.exchange.buckets.transport.ends_in_agreement
 
 
 class Alternating(nn.Module):

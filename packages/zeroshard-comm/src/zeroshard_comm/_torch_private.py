@@ -1,13 +1,14 @@
 """The private names of torch that this package uses, each with its reason, and the check that this torch has them.
 
-A package names what is private in torch in its own module of this name, or uses that of a package below, and nowhere
-else. So what a new torch has renamed is found when the package is imported, by name, and is mended in one place.
+A package names what is private in torch in its own module of this name, or uses the module of a package below. So what
+a new torch has renamed is found when the package is imported, by name, and is mended in one place.
 """
 
 from __future__ import annotations
 
 import pkgutil
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 from types import FunctionType
 from typing import Any
@@ -75,18 +76,12 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """Return after how long the operations of a group are given up; None if its backends do not tell.
-
-    Args:
-        group: any process group.
-    """
+    """Return after how long the operations of a group are given up; None if its backends do not tell."""
     for device in group._device_types:
-        try:
+        with suppress(AttributeError, RuntimeError):
             timeout = group._get_backend(device).options._timeout
-        except (AttributeError, RuntimeError):
-            continue
-        if isinstance(timeout, timedelta):
-            return timeout
+            if isinstance(timeout, timedelta):
+                return timeout
     return None
 
 

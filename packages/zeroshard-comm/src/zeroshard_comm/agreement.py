@@ -4,7 +4,7 @@ A rank that finds its input bad must not simply raise: its peers would wait for 
 object begins with an *agreement*. The ranks combine one 64-bit word: 31 bits of a digest of what each is about to do,
 the complement of these bits, one bit that says "failed", and one for a yes-or-no question of the caller. After a
 bitwise OR no bit is set in the digest and at the same bit of the complement exactly if all digests are equal. Few ranks
-combine their words by one collective, see :mod:`zeroshard_comm.ring`; the first agreement, and those of many ranks,
+combine their words by one collective, see :mod:`zeroshard_comm.ring`; the first agreement, and all of many ranks,
 travel in rounds, see :mod:`zeroshard_comm.rounds`. Only after a difference texts follow: to rank 0, which decides, and
 back.
 
@@ -150,7 +150,7 @@ class Coordinator:
             digest: a 63-bit number that is equal on ranks that hold the same; None agrees with every digest, and with
                 every operation.
             error: what went wrong on this rank, if something did.
-            detail: called only after a difference: the text behind the digest.
+            detail: called only after a difference: the text of which the digest was made.
             explain: called only after a difference, on rank 0, with the details of two ranks and the two ranks; names
                 the first difference.
             flag: the answer of this rank to a yes-or-no question.

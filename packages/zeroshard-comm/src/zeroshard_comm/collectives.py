@@ -14,6 +14,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import attrgetter
 
 import torch
 import torch.distributed as dist
@@ -140,7 +141,7 @@ class CollectiveReducer(GradientReducer):
         staging = ranks.context.shared(Staging)
         self._slots = [staging.next_slot(like.device) for _ in self._chunks]
         self._owned = torch.empty(self.matrix.width, dtype=like.dtype, device=like.device)
-        self._starts, self._whole = [run.start for run in runs], [runs[index] for index in self.matrix.outside]
+        self._whole = [runs[index] for index in self.matrix.outside]
         owned = sum(run.stop - run.start for run in runs if run.rank == ranks.rank) * like.element_size()
         self._sent = sum(run.stop - run.start for run in runs) * like.element_size() - owned
         self._received = owned * len(ranks.peers)
@@ -148,7 +149,7 @@ class CollectiveReducer(GradientReducer):
 
     def owned(self, buffer: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         """Return where the mean of a range lies: in the bucket, or in this rank's row of the matrix."""
-        number = bisect_right(self._starts, start) - 1
+        number = bisect_right(self._runs, start, key=attrgetter("start")) - 1
         column = self.matrix.columns[number] if self._runs else None
         if column is None:
             return buffer[start:stop]
@@ -209,9 +210,6 @@ class _CollectiveWork(BucketReduceWork):
         self._reducer.traffic.add("reduce", waited=time.perf_counter() - started)
         return headers
 
-    def close(self) -> None:
-        """Do nothing: a collective that has been finished has been sent."""
-
 
 class CollectiveBroadcaster(ParameterBroadcaster):
     """All-gathers and broadcasts of segments, issued in one order by the thread that calls.
@@ -239,9 +237,6 @@ class CollectiveBroadcaster(ParameterBroadcaster):
             self._whole += [alike[index] for index in matrix.outside]
             for chunk in matrix.chunks(STAGING_BYTES // itemsize):
                 self._gathers.append(_Gather(ranks, staging.next_slot(device), alike, chunk))
-
-    def begin(self) -> None:
-        """Issue nothing yet: collectives are issued in one order, when there are values to send."""
 
     def send(self) -> None:
         """Issue all collectives. Each all-gather from the third on waits until one of two buffers is free."""

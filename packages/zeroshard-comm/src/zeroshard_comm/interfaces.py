@@ -51,8 +51,7 @@ class BucketReduceWork(ABC):
             PeerLostError: if a rank is gone.
         """
 
-    @abstractmethod
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - some have sent all when they are finished
         """Wait until this rank's values have been sent, or read, so that the bucket may be written to again.
 
         Raises:
@@ -61,7 +60,7 @@ class BucketReduceWork(ABC):
 
 
 class GradientReducer(ABC):
-    """Brings the owners the mean over all ranks of one bucket, in every backward.
+    """Reduces one bucket in every backward: its owners get the mean over all ranks.
 
     All ranks begin their buckets in the same order.
     """
@@ -122,8 +121,7 @@ class ParameterBroadcaster(ABC):
         self.sent = owned * len(ranks.peers)
         self.received = sum(segment.buffer.nbytes for segment in segments) - owned
 
-    @abstractmethod
-    def begin(self) -> None:
+    def begin(self) -> None:  # noqa: B027 - some do nothing before there are values to send
         """Begin. Segments of peers may be written from now on, this rank's own are read from :meth:`send` on.
 
         Raises:

@@ -211,13 +211,8 @@ class ReceiveWindow:
     """Posts receives in order, as far ahead as a limit of memory allows, and keeps the memory for the next ones.
 
     A sender starts when its receive is posted, so a window that is as large as what is on its way keeps the wire busy.
-    Two receives are posted whatever their size: a sum holds one while it waits for the next. Any thread may call any
-    method.
-
-    Args:
-        ranks: the group; its backend matches messages by tag.
-        limit: bytes that may be posted, or kept, at a time.
-        tags: offset to the tag, see :meth:`zeroshard_comm.GroupContext.allocate_tags`; the same on all ranks.
+    Two receives are posted whatever their size: a sum holds one while it waits for the next. At most ``limit`` bytes
+    are posted, or kept, at a time. Any thread may call any method.
     """
 
     def __init__(self, ranks: RankGroup, limit: int, tags: int = 0) -> None:

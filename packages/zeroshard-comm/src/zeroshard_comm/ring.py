@@ -6,7 +6,7 @@ rank is lost or is only late, a rank closes it, so that it soon fails on all oth
 rounds, which wait for late ranks, and name the lost one and tell the others (:mod:`zeroshard_comm.rounds`). If all have
 come, the ranks make a new ring.
 
-The ring may have ended well on some ranks and failed on others. Nobody can be further ahead than by one agreement, in
+The ring may have ended well on some ranks and failed on others. No rank can be further ahead than by one agreement, in
 which it then fails, too: before the rounds ranks tell each other where they are, and those ahead repeat their last
 result. A bitwise OR allows that: what it is combined with again does not change it.
 """

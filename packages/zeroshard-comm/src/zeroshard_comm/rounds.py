@@ -64,11 +64,8 @@ def combine_in_rounds(
     ahead = [1 << number for number in range(math.ceil(math.log2(size)))]
     # gloo starts a send only once its receive is posted. When a rank has heard of all, theirs are posted, then, and
     # its own sends do not wait.
-    rooms = [torch.empty_like(mine) for _ in ahead]
-    receives = [
-        issued(receive, room, (rank - distance) % size, errors) for distance, room in zip(ahead, rooms, strict=True)
-    ]
-    for distance, room, arriving in zip(ahead, rooms, receives, strict=True):
+    receives = [issued(receive, torch.empty_like(mine), (rank - distance) % size, errors) for distance in ahead]
+    for distance, arriving in zip(ahead, receives, strict=True):
         target, source = (rank + distance) % size, (rank - distance) % size
         if errors and not gone:
             gone = mine[0] = next(1 + peer for peer in errors)
@@ -84,15 +81,14 @@ def combine_in_rounds(
             is_late = refused and time.perf_counter() - waiting >= _TELLING.total_seconds()
             errors.update(refused if is_late else {source: error})
         else:
-            mine |= room
-            gone = int(room[0])
+            mine |= arriving.buffer
+            gone = int(arriving.buffer[0])
     errors = errors or refused
     gone = gone or next((1 + peer for peer in errors), 0)
-    for message in sends:
+    for message in filter(None, sends):
         # If a rank is gone now, the next agreement notices at the latest.
         with suppress(PeerLostError):
-            if message is not None:
-                message.wait(operation, _TELLING if gone else _SENDING)
+            message.wait(operation, _TELLING if gone else _SENDING)
     nbytes, waited = mine.nbytes * len(ahead), time.perf_counter() - started
     traffic.add("control", sent=nbytes, received=nbytes, calls=2 * len(ahead), waited=waited)
     if gone:

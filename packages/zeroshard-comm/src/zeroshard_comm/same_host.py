@@ -108,9 +108,6 @@ class SameHostBroadcaster(ParameterBroadcaster):
         self._reads: list[tuple[int, ProcessMemory]] | None = None
         self._is_sent = False
 
-    def begin(self) -> None:
-        """Do nothing yet: segments are read when all owners have sent."""
-
     def send(self) -> None:
         """Agree that all owners have their values, and exchange addresses if some rank lacks them."""
         if self.coordinator.agree(_READY, flag=self._reads is None):

@@ -6,8 +6,8 @@ broadcaster of :func:`choose_broadcaster`.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from zeroshard_core import Run
@@ -33,86 +33,27 @@ WORTH_OVERLAPPING = 16 * 1024 * 1024
 """Fewer bytes in all are added up after the last bucket, and parameters sent together: overlap would cost more."""
 
 
-class Transport(ABC):
+@dataclass(frozen=True)
+class Transport:
     """Makes the reducers and broadcasters of one optimizer's buckets.
 
     Attributes:
+        reducer: makes the reducer that sends the gradients of a bucket to their owners, by its ranges of elements and
+            who owns them, in bucket order; the bucket, 1-D, or any tensor of its dtype and device; and the number of
+            tensors in it.
+        broadcaster: makes the broadcaster of some segments; it is asked only if ``shares_buckets``.
         tags: offset to the tags of its messages, which must be the same on all ranks; 0 if it sends none.
         uses_thread: whether another thread finishes reductions; else all is done in one order on all ranks.
         shares_buckets: whether each bucket's parameters are sent separately, or all together, as without buckets.
         ends_in_agreement: whether all ranks have agreed on something when the last reduction of a backward is closed.
     """
 
+    reducer: Callable[[Sequence[Run], torch.Tensor, int], GradientReducer]
+    broadcaster: Callable[[Sequence[Segment]], ParameterBroadcaster]
     tags: int = 0
     uses_thread: bool = False
     shares_buckets: bool = True
     ends_in_agreement: bool = False
-
-    @abstractmethod
-    def reducer(self, runs: Sequence[Run], bucket: torch.Tensor, tensors: int) -> GradientReducer:
-        """Make the reducer that sends the gradients of a bucket to their owners.
-
-        Args:
-            runs: ranges of elements of the bucket and who owns them, in bucket order.
-            bucket: the bucket, 1-D, or any tensor of its dtype and device.
-            tensors: number of tensors in it.
-        """
-
-    @abstractmethod
-    def broadcaster(self, segments: Sequence[Segment]) -> ParameterBroadcaster | None:
-        """Make the broadcaster of some segments; it is asked only if :attr:`shares_buckets`."""
-
-
-class MessageTransport(Transport):
-    """Tagged messages on the channel of the ranks' agreements.
-
-    For much data another thread ``overlaps``: it adds up values that arrive, and buckets are sent one by one.
-    """
-
-    def __init__(self, coordinator: Coordinator, *, overlaps: bool) -> None:
-        self.uses_thread = self.shares_buckets = overlaps
-        self._ranks, self._traffic = coordinator.channel, coordinator.traffic
-        self.tags = coordinator.ranks.context.allocate_tags()
-        self._window = ReceiveWindow(self._ranks, WINDOW_BYTES, self.tags)
-
-    def reducer(self, runs: Sequence[Run], bucket: torch.Tensor, tensors: int) -> GradientReducer:
-        """Make one that sends every owner its part."""
-        return MessageReducer(self._ranks, runs, bucket.dtype, tensors, self._window, self._traffic)
-
-    def broadcaster(self, segments: Sequence[Segment]) -> ParameterBroadcaster:
-        """Make one with the tags of this transport."""
-        return MessageBroadcaster(self._ranks, segments, self._traffic, tag=TAG_BUCKETS + self.tags)
-
-
-class CollectiveTransport(Transport):
-    """Collectives on the group of :func:`choose_private_group`. Made by all ranks together."""
-
-    def __init__(self, coordinator: Coordinator, device: torch.device) -> None:
-        self._coordinator, self._ranks = coordinator, choose_private_group(coordinator.ranks, device)
-
-    def reducer(self, runs: Sequence[Run], bucket: torch.Tensor, tensors: int) -> GradientReducer:
-        """Make one that reduces every owner's part to it."""
-        return CollectiveReducer(self._ranks, self._coordinator, runs, bucket, tensors)
-
-    def broadcaster(self, segments: Sequence[Segment]) -> ParameterBroadcaster:
-        """Make one that issues its collectives on its own group."""
-        return CollectiveBroadcaster(self._ranks, segments, self._coordinator.traffic)
-
-
-class SameHostTransport(Transport):
-    """Reads of the memory of peers. Parameters travel together, in one read from each peer."""
-
-    shares_buckets, ends_in_agreement = False, True
-
-    def __init__(self, coordinator: Coordinator) -> None:
-        self._coordinator, self._scratch = coordinator, scratch_memory()
-
-    def reducer(self, runs: Sequence[Run], bucket: torch.Tensor, tensors: int) -> GradientReducer:
-        """Make one that reads this rank's part from the other ranks' memory."""
-        return SameHostReducer(self._coordinator, runs, bucket.dtype, tensors, self._scratch)
-
-    def broadcaster(self, segments: Sequence[Segment]) -> None:
-        """Make none: parameters are read together."""
 
 
 def choose_transport(coordinator: Coordinator, device: torch.device, nbytes: int) -> Transport:
@@ -127,11 +68,31 @@ def choose_transport(coordinator: Coordinator, device: torch.device, nbytes: int
         RuntimeError: if the group has no backend for the device.
         ValueError: if a group of our own cannot be made.
     """
+    ranks, traffic = coordinator.ranks, coordinator.traffic
     if _is_worth_reading(coordinator, device, nbytes):
-        return SameHostTransport(coordinator)
-    if coordinator.ranks.sends_tagged(device):
-        return MessageTransport(coordinator, overlaps=nbytes >= WORTH_OVERLAPPING)
-    return CollectiveTransport(coordinator, device)
+        scratch = scratch_memory()
+        return Transport(
+            lambda runs, bucket, tensors: SameHostReducer(coordinator, runs, bucket.dtype, tensors, scratch),
+            lambda segments: SameHostBroadcaster(coordinator, segments),
+            shares_buckets=False,
+            ends_in_agreement=True,
+        )
+    if not ranks.sends_tagged(device):
+        group = choose_private_group(ranks, device)
+        return Transport(
+            lambda runs, bucket, tensors: CollectiveReducer(group, coordinator, runs, bucket, tensors),
+            lambda segments: CollectiveBroadcaster(group, segments, traffic),
+        )
+    channel, tags = coordinator.channel, ranks.context.allocate_tags()
+    window = ReceiveWindow(channel, WINDOW_BYTES, tags)
+    overlaps = nbytes >= WORTH_OVERLAPPING
+    return Transport(
+        lambda runs, bucket, tensors: MessageReducer(channel, runs, bucket.dtype, tensors, window, traffic),
+        lambda segments: MessageBroadcaster(channel, segments, traffic, tag=TAG_BUCKETS + tags),
+        tags=tags,
+        uses_thread=overlaps,
+        shares_buckets=overlaps,
+    )
 
 
 def choose_broadcaster(
@@ -187,11 +148,7 @@ def choose_private_group(ranks: RankGroup, device: torch.device) -> RankGroup:
 
 
 def check_backend(ranks: RankGroup, device: torch.device) -> None:
-    """Raise if a group cannot move tensors on a device.
-
-    Raises:
-        RuntimeError: if the group has no backend for this device type.
-    """
+    """Raise RuntimeError if a group cannot move tensors on a device."""
     if ranks.moves_data() and not ranks.backend(device.type):
         raise RuntimeError(
             f"rank {ranks.rank}: the process group has no backend for tensors on {device.type!r}; initialise it with "

@@ -140,7 +140,7 @@ def gather(
 
 
 def all_gather_text(coordinator: Coordinator, text: str, operation: str) -> list[str]:
-    """Bring a text of every rank to every rank, in rank order, packed. Collective.
+    """Send a text of every rank, packed, to all ranks, and return the texts in rank order. Collective.
 
     Raises:
         PeerLostError: if a rank is gone.
@@ -210,7 +210,7 @@ def _wait_for_each(messages: Iterator[Message], most: int, operation: str) -> fl
 
 
 class _OnHost:
-    """Brings chunks to CPU memory: from an accelerator through two pinned buffers in turn, made when first needed."""
+    """Copies chunks to CPU memory: from an accelerator through two pinned buffers in turn, made when first needed."""
 
     def __init__(self) -> None:
         self._pinned: list[torch.Tensor] = []
