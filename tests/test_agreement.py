@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from zeroshard_comm import (
     Coordinator,
     DisagreementError,
+    Message,
     PeerLostError,
     Position,
     RankGroup,
@@ -27,6 +29,8 @@ from zeroshard_comm import (
     process_group,
     receive,
     ring,
+    rounds,
+    send,
 )
 from zeroshard_comm._torch_private import backends_of
 from zeroshard_testing import Faults
@@ -223,6 +227,34 @@ def test_what_is_under_way_on_devices_is_aborted_once_when_a_rank_is_lost(
         with pytest.raises(PeerLostError):
             coordinator.agree("step()")
     assert stub.aborted == int(switch)
+
+
+@pytest.mark.ranks(5, backend="gloo")
+def test_a_rank_that_has_closed_its_connections_since_another_is_lost_is_not_named(
+    rank: int, faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ring, "MOST_RANKS", 1)
+    coordinator = Coordinator(RankGroup.of())
+    coordinator.agree("warming up")
+    if rank == 0:
+
+        def send_late(channel: RankGroup, peer: int, *arguments: Any) -> Message:
+            if peer == 2:
+                dist.recv(torch.zeros(1), 2)
+            message = send(channel, peer, *arguments)
+            if peer == 1:
+                # All receives have been posted.
+                dist.send(torch.zeros(1), 1)
+            return message
+
+        monkeypatch.setattr(rounds, "send", send_late)
+    if rank == 1:
+        dist.recv(torch.zeros(1), 0)
+    faults.kill(rank=1, at="send")
+    with pytest.raises(PeerLostError, match="lost rank 1"):
+        coordinator.agree("step()")
+    if rank == 2:
+        dist.send(torch.zeros(1), 0)
 
 
 @pytest.mark.exhaustive_at(4)

@@ -26,7 +26,7 @@ from training import cutting
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard.grads.stream import SideStream
 from zeroshard.state import metadata
-from zeroshard_comm import Message, PeerLostError, RankGroup, Traffic, agreement, collectives, rounds
+from zeroshard_comm import Message, PeerLostError, RankGroup, Traffic, agreement, collectives, ring, rounds
 from zeroshard_integrations.ddp import register_reduce_to_owner
 from zeroshard_testing import Faults
 
@@ -355,12 +355,13 @@ def test_what_is_done_on_the_side_stream(hook: str, monkeypatch: pytest.MonkeyPa
 def test_all_ranks_issue_the_same_collectives_in_the_same_order_from_one_thread(
     rank: int, hook: str, partition: str, monkeypatch: pytest.MonkeyPatch, faults: Faults
 ) -> None:
-    # Ranks differ in what they own, in which parameters they use, and in how fast they are.
+    # Ranks differ in what they own, in which parameters they use, and in how fast they are. They agree by messages.
+    monkeypatch.setattr(ring, "MOST_RANKS", 1)
     twins = CollectiveTwins(
         hook, model=Branches, partition=partition, ddp={"find_unused_parameters": True, "bucket_cap_mb": 0.01}
     )
-    if partition == "whole":
-        faults.delay(1, "broadcast#*", (0.0, 0.002), seed=3)
+    for operation in ("send", "recv"):
+        faults.delay(1, f"{operation}#*", (0.0, 0.002), seed=3)
     issued = Issued(monkeypatch)
     for number in range(6):
         chosen = (number + rank) % 3
@@ -633,9 +634,10 @@ def test_messages_between_hosts_grow_with_the_logarithm_of_the_ranks(
 
     def stub(ranks: RankGroup, peer: int, buffer: torch.Tensor, tag: int, operation: str) -> Message:
         issued[operation] += 1
-        return Message(ranks, peer, None)
+        return Message(ranks, peer, None, buffer)
 
-    monkeypatch.setattr(agreement, "_first_channel_of", lambda ranks: ranks)
+    monkeypatch.setattr(RankGroup, "moves_data", lambda _: True)
+    monkeypatch.setattr(RankGroup, "private_group", lambda ranks, *_: ranks)
     monkeypatch.setattr(agreement, "Connections", StubConnections)
     # What others say of their state comes once.
     monkeypatch.setattr(metadata, "all_gather_text", lambda _, mine, __: [mine] * world_size)

@@ -114,7 +114,7 @@ def test_the_broadcaster_follows_from_sizes_and_from_who_can_read_whom(
     if read:
         probe_peer_memory(coordinator)
     else:
-        coordinator.ranks.context.shared(PeerMemory).processes = {}
+        coordinator.ranks.context.shared(PeerMemory).is_known = True
     segments = [Segment(0, torch.zeros(length)) for length in lengths]
     assert type(choose_broadcaster(coordinator, segments, torch.device("cpu"))) is expected
 

@@ -23,7 +23,6 @@ from zeroshard_comm.messages import CHUNK_BYTES
 from zeroshard_comm.process_memory import SWITCH
 from zeroshard_comm.same_host import SameHostReducer, probe_peer_memory, scratch_memory
 from zeroshard_comm.same_host import all_read as all_ranks_read
-from zeroshard_comm.transport import SameHostTransport
 from zeroshard_core import Run
 from zeroshard_testing import Faults
 
@@ -55,7 +54,7 @@ def test_hooks_train_as_ddp_does(hook: str, partition: str) -> None:
     for number in range(1, 7):
         twins.iterate(number)
         twins.check(f"after iteration {number}")
-    assert isinstance(twins.optimizer._engine.exchange.buckets.transport, SameHostTransport)
+    assert isinstance(twins.optimizer._engine.exchange.buckets.by_index[0].reducer, SameHostReducer)
 
 
 class Alternating(nn.Module):
@@ -155,7 +154,7 @@ def test_a_rank_that_ends_while_others_read(rank: int, moment: str, faults: Faul
     faults.kill(rank=1, at="send")
     if rank == 1:
         if moment == "before others have read":
-            reading.exchange_places(bucket)
+            reading.exchange_addresses(bucket)
         dist.isend(torch.zeros(1), 0)
     with pytest.raises(PeerLostError, match="rank 1"):
         read(reading, bucket)

@@ -126,7 +126,9 @@ def count(shapes: Sequence[tuple[int, ...]], strategy: str, *, is_first: bool = 
             assert isinstance(reducer, collectives.CollectiveReducer)
             matrix = reducer.matrix
             held = sum(
-                item.numel for item, column in zip(matrix.items, matrix.columns, strict=True) if column is not None
+                run.stop - run.start
+                for run, column in zip(matrix.runs, matrix.columns, strict=True)
+                if column is not None
             )
             paddings.append((matrix.width * ranks.world_size, held))
         segments = [

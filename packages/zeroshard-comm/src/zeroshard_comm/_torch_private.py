@@ -1,7 +1,7 @@
 """The private names of torch that this package uses, each with its reason, and the check that this torch has them.
 
-A package names what is private in torch in its own module of this name, or uses that of a package below, and nowhere
-else. So what a new torch has renamed is found when the package is imported, by name, and is mended in one place.
+A package names what is private in torch in its own module of this name, or uses the module of a package below. So what
+a new torch has renamed is found when the package is imported, by name, and is mended in one place.
 """
 
 from __future__ import annotations
@@ -76,27 +76,17 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """Return after how long the operations of a group are given up; None if its backends do not tell.
-
-    Args:
-        group: any process group.
-    """
+    """Return after how long the operations of a group are given up; None if its backends do not tell."""
     for backend in backends_of(group):
-        try:
+        with suppress(AttributeError, RuntimeError):
             timeout = backend.options._timeout
-        except (AttributeError, RuntimeError):
-            continue
-        if isinstance(timeout, timedelta):
-            return timeout
+            if isinstance(timeout, timedelta):
+                return timeout
     return None
 
 
 def backends_of(group: dist.ProcessGroup) -> list[Any]:
-    """Return the backends of a group, those for several types of devices more than once.
-
-    Args:
-        group: any process group.
-    """
+    """Return the backends of a group, those for several types of devices more than once."""
     found = []
     for device in group._device_types:
         # One that is made at its first use is not there before.

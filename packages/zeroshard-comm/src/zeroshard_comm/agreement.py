@@ -4,7 +4,7 @@ A rank that finds its input bad must not simply raise: its peers would wait for 
 object begins with an *agreement*. The ranks combine one 64-bit word: 31 bits of a digest of what each is about to do,
 the complement of these bits, one bit that says "failed", and one for a yes-or-no question of the caller. After a
 bitwise OR no bit is set in the digest and at the same bit of the complement exactly if all digests are equal. Few ranks
-combine their words by one collective, see :mod:`zeroshard_comm.ring`; the first agreement, and those of many ranks,
+combine their words by one collective, see :mod:`zeroshard_comm.ring`; the first agreement, and all of many ranks,
 travel in rounds, see :mod:`zeroshard_comm.rounds`. Only after a difference texts follow: to rank 0, which decides, and
 back.
 
@@ -21,8 +21,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass, field, replace
-from functools import cached_property, partial
-from typing import TypeVar
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -48,8 +47,6 @@ from zeroshard_comm.traffic import Traffic
 TAG_WORD = 0x5A530001
 TAG_INTS = 0x5A530004
 
-_T = TypeVar("_T")
-
 _DIGEST_BITS = 31
 _DIGEST = (1 << _DIGEST_BITS) - 1
 _FAILED = 1 << 62
@@ -58,13 +55,7 @@ _FLAG = -1 << 63
 
 
 def word_of(digest: int | None, *, failed: bool, flag: bool = False) -> int:
-    """Return what a rank puts into an agreement, 64 bits.
-
-    Args:
-        digest: any number, of which 31 bits count; None agrees with every digest.
-        failed: whether the rank has an error to report.
-        flag: whether to tell all ranks so.
-    """
+    """Return the 64 bits that a rank puts into an agreement; a digest of None agrees with every other."""
     bits = 0 if digest is None else digest & _DIGEST | (digest & _DIGEST ^ _DIGEST) << _DIGEST_BITS
     return bits | (_FAILED if failed else 0) | (_FLAG if flag else 0)
 
@@ -123,7 +114,11 @@ class Coordinator:
     def __init__(self, ranks: RankGroup, traffic: Traffic | None = None) -> None:
         self.ranks = ranks
         self.traffic = traffic if traffic is not None else Traffic()
-        self._first = _first_channel_of(ranks)
+        # The gloo group that carries the messages of the first agreement.
+        self._first: RankGroup | None = None
+        if ranks.moves_data() and ranks.world_size > 1:
+            has_gloo = ranks.sends_tagged(torch.device("cpu"))
+            self._first = ranks if has_gloo else ranks.private_group("gloo", "control")
         self.position: Position | None = None
         self.flagged = False
 
@@ -155,7 +150,7 @@ class Coordinator:
             digest: a 63-bit number that is equal on ranks that hold the same; None agrees with every digest, and with
                 every operation.
             error: what went wrong on this rank, if something did.
-            detail: called only after a difference: the text behind the digest.
+            detail: called only after a difference: the text of which the digest was made.
             explain: called only after a difference, on rank 0, with the details of two ranks and the two ranks; names
                 the first difference.
             flag: the answer of this rank to a yes-or-no question.
@@ -172,10 +167,12 @@ class Coordinator:
         """
         self.flagged, failure = flag, error
         if not self.is_single_rank:
-            compare = partial(self._compare, operation, digest, error, detail, explain, flag=flag)
-            failure = self._exclusively(operation, compare)
-            # It refers to the error.
-            del compare
+            with self._exclusive(operation):
+                combined = self._combine(operation, digest, error, flag=flag)
+                self.flagged = bool(combined & _FLAG)
+                if combined & _FAILED or not is_unanimous(combined):
+                    held = "" if is_unanimous(combined) else detail()
+                    failure = self._exchange_errors(operation, digest, held, error, explain)
         if failure is None:
             return self.flagged
         try:
@@ -199,14 +196,13 @@ class Coordinator:
         if self.is_single_rank:
             return [list(numbers)]
         world_size = self.ranks.world_size
-        if often_equal:
-            digest = zlib.crc32(repr(list(numbers)).encode())
-            if is_unanimous(self._exclusively(operation, lambda: self._combine(operation, digest))):
+        with self._exclusive(operation):
+            if often_equal and is_unanimous(self._combine(operation, zlib.crc32(repr(list(numbers)).encode()))):
                 return [list(numbers)] * world_size
-        rows = torch.zeros((world_size, len(numbers)), dtype=torch.int64, device="cpu")
-        rows[self.ranks.rank] = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-        combined: list[list[int]] = self._combine_or(rows.view(-1), operation).view_as(rows).tolist()
-        return combined
+            rows = torch.zeros((world_size, len(numbers)), dtype=torch.int64, device="cpu")
+            rows[self.ranks.rank] = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+            combined: list[list[int]] = self._or(rows.view(-1), TAG_INTS, operation).view_as(rows).tolist()
+            return combined
 
     def combine_disjoint(self, numbers: torch.Tensor, operation: str) -> torch.Tensor:
         """Return numbers of which each is known to one rank, to the bit. Collective. Agree on the same operation first.
@@ -224,7 +220,8 @@ class Coordinator:
         if self.is_single_rank:
             return numbers
         if numbers.device.type == "cpu":
-            return self._combine_or(numbers.view(torch.int64), operation).view(torch.float64)
+            with self._exclusive(operation):
+                return self._or(numbers.view(torch.int64), TAG_INTS, operation).view(torch.float64)
         started = time.perf_counter()
         # As exact as the bits: every sum has one term that is not 0.
         work = dist.all_reduce(numbers, group=self.ranks.group, async_op=True)
@@ -247,21 +244,15 @@ class Coordinator:
             return list(bits)
         padded = torch.zeros(-(-len(bits) // 8) * 8, dtype=torch.uint8, device="cpu")
         padded[: len(bits)] = torch.tensor(bits, dtype=torch.uint8, device="cpu")
-        combined = self._combine_or(padded.view(torch.int64), operation).view(torch.uint8)
+        with self._exclusive(operation):
+            combined = self._or(padded.view(torch.int64), TAG_INTS, operation).view(torch.uint8)
         return [bool(byte) for byte in combined[: len(bits)].tolist()]
 
-    def _combine_or(self, words: torch.Tensor, operation: str) -> torch.Tensor:
-        """The bitwise OR of the 64-bit words of all ranks, 1-D, as many on every rank; may overwrite them."""
-        return self._exclusively(operation, lambda: self._or(words, TAG_INTS, operation))
-
-    def _exclusively(self, operation: str, exchange: Callable[[], _T]) -> _T:
-        """Return what a function returns, and let only one thread at a time call one: two would mix up their messages.
+    @contextmanager
+    def _exclusive(self, operation: str) -> Iterator[None]:
+        """Let only one thread at a time run a block: two would mix up their messages.
 
         If a rank is lost, or this one is interrupted, for example by Ctrl-C, this rank closes its connections.
-
-        Raises:
-            PeerLostError: if this rank has closed its connections before.
-            RuntimeError: if another thread is in an agreement.
         """
         context = self.ranks.context
         if context.closed:
@@ -276,31 +267,13 @@ class Coordinator:
             )
         context.doing = operation
         try:
-            return exchange()
+            yield
         except BaseException as error:
             if isinstance(error, PeerLostError) or not isinstance(error, Exception):
                 self.ranks.close(error)
             raise
         finally:
             context.busy.release()
-
-    def _compare(
-        self,
-        operation: str,
-        digest: int | None,
-        error: Exception | None,
-        detail: Callable[[], str],
-        explain: Explain | None,
-        *,
-        flag: bool,
-    ) -> Exception | None:
-        """What :meth:`agree` raises; ``flagged`` is set."""
-        combined = self._combine(operation, digest, error, flag=flag)
-        self.flagged = bool(combined & _FLAG)
-        if is_unanimous(combined) and not combined & _FAILED:
-            return None
-        held = "" if is_unanimous(combined) else detail()
-        return self._exchange_errors(operation, digest, held, error, explain)
 
     def _combine(
         self, operation: str, digest: int | None, error: Exception | None = None, *, flag: bool = False
@@ -325,43 +298,32 @@ class Coordinator:
         self, operation: str, digest: int | None, detail: str, error: Exception | None, explain: Explain | None
     ) -> Exception:
         """Send this rank's report to rank 0, which decides what every rank raises."""
-        kind, text = (builtin_name(error), str(error)) if error is not None else ("", "")
-        mine = RankReport(self.ranks.rank, operation, str(self.position or ""), digest, detail, kind, text)
+        kind, message = (builtin_name(error), str(error)) if error is not None else ("", "")
+        mine = RankReport(self.ranks.rank, operation, str(self.position or ""), digest, detail, kind, message)
         channel = self.channel
         if mine.rank:
-            sent = send_text(channel, 0, json.dumps(astuple(mine)), operation)
-            self.traffic.add("control", sent=sent, calls=2)
+            self._send_text(0, astuple(mine), operation)
             kind, message = json.loads(receive_text(channel, 0, operation))
         else:
-            kind, message = _decide(channel, mine, explain)
+            reports, gone = [mine], ""
+            for peer in range(1, channel.world_size):
+                try:
+                    reports.append(RankReport(*json.loads(receive_text(channel, peer, operation))))
+                except PeerLostError as lost:
+                    gone = gone or str(lost)
+            kind, message = ("PeerLostError", gone) if gone else resolve_errors(reports, explain)
             for peer in self.ranks.peers:
                 # The others must still hear of it.
                 with suppress(PeerLostError):
-                    sent = send_text(channel, peer, json.dumps([kind, message]), operation)
-                    self.traffic.add("control", sent=sent, calls=2)
+                    self._send_text(peer, (kind, message), operation)
         if kind == OWN:
             assert error is not None
             return error
         known = {own.__name__: own for own in (PeerLostError, DisagreementError, DifferentCallsError)}
         return known[kind](message) if kind in known else rebuild_exception(kind, message)
 
-
-def _first_channel_of(ranks: RankGroup) -> RankGroup | None:
-    """Find, or make, the gloo group that carries the messages of the first agreement."""
-    if not ranks.moves_data() or ranks.world_size == 1:
-        return None
-    return ranks if ranks.sends_tagged(torch.device("cpu")) else ranks.private_group("gloo", "control")
-
-
-def _decide(channel: RankGroup, mine: RankReport, explain: Explain | None) -> tuple[str, str]:
-    """Rank 0: the type of the error that all ranks raise, or :data:`OWN`, and its message."""
-    reports, gone = [mine], ""
-    for peer in range(1, channel.world_size):
-        try:
-            reports.append(RankReport(*json.loads(receive_text(channel, peer, mine.operation))))
-        except PeerLostError as error:
-            gone = gone or str(error)
-    return ("PeerLostError", gone) if gone else resolve_errors(reports, explain)
+    def _send_text(self, peer: int, values: tuple[object, ...], operation: str) -> None:
+        self.traffic.add("control", sent=send_text(self.channel, peer, json.dumps(values), operation), calls=2)
 
 
 Setting = str | int | float | bool | None
@@ -451,13 +413,7 @@ def check_config(
 
 @dataclass
 class Proposal:
-    """This rank's contribution to the agreement at the end of a block of :func:`agreed`; initially none.
-
-    Attributes:
-        digest: a 63-bit number that is equal on ranks that agree.
-        detail: called only after a difference: the text behind the digest.
-        flag: sets ``flagged`` of the channel on every rank.
-    """
+    """This rank's contribution to the agreement at the end of a block of :func:`agreed`, as for `Coordinator.agree`."""
 
     digest: int = 0
     detail: Callable[[], str] = str

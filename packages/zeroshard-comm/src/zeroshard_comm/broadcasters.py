@@ -40,7 +40,7 @@ class MessageBroadcaster(ParameterBroadcaster):
     ) -> None:
         super().__init__(ranks, segments, traffic)
         # A single rank has nothing to send.
-        pieces = [(segment.owner, segment.buffer) for segment in self.segments] if ranks.world_size > 1 else []
+        pieces = [(segment.owner, segment.buffer) for segment in segments] if ranks.world_size > 1 else []
         messages = pack_pieces(pieces, pack_below)
         self._own = [message for message in messages if message.owner == ranks.rank]
         self._others = [message for message in messages if message.owner != ranks.rank]
@@ -54,7 +54,6 @@ class MessageBroadcaster(ParameterBroadcaster):
             (message, receive(self.ranks, message.owner, message.data, self._tag, _OPERATION))
             for message in self._others
         ]
-        self.traffic.add("share", received=self.received, calls=len(self._arriving))
 
     def send(self) -> None:
         """Send every peer this rank's messages."""
@@ -62,7 +61,8 @@ class MessageBroadcaster(ParameterBroadcaster):
         for message in self._own:
             message.pack()
             self._sends += [send(self.ranks, peer, message.data, self._tag, _OPERATION) for peer in self.ranks.peers]
-        self.traffic.add("share", sent=self.sent, calls=len(self._sends))
+        calls = len(self._arriving) + len(self._sends)
+        self.traffic.add("share", sent=self.sent, received=self.received, calls=calls)
 
     def arrive(self) -> None:
         """Wait for messages in their order, and unpack each while the rest arrives."""

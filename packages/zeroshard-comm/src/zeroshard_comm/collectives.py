@@ -2,7 +2,8 @@
 
 What a rank owns of cut tensors travels in an owner-major matrix, see :mod:`zeroshard_comm.owner_major`: gradients by
 one reduce-scatter of a bucket, parameters by one all-gather. Whole tensors travel in place, by one group of reduces, or
-of broadcasts. A matrix lies in one of two buffers in turn, and a larger one travels in chunks.
+of broadcasts. A matrix lies in one of two buffers in turn, and a larger one travels in chunks. Headers travel from host
+to host, so that reading them does not wait for an accelerator.
 
 Everything is issued by the thread that calls, in one order, which must be the same on all ranks.
 """
@@ -13,7 +14,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import accumulate
+from operator import attrgetter
 
 import torch
 import torch.distributed as dist
@@ -21,8 +22,8 @@ from zeroshard_core import Run
 
 from zeroshard_comm._torch_private import all_gather, coalescing_manager, reduce_scatter
 from zeroshard_comm.interfaces import BucketReduceWork, GradientReducer, ParameterBroadcaster, Segment
-from zeroshard_comm.messages import Waitable, wait_for_collective
-from zeroshard_comm.owner_major import Chunk, Item, OwnerMajor
+from zeroshard_comm.messages import wait_for_collective
+from zeroshard_comm.owner_major import Chunk, OwnerMajor
 from zeroshard_comm.process_group import RankGroup
 from zeroshard_comm.traffic import Traffic
 
@@ -31,82 +32,46 @@ STAGING_BYTES = 64 * 1024 * 1024
 
 
 class _Slot:
-    """One of the buffers. Whoever takes it is ordered after those that used it before, on whatever stream.
-
-    Args:
-        device: where it lies.
-
-    Attributes:
-        passage: the collective that uses it now, if one does.
-    """
+    """One of the buffers. Its next user is ordered after the last one, on whatever stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.passage: _Passage | None = None
-        self._memory: torch.Tensor | None = None
-        self._read: torch.Event | None = None
+        self._memory = torch.empty(0, dtype=torch.uint8, device=device)
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return memory to write to, 1-D."""
         if self.passage is not None:
             self.passage.finish()
-        stream = _current_stream(self.device)
-        if stream is not None and self._read is not None:
-            stream.wait_event(self._read)
         nbytes = numel * dtype.itemsize
-        memory = self._memory
-        if memory is None or memory.numel() < nbytes:
-            self._free(stream)
-            memory = self._memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        return memory[:nbytes].view(dtype)
-
-    def _free(self, stream: torch.Stream | None) -> None:
-        """Free the memory once a stream has come as far as now: another one may have allocated it."""
-        if stream is not None and self._memory is not None:
-            self._memory.record_stream(stream)
-        self._memory = None
-
-    def give_back(self) -> torch.Event | None:
-        """Take note that the current stream has been given all that reads it, and return an event of that."""
-        stream = _current_stream(self.device)
-        self.passage, self._read = None, stream.record_event() if stream is not None else None
-        return self._read
+        if self._memory.numel() < nbytes:
+            stream = _current_stream(self.device)
+            if stream is not None:
+                # It is freed once this stream has come as far as now: another one may have allocated it.
+                self._memory.record_stream(stream)
+            del self._memory
+            self._memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        return self._memory[:nbytes].view(dtype)
 
 
 class _Passage:
-    """One collective that passes through a slot, from the moment when it was issued.
+    """One collective that uses a slot; ``complete`` waits for it, and copies out of the slot what has arrived."""
 
-    Args:
-        ranks: its group.
-        slot: holds it until it is finished, or the memory is needed again.
-        work: what torch returned for it.
-        operation: what the ranks are doing, for messages.
-        unpack: copies what has arrived out of the slot.
-    """
-
-    def __init__(
-        self,
-        ranks: RankGroup,
-        slot: _Slot,
-        work: dist.Work | None,
-        operation: str,
-        unpack: Callable[[], None] | None = None,
-    ) -> None:
-        self._ranks, self._slot, self._work = ranks, slot, work
-        self._operation, self._unpack = operation, unpack
+    def __init__(self, slot: _Slot, complete: Callable[[], None]) -> None:
+        self._device = slot.device
         self._end: torch.Event | None = None
+        self._complete: Callable[[], None] | None = complete
         slot.passage = self
 
     def finish(self) -> None:
-        """Order the current stream after it; the first call unpacks it, and gives the slot back."""
-        stream = _current_stream(self._slot.device)
-        if self._slot.passage is self:
-            wait_for_collective(self._work, self._ranks, self._operation)
-            if self._unpack is not None:
-                self._unpack()
-            self._end = self._slot.give_back()
+        """Order the current stream after it. It may have been finished before, perhaps on another stream."""
+        stream = _current_stream(self._device)
+        if self._complete is not None:
+            self._complete()
+            # It refers to the group, by which the slot is found.
+            self._complete = None
+            self._end = stream.record_event() if stream is not None else None
         elif self._end is not None and stream is not None:
-            # Whoever needed the slot has finished it, perhaps on another stream.
             stream.wait_event(self._end)
 
 
@@ -124,28 +89,25 @@ class Staging:
         self._slots: dict[tuple[torch.device, int], _Slot] = {}
         self._turn = 0
 
-    def slot(self, device: torch.device, number: int) -> _Slot:
-        """Return one of the two."""
-        return self._slots.setdefault((device, number % 2), _Slot(device))
-
     def next_slot(self, device: torch.device) -> _Slot:
         """Return the one whose turn it is."""
-        self._turn += 1
-        return self.slot(device, self._turn)
+        self._turn = 1 - self._turn
+        return self._slots.setdefault((device, self._turn), _Slot(device))
 
 
 def _together(
-    ranks: RankGroup, device: torch.device, calls: Sequence[Callable[[], Waitable | None]]
-) -> list[Waitable | None]:
-    """Issue collectives as one group, or one by one where the backend has no groups."""
-    if not calls:
-        return []
-    if not ranks.coalesces(device):
-        return [call() for call in calls]
-    with coalescing_manager(ranks.group, device=device, async_ops=True) as group:
-        for call in calls:
-            call()
-    return [group]
+    ranks: RankGroup, device: torch.device, operation: str, calls: Sequence[Callable[[], dist.Work | None]]
+) -> list[Callable[[], None]]:
+    """Issue collectives as one group, or one by one where the backend has no groups; return what waits for them."""
+    works: list[dist.Work | None] = []
+    if calls and ranks.coalesces(device):
+        with coalescing_manager(ranks.group, device=device, async_ops=True) as group:
+            for call in calls:
+                call()
+        works = [group]
+    else:
+        works = [call() for call in calls]
+    return [partial(wait_for_collective, work, ranks, operation) for work in works]
 
 
 class CollectiveReducer(GradientReducer):
@@ -169,20 +131,20 @@ class CollectiveReducer(GradientReducer):
         self._op = dist.ReduceOp.AVG if self._averages else dist.ReduceOp.SUM
         # A single rank has nothing to reduce.
         self._runs = runs = [run for run in runs if run.stop > run.start] if ranks.world_size > 1 else []
-        self.matrix = matrix = OwnerMajor.of(
-            [Item(run.rank, run.stop - run.start, run.is_part) for run in runs], ranks.world_size
-        )
-        self._chunks = matrix.chunks(STAGING_BYTES // like.element_size())
-        self._owned = torch.empty(matrix.width, dtype=like.dtype, device=like.device)
-        self._starts, self._whole = [run.start for run in runs], matrix.outside
-        sizes = [(run.stop - run.start) * like.element_size() for run in runs]
-        owned = sum(size for size, run in zip(sizes, runs, strict=True) if run.rank == ranks.rank)
-        self._sent, self._received = sum(sizes) - owned, owned * len(ranks.peers)
+        self.matrix = OwnerMajor.of(runs, ranks.world_size)
+        self._chunks = self.matrix.chunks(STAGING_BYTES // like.element_size())
+        staging = ranks.context.shared(Staging)
+        self._slots = [staging.next_slot(like.device) for _ in self._chunks]
+        self._owned = torch.empty(self.matrix.width, dtype=like.dtype, device=like.device)
+        self._whole = [runs[index] for index in self.matrix.outside]
+        owned = sum(run.stop - run.start for run in runs if run.rank == ranks.rank) * like.element_size()
+        self._sent = sum(run.stop - run.start for run in runs) * like.element_size() - owned
+        self._received = owned * len(ranks.peers)
         self._packed: tuple[int, list[list[torch.Tensor]]] = (-1, [])
 
     def owned(self, buffer: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         """Return where the mean of a range lies: in the bucket, or in this rank's row of the matrix."""
-        number = bisect_right(self._starts, start) - 1
+        number = bisect_right(self._runs, start, key=attrgetter("start")) - 1
         column = self.matrix.columns[number] if self._runs else None
         if column is None:
             return buffer[start:stop]
@@ -195,38 +157,32 @@ class CollectiveReducer(GradientReducer):
 
     def begin(self, buffer: torch.Tensor) -> BucketReduceWork:
         """Issue the reductions of a bucket after what the current stream is doing."""
-        if not self._runs:
-            return _CollectiveWork(self, [], [])
-        if not self._averages:
-            buffer.div_(self.ranks.world_size)
-        staging, scatters = self.ranks.context.shared(Staging), list[_Passage]()
-        for chunk, views in zip(self._chunks, self._views_of(buffer), strict=True):
-            slot = staging.next_slot(self._device)
-            packed = slot.take(chunk.width * self.ranks.world_size, self._dtype)
-            torch.cat(views, out=packed)
-            row = self._owned[chunk.columns.start : chunk.columns.stop]
-            work = reduce_scatter(row, packed, op=self._op, group=self.ranks.group, async_op=True)
-            scatters.append(_Passage(self.ranks, slot, work, "backward()"))
-        works = _together(self.ranks, self._device, [self._reduce_of(buffer, i) for i in self._whole])
-        self.traffic.add("reduce", sent=self._sent, received=self._received, calls=len(scatters) + len(works))
-        return _CollectiveWork(self, scatters, works)
-
-    def _reduce_of(self, buffer: torch.Tensor, number: int) -> Callable[[], Waitable | None]:
-        run = self._runs[number]
-        part = buffer[run.start : run.stop]
-        return partial(dist.reduce, part, group=self.ranks.group, group_dst=run.rank, op=self._op, async_op=True)
+        unfinished: list[Callable[[], None]] = []
+        if self._runs:
+            group, op = self.ranks.group, self._op
+            if not self._averages:
+                buffer.div_(self.ranks.world_size)
+            for slot, chunk, views in zip(self._slots, self._chunks, self._views_of(buffer), strict=True):
+                packed = slot.take(chunk.width * self.ranks.world_size, self._dtype)
+                torch.cat(views, out=packed)
+                row = self._owned[chunk.columns.start : chunk.columns.stop]
+                work = reduce_scatter(row, packed, op=op, group=group, async_op=True)
+                unfinished.append(_Passage(slot, partial(wait_for_collective, work, self.ranks, "backward()")).finish)
+            reduce = partial(dist.reduce, group=group, op=op, async_op=True)
+            calls = [partial(reduce, buffer[run.start : run.stop], group_dst=run.rank) for run in self._whole]
+            unfinished += _together(self.ranks, self._device, "backward()", calls)
+            self.traffic.add("reduce", sent=self._sent, received=self._received, calls=len(unfinished))
+        return _CollectiveWork(self.traffic, unfinished)
 
     def _views_of(self, buffer: torch.Tensor) -> list[list[torch.Tensor]]:
         """Per chunk, what is packed into it: views of the bucket and padding, kept as long as the bucket stays."""
         if self._packed[0] != buffer.data_ptr():
-            pieces = [piece for chunk in self._chunks for piece in chunk.pieces]
-            most = max([piece.numel for piece in pieces if piece.item is None], default=0)
-            padding = torch.zeros(most, dtype=self._dtype, device=self._device)
-            starts = self._starts
+            padded = [piece.numel for chunk in self._chunks for piece in chunk.pieces if piece.run is None]
+            padding = torch.zeros(max(padded, default=0), dtype=self._dtype, device=self._device)
             views = [
                 [
-                    padding[:numel] if item is None else buffer[starts[item] + start : starts[item] + start + numel]
-                    for item, start, numel in ((piece.item, piece.start, piece.numel) for piece in chunk.pieces)
+                    padding[: piece.numel] if piece.run is None else buffer[piece.start : piece.start + piece.numel]
+                    for piece in chunk.pieces
                 ]
                 for chunk in self._chunks
             ]
@@ -235,25 +191,15 @@ class CollectiveReducer(GradientReducer):
 
 
 class _CollectiveWork(BucketReduceWork):
-    def __init__(
-        self,
-        reducer: CollectiveReducer,
-        scatters: Sequence[_Passage],
-        works: Sequence[Waitable | None],
-    ) -> None:
-        self._reducer, self._scatters, self._works = reducer, scatters, works
+    def __init__(self, traffic: Traffic, unfinished: Sequence[Callable[[], None]]) -> None:
+        self._traffic, self._unfinished = traffic, unfinished
 
     def finish(self) -> None:
         started = time.perf_counter()
-        for scatter in self._scatters:
-            scatter.finish()
-        for work in self._works:
-            wait_for_collective(work, self._reducer.ranks, "backward()")
-        self._scatters = self._works = ()
-        self._reducer.traffic.add("reduce", waited=time.perf_counter() - started)
-
-    def close(self) -> None:
-        """Do nothing: a collective that has been finished has been sent."""
+        for finish in self._unfinished:
+            finish()
+        self._unfinished = ()
+        self._traffic.add("reduce", waited=time.perf_counter() - started)
 
 
 class CollectiveBroadcaster(ParameterBroadcaster):
@@ -270,45 +216,37 @@ class CollectiveBroadcaster(ParameterBroadcaster):
         staging = ranks.context.shared(Staging)
         by_dtype: dict[torch.dtype, list[Segment]] = {}
         # A single rank has nothing to send.
-        for segment in self.segments if ranks.world_size > 1 else ():
+        for segment in [segment for segment in segments if segment.buffer.nbytes] if ranks.peers else ():
             by_dtype.setdefault(segment.buffer.dtype, []).append(segment)
         self._gathers: list[_Gather] = []
         self._whole: list[Segment] = []
-        self._arriving: list[_Passage] = []
-        self._works: list[Waitable | None] = []
+        self._unfinished: list[Callable[[], None]] = []
         for alike in by_dtype.values():
-            items = [Item(segment.owner, segment.buffer.numel(), segment.is_part) for segment in alike]
-            matrix = OwnerMajor.of(items, ranks.world_size)
+            device, itemsize = alike[0].buffer.device, alike[0].buffer.element_size()
+            runs = [Run(segment.owner, 0, segment.buffer.numel(), segment.is_part) for segment in alike]
+            matrix = OwnerMajor.of(runs, ranks.world_size)
             self._whole += [alike[index] for index in matrix.outside]
-            buffers = [segment.buffer for segment in alike]
-            for chunk in matrix.chunks(STAGING_BYTES // buffers[0].element_size()):
-                slot = staging.slot(buffers[0].device, len(self._gathers))
-                self._gathers.append(_Gather(ranks, slot, buffers, chunk))
-
-    def begin(self) -> None:
-        """Issue nothing yet: collectives are issued in one order, when there are values to send."""
+            for chunk in matrix.chunks(STAGING_BYTES // itemsize):
+                self._gathers.append(_Gather(ranks, staging.next_slot(device), alike, chunk))
 
     def send(self) -> None:
         """Issue all collectives. Each all-gather from the third on waits until one of two buffers is free."""
         group = self.ranks.group
-        self._arriving = [gather.issue() for gather in self._gathers]
+        self._unfinished = [gather.issue().finish for gather in self._gathers]
         calls = [
             partial(dist.broadcast, whole.buffer.view(torch.uint8), group=group, group_src=whole.owner, async_op=True)
             for whole in self._whole
         ]
         if calls:
-            self._works = _together(self.ranks, self._whole[0].buffer.device, calls)
-        issued = len(self._arriving) + len(self._works)
-        self.traffic.add("share", sent=self.sent, received=self.received, calls=issued)
+            self._unfinished += _together(self.ranks, self._whole[0].buffer.device, "step()", calls)
+        self.traffic.add("share", sent=self.sent, received=self.received, calls=len(self._unfinished))
 
     def arrive(self) -> None:
         """Wait for all, and unpack what has been gathered."""
         started = time.perf_counter()
-        for gather in self._arriving:
-            gather.finish()
-        for work in self._works:
-            wait_for_collective(work, self.ranks, "step()")
-        self._arriving, self._works = [], []
+        for finish in self._unfinished:
+            finish()
+        self._unfinished = []
         self.traffic.add("share", waited=time.perf_counter() - started)
 
 
@@ -318,28 +256,25 @@ class _Gather:
     Pieces whose places are next to each other in memory are unpacked together, as parts of one parameter are.
     """
 
-    def __init__(self, ranks: RankGroup, slot: _Slot, buffers: Sequence[torch.Tensor], chunk: Chunk) -> None:
-        self._ranks, self._slot, self._width, self._dtype = ranks, slot, chunk.width, buffers[0].dtype
-        self._sizes = [piece.numel for piece in chunk.pieces]
-        placed: list[tuple[int, int, int]] = []
+    def __init__(self, ranks: RankGroup, slot: _Slot, segments: Sequence[Segment], chunk: Chunk) -> None:
+        self._ranks, self._slot, self._width = ranks, slot, chunk.width
+        self._dtype, self._sizes = segments[0].buffer.dtype, [piece.numel for piece in chunk.pieces]
         self._own: list[torch.Tensor] = []
-        rows = [(stop - 1) // chunk.width for stop in accumulate(self._sizes)]
-        for place, (piece, row) in enumerate(zip(chunk.pieces, rows, strict=True)):
-            if piece.item is not None:
-                placed.append((piece.item, piece.start, place))
-                if row == ranks.rank:
-                    self._own.append(buffers[piece.item][piece.start : piece.start + piece.numel])
         self._targets: list[torch.Tensor] = []
         self._places: list[list[int]] = []
         """Per target, the pieces that lie there, one after another."""
         end = 0
-        for item, start, place in sorted(placed):
-            target = buffers[item][start : start + self._sizes[place]]
+        pieces = [(piece.run, piece.start, place) for place, piece in enumerate(chunk.pieces) if piece.run is not None]
+        for number, start, place in sorted(pieces):
+            target = segments[number].buffer[start : start + self._sizes[place]]
+            is_own = segments[number].owner == ranks.rank
+            if is_own:
+                self._own.append(target)
             if end and target.data_ptr() == end and _share_memory(self._targets[-1], target):
                 before = self._targets.pop()
                 self._targets.append(before.as_strided((before.numel() + target.numel(),), (1,)))
                 self._places[-1].append(place)
-            elif rows[place] != ranks.rank:
+            elif not is_own:
                 self._targets.append(target)
                 self._places.append([place])
             else:
@@ -358,9 +293,10 @@ class _Gather:
         # As bytes: backends refuse some dtypes that they would move without looking at them.
         everything, mine = packed.view(torch.uint8), row.view(torch.uint8)
         work = all_gather(everything, mine, group=self._ranks.group, async_op=True)
-        return _Passage(self._ranks, self._slot, work, "step()", self._unpack)
+        return _Passage(self._slot, partial(self._unpack, work))
 
-    def _unpack(self) -> None:
+    def _unpack(self, work: dist.Work | None) -> None:
+        wait_for_collective(work, self._ranks, "step()")
         if self._ranks.moves_data():
             for target, sources in zip(self._targets, self._sources[1], strict=True):
                 torch.cat(sources, out=target)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 
@@ -41,17 +42,14 @@ def builtin_name(error: BaseException) -> str:
 
 
 def rebuild_exception(type_name: str, message: str) -> Exception:
-    """Make the error that another rank reported, from the name of its type and its message.
+    """Make the error that another rank reported: of a built-in type, or else a RuntimeError that carries the name.
 
-    Only the built-in exception types come back as themselves; anything else becomes a RuntimeError that carries the
-    name, since a peer's text may not choose what is imported here.
+    A peer's text may not choose what is imported here.
     """
     kind = getattr(builtins, type_name, None)
     if isinstance(kind, type) and issubclass(kind, Exception) and kind not in (UnicodeDecodeError, UnicodeEncodeError):
-        try:
+        with suppress(TypeError):
             return kind(message)
-        except TypeError:
-            return RuntimeError(f"{type_name}: {message}")
     return RuntimeError(f"{type_name}: {message}")
 
 

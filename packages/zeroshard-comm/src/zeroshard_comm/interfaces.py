@@ -44,8 +44,7 @@ class BucketReduceWork(ABC):
             PeerLostError: if a rank is gone.
         """
 
-    @abstractmethod
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - some have sent all when they are finished
         """Wait until this rank's values have been sent. The ranks agree once more before buckets are written to again.
 
         Raises:
@@ -54,7 +53,7 @@ class BucketReduceWork(ABC):
 
 
 class GradientReducer(ABC):
-    """Brings the owners the mean over all ranks of one bucket, in every backward.
+    """Reduces one bucket in every backward: its owners get the mean over all ranks.
 
     All ranks begin their buckets in the same order, and agree on something when the last of a backward is closed.
     """
@@ -106,13 +105,11 @@ class ParameterBroadcaster(ABC):
 
     def __init__(self, ranks: RankGroup, segments: Sequence[Segment], traffic: Traffic | None = None) -> None:
         self.ranks, self.traffic = ranks, traffic if traffic is not None else Traffic()
-        self.segments = tuple([segment for segment in segments if segment.buffer.nbytes])
-        owned = sum(segment.buffer.nbytes for segment in self.segments if segment.owner == ranks.rank)
+        owned = sum(segment.buffer.nbytes for segment in segments if segment.owner == ranks.rank)
         self.sent = owned * len(ranks.peers)
-        self.received = sum(segment.buffer.nbytes for segment in self.segments) - owned
+        self.received = sum(segment.buffer.nbytes for segment in segments) - owned
 
-    @abstractmethod
-    def begin(self) -> None:
+    def begin(self) -> None:  # noqa: B027 - some do nothing before there are values to send
         """Begin. Segments of peers may be written from now on, this rank's own are read from :meth:`send` on.
 
         Raises:

@@ -12,8 +12,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, pairwise
 
 import torch
@@ -44,7 +45,9 @@ class MessageReducer(GradientReducer):
         dtype: of the bucket, which is on the CPU.
         window: posts the receives of gradients.
         traffic: where bytes are counted, as kind ``"reduce"``.
-        tags: offset to the tags, see :meth:`zeroshard_comm.GroupContext.allocate_tags`; the same on all ranks.
+
+    Attributes:
+        messages: by owner, what every other rank sends to it.
     """
 
     def __init__(
@@ -54,20 +57,16 @@ class MessageReducer(GradientReducer):
         dtype: torch.dtype,
         window: ReceiveWindow,
         traffic: Traffic,
-        *,
-        tags: int = 0,
     ) -> None:
-        self.ranks, self.traffic, self.tags = ranks, traffic, tags
-        self.window = window
+        self.ranks, self.traffic, self.window = ranks, traffic, window
         self._expected: MessageReduceWork | None = None
-        self._messages = {
+        self.messages = {
             owner: bucket_messages([run for run in runs if run.rank == owner], dtype.itemsize)
             for owner in range(ranks.world_size)
         }
         # Where each begins and ends, and the gaps between them.
-        ranges = [part for messages in self._messages.values() for message in messages for part in message.ranges]
+        ranges = [part for messages in self.messages.values() for message in messages for part in message.ranges]
         self._edges = sorted({0, *chain.from_iterable(ranges)})
-        self._place = {start: place for place, start in enumerate(self._edges)}
         self._sizes = [stop - start for start, stop in pairwise(self._edges)]
 
     def expect(self) -> None:
@@ -79,22 +78,17 @@ class MessageReducer(GradientReducer):
         self._expected = MessageReduceWork(self)
 
     def begin(self, buffer: torch.Tensor) -> MessageReduceWork:
-        """Expect, if that was not done yet, and send."""
+        """Expect, unless that is done, and send."""
         work, self._expected = self._expected or MessageReduceWork(self), None
         work.send(buffer)
         return work
 
-    def messages_of(self, owner: int) -> Sequence[BucketMessage]:
-        """Return the messages that every other rank sends to ``owner``."""
-        return self._messages[owner]
-
-    def cut(self, buffer: torch.Tensor) -> Callable[[BucketMessage], Pieces]:
-        """Return a function that gives the views of ``buffer`` in a message.
+    def cut(self, buffer: torch.Tensor) -> Mapping[int, torch.Tensor]:
+        """Return the views of ``buffer`` that messages have, by their first elements.
 
         They are not kept: DDP replaces its buckets once, and then frees the memory of the first ones.
         """
-        views = buffer[: self._edges[-1]].split(self._sizes) if self._sizes else ()
-        return lambda message: tuple([views[self._place[start]] for start, _ in message.ranges])
+        return dict(zip(self._edges, buffer[: self._edges[-1]].split(self._sizes), strict=False))
 
 
 class MessageReduceWork(BucketReduceWork):
@@ -102,17 +96,13 @@ class MessageReduceWork(BucketReduceWork):
 
     def __init__(self, reducer: MessageReducer) -> None:
         self._reducer, self._window = reducer, reducer.window
-        self._cut: Callable[[BucketMessage], Pieces] | None = None
+        self._views: Mapping[int, torch.Tensor] = {}
         self._sends: list[Message] = []
-        # What is sent must live as long as the sends.
-        self._staged: list[torch.Tensor] = []
-        ranks, tag = reducer.ranks, TAG_GRADIENTS + reducer.tags
-        ascending = [rank for rank in range(ranks.world_size) if rank != ranks.rank]
         self._arrivals = [
-            (message, [Receive(peer, message.nbytes, tag) for peer in ascending])
-            for message in reducer.messages_of(ranks.rank)
+            (message, {peer: Receive(peer, message.nbytes) for peer in reducer.ranks.peers})
+            for message in reducer.messages[reducer.ranks.rank]
         ]
-        self._window.extend([receive for _, receives in self._arrivals for receive in receives])
+        self._window.extend([receive for _, receives in self._arrivals for receive in receives.values()])
 
     def send(self, buffer: torch.Tensor) -> None:
         """Send this rank's values of the others' ranges.
@@ -123,19 +113,17 @@ class MessageReduceWork(BucketReduceWork):
         Raises:
             PeerLostError: if a rank is gone.
         """
-        reducer, ranks, sent = self._reducer, self._reducer.ranks, 0
-        self._cut = reducer.cut(buffer)
+        reducer, ranks = self._reducer, self._reducer.ranks
+        self._views = reducer.cut(buffer)
         for peer in ranks.peers:
-            for message in reducer.messages_of(peer):
-                pieces = self._cut(message)
-                if len(pieces) > 1:
-                    self._staged.append(torch.cat(pieces))
-                    pieces = (self._staged[-1],)
-                payload, tag = pieces[0].view(torch.uint8), TAG_GRADIENTS + reducer.tags
-                self._sends.append(send(ranks, peer, payload, tag, "backward()"))
-                sent += message.nbytes
-        arriving = [receive.nbytes for _, receives in self._arrivals for receive in receives]
-        reducer.traffic.add("reduce", sent=sent, received=sum(arriving), calls=len(self._sends) + len(arriving))
+            for message in reducer.messages[peer]:
+                pieces = self._pieces(message)
+                payload = (torch.cat(pieces) if len(pieces) > 1 else pieces[0]).view(torch.uint8)
+                self._sends.append(send(ranks, peer, payload, self._window.tag, "backward()"))
+        sent = sum([message.buffer.nbytes for message in self._sends])
+        received = sum([message.nbytes for message, _ in self._arrivals]) * len(ranks.peers)
+        calls = len(self._sends) + len(self._arrivals) * len(ranks.peers)
+        reducer.traffic.add("reduce", sent=sent, received=received, calls=calls)
 
     def finish(self) -> None:
         """Wait for what this rank owns; the bucket then holds there the mean over all ranks, elsewhere what it held.
@@ -145,8 +133,10 @@ class MessageReduceWork(BucketReduceWork):
         Raises:
             PeerLostError: if a rank is gone.
         """
-        assert self._cut is not None
-        waited = sum([self._add_up(self._cut(message), receives) for message, receives in self._arrivals])
+        waited = 0.0
+        for message, receives in self._arrivals:
+            take, release = partial(self._take, receives), partial(self._release, receives)
+            waited += mean_in_rank_order(self._reducer.ranks, self._pieces(message), take, release)
         self._arrivals = []
         self._reducer.traffic.add("reduce", waited=waited)
 
@@ -159,92 +149,61 @@ class MessageReduceWork(BucketReduceWork):
         started = time.perf_counter()
         for message in self._sends:
             message.wait("backward()")
-        self._sends, self._staged = [], []
+        self._sends, self._views = [], {}
         self._reducer.traffic.add("reduce", waited=time.perf_counter() - started)
 
-    def _add_up(self, own: Pieces, receives: Sequence[Receive]) -> float:
-        """Make the mean; return the seconds that were spent waiting."""
-        by_peer, waited = {receive.peer: receive for receive in receives}, 0.0
+    def _take(self, receives: Mapping[int, Receive], peer: int) -> torch.Tensor:
+        return receives[peer].wait()
 
-        def take(peer: int) -> torch.Tensor:
-            nonlocal waited
-            started = time.perf_counter()
-            values = self._window.wait(by_peer[peer], "backward()")
-            waited += time.perf_counter() - started
-            return values
+    def _release(self, receives: Mapping[int, Receive], peer: int) -> None:
+        self._window.release(receives[peer])
 
-        mean_in_rank_order(self._reducer.ranks, own, take, lambda peer: self._window.release(by_peer[peer]))
-        return waited
+    def _pieces(self, message: BucketMessage) -> Pieces:
+        return tuple([self._views[start] for start, _ in message.ranges])
 
 
 @dataclass(eq=False)
 class Receive:
-    """One message to be received.
-
-    Attributes:
-        peer: group rank that sends it.
-        nbytes: its length.
-        tag: of the message.
-        scratch: where it lies, ``nbytes`` bytes; None before it was posted and after it was released.
-    """
+    """One message to be received from a rank: its length, and, while it is posted, the message."""
 
     peer: int
     nbytes: int
-    tag: int
-    scratch: torch.Tensor | None = None
     message: Message | None = field(default=None, repr=False)
+
+    def wait(self) -> torch.Tensor:
+        """Return the message as 1-D bytes; receives are waited for in the order in which they were added."""
+        assert self.message is not None
+        self.message.wait("backward()")
+        return self.message.buffer
 
 
 class ReceiveWindow:
     """Posts receives in order, as far ahead as a limit of memory allows, and keeps the memory for the next ones.
 
     A sender starts when its receive is posted, so a window that is as large as what is on its way keeps the wire busy.
-    Two receives are posted whatever their size: a sum holds one while it waits for the next. Any thread may call any
-    method.
-
-    Args:
-        ranks: the group; its backend matches messages by tag.
-        limit: bytes that may be posted, or kept, at a time.
+    Two receives are posted whatever their size: a sum holds one while it waits for the next. At most ``limit`` bytes
+    are posted, or kept, at a time. Any thread may call any method.
     """
 
-    def __init__(self, ranks: RankGroup, limit: int) -> None:
-        self._ranks, self._limit = ranks, limit
+    def __init__(self, ranks: RankGroup, limit: int, tags: int = 0) -> None:
+        self._ranks, self._limit, self.tag = ranks, limit, TAG_GRADIENTS + tags
         self._lock = threading.Lock()
         self._waiting: deque[Receive] = deque()
         self._free: dict[int, list[torch.Tensor]] = {}
         self._held = self._count = self._made = 0
 
     def extend(self, receives: Sequence[Receive]) -> None:
-        """Append receives, and post those for which there is room.
-
-        Raises:
-            PeerLostError: if a rank is gone.
-        """
+        """Append receives, and post those for which there is room."""
         with self._lock:
             self._waiting.extend(receives)
             self._post()
 
-    def wait(self, receive: Receive, operation: str) -> torch.Tensor:
-        """Return the message of a receive as 1-D bytes; wait for receives in the order in which they were added.
-
-        Raises:
-            PeerLostError: if a rank is gone.
-        """
-        assert receive.message is not None
-        assert receive.scratch is not None
-        receive.message.wait(operation)
-        return receive.scratch
-
     def release(self, receive: Receive) -> None:
-        """Give the memory of a receive back, and post receives for which there is room now.
-
-        Raises:
-            PeerLostError: if a rank is gone.
-        """
+        """Give the memory of a receive back, and post receives for which there is room now."""
         with self._lock:
-            assert receive.scratch is not None
-            self._free.setdefault(receive.nbytes, []).append(receive.scratch)
-            receive.scratch = receive.message = None
+            assert receive.message is not None
+            self._free.setdefault(receive.nbytes, []).append(receive.message.buffer)
+            receive.message = None
             self._held -= receive.nbytes
             self._count -= 1
             self._post()
@@ -258,56 +217,48 @@ class ReceiveWindow:
                     self._free, self._made = {}, self._held
                 self._free[receive.nbytes] = [torch.empty(receive.nbytes, dtype=torch.uint8, device="cpu")]
                 self._made += receive.nbytes
-            receive.scratch = self._free[receive.nbytes].pop()
+            scratch = self._free[receive.nbytes].pop()
             self._count += 1
             self._held += receive.nbytes
-            receive.message = messages.receive(self._ranks, receive.peer, receive.scratch, receive.tag, "backward()")
+            receive.message = messages.receive(self._ranks, receive.peer, scratch, self.tag, "backward()")
 
 
 def mean_in_rank_order(
     ranks: RankGroup, own: Pieces, take: Callable[[int], torch.Tensor], release: Callable[[int], None]
-) -> None:
-    """Replace this rank's values by the mean over all ranks.
+) -> float:
+    """Replace this rank's values, 1-D tensors or none, by the mean over all ranks.
 
-    Args:
-        ranks: the group.
-        own: this rank's values, 1-D tensors.
-        take: returns the values of a peer, as many bytes in one tensor. Peers come in ascending order, and at most two
-            are taken at a time.
-        release: gives the memory of a peer's values back.
+    ``take`` returns the values of a peer, as many bytes in one tensor. Peers come in ascending order, and at most two
+    are taken at a time; ``release`` gives the memory of one back. Returns how many seconds taking them took.
     """
     rank, world_size = ranks.rank, ranks.world_size
     # Scaling by a power of two is exact, so it can be done while adding.
     exact = world_size & (world_size - 1) == 0
     # Two terms can be added in either order: only from rank 2 on does their sum need memory of its own.
     total: Pieces | None = None
-    _divide(own, world_size)
-    for peer in range(world_size):
-        if peer == rank:
-            continue
-        term = _cut(take(peer), own)
-        if rank > 1 and peer < rank:
-            _divide(term, world_size)
-            if total is None:
-                total = term
-                continue
-            foreach_add_(total, term)
-            if peer == rank - 1:
-                foreach_add_(own, total)
-                release(0)
-        elif exact:
-            foreach_add_(own, term, alpha=1 / world_size)
-        else:
-            _divide(term, world_size)
-            foreach_add_(own, term)
-        release(peer)
-
-
-def _divide(tensors: Pieces, world_size: int) -> None:
+    waited = 0.0
     # In bfloat16 a factor would be rounded before it is used, but the number of ranks is not.
-    foreach_div_(tensors, world_size)
-
-
-def _cut(values: torch.Tensor, like: Pieces) -> Pieces:
-    flat = values.view(like[0].dtype)
-    return (flat,) if len(like) == 1 else flat.split([piece.numel() for piece in like])
+    if own:
+        foreach_div_(own, world_size)
+    for peer in sorted(ranks.peers):
+        started = time.perf_counter()
+        values = take(peer)
+        waited += time.perf_counter() - started
+        if own:
+            flat = values.view(own[0].dtype)
+            term = (flat,) if len(own) == 1 else flat.split([piece.numel() for piece in own])
+            if rank < 2 or peer > rank:
+                if not exact:
+                    foreach_div_(term, world_size)
+                foreach_add_(own, term, alpha=1 / world_size if exact else 1)
+            else:
+                foreach_div_(term, world_size)
+                if total is None:
+                    total = term
+                    continue
+                foreach_add_(total, term)
+                if peer == rank - 1:
+                    foreach_add_(own, total)
+                    release(0)
+        release(peer)
+    return waited

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import accumulate
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,11 +36,13 @@ class Message:
         ranks: the group.
         peer: group rank at the other end.
         work: what torch returned.
+        buffer: the tensor that is sent or filled, which must live until then.
     """
 
     ranks: RankGroup
     peer: int
     work: dist.Work | None
+    buffer: torch.Tensor
 
     def wait(self, operation: str, timeout: timedelta | None = None) -> None:
         """Return when the buffer has been filled, or may be changed.
@@ -74,7 +76,7 @@ def send(ranks: RankGroup, peer: int, buffer: torch.Tensor, tag: int, operation:
         PeerLostError: if the peer is gone.
     """
     try:
-        return Message(ranks, peer, dist.isend(buffer, group=ranks.group, group_dst=peer, tag=tag))
+        return Message(ranks, peer, dist.isend(buffer, group=ranks.group, group_dst=peer, tag=tag), buffer)
     except RuntimeError as failure:
         raise peer_lost(failure, peer, ranks.rank, operation) from failure
 
@@ -88,17 +90,13 @@ def receive(ranks: RankGroup, peer: int, buffer: torch.Tensor, tag: int, operati
         PeerLostError: if the peer is gone.
     """
     try:
-        return Message(ranks, peer, dist.irecv(buffer, group=ranks.group, group_src=peer, tag=tag))
+        return Message(ranks, peer, dist.irecv(buffer, group=ranks.group, group_src=peer, tag=tag), buffer)
     except RuntimeError as failure:
         raise peer_lost(failure, peer, ranks.rank, operation) from failure
 
 
 def send_text(ranks: RankGroup, peer: int, text: str, operation: str) -> int:
-    """Send a text to a rank that calls :func:`receive_text`, and return its size in bytes.
-
-    Raises:
-        PeerLostError: if the peer is gone.
-    """
+    """Send a text to a rank that calls :func:`receive_text`, and return its size in bytes."""
     data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
     send(ranks, peer, torch.tensor([data.numel()], device="cpu"), TAG_LENGTH, operation).wait(operation)
     send(ranks, peer, data, TAG_TEXT, operation).wait(operation)
@@ -106,11 +104,7 @@ def send_text(ranks: RankGroup, peer: int, text: str, operation: str) -> int:
 
 
 def receive_text(ranks: RankGroup, peer: int, operation: str) -> str:
-    """Receive a text from a rank that calls :func:`send_text`.
-
-    Raises:
-        PeerLostError: if the peer is gone.
-    """
+    """Receive a text from a rank that calls :func:`send_text`."""
     length = torch.zeros(1, dtype=torch.int64, device="cpu")
     receive(ranks, peer, length, TAG_LENGTH, operation).wait(operation)
     data = torch.zeros(int(length), dtype=torch.uint8, device="cpu")
@@ -118,24 +112,8 @@ def receive_text(ranks: RankGroup, peer: int, operation: str) -> str:
     return bytes(data.tolist()).decode()
 
 
-class Waitable(Protocol):
-    """What torch returns for a collective, or for several that were issued as one."""
-
-    def wait(self) -> object:
-        """Return when it has ended; on an accelerator, order the current stream after it."""
-
-
-def wait_for_collective(work: Waitable | None, ranks: RankGroup, operation: str) -> None:
-    """Wait for one collective; turn the backend's error into one that says what to look at.
-
-    Args:
-        work: what torch returned for it.
-        ranks: its group.
-        operation: what the ranks are doing, for the message.
-
-    Raises:
-        PeerLostError: if the backend reports a failure.
-    """
+def wait_for_collective(work: dist.Work | None, ranks: RankGroup, operation: str) -> None:
+    """Wait for one collective; turn the backend's error into a PeerLostError that says what to look at."""
     if work is None:
         return
     try:
@@ -163,14 +141,7 @@ STAGING_LIMIT = 8 * 1024 * 1024
 
 @dataclass(frozen=True, eq=False)
 class PackedMessage:
-    """One message from an owner to all ranks, as bytes, and the pieces in it.
-
-    Attributes:
-        owner: group rank.
-        data: 1-D bytes: the memory of the pieces themselves, or a staging buffer.
-        slots: where the pieces lie in a staging buffer; empty if there is none.
-        pieces: the pieces.
-    """
+    """One message from an owner to all ranks: memory of pieces as bytes, or a staging buffer with a slot for each."""
 
     owner: int
     data: torch.Tensor
@@ -189,14 +160,10 @@ class PackedMessage:
 
 
 def pack_pieces(pieces: Sequence[tuple[int, torch.Tensor]], pack_below: int = PACK_BELOW) -> tuple[PackedMessage, ...]:
-    """Lay out pieces as messages, once for as many broadcasts as wanted.
+    """Lay out owners' 1-D contiguous tensors as messages, once for as many broadcasts as wanted.
 
-    Args:
-        pieces: owners and 1-D contiguous tensors, in agreed order; empty ones are left out.
-        pack_below: pieces of fewer bytes are packed; 0 sends everything in place. Equal on all ranks.
-
-    Returns:
-        The messages in the order in which they are sent: packed ones first, to be unpacked while the rest arrives.
+    Pieces of fewer bytes than ``pack_below``, which is equal on all ranks, are packed. Packed messages come first, to
+    be unpacked while the rest arrives. Empty pieces are left out.
     """
     small: dict[tuple[int, torch.dtype, torch.device], list[torch.Tensor]] = {}
     direct: list[PackedMessage] = []
@@ -240,28 +207,14 @@ def _staged(owner: int, pieces: Sequence[torch.Tensor]) -> PackedMessage:
 
 @dataclass(frozen=True)
 class BucketMessage:
-    """Gradients that travel together to one owner.
-
-    Attributes:
-        ranges: of elements of the bucket, one after the other.
-        nbytes: of all of them.
-    """
+    """Gradients that travel together to one owner: ranges of elements of the bucket, and the bytes of all of them."""
 
     ranges: tuple[tuple[int, int], ...]
     nbytes: int
 
 
 def bucket_messages(runs: Sequence[Run], itemsize: int, chunk_bytes: int = CHUNK_BYTES) -> list[BucketMessage]:
-    """Lay out the gradients of one owner as messages: large runs by chunks, small ones together.
-
-    Args:
-        runs: of the owner, in bucket order.
-        itemsize: bytes of an element.
-        chunk_bytes: of which large runs have at most so many in a message.
-
-    Returns:
-        The messages, packed ones first.
-    """
+    """Lay out the gradients of one owner, whose runs are in bucket order: large runs by chunks, small ones together."""
     cut = PACK_BELOW // itemsize
     small = [(run.start, run.stop) for run in runs if 0 < run.stop - run.start < cut]
     large = [(run.start, run.stop) for run in runs if run.stop - run.start >= cut]

@@ -151,13 +151,11 @@ class RankGroup:
         """
         made = self.context._private
         if (backend, purpose) not in made:
-            members = dist.get_process_group_ranks(self.group)
-            _check_splits(members, backend)
             try:
-                group = dist.new_group(members, timeout=self.timeout, backend=backend, use_local_synchronization=True)
+                found = self._new_group(dist.get_process_group_ranks(self.group), backend, backend)
             except RuntimeError as failure:
                 raise unconnected(failure, self.rank, self.world_size) from failure
-            made[backend, purpose] = RankGroup.of(group)
+            made[backend, purpose] = found
         return made[backend, purpose]
 
     def close(self, error: BaseException) -> None:
@@ -205,10 +203,19 @@ class RankGroup:
             return self
         first = self.rank // size * size
         members = dist.get_process_group_ranks(self.group)[first : first + size]
-        _check_splits(members, self.backend("cuda"))
-        backend = dist.get_backend_config(self.group)
-        group = dist.new_group(members, timeout=self.timeout, backend=backend, use_local_synchronization=True)
-        return RankGroup.of(group)
+        return self._new_group(members, dist.get_backend_config(self.group), self.backend("cuda"))
+
+    def _new_group(self, members: list[int], backend: str, for_cuda: str) -> RankGroup:
+        """Make a group of global ranks, all of which call this; raise where NCCL would split the default group."""
+        default = dist.group.WORLD
+        if for_cuda == "nccl" and default is not None and default.bound_device_id and len(members) < default.size():
+            raise ValueError(
+                f"a group of its own for the ranks {members} cannot be made while the default process group is bound "
+                f"to a device: leave out device_id in init_process_group(), or use the default group"
+            )
+        return RankGroup.of(
+            dist.new_group(members, timeout=self.timeout, backend=backend, use_local_synchronization=True)
+        )
 
     @cached_property
     def timeout(self) -> timedelta | None:
@@ -223,18 +230,11 @@ class RankGroup:
     @property
     def global_rank(self) -> int:
         """This process's rank in the default group."""
-        return self.to_global(self.rank)
-
-    def to_global(self, rank: int) -> int:
-        """Translate a group rank to a global rank."""
-        return dist.get_global_rank(self.group, rank)
+        return dist.get_global_rank(self.group, self.rank)
 
     def backend(self, device_type: str) -> str:
         """Name the backend that serves tensors of a device type, e.g. ``"gloo"``; ``""`` if none does."""
-        by_device = {}
-        for item in dist.get_backend_config(self.group).split(","):
-            device, _, name = item.partition(":")
-            by_device[device] = name
+        by_device = dict(item.partition(":")[::2] for item in dist.get_backend_config(self.group).split(","))
         if device_type in by_device:
             return by_device[device_type]
         # A group made for one backend by name returns only that name.
@@ -252,13 +252,3 @@ class RankGroup:
     def sends_tagged(self, device: torch.device) -> bool:
         """Tell whether tensors on ``device`` can be sent point to point with tags: gloo can, for CPU tensors."""
         return device.type == "cpu" and self.backend("cpu") == "gloo"
-
-
-def _check_splits(members: list[int], backend: str) -> None:
-    """Raise where NCCL would split the default group, in which all its ranks must take part."""
-    default = dist.group.WORLD
-    if backend == "nccl" and default is not None and default.bound_device_id and len(members) < default.size():
-        raise ValueError(
-            f"a group of its own beside that of the ranks {members} cannot be made while the default process group is "
-            f"bound to a device: leave out device_id in init_process_group(), or use the default group"
-        )

@@ -44,9 +44,7 @@ def _libc() -> ctypes.CDLL | None:
 class ProcessMemory:
     """Places in the memory of another process that are copied here repeatedly, in as few calls as possible.
 
-    Args:
-        process: its number, in this process's namespace.
-        parts: addresses here and there, and numbers of bytes.
+    The process has its number in this one's namespace, and a part an address here, one there, and a number of bytes.
     """
 
     def __init__(self, process: int, parts: Sequence[tuple[int, int, int]]) -> None:

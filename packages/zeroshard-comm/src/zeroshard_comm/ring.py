@@ -6,7 +6,7 @@ rank is lost or is only late, a rank closes it, so that it soon fails on all oth
 rounds, which wait for late ranks, and name the lost one and tell the others (:mod:`zeroshard_comm.rounds`). If all have
 come, the ranks make a new ring.
 
-The ring may have ended well on some ranks and failed on others. Nobody can be further ahead than by one agreement, in
+The ring may have ended well on some ranks and failed on others. No rank can be further ahead than by one agreement, in
 which it then fails, too: before the rounds ranks tell each other where they are, and those ahead repeat their last
 result. A bitwise OR allows that: what it is combined with again does not change it.
 """
@@ -47,16 +47,8 @@ TAG_TURN = 0x5A530006
 class Connections:
     """Connections of our own between the ranks of a process group: what closes them closes none of the user's.
 
-    Messages travel on some, and the ring on others. Making them is collective, among ranks that just agreed.
-
-    Args:
-        first: the ranks, on a group with gloo for CPU tensors.
-
-    Attributes:
-        channel: the same ranks, on a group that torch does not list, and only carries messages.
-
-    Raises:
-        PeerLostError: if a rank has been lost meanwhile.
+    Messages travel on ``channel``, a group that torch does not list, and the ring has others. Making them is
+    collective, among ranks that just agreed; ``first`` is a group of theirs with gloo for CPU tensors.
     """
 
     def __init__(self, first: RankGroup) -> None:
@@ -119,14 +111,10 @@ class Connections:
 
 
 class Ring:
-    """Combines numbers by one collective. Whoever drops it closes this rank's connections: nothing else uses them.
+    """Combines numbers by a collective on a group that nothing else uses: dropping it closes this rank's connections.
 
     One number travels by an all-reduce. A few are sent from every rank to every other, since an all-reduce cuts them
     into a part for each rank, and takes twice as many messages, one after the other.
-
-    Args:
-        group: no other collective is issued on it.
-        patience: how long each rank waits for another one's message.
     """
 
     def __init__(self, group: dist.ProcessGroupGloo, patience: timedelta) -> None:
@@ -136,12 +124,7 @@ class Ring:
         self._reduce.timeout = self._to_all.timeout = patience
 
     def combine(self, numbers: torch.Tensor, traffic: Traffic) -> torch.Tensor | None:
-        """Return the OR over all ranks; None if that has failed, which may leave an OR over some of them in numbers.
-
-        Args:
-            numbers: 64-bit integers, as many on every rank; may be overwritten.
-            traffic: where bytes and waiting are counted, as kind ``"control"``.
-        """
+        """Return the OR over all ranks; None if that has failed, which may leave an OR over some of them in numbers."""
         started, copies = time.perf_counter(), 1
         with suppress(RuntimeError):
             # As the group it has its own methods; the stubs do not know of them. An error must not hold its work: a

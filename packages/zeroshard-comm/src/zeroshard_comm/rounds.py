@@ -35,63 +35,60 @@ def combine_in_rounds(
     traffic: Traffic,
     lost: PeerLostError | None = None,
 ) -> torch.Tensor:
-    """Return the bitwise OR over all ranks. Collective.
+    """Return the bitwise OR over all ranks of 64-bit integers, as many on every rank, or raise PeerLostError.
 
-    Args:
-        channel: a group with gloo for CPU tensors.
-        numbers: 64-bit integers, as many on every rank.
-        tag: of the messages.
-        operation: what the ranks are doing, for messages of errors.
-        traffic: where bytes and waiting are counted, as kind ``"control"``.
-        lost: set if this rank has lost another one before, and only tells the others.
-
-    Raises:
-        PeerLostError: if a rank is gone.
+    The channel has gloo for CPU tensors. A rank that has lost another one before sets ``lost``, and only tells the
+    others.
     """
     rank, size = channel.rank, channel.world_size
     # By the rank that was lost; it is the number of ranks if nobody knows which.
     errors: dict[int, PeerLostError] = {}
     if lost is not None:
         errors[size if lost.peer is None else lost.peer] = lost
+    # By the rank that refused a send: it is lost, or has closed its connections because it has heard of a lost rank.
+    refused: dict[int, PeerLostError] = {}
 
-    def issued(issue: Callable[..., Message], payload: torch.Tensor, peer: int) -> Message | None:
+    def issued(
+        issue: Callable[..., Message], payload: torch.Tensor, peer: int, failed: dict[int, PeerLostError]
+    ) -> Message | None:
         try:
             return issue(channel, peer, payload, tag, operation)
         except PeerLostError as error:
-            errors.setdefault(peer, error)
+            failed.setdefault(peer, error)
             return None
 
     gone = next((1 + peer for peer in errors), 0)
     mine = torch.cat([torch.tensor([gone], dtype=torch.int64, device="cpu"), numbers])
     started = time.perf_counter()
-    sends: list[tuple[Message | None, torch.Tensor]] = []
+    sends: list[Message | None] = []
     ahead = [1 << number for number in range(math.ceil(math.log2(size)))]
     # gloo starts a send only once its receive is posted. When a rank has heard of all, theirs are posted, then, and
     # its own sends do not wait.
-    rooms = [torch.empty_like(mine) for _ in ahead]
-    receives = [issued(receive, room, (rank - distance) % size) for distance, room in zip(ahead, rooms, strict=True)]
-    for distance, room, arriving in zip(ahead, rooms, receives, strict=True):
+    receives = [issued(receive, torch.empty_like(mine), (rank - distance) % size, errors) for distance in ahead]
+    for distance, arriving in zip(ahead, receives, strict=True):
         target, source = (rank + distance) % size, (rank - distance) % size
         if errors and not gone:
             gone = mine[0] = next(1 + peer for peer in errors)
-        payload = mine.clone()
-        sends.append((issued(send, payload, target), payload))
+        sends.append(issued(send, mine.clone(), target, refused))
         # That a rank is lost is only passed on: a rank that is late may come in hours.
         if arriving is None or gone or errors:
             continue
+        waiting = time.perf_counter()
         try:
-            arriving.wait(operation)
+            # The ranks that this one has yet to send to hear of the rank that refused before they wait for this one.
+            arriving.wait(operation, _TELLING if refused else None)
         except PeerLostError as error:
-            errors[source] = error
+            is_late = refused and time.perf_counter() - waiting >= _TELLING.total_seconds()
+            errors.update(refused if is_late else {source: error})
         else:
-            mine |= room
-            gone = int(room[0])
+            mine |= arriving.buffer
+            gone = int(arriving.buffer[0])
+    errors = errors or refused
     gone = gone or next((1 + peer for peer in errors), 0)
-    for message, _ in sends:
+    for message in filter(None, sends):
         # If a rank is gone now, the next agreement notices at the latest.
         with suppress(PeerLostError):
-            if message is not None:
-                message.wait(operation, _TELLING if gone else _SENDING)
+            message.wait(operation, _TELLING if gone else _SENDING)
     nbytes, waited = mine.nbytes * len(ahead), time.perf_counter() - started
     traffic.add("control", sent=nbytes, received=nbytes, calls=2 * len(ahead), waited=waited)
     if gone:

@@ -15,7 +15,8 @@ import os
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from zeroshard_core import Run
@@ -42,25 +43,19 @@ class PeerMemory:
     """Whose memory this rank reads on one process group; see :meth:`zeroshard_comm.GroupContext.shared`.
 
     Attributes:
-        processes: the processes of peers whose memory this rank reads: all peers if every rank can read every other,
-            else none; None before they have tried.
+        is_known: whether the ranks have tried to read each other.
+        processes: the processes of peers whose memory this rank reads: all if every rank can read every other.
     """
 
-    processes: Mapping[int, int] | None = None
+    is_known: bool = False
+    processes: Mapping[int, int] = field(default_factory=dict)
 
 
 def probe_peer_memory(coordinator: Coordinator) -> None:
-    """Find out whether all ranks can read each other's memory, once per process group. Collective the first time.
-
-    Args:
-        coordinator: the channel of a group whose ranks have just agreed.
-
-    Raises:
-        PeerLostError: if a rank is gone.
-    """
+    """Find out whether all ranks, which have just agreed, can read each other's memory. Collective the first time."""
     ranks = coordinator.ranks
     found = ranks.context.shared(PeerMemory)
-    if coordinator.is_single_rank or found.processes is not None or not ranks.sends_tagged(torch.device("cpu")):
+    if coordinator.is_single_rank or found.is_known or not ranks.sends_tagged(torch.device("cpu")):
         return
     secret = torch.tensor([secrets.randbits(62)], dtype=torch.int64, device="cpu")
     mine = (machine(), os.getpid(), secret.data_ptr(), int(secret))
@@ -68,7 +63,7 @@ def probe_peer_memory(coordinator: Coordinator) -> None:
     reads = mine[0] > 0 and all(place[0] == mine[0] and _reads(*place[1:]) for place in places)
     # Until all ranks have looked, the number must stay where it is.
     reads = not coordinator.agree("connect()", flag=not reads)
-    found.processes = {peer: places[peer][1] for peer in ranks.peers} if reads else {}
+    found.is_known, found.processes = True, {peer: places[peer][1] for peer in ranks.peers} if reads else {}
     del secret
 
 
@@ -99,30 +94,22 @@ def _read(memory: ProcessMemory, peer: int, rank: int, operation: str) -> None:
 
 
 class SameHostBroadcaster(ParameterBroadcaster):
-    """Reads segments where their owners have them.
+    """Reads segments where their owners have them, on a group of which :func:`all_read` is true.
 
     After :meth:`wait` all ranks must agree once more before an owner writes to its segments.
-
-    Args:
-        coordinator: the channel, and the group, of which :func:`all_read` is true.
-        segments: as for :class:`ParameterBroadcaster`, on the CPU.
     """
 
     def __init__(self, coordinator: Coordinator, segments: Sequence[Segment]) -> None:
         super().__init__(coordinator.ranks, segments, coordinator.traffic)
-        self.coordinator = coordinator
+        self.coordinator, self._segments = coordinator, segments
         self._reads: list[tuple[int, ProcessMemory]] | None = None
         self._is_sent = False
 
-    def begin(self) -> None:
-        """Do nothing yet: segments are read when all owners have sent."""
-
     def send(self) -> None:
         """Agree that all owners have their values, and exchange addresses if some rank lacks them."""
-        processes = self.ranks.context.shared(PeerMemory).processes
-        assert processes is not None
         if self.coordinator.agree(_READY, flag=self._reads is None):
-            places = self.coordinator.gather_ints([0, *[s.buffer.data_ptr() for s in self.segments]], _READY)
+            processes = self.ranks.context.shared(PeerMemory).processes
+            places = self.coordinator.gather_ints([0, *[s.buffer.data_ptr() for s in self._segments]], _READY)
             self._reads = [
                 (peer, ProcessMemory(processes[peer], self._parts_of(peer, places[peer][1:])))
                 for peer in self.ranks.peers
@@ -142,7 +129,7 @@ class SameHostBroadcaster(ParameterBroadcaster):
     def _parts_of(self, peer: int, places: Sequence[int]) -> list[tuple[int, int, int]]:
         """Where a peer's segments lie here and there, and their bytes; as few as possible."""
         parts: list[tuple[int, int, int]] = []
-        for segment, there in zip(self.segments, places, strict=True):
+        for segment, there in zip(self._segments, places, strict=True):
             if segment.owner == peer:
                 here, nbytes = segment.buffer.data_ptr(), segment.buffer.nbytes
                 if parts and (parts[-1][0] + parts[-1][2], parts[-1][1] + parts[-1][2]) == (here, there):
@@ -160,12 +147,7 @@ class SameHostReducer(GradientReducer):
     """Reads this rank's part of a bucket from the other ranks' memory, and adds it up.
 
     Nothing is done before :meth:`BucketReduceWork.finish`, which agrees.
-
-    Args:
-        coordinator: the channel, and the group, of which :func:`all_read` is true.
-        runs: ranges of elements of the bucket and who owns them, in bucket order; elements between them have no owner.
-        dtype: of the bucket, which is on the CPU.
-        scratch: of :func:`scratch_memory`, which reducers that are used one after another share.
+    Reducers that are used one after another share :func:`scratch_memory`.
     """
 
     def __init__(
@@ -178,66 +160,48 @@ class SameHostReducer(GradientReducer):
         self._received = owned * len(self.ranks.peers)
         self._sent = sum(run.stop - run.start for run in runs) * dtype.itemsize - owned
         self._scratch = scratch
-        self._reads: dict[int, tuple[int, list[ProcessMemory]]] = {}
-        self._said, self._heard = 0, list[list[int]]()
+        self._addresses: list[int] = []
+        self._reads: dict[int, list[ProcessMemory]] = {}
 
     def begin(self, buffer: torch.Tensor) -> BucketReduceWork:
         """Keep the bucket; nothing is sent yet."""
         return _Gathering(self, buffer)
 
-    def exchange_places(self, buffer: torch.Tensor) -> list[int]:
-        """Agree that all ranks have their gradients, and return by rank where the bucket lies there. Collective.
-
-        Args:
-            buffer: this rank's bucket.
+    def exchange_addresses(self, buffer: torch.Tensor) -> None:
+        """Agree that all ranks have their gradients, and learn where the bucket lies there. Collective.
 
         Raises:
             DisagreementError: if ranks are in different calls.
             PeerLostError: if a rank is gone.
         """
-        mine = buffer.data_ptr()
-        if self.coordinator.agree(_IN_BACKWARD, flag=mine != self._said):
-            self._said, self._heard = mine, self.coordinator.gather_ints([mine], _IN_BACKWARD)
-        return [place for [place] in self._heard]
+        own = buffer.data_ptr()
+        is_known = bool(self._addresses) and self._addresses[self.ranks.rank] == own
+        if self.coordinator.agree(_IN_BACKWARD, flag=not is_known):
+            self._addresses = [address for [address] in self.coordinator.gather_ints([own], _IN_BACKWARD)]
+            processes = self.ranks.context.shared(PeerMemory).processes
+            self._reads = {
+                peer: [self._memory(process, peer, self._addresses[peer], message) for message in self._messages]
+                for peer, process in processes.items()
+            }
 
-    def add_up(self, buffer: torch.Tensor, places: Sequence[int]) -> None:
-        """Make the mean of what this rank owns.
-
-        Args:
-            buffer: this rank's bucket.
-            places: by rank, the address of the bucket there.
-
-        Raises:
-            PeerLostError: if a rank is gone, or may not be read any more.
-        """
+    def add_up(self, buffer: torch.Tensor) -> None:
+        """Make the mean of what this rank owns."""
         waited = 0.0
         for number, message in enumerate(self._messages):
-
-            def take(peer: int, number: int = number, nbytes: int = message.nbytes) -> torch.Tensor:
-                nonlocal waited
-                started = time.perf_counter()
-                _read(self._memory(peer, places[peer])[number], peer, self.ranks.rank, "backward()")
-                waited += time.perf_counter() - started
-                return self._scratch[min(peer, 1), :nbytes]
-
             own = tuple([buffer[start:stop] for start, stop in message.ranges])
-            mean_in_rank_order(self.ranks, own, take, lambda _: None)
+            waited += mean_in_rank_order(self.ranks, own, partial(self._take, number), lambda _: None)
         calls = len(self._messages) * len(self.ranks.peers)
         self.coordinator.traffic.add("reduce", sent=self._sent, received=self._received, calls=calls, waited=waited)
 
-    def _memory(self, peer: int, place: int) -> list[ProcessMemory]:
-        known = self._reads.get(peer)
-        if known is None or known[0] != place:
-            processes = self.ranks.context.shared(PeerMemory).processes
-            assert processes is not None
-            known = self._reads[peer] = place, [self._of(processes[peer], peer, place, it) for it in self._messages]
-        return known[1]
+    def _take(self, number: int, peer: int) -> torch.Tensor:
+        _read(self._reads[peer][number], peer, self.ranks.rank, "backward()")
+        return self._scratch[min(peer, 1), : self._messages[number].nbytes]
 
-    def _of(self, process: int, peer: int, place: int, message: BucketMessage) -> ProcessMemory:
+    def _memory(self, process: int, peer: int, address: int, message: BucketMessage) -> ProcessMemory:
         here, parts = self._scratch[min(peer, 1)].data_ptr(), list[tuple[int, int, int]]()
         for start, stop in message.ranges:
             nbytes = (stop - start) * self.dtype.itemsize
-            parts.append((here, place + start * self.dtype.itemsize, nbytes))
+            parts.append((here, address + start * self.dtype.itemsize, nbytes))
             here += nbytes
         return ProcessMemory(process, parts)
 
@@ -247,7 +211,5 @@ class _Gathering(BucketReduceWork):
         self._reducer, self._buffer = reducer, buffer
 
     def finish(self) -> None:
-        self._reducer.add_up(self._buffer, self._reducer.exchange_places(self._buffer))
-
-    def close(self) -> None:
-        """Do nothing: the ranks agree at the end of the backward, when all have read."""
+        self._reducer.exchange_addresses(self._buffer)
+        self._reducer.add_up(self._buffer)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass
+from operator import sub
 from threading import Lock
 from typing import Any
 
@@ -25,30 +26,15 @@ class Volume:
     calls: int = 0
     seconds_waited: float = 0.0
 
-    def __add__(self, other: Volume) -> Volume:
-        """Return the sum of two volumes."""
-        return Volume(
-            self.bytes_sent + other.bytes_sent,
-            self.bytes_received + other.bytes_received,
-            self.calls + other.calls,
-            self.seconds_waited + other.seconds_waited,
-        )
-
     def __sub__(self, other: Volume) -> Volume:
         """Return what was added since ``other`` was read."""
-        return Volume(
-            self.bytes_sent - other.bytes_sent,
-            self.bytes_received - other.bytes_received,
-            self.calls - other.calls,
-            self.seconds_waited - other.seconds_waited,
-        )
+        return Volume(*map(sub, astuple(self), astuple(other)))
 
 
 _adding = Lock()
 """The thread that runs backward and the worker thread add to the same totals."""
 
 
-@dataclass(slots=True)
 class Traffic:
     """Running totals of one object's communication; exchanges and the control channel add to it.
 
@@ -57,8 +43,8 @@ class Traffic:
     bytes with ``n`` ranks counts ``b * (n - 1)`` bytes sent, also where a backend forwards them along a tree or a ring.
     """
 
-    _counts: dict[str, list[Any]] = field(default_factory=lambda: {kind: [0, 0, 0, 0.0] for kind in KINDS})
-    """As in :class:`Volume`, which takes long to make."""
+    def __init__(self) -> None:
+        self.reset()
 
     def add(self, kind: str, *, sent: int = 0, received: int = 0, calls: int = 0, waited: float = 0.0) -> None:
         """Add to the totals of ``kind``; sizes in bytes, ``waited`` in seconds."""
@@ -80,9 +66,11 @@ class Traffic:
 
     def total(self) -> Volume:
         """Return the totals over all kinds."""
-        return sum(map(self.of, KINDS), Volume())
+        with _adding:
+            return Volume(*map(sum, zip(*self._counts.values(), strict=True)))
 
     def reset(self) -> None:
         """Set every total back to zero."""
         with _adding:
-            self._counts = {kind: [0, 0, 0, 0.0] for kind in KINDS}
+            # As in a Volume, which takes long to make.
+            self._counts: dict[str, list[Any]] = {kind: [0, 0, 0, 0.0] for kind in KINDS}

@@ -6,8 +6,8 @@ broadcaster of :func:`choose_broadcaster`.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from zeroshard_core import Run
@@ -33,100 +33,24 @@ WORTH_OVERLAPPING = 16 * 1024 * 1024
 """Fewer bytes in all are added up after the last bucket, and parameters sent together: overlap would cost more."""
 
 
-class Transport(ABC):
+@dataclass(frozen=True)
+class Transport:
     """Makes the reducers and broadcasters of one optimizer's buckets.
 
     Attributes:
+        reducer: makes the reducer that sends the gradients of a bucket to their owners, by its ranges of elements and
+            who owns them, in bucket order; and the bucket, 1-D, or any tensor of its dtype and device.
+        broadcaster: makes the broadcaster of some segments; it is asked only if ``shares_buckets``.
         tags: offset to the tags of its messages, which must be the same on all ranks; 0 if it sends none.
         uses_thread: whether another thread finishes reductions; else all is done in one order on all ranks.
         shares_buckets: whether each bucket's parameters are sent separately, or all together, as without buckets.
     """
 
+    reducer: Callable[[Sequence[Run], torch.Tensor], GradientReducer]
+    broadcaster: Callable[[Sequence[Segment]], ParameterBroadcaster]
     tags: int = 0
     uses_thread: bool = False
     shares_buckets: bool = True
-
-    @abstractmethod
-    def reducer(self, runs: Sequence[Run], bucket: torch.Tensor) -> GradientReducer:
-        """Make the reducer that sends the gradients of a bucket to their owners.
-
-        Args:
-            runs: ranges of elements of the bucket and who owns them, in bucket order.
-            bucket: the bucket, 1-D, or any tensor of its dtype and device.
-        """
-
-    @abstractmethod
-    def broadcaster(self, segments: Sequence[Segment]) -> ParameterBroadcaster | None:
-        """Make the broadcaster of some segments; None if not :attr:`shares_buckets`."""
-
-
-class MessageTransport(Transport):
-    """Tagged messages on the channel of the ranks' agreements.
-
-    Args:
-        coordinator: has the channel, and the traffic.
-        overlaps: whether another thread adds up values that arrive, and buckets are sent one by one: for much data.
-    """
-
-    def __init__(self, coordinator: Coordinator, *, overlaps: bool) -> None:
-        self.uses_thread = self.shares_buckets = overlaps
-        self._ranks, self._traffic = coordinator.channel, coordinator.traffic
-        self.tags = coordinator.ranks.context.allocate_tags()
-        self._window = ReceiveWindow(self._ranks, WINDOW_BYTES)
-
-    def reducer(self, runs: Sequence[Run], bucket: torch.Tensor) -> GradientReducer:
-        """Make one that sends every owner its part."""
-        return MessageReducer(self._ranks, runs, bucket.dtype, self._window, self._traffic, tags=self.tags)
-
-    def broadcaster(self, segments: Sequence[Segment]) -> ParameterBroadcaster | None:
-        """Make one with the tags of this transport."""
-        if not self.shares_buckets:
-            return None
-        return MessageBroadcaster(self._ranks, segments, self._traffic, tag=TAG_BUCKETS + self.tags)
-
-
-class CollectiveTransport(Transport):
-    """Collectives. Made by all ranks together.
-
-    Args:
-        coordinator: has the group, and the traffic.
-        device: where parameters and buckets are.
-
-    Raises:
-        RuntimeError: if the group has no backend for the device.
-        ValueError: if a group of our own cannot be made.
-    """
-
-    def __init__(self, coordinator: Coordinator, device: torch.device) -> None:
-        self._ranks, self._traffic = choose_private_group(coordinator.ranks, device), coordinator.traffic
-
-    def reducer(self, runs: Sequence[Run], bucket: torch.Tensor) -> GradientReducer:
-        """Make one that reduces every owner's part to it."""
-        return CollectiveReducer(self._ranks, self._traffic, runs, bucket)
-
-    def broadcaster(self, segments: Sequence[Segment]) -> ParameterBroadcaster:
-        """Make one that issues its collectives on its own group."""
-        return CollectiveBroadcaster(self._ranks, segments, self._traffic)
-
-
-class SameHostTransport(Transport):
-    """Reads of the memory of peers. Parameters travel together, in one read from each peer.
-
-    Args:
-        coordinator: has the group, all of whose ranks read each other's memory, and its channel.
-    """
-
-    shares_buckets = False
-
-    def __init__(self, coordinator: Coordinator) -> None:
-        self._coordinator, self._scratch = coordinator, scratch_memory()
-
-    def reducer(self, runs: Sequence[Run], bucket: torch.Tensor) -> GradientReducer:
-        """Make one that reads this rank's part from the other ranks' memory."""
-        return SameHostReducer(self._coordinator, runs, bucket.dtype, self._scratch)
-
-    def broadcaster(self, segments: Sequence[Segment]) -> None:
-        """Make none: parameters are read together."""
 
 
 def choose_transport(coordinator: Coordinator, device: torch.device, nbytes: int) -> Transport:
@@ -141,11 +65,30 @@ def choose_transport(coordinator: Coordinator, device: torch.device, nbytes: int
         RuntimeError: if the group has no backend for the device.
         ValueError: if a group of our own cannot be made.
     """
+    ranks, traffic = coordinator.ranks, coordinator.traffic
     if _is_worth_reading(coordinator, device, nbytes):
-        return SameHostTransport(coordinator)
-    if coordinator.ranks.sends_tagged(device):
-        return MessageTransport(coordinator, overlaps=nbytes >= WORTH_OVERLAPPING)
-    return CollectiveTransport(coordinator, device)
+        scratch = scratch_memory()
+        return Transport(
+            lambda runs, bucket: SameHostReducer(coordinator, runs, bucket.dtype, scratch),
+            lambda segments: SameHostBroadcaster(coordinator, segments),
+            shares_buckets=False,
+        )
+    if not ranks.sends_tagged(device):
+        group = choose_private_group(ranks, device)
+        return Transport(
+            lambda runs, bucket: CollectiveReducer(group, traffic, runs, bucket),
+            lambda segments: CollectiveBroadcaster(group, segments, traffic),
+        )
+    channel, tags = coordinator.channel, ranks.context.allocate_tags()
+    window = ReceiveWindow(channel, WINDOW_BYTES, tags)
+    overlaps = nbytes >= WORTH_OVERLAPPING
+    return Transport(
+        lambda runs, bucket: MessageReducer(channel, runs, bucket.dtype, window, traffic),
+        lambda segments: MessageBroadcaster(channel, segments, traffic, tag=TAG_BUCKETS + tags),
+        tags=tags,
+        uses_thread=overlaps,
+        shares_buckets=overlaps,
+    )
 
 
 def choose_broadcaster(
@@ -201,11 +144,7 @@ def choose_private_group(ranks: RankGroup, device: torch.device) -> RankGroup:
 
 
 def check_backend(ranks: RankGroup, device: torch.device) -> None:
-    """Raise if a group cannot move tensors on a device.
-
-    Raises:
-        RuntimeError: if the group has no backend for this device type.
-    """
+    """Raise RuntimeError if a group cannot move tensors on a device."""
     if ranks.moves_data() and not ranks.backend(device.type):
         raise RuntimeError(
             f"rank {ranks.rank}: the process group has no backend for tensors on {device.type!r}; initialise it with "

@@ -17,7 +17,7 @@ import struct
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -140,7 +140,7 @@ def gather(
 
 
 def all_gather_text(coordinator: Coordinator, text: str, operation: str) -> list[str]:
-    """Bring a text of every rank to every rank, in rank order, packed. Collective.
+    """Send a text of every rank, packed, to all ranks, and return the texts in rank order. Collective.
 
     Raises:
         PeerLostError: if a rank is gone.
@@ -181,38 +181,36 @@ def _send_text(coordinator: Coordinator, peer: int, text: str, operation: str) -
 
 
 def _send_tensors(coordinator: Coordinator, peer: int, tensors: Sequence[torch.Tensor], operation: str) -> None:
-    started, on_host = time.perf_counter(), _OnHost()
-    in_flight: deque[tuple[Message, torch.Tensor]] = deque()
-    for tensor in tensors:
-        # While one chunk from an accelerator is sent, the next one is copied to the other buffer.
-        most = _IN_FLIGHT if tensor.device.type == "cpu" else 2
-        for chunk in _chunks(_bytes_of(tensor)):
-            while len(in_flight) >= most:
-                in_flight.popleft()[0].wait(operation)
-            data = on_host(chunk)
-            in_flight.append((send(coordinator.channel, peer, data, TAG_VALUES, operation), data))
-    for message, _ in in_flight:
-        message.wait(operation)
-    sent = sum(tensor.nbytes for tensor in tensors)
-    coordinator.traffic.add("state", sent=sent, calls=1, waited=time.perf_counter() - started)
+    on_host = _OnHost()
+    # While one chunk from an accelerator is sent, the next one is copied to the other buffer.
+    most = _IN_FLIGHT if all(tensor.device.type == "cpu" for tensor in tensors) else 2
+    chunks = (chunk for tensor in tensors for chunk in _chunks(_bytes_of(tensor)))
+    sends = (send(coordinator.channel, peer, on_host(chunk), TAG_VALUES, operation) for chunk in chunks)
+    waited = _wait_for_each(sends, most, operation)
+    coordinator.traffic.add("state", sent=sum(tensor.nbytes for tensor in tensors), calls=1, waited=waited)
 
 
 def _receive_tensors(coordinator: Coordinator, source: int, buffers: Sequence[torch.Tensor], operation: str) -> None:
-    started = time.perf_counter()
-    in_flight: deque[Message] = deque()
-    for buffer in buffers:
-        for chunk in _chunks(buffer.view(torch.uint8)):
-            if len(in_flight) == _IN_FLIGHT:
-                in_flight.popleft().wait(operation)
-            in_flight.append(receive(coordinator.channel, source, chunk, TAG_VALUES, operation))
-    for message in in_flight:
+    chunks = (chunk for buffer in buffers for chunk in _chunks(buffer.view(torch.uint8)))
+    receives = (receive(coordinator.channel, source, chunk, TAG_VALUES, operation) for chunk in chunks)
+    waited = _wait_for_each(receives, _IN_FLIGHT, operation)
+    coordinator.traffic.add("state", received=sum(buffer.nbytes for buffer in buffers), calls=2, waited=waited)
+
+
+def _wait_for_each(messages: Iterator[Message], most: int, operation: str) -> float:
+    """Issue messages, at most so many at a time, and wait for them; return how many seconds that took."""
+    started, under_way = time.perf_counter(), deque[Message]()
+    for message in messages:
+        under_way.append(message)
+        if len(under_way) == most:
+            under_way.popleft().wait(operation)
+    for message in under_way:
         message.wait(operation)
-    received = sum(buffer.nbytes for buffer in buffers)
-    coordinator.traffic.add("state", received=received, calls=2, waited=time.perf_counter() - started)
+    return time.perf_counter() - started
 
 
 class _OnHost:
-    """Brings chunks to CPU memory: from an accelerator through two pinned buffers in turn, made when first needed."""
+    """Copies chunks to CPU memory: from an accelerator through two pinned buffers in turn, made when first needed."""
 
     def __init__(self) -> None:
         self._pinned: list[torch.Tensor] = []

@@ -123,7 +123,7 @@ class Buckets:
         if not self.are_sent:
             return ParamBroadcast([], [])
         broadcaster = self.transport.broadcaster(self._engine.buffers.segments(self._layout.plan, tensors))
-        return ParamBroadcast([self._params[i] for i in tensors], [] if broadcaster is None else [broadcaster])
+        return ParamBroadcast([self._params[i] for i in tensors], [broadcaster])
 
     @property
     def unstepped(self) -> Sequence[int]:
