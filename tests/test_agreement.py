@@ -185,6 +185,7 @@ def test_a_rank_that_has_closed_its_connections_since_another_is_lost_is_not_nam
     monkeypatch.setattr(ring, "MOST_RANKS", 1)
     coordinator = Coordinator(RankGroup.of())
     coordinator.agree("warming up")
+    coordinator.agree("connected")
     if rank == 0:
 
         def send_late(channel: RankGroup, peer: int, *arguments: Any) -> Message:
@@ -213,6 +214,7 @@ def test_a_rank_that_refuses_a_send_is_named_if_the_ranks_that_could_name_anothe
     monkeypatch.setattr(ring, "MOST_RANKS", 1)
     coordinator = Coordinator(RankGroup.of())
     coordinator.agree("warming up")
+    coordinator.agree("connected")
     faults.kill(rank=1, at="send")
     # Rank 0 sends to rank 1, and first hears of rank 3.
     if rank == 0:
