@@ -236,6 +236,7 @@ def test_a_rank_that_has_closed_its_connections_since_another_is_lost_is_not_nam
     monkeypatch.setattr(ring, "MOST_RANKS", 1)
     coordinator = Coordinator(RankGroup.of())
     coordinator.agree("warming up")
+    coordinator.agree("connected")
     if rank == 0:
 
         def send_late(channel: RankGroup, peer: int, *arguments: Any) -> Message:
@@ -255,6 +256,26 @@ def test_a_rank_that_has_closed_its_connections_since_another_is_lost_is_not_nam
         coordinator.agree("step()")
     if rank == 2:
         dist.send(torch.zeros(1), 0)
+
+
+@pytest.mark.ranks(4, backend="gloo")
+def test_a_rank_that_refuses_a_send_is_named_if_the_ranks_that_could_name_another_are_late(
+    rank: int, faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ring, "MOST_RANKS", 1)
+    coordinator = Coordinator(RankGroup.of())
+    coordinator.agree("warming up")
+    coordinator.agree("connected")
+    faults.kill(rank=1, at="send")
+    # Rank 0 sends to rank 1, and first hears of rank 3.
+    if rank == 0:
+        with pytest.raises(RuntimeError):
+            dist.recv(torch.zeros(1), 1)
+        time.sleep(0.5)
+    if rank == 3:
+        time.sleep(4)
+    with pytest.raises(PeerLostError, match="lost rank" if rank == 3 else "lost rank 1"):
+        coordinator.agree("step()")
 
 
 @pytest.mark.exhaustive_at(4)

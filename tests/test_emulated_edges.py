@@ -50,9 +50,10 @@ def test_a_hook_that_reduces_into_a_tensor_of_its_own(hook: str, no_sync: bool, 
 @pytest.mark.ranks(2, backend=["emulated", "nccl"])
 def test_optimizers_that_share_buffers_on_streams_of_their_own(device: torch.device) -> None:
     current, sides = torch.accelerator.current_stream(), [torch.Stream(device) for _ in range(2)]
-    small, other, large = (_stepping(device, width) for width in (64, 64, 256))
+    # There are two buffers: every second optimizer has the same one.
+    small, _, other, _, large = [_stepping(device, width) for width in (64, 64, 64, 64, 256)]
     torch.accelerator.synchronize()
-    # Parameters are gathered through the same two buffers by streams that nothing else orders.
+    # Parameters are gathered through the same buffer by streams that nothing else orders.
     small.step()
     for side, optimizer in zip(sides, (other, large), strict=True):
         with side:
@@ -65,7 +66,9 @@ def test_optimizers_that_share_buffers_on_streams_of_their_own(device: torch.dev
 
 
 @pytest.mark.ranks(2, backend=["emulated", "nccl"])
-def test_a_backward_beside_the_step_of_another_optimizer(device: torch.device) -> None:
+def test_a_backward_beside_the_step_of_another_optimizer(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    # In chunks, so that the other optimizer uses both buffers.
+    monkeypatch.setattr(collectives, "STAGING_BYTES", 20_000)
     current, side = torch.accelerator.current_stream(), torch.Stream(device)
     stepping = _stepping(device, 64)
     ddp = DistributedDataParallel(small_model().double().to(device), gradient_as_bucket_view=True)

@@ -302,7 +302,7 @@ class Coordinator:
         mine = RankReport(self.ranks.rank, operation, str(self.position or ""), digest, detail, kind, message)
         channel = self.channel
         if mine.rank:
-            self._send_text(0, astuple(mine), operation)
+            send_text(channel, 0, json.dumps(astuple(mine)), operation, self.traffic, "control")
             kind, message = json.loads(receive_text(channel, 0, operation))
         else:
             reports, gone = [mine], ""
@@ -315,15 +315,12 @@ class Coordinator:
             for peer in self.ranks.peers:
                 # The others must still hear of it.
                 with suppress(PeerLostError):
-                    self._send_text(peer, (kind, message), operation)
+                    send_text(channel, peer, json.dumps([kind, message]), operation, self.traffic, "control")
         if kind == OWN:
             assert error is not None
             return error
         known = {own.__name__: own for own in (PeerLostError, DisagreementError, DifferentCallsError)}
         return known[kind](message) if kind in known else rebuild_exception(kind, message)
-
-    def _send_text(self, peer: int, values: tuple[object, ...], operation: str) -> None:
-        self.traffic.add("control", sent=send_text(self.channel, peer, json.dumps(values), operation), calls=2)
 
 
 Setting = str | int | float | bool | None

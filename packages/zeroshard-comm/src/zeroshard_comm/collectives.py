@@ -49,7 +49,8 @@ class _Slot:
             if stream is not None:
                 # It is freed once this stream has come as far as now: another one may have allocated it.
                 self._memory.record_stream(stream)
-            del self._memory
+            # Two must not be held at a time.
+            self._memory = self._memory.new_empty(0)
             self._memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         return self._memory[:nbytes].view(dtype)
 

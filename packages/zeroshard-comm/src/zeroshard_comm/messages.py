@@ -21,6 +21,7 @@ from zeroshard_core import Run
 from zeroshard_comm._torch_private import foreach_copy_
 from zeroshard_comm.errors import PeerLostError, peer_lost
 from zeroshard_comm.process_group import RankGroup
+from zeroshard_comm.traffic import Traffic
 
 TAG_LENGTH = 0x5A530002
 TAG_TEXT = 0x5A530003
@@ -95,12 +96,12 @@ def receive(ranks: RankGroup, peer: int, buffer: torch.Tensor, tag: int, operati
         raise peer_lost(failure, peer, ranks.rank, operation) from failure
 
 
-def send_text(ranks: RankGroup, peer: int, text: str, operation: str) -> int:
-    """Send a text to a rank that calls :func:`receive_text`, and return its size in bytes."""
+def send_text(ranks: RankGroup, peer: int, text: str, operation: str, traffic: Traffic, kind: str) -> None:
+    """Send a text to a rank that calls :func:`receive_text`, and count its bytes as of a kind."""
     data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
     send(ranks, peer, torch.tensor([data.numel()], device="cpu"), TAG_LENGTH, operation).wait(operation)
     send(ranks, peer, data, TAG_TEXT, operation).wait(operation)
-    return data.numel()
+    traffic.add(kind, sent=data.numel(), calls=2)
 
 
 def receive_text(ranks: RankGroup, peer: int, operation: str) -> str:

@@ -74,7 +74,7 @@ def send_values(coordinator: Coordinator, peer: int, manifest: Manifest, operati
         TypeError: if the description is not JSON-serialisable; nothing has been sent then.
         PeerLostError: if the receiver is gone.
     """
-    _send_text(coordinator, peer, manifest.to_json(), operation)
+    send_text(coordinator.channel, peer, manifest.to_json(), operation, coordinator.traffic, "state")
     _send_tensors(coordinator, peer, manifest.tensors, operation)
 
 
@@ -128,7 +128,7 @@ def gather(
             try:
                 text = manifest.to_json()
             finally:
-                _send_text(coordinator, target, text, operation)
+                send_text(coordinator.channel, target, text, operation, coordinator.traffic, "state")
     if ranks.rank != target:
         _send_tensors(coordinator, target, manifest.tensors, operation)
         return
@@ -174,10 +174,6 @@ def _placed(place: Place, source: int, text: str) -> Sequence[torch.Tensor]:
     if given != sizes:
         raise DisagreementError(f"rank {source} sends tensors of {sizes} bytes, but there is room for {given}")
     return buffers
-
-
-def _send_text(coordinator: Coordinator, peer: int, text: str, operation: str) -> None:
-    coordinator.traffic.add("state", sent=send_text(coordinator.channel, peer, text, operation), calls=1)
 
 
 def _send_tensors(coordinator: Coordinator, peer: int, tensors: Sequence[torch.Tensor], operation: str) -> None:

@@ -16,7 +16,7 @@ import torch
 from zeroshard_comm import Coordinator
 from zeroshard_core import Plan
 
-from zeroshard._torch_private import foreach_norm
+from zeroshard._torch_private import foreach_norm, version_of
 
 if TYPE_CHECKING:
     from zeroshard.grads.bucket import BucketState
@@ -159,7 +159,7 @@ class GradNorms:
         """
         if not self.are_known:
             return
-        version = factor._version if isinstance(factor, torch.Tensor) else 0
+        version = version_of(factor) if isinstance(factor, torch.Tensor) else 0
         pending = self._pending
         if pending is None or tensor in pending.tensors or not pending.is_by(factor, version, divides=divides):
             self._apply()
