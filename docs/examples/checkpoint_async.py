@@ -1,6 +1,6 @@
 """Train until STEPS, and save every 5 steps while training goes on; checkpoint_dcp.py resumes from there.
 
-Start it with: torchrun --nproc-per-node 2 checkpoint_async.py FOLDER STEPS
+Start it with: torchrun --nproc-per-node 2 checkpoint_async.py NEW_FOLDER STEPS
 """
 
 import sys
@@ -27,4 +27,6 @@ for first in range(0, last, EVERY):
     saved = {"model": model_state, "optimizer": optimizer_state, "steps": first + EVERY}
     saving = dcp.async_save(saved, checkpoint_id=folder / f"{first + EVERY:06}", process_group=saving_group)
 saving.result()
+# Before its process group: a DistributedDataParallel that outlives its group may hang when it is freed (torch 2.13).
+del model
 dist.destroy_process_group()

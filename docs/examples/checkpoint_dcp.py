@@ -28,6 +28,8 @@ if checkpoints:
     set_state_dict(model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
     first = saved["steps"]
 
+if first >= last:
+    raise SystemExit(f"{folder} has a checkpoint of step {first} already")
 train(model, optimizer, range(first, last))
 
 model_state, optimizer_state = get_state_dict(model, optimizer)

@@ -35,6 +35,8 @@ if files:
     set_model_state_dict(model, saved["model"], options=from_rank_0)
     set_optimizer_state_dict(model, optimizer, saved["optimizer"], options=from_rank_0)
 
+if first >= last:
+    raise SystemExit(f"{folder} has a checkpoint of step {first} already")
 train(model, optimizer, range(first, last))
 
 full = StateDictOptions(full_state_dict=True, cpu_offload=True)

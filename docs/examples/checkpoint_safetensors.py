@@ -32,6 +32,8 @@ if checkpoints:
     model_state, flat_state = ({key: tensors.get(key, of[key]) for key in of} for of in (model_state, flat_state))
     set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=flat_state, options=FLAT)
 
+if first >= last:
+    raise SystemExit(f"{folder} has a checkpoint of step {first} already")
 train(model, optimizer, range(first, last))
 
 model_state, flat_state = get_state_dict(model, optimizer, options=FLAT)
@@ -41,4 +43,6 @@ dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(checkpoint, save_distr
 if dist.get_rank() == 0:
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     (checkpoint / "rest.json").write_text(json.dumps({"steps": last, "hyperparameters": groups}))
+# Before its process group: a DistributedDataParallel that outlives its group may hang when it is freed (torch 2.13).
+del model
 dist.destroy_process_group()
