@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import operator
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -46,7 +46,8 @@ _logger = logging.getLogger(__name__)
 class Engine:
     """Groups, layout, local optimizer, parameter buffers and state metadata of one public optimizer.
 
-    Another plan is adopted once all ranks agree on it. Objects that the engine holds refer to it weakly.
+    Another plan is adopted once all ranks agree on it. Objects that the engine holds refer to it weakly. Every
+    exchange is made in a ``with`` block of the engine, which remembers whether it was completed.
 
     Args:
         ranks: the group.
@@ -119,23 +120,19 @@ class Engine:
 
     # ------------------------------------------------------------------ what every collective call begins with
 
-    @contextmanager
-    def collective(self) -> Iterator[None]:
-        """Around a call in which all ranks exchange something, and which Join refuses."""
+    def collective(self) -> Engine:
+        """Return the context of a call in which all ranks exchange something, and which Join refuses."""
         self._announce(Call.REFUSED)
-        with self.communicating():
-            yield
+        return self
 
-    @contextmanager
-    def communicating(self) -> Iterator[None]:
-        """Raise if an earlier exchange was left incomplete, and remember if this one is."""
+    def __enter__(self) -> None:
+        """Raise if an earlier exchange was left incomplete."""
         self.check_broken()
-        try:
-            yield
-        except BaseException as error:
-            if isinstance(error, PeerLostError) or not isinstance(error, Exception):
-                self.mark_broken(error)
-            raise
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        """Remember if this exchange was left incomplete."""
+        if error is not None and (isinstance(error, PeerLostError) or not isinstance(error, Exception)):
+            self.mark_broken(error)
 
     def check_broken(self) -> None:
         """Raise if an exchange was left incomplete on this rank.
@@ -319,7 +316,7 @@ class Engine:
             if exchange is None:
                 self._announce(Call.REFUSED)
             try:
-                with self.communicating(), torch.enable_grad():
+                with self, torch.enable_grad():
                     loss = closure()
                 inner = {**arguments, "closure": lambda: loss}
             except Exception as raised:  # noqa: BLE001 - every rank must hear of it, whatever it is
@@ -330,7 +327,7 @@ class Engine:
 
     def apply_step(self, arguments: Mapping[str, Any], error: Exception | None = None, seen: Seen | None = None) -> Any:  # noqa: ANN401 - as the inner step
         """Make a step; see :func:`zeroshard.step.step`."""
-        with self.communicating():
+        with self:
             return step(self, arguments, error, seen)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> torch.Tensor:
@@ -351,7 +348,7 @@ class Engine:
     def apply_clipping(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> torch.Tensor:
         """Like :meth:`clip_grad_norm_`, for gradients that lie at their owners."""
         assert self.exchange is not None
-        with self.communicating():
+        with self:
             return clip_over_ranks(self, self.exchange, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def train_or_eval(self, name: str) -> Callable[[], Any]:
@@ -387,7 +384,7 @@ class Engine:
 
     def apply_consolidation(self, target: int, to: object = None) -> None:
         """Like :meth:`consolidate`, with a checked rank."""
-        with self.communicating():
+        with self:
             self.metadata.consolidated = consolidate(self, target, to)
         self.metadata.consolidated_to = target
 

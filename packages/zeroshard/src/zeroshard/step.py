@@ -119,7 +119,7 @@ def _update(engine: Engine, under_way: GradExchange | None, arguments: Mapping[s
     if under_way is not None and may_step_in_parts(local.optim):
         return under_way.step_rest(arguments)
     with record_function("zeroshard::update"):
-        return local.step(arguments, exchange.bind() if exchange is not None else None)
+        return local.step(arguments, exchange.buckets.bind() if exchange is not None else None)
 
 
 def _broadcast(engine: Engine, under_way: GradExchange | None, digest: int | None, failure: Exception | None) -> None:

@@ -107,15 +107,20 @@ class BucketState:
         self.failure: Exception | None = None
         self._bound: tuple[tuple[int, tuple[bool, ...]], list[torch.Tensor | None]] | None = None
         self._views: tuple[int, dict[int, torch.Tensor]] = (0, {})
-        self.take(bucket)
+        self._begin(bucket)
 
-    def fits(self, bucket: Bucket) -> bool:
-        """Whether a bucket has the same parameters, at the same places: other optimizers' may have moved them."""
+    def take(self, bucket: Bucket) -> bool:
+        """Take over the buffer of a further backward; False if that has other parameters, or at other places."""
+        # Other optimizers' parameters may have moved them.
         is_alike = not bucket.is_part or (bucket.buffer.numel() == self._length and bucket.offsets == self.offsets)
-        return is_alike and len(self.params) == len(bucket.params) and all(map(is_, self.params, bucket.params))
+        if not is_alike or len(self.params) != len(bucket.params) or not all(map(is_, self.params, bucket.params)):
+            return False
+        if self.buffer is not None and self.buffer.data_ptr() != bucket.buffer.data_ptr():
+            self.release()
+        self._begin(bucket)
+        return True
 
-    def take(self, bucket: Bucket) -> None:
-        """Take over the buffer of a further backward; the bucket :meth:`fits`."""
+    def _begin(self, bucket: Bucket) -> None:
         self.buffer: torch.Tensor | None = bucket.buffer
         self.is_last, self.announced = bucket.is_last, bucket.announced
         self.phase = BucketPhase.REDUCING

@@ -12,6 +12,7 @@ from zeroshard_comm import agreed, choose_transport
 
 from zeroshard.grads.bucket import Bucket, BucketPhase, BucketState, Rest, gradient_view
 from zeroshard.grads.placeholder import GradPlaceholder
+from zeroshard.local.shard import LocalShard
 from zeroshard.param_buffers import ParamBroadcast
 from zeroshard.plan.layout import Layout
 
@@ -155,6 +156,12 @@ class Buckets:
                     f"changed since it was wrapped. Wrap it again, and build a new optimizer"
                 )
 
+    def bind(self) -> Sequence[LocalShard]:
+        """Hand the local optimizer the gradients to step with; return the shards that have only their parameters'."""
+        for state in self.arrived:
+            state.bind()
+        return self.rest.shards
+
     def unarrived(self) -> str:
         """Name the parameters whose gradients have not come in this backward, for messages."""
         names = [spec.name for spec in self._layout.plan.tensors]
@@ -174,23 +181,21 @@ class Buckets:
             ValueError: if the optimizer does not have a parameter of the bucket, or its gradients cannot be sent.
         """
         known = self.by_index.get(bucket.index)
-        state = known if known is not None and known.fits(bucket) else None
+        before = known.buffer if known is not None else None
+        is_known = known is not None and known.take(bucket)
         if bucket.index == 0:
-            self._begin(bucket, is_known=state is not None, gradients=gradients)
-        if state is None:
-            state = self._add(bucket)
-        else:
-            state.take(bucket)
+            is_moved = before is not None and before.data_ptr() != bucket.buffer.data_ptr()
+            self._begin(is_known=is_known, is_moved=is_moved, gradients=gradients)
+        state = known if known is not None and is_known else self._add(bucket)
         self.arrived.append(state)
         return state
 
-    def _begin(self, first: Bucket, *, is_known: bool, gradients: bool) -> None:
+    def _begin(self, *, is_known: bool, is_moved: bool, gradients: bool) -> None:
         """Begin a backward, and prepare for its other buckets if they have been the same for a while."""
         self._is_expected = is_known and self._alike >= _SETTLED
         for state in self.arrived if self._is_expected else ():
             state.reducer.expect(gradients=gradients)
-        before = self.by_index[0].buffer if self.by_index else None
-        if before is not None and before.data_ptr() != first.buffer.data_ptr():
+        if is_moved:
             # The framework has made new buckets, and needs the memory of the old ones.
             for state in self.by_index.values():
                 state.release()

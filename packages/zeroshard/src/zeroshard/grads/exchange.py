@@ -31,7 +31,6 @@ from zeroshard.grads.buckets import Buckets, common_device
 from zeroshard.grads.early_steps import EarlySteps
 from zeroshard.grads.norms import GradNorms, GradOperations, norm_orders
 from zeroshard.grads.stream import ReductionQueue
-from zeroshard.local.shard import LocalShard
 from zeroshard.param_buffers import ParamBroadcast
 from zeroshard.plan.eligibility import may_step_in_parts
 from zeroshard.plan.groups import active_mask, check_capture
@@ -164,8 +163,7 @@ class GradExchange:
         state = self.buckets.take(bucket, gradients=reduces)
         may_step = self._may_step and may_step_in_parts(self._engine.local.optim)
         header = BucketHeader(self._backwards, bucket.index, bucket.present, may_step, bucket.is_own)
-        with record_function(f"zeroshard::send bucket {bucket.index}"), self._queue.beside():
-            self._queue.keep(bucket.buffer)
+        with record_function(f"zeroshard::send bucket {bucket.index}"), self._queue.beside(bucket.buffer):
             work = state.reducer.begin(bucket.buffer, header, gradients=reduces)
         # Nobody reads its gradients any more: the hook that reduces it may write to it in a thread.
         result = reduce() if reduce is not None else None
@@ -173,12 +171,10 @@ class GradExchange:
         if may_step and self.buckets.transport.uses_thread:
             # Before a thread may send, in one order.
             state.broadcast.expect()
-        self._queue.add(partial(self._finish, state, work, result, done), work)
         # A bucket without a number of its own may be the last, after which DDP waits for all.
-        if bucket.is_last or bucket.announced != bucket.index:
-            self._queue.finish(leave=0)
-        elif self.mode.is_interleaved:
-            self._queue.finish(leave=1)
+        is_last = bucket.is_last or bucket.announced != bucket.index
+        leave = 0 if is_last else 1 if self.mode.is_interleaved else None
+        self._queue.add(partial(self._finish, state, work, result, done), work, leave=leave)
         return done
 
     def _finish(
@@ -319,12 +315,6 @@ class GradExchange:
                 self._end_reductions()
             raise error
         self.buckets.check()
-
-    def bind(self) -> Sequence[LocalShard]:
-        """Hand the local optimizer the gradients to step with; return the shards that have only their parameters'."""
-        for state in self.buckets.arrived:
-            state.bind()
-        return self.buckets.rest.shards
 
     @property
     def _states(self) -> Sequence[BucketState | Rest]:
