@@ -28,7 +28,7 @@ def clip_over_ranks(
         exchange: has this rank's gradients; every element is held by only one rank.
         max_norm: the largest norm that is not scaled down.
         norm_type: the p of the p-norm; ``inf`` for the largest magnitude.
-        error_if_nonfinite: whether a norm that is infinite or NaN is an error.
+        error_if_nonfinite: whether a norm that is infinite or NaN raises.
 
     Returns:
         The norm before clipping, as a 0-dim tensor on the gradients' device, the same on all ranks.

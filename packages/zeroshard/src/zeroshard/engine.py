@@ -68,7 +68,7 @@ class Engine:
         metadata: which state there is on all ranks.
         join: announces calls inside Join.
         exchange: takes gradients bucket by bucket; None until a communication hook is registered, or first called.
-        debugging: logs, or checks every step; None if nobody asks for that.
+        debugging: logs, or checks every step; None if neither is set.
         broken: the error that every further call raises; None if all exchanges were completed.
         refused: why the loop was refused: it misused a hook, until a state is loaded; else empty.
         suspended: why parameters may not be stepped or loaded now, if they may not.
@@ -346,7 +346,7 @@ class Engine:
         return self.apply_clipping(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def apply_clipping(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> torch.Tensor:
-        """Like :meth:`clip_grad_norm_`, for gradients that lie at their owners."""
+        """Like :meth:`clip_grad_norm_`, for gradients of which each rank has a part."""
         assert self.exchange is not None
         with self:
             return clip_over_ranks(self, self.exchange, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
@@ -373,7 +373,7 @@ class Engine:
     # ------------------------------------------------------------------ state
 
     def consolidate(self, to: object) -> None:
-        """Bring the state of all ranks to one."""
+        """Gather the state of all ranks on one."""
         target = -1
         if not isinstance(to, bool):
             # NumPy's integers are ranks too.

@@ -116,7 +116,7 @@ def exchange_calls(coordinator: Coordinator, mine: JoinCall, error: Exception | 
             raise DisagreementError(
                 f"inside Join, rank {running[0]} is about to make a {made}, and rank {rank} a {answer}: ranks that "
                 f"still have data must make the same calls in the same order, and decide about no_sync() and step() "
-                f"by the number of the batch"
+                f"by batch index"
             )
     return JoinRound(made, running, joined)
 

@@ -212,8 +212,8 @@ class GradAccumulator:
     def replace(self, tensor: int, place: torch.Tensor) -> None:
         """Write the values of a placeholder's gradient into ``place``, which is in a bucket.
 
-        DDP copies gradients into its buckets when it rebuilds them in a forward, and those of parameters that a
-        backward did not use. The owner writes the gradient that was reduced before, times the number of ranks, by
+        DDP copies gradients into its buckets when it rebuilds them in a forward, or if a backward did not use their
+        parameters. The owner writes the gradient that was reduced before, times the number of ranks, by
         which the reduction divides. So a further backward before the step adds to it, and setting gradients to zero
         or None discards it. The other ranks write zeros.
         """

@@ -99,8 +99,7 @@ class Buckets:
             tensor = self.unstepped[0]
             raise RuntimeError(
                 f"parameters were added or unfrozen after a backward() and before its step(), and the gradient of "
-                f"tensor {tensor} {layout.plan.tensors[tensor].name!r} lies at its owner: call step() or zero_grad() "
-                f"before"
+                f"tensor {tensor} {layout.plan.tensors[tensor].name!r} waits for it: call step() or zero_grad() before"
             )
         if common_device(params, layout) != self.device:
             raise ValueError(
@@ -263,7 +262,7 @@ def common_device(params: Sequence[torch.Tensor], layout: Layout) -> torch.devic
         ]
         raise ValueError(
             f"{second} is on {there}, and {first} on {here}: a communication hook exchanges parameters of one device; "
-            f"bring them together, or train without a hook"
+            f"move them to one, or train without a hook"
         )
     return next(iter(found), torch.device("cpu"))
 

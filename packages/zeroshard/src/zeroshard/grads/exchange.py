@@ -72,7 +72,7 @@ class GradExchange:
     Attributes:
         operations: what the loop does to gradients before a step.
         gradients: where gradients are, and which are accumulated over several backwards.
-        buckets: those of the last backward.
+        buckets: of the last backward.
         is_own: whether this rank has computed the last backward, and not only taken part in the others' reduction.
         early_steps: checks calls of ``step()`` if shards are stepped during backward; else None.
 
@@ -229,7 +229,7 @@ class GradExchange:
     def end(self) -> None:
         """Finish a backward, after its last bucket and after everything else that writes gradients.
 
-        Every gradient lies at its owner then, and is replaced by a placeholder; a hook that steps has stepped.
+        Each rank has its parts of all gradients then, and ``.grad`` is a placeholder; a hook that steps has stepped.
 
         Raises:
             PeerLostError, RuntimeError: if a rank is gone, or in another backward.

@@ -1,8 +1,7 @@
 """What every rank knows of reduced gradients: their norms, and what a loop does to them before a step.
 
-Norms are taken at the owners, of each bucket when it has been reduced and while it is in the cache, and brought to all
-ranks at the end of a backward. What is done to a gradient is done by its owner, and every rank knows the norms that
-follow.
+Owners take norms of each bucket when it has been reduced, while it is in the cache, and ranks exchange them at the end
+of a backward. What is done to a gradient is done by its owner, and every rank knows the norms that follow.
 """
 
 from __future__ import annotations
@@ -156,8 +155,8 @@ class GradNorms:
 class GradOperations:
     """Does to the owned part of a gradient what is done to its placeholder, and follows its norms.
 
-    Only :meth:`exchange_norms` communicates. The next step compares what was done on all ranks: an operation on one
-    rank alone is an error of that step on every rank.
+    Only :meth:`exchange_norms` communicates. The next step compares what was done on all ranks: after an
+    operation on one rank alone it raises on every rank.
 
     Args:
         norms: of the gradients.

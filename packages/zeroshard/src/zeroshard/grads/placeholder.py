@@ -43,7 +43,7 @@ _aten = torch.ops.aten
 
 
 class GradPlaceholder(TensorWithoutValues):
-    """Replaces a gradient that lies at its owner; see the module.
+    """Replaces a gradient that is sharded; see the module.
 
     It has the shape, strides, dtype and device of the parameter and no memory, until a further backward has added this
     rank's own values to it, which are then on their way to the next reduction.
@@ -128,7 +128,7 @@ class GradPlaceholder(TensorWithoutValues):
             advice = "call zero_grad() before copying, pickling or sharing the model"
         advice = advice or self._accumulator.operations.advice(operation)
         return RuntimeError(
-            f"the gradient of {self._title!r} lies at its owner, and {operation} cannot be done with it: {advice}"
+            f"the gradient of {self._title!r} is sharded, and {operation} is not supported on it: {advice}"
         )
 
 

@@ -92,8 +92,8 @@ class AveragedParameters:
     def applied(self) -> Iterator[None]:
         """Let the parameters have the averages, on all ranks, while the block runs. Collective.
 
-        Their own values stay on each rank, which takes as much memory as the parameters. Leaving the block brings them
-        back without communication, also after an exception on one rank. In the block ``step()``, :meth:`update`,
+        Their own values stay on each rank, which takes as much memory as the parameters. Leaving the block restores
+        them without communication, also after an exception on one rank. In the block ``step()``, :meth:`update`,
         ``load_state_dict()``, ``add_param_group()`` and another :meth:`applied` raise an error.
 
         Raises:
