@@ -15,8 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from training import EVERYWHERE, cutting
 from zeroshard import GradPlaceholder, ZeroRedundancyOptimizer
-from zeroshard.grads.norms import GradNorms
-from zeroshard_comm import DisagreementError
+from zeroshard_comm import Coordinator, DisagreementError
 from zeroshard_integrations.ddp import register_reduce_to_owner
 from zeroshard_integrations.join import Join
 
@@ -658,7 +657,7 @@ def test_norms_are_unknown_after_a_failed_exchange(rank: int, monkeypatch: pytes
     def failing(*_: object, **__: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(GradNorms, "exchange", failing)
+    monkeypatch.setattr(Coordinator, "combine_disjoint", failing)
     twins.optimizer.zero_grad()
     with pytest.raises(ZeroDivisionError):
         twins.backward(twins.ddp, 1)

@@ -160,10 +160,6 @@ class JoinState:
         if join_round is not None and join_round.joined and join_round.running and call is not Call.END:
             self.exchange_args(join_round, arguments)
 
-    def announce_backward(self, *, is_own: bool = True, ends: bool = False) -> None:
-        """Announce a backward during which shards are stepped, or its end; or take part in one of the others."""
-        self.announce(Call.END if ends else Call.BACKWARD if is_own else Call.JOINED)
-
     @staticmethod
     def left_out() -> RuntimeError:
         """Return the error for a model that is in a Join context without its optimizer."""

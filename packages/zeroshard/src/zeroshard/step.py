@@ -29,12 +29,7 @@ Seen = tuple[Layout, Exception | None]
 
 
 def look(engine: Engine, *, in_backward: bool = False) -> Seen:
-    """Look at what the user did since the last step. Not collective; an error is returned for all ranks to hear of it.
-
-    Args:
-        engine: of the optimizer.
-        in_backward: whether gradients are still being reduced.
-    """
+    """Look at what the user did since the last step. Not collective; an error is returned, to be told to all."""
     try:
         if engine.exchange is not None and not in_backward:
             engine.exchange.check()

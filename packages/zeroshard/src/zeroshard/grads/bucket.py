@@ -138,12 +138,6 @@ class BucketState:
     def lay_out(self, plan: Plan, local: LocalOptimizer, transport: Transport, broadcast: ParamBroadcast) -> None:
         """Lay out everything for a plan, and for parameters where they are now. Nothing may be on its way.
 
-        Args:
-            plan: who owns what.
-            local: the local optimizer, its shards detached from the parameters.
-            transport: carries the bucket.
-            broadcast: of its parameters.
-
         Raises:
             ValueError: if a parameter that is cut has changed its memory format: its gradients lie in the old one.
         """
@@ -181,15 +175,7 @@ class BucketState:
         return self._views[1]
 
     def replace(self, reduced: torch.Tensor, keep: Callable[[torch.Tensor], None]) -> None:
-        """Take over values that a communication hook has reduced.
-
-        Args:
-            reduced: as long as the bucket.
-            keep: keeps its memory until it has been copied.
-
-        Raises:
-            ValueError: if it has another length.
-        """
+        """Take over values that a communication hook has reduced; a ValueError if they are more or fewer."""
         assert self.buffer is not None
         if reduced.numel() != self.buffer.numel():
             raise ValueError(
@@ -270,17 +256,7 @@ class BucketState:
 
 
 class Rest:
-    """Parameters that are in no bucket: stepped with their ``.grad``, and broadcast after the buckets.
-
-    Args:
-        local: the local optimizer.
-        tensors: their indices.
-        broadcast: of their owners' new values to all ranks; also an attribute.
-
-    Attributes:
-        tensors: as given.
-        shards: what this rank owns of them.
-    """
+    """Parameters that are in no bucket: stepped with their ``.grad``, and broadcast after the buckets."""
 
     def __init__(self, local: LocalOptimizer, tensors: Sequence[int], broadcast: ParamBroadcast) -> None:
         self.tensors, self.broadcast = tensors, broadcast
@@ -304,11 +280,5 @@ def gradient_view(buffer: torch.Tensor, offset: int, shape: Sequence[int], strid
     """Return the view of a bucket that is the gradient of one tensor, or of one part of it.
 
     DDP lays out gradients by the strides of their parameters, but its own views are in row-major order.
-
-    Args:
-        buffer: the bucket, 1-D.
-        offset: its first element there.
-        shape: of the parameter, or the part.
-        stride: of the parameter when the bucket was laid out; without gaps.
     """
     return buffer.as_strided(shape, stride, int(buffer.storage_offset()) + offset)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +13,7 @@ from zeroshard.grads.bucket import Bucket, BucketPhase, BucketState, Rest, gradi
 from zeroshard.grads.placeholder import GradPlaceholder
 from zeroshard.local.shard import LocalShard
 from zeroshard.param_buffers import ParamBroadcast
-from zeroshard.plan.layout import Layout
+from zeroshard.plan.layout import Layout, with_settings
 
 if TYPE_CHECKING:
     from zeroshard.engine import Engine
@@ -66,11 +65,7 @@ class Buckets:
         self.lay_out()
 
     def lay_out(self) -> None:
-        """Take over another layout of the engine, or parameters that have moved in memory.
-
-        Raises:
-            RuntimeError, ValueError: as :meth:`check_layout`.
-        """
+        """Take over another layout of the engine, or parameters that have moved; errors as :meth:`check_layout`."""
         params, layout = self._engine.params, self._engine.layout
         self.check_layout(params, layout)
         for tensor in self.unstepped:
@@ -78,7 +73,7 @@ class Buckets:
             if self._layout.plan.of_tensor(tensor) != layout.plan.of_tensor(tensor):
                 self._params[tensor].grad = None
         self._params, self._layout = params, layout
-        self._gradients.operations.norms.rebuild(layout.plan)
+        self._gradients.operations.rebuild(layout.plan)
         self._gradients.rebuild(params, layout.plan, self._engine.local)
         for state in self.by_index.values():
             self._lay_out_bucket(state)
@@ -232,12 +227,11 @@ class Buckets:
             self._lay_out_bucket(state)
             lies = f"{bucket.buffer.numel()} elements of {bucket.buffer.dtype}: tensors {tensors} at {state.offsets}"
             settings = {
-                **layout.config.settings,
                 "tags of hooks, in the order of their first backward": f"{self.transport.tags:#x}",
                 f"bucket {bucket.index}": lies,
                 "norms": ", ".join(map(str, self._gradients.operations.orders)),
             }
-            proposal.set(replace(layout.config, settings=settings))
+            proposal.set(with_settings(layout, settings))
         _logger.debug("bucket %d of %d bytes has the tensors %s", bucket.index, bucket.buffer.nbytes, tensors)
         self.by_index[bucket.index] = state
         # Others keep the states that they had before a rebuild until their own new bucket comes.
@@ -247,11 +241,7 @@ class Buckets:
 
 
 def common_device(params: Sequence[torch.Tensor], layout: Layout) -> torch.device:
-    """Return the device of all parameters that take part.
-
-    Raises:
-        ValueError: if they are on several.
-    """
+    """Return the device of all parameters that take part; a ValueError if they are on several."""
     found: dict[torch.device, int] = {}
     for index, (param, is_active) in enumerate(zip(params, layout.active, strict=True)):
         if is_active:

@@ -29,8 +29,9 @@ from zeroshard.grads.accumulation import GradAccumulator
 from zeroshard.grads.bucket import Bucket, BucketState, Rest
 from zeroshard.grads.buckets import Buckets, common_device
 from zeroshard.grads.early_steps import EarlySteps
-from zeroshard.grads.norms import GradNorms, GradOperations, norm_orders
+from zeroshard.grads.norms import GradOperations, norm_orders
 from zeroshard.grads.stream import ReductionQueue
+from zeroshard.join import Call, JoinState
 from zeroshard.param_buffers import ParamBroadcast
 from zeroshard.plan.eligibility import may_step_in_parts
 from zeroshard.plan.groups import active_mask, check_capture
@@ -38,7 +39,6 @@ from zeroshard.step import Seen, look
 
 if TYPE_CHECKING:
     from zeroshard.engine import Engine
-    from zeroshard.join import JoinState
 
 
 _PATIENCE = 5.0
@@ -88,8 +88,7 @@ class GradExchange:
             device = common_device(engine.params, engine.layout)
             orders = norm_orders(norms)
         steps_early = mode is not StepMode.IN_STEP
-        grad_norms = GradNorms(coordinator, device, () if steps_early else orders)
-        self.operations = GradOperations(grad_norms, steps_early=steps_early)
+        self.operations = GradOperations(coordinator, device, () if steps_early else orders, steps_early=steps_early)
         self.gradients = GradAccumulator(self.operations)
         self.buckets = Buckets(self._engine, self.gradients, is_interleaved=mode.is_interleaved)
         self._queue = ReductionQueue(coordinator.ranks.rank, device, uses_thread=self.buckets.transport.uses_thread)
@@ -147,7 +146,7 @@ class GradExchange:
             # A rank that has run out of data takes part in a backward only at the others' next call.
             self.operations.takes_norms = self.join.context is None
             if self.mode is not StepMode.IN_STEP:
-                self.join.announce_backward(is_own=bucket.is_own)
+                self.join.announce(Call.BACKWARD if bucket.is_own else Call.JOINED)
             self._look_early()
         try:
             return self._send(bucket, reduce)
@@ -394,5 +393,5 @@ class GradExchange:
         assert self.early_steps is not None
         with self.early_steps.one(is_own=self.is_own):
             if self.is_own:
-                self.join.announce_backward(ends=True)
+                self.join.announce(Call.END)
             self._engine.apply_step({}, seen=seen)

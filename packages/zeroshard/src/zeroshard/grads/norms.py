@@ -26,14 +26,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def norm_orders(norms: bool | Sequence[float]) -> tuple[float, ...]:
-    """Return the orders of the norms that ranks exchange, in ascending order.
-
-    Args:
-        norms: True for order 2, False for none, or a tuple of 2, ``math.inf`` or both.
-
-    Raises:
-        ValueError: if it is anything else.
-    """
+    """Return the orders of the norms that ranks exchange, ascending; a ValueError if others are asked for."""
     if isinstance(norms, bool):
         return (2.0,) if norms else ()
     if isinstance(norms, (tuple, list)) and norms and all(order in _ORDERS for order in norms):
@@ -44,36 +37,47 @@ def norm_orders(norms: bool | Sequence[float]) -> tuple[float, ...]:
     )
 
 
-class GradNorms:
-    """Holds norms of every gradient, on the gradients' device.
+class GradOperations:
+    """Knows norms of every gradient, and does to the owned part of one what is done to its placeholder.
 
     The norm of a tensor with one owner is torch's own, in the gradient's dtype. So is the norm of each part of a cut
     tensor; their squares are added in float64. Norms in half precision are taken in float32.
+
+    Only :meth:`exchange_norms` communicates. The next step compares what was done on all ranks: after an
+    operation on one rank alone it raises on every rank.
 
     Args:
         coordinator: the channel of the ranks' agreements.
         device: of the gradients.
         orders: of the norms, ascending; none are taken if there is none. Also an attribute; see :func:`norm_orders`.
+        steps_early: whether shards are stepped during backward, so that nothing can be done; also an attribute.
 
     Attributes:
-        are_known: whether norms were exchanged in the last backward.
-        factors: by tensor, by what its gradient was multiplied since.
-        common: by what all gradients were multiplied besides.
+        takes_norms: whether norms are taken in this backward, if there are orders; GradExchange sets it.
+        found_inf: what a GradScaler has found in the gradients of the last backward; None before it has looked.
+        common: by what all gradients were multiplied since the last exchange.
     """
 
-    def __init__(self, coordinator: Coordinator, device: torch.device, orders: Sequence[float]) -> None:
-        self._coordinator, self._device, self.orders, self.are_known = coordinator, device, orders, False
-        self.factors: list[float | torch.Tensor] = []
+    def __init__(
+        self, coordinator: Coordinator, device: torch.device, orders: Sequence[float], *, steps_early: bool
+    ) -> None:
+        self._coordinator, self._device, self.orders, self.steps_early = coordinator, device, orders, steps_early
+        self.takes_norms = self._are_known = False
+        self.found_inf: torch.Tensor | None = None
         self.common: float | torch.Tensor = 1.0
+        self._factors: list[float | torch.Tensor] = []
+        """By tensor, by what its gradient was multiplied besides."""
         self._by_order: dict[float, Sequence[torch.Tensor]] = {}
+        self._done: dict[int, str] = {}
+        self._clamped: set[int] = set()
+        self._zeroed: set[int] = set()
 
     def rebuild(self, plan: Plan) -> None:
-        """Lay out slots for a plan: one per part of a tensor."""
+        """Lay out slots of norms for a plan: one per part of a tensor."""
         self._plan, rank = plan, self._coordinator.ranks.rank
         self._slot_of: dict[int, int] = {}
         slots, cut, total = list[int](), dict[int, range](), 0
-        for tensor in range(len(plan.tensors)):
-            owners = [shard.rank for shard in plan.of_tensor(tensor)]
+        for tensor, owners in enumerate(plan.owners):
             slots.append(total)
             if rank in owners:
                 self._slot_of[tensor] = total + owners.index(rank)
@@ -90,10 +94,16 @@ class GradNorms:
         self._numbers = torch.zeros(len(self.orders), total + 1, dtype=torch.float64, device=self._device)
         self._own_slots: dict[tuple[int, ...], torch.Tensor] = {}
         # Tensors keep their numbers, and new ones come last.
-        self.factors += [1.0] * (len(slots) - len(self.factors))
+        self._factors += [1.0] * (len(slots) - len(self._factors))
 
-    def take(self, gradients: Mapping[int, torch.Tensor]) -> None:
-        """Take the norms of this rank's parts of gradients of one dtype, by tensor; in the thread that reduces them."""
+    # ------------------------------------------------------------------ a backward
+
+    def reduced(self, state: BucketState, kept: Set[int]) -> None:
+        """Take norms of a bucket that was reduced; forget what was done to its gradients that are not ``kept``."""
+        for tensor in state.tensors if self._done else ():
+            if tensor not in kept:
+                self._done.pop(tensor, None)
+        gradients = state.owned_gradients() if self.takes_norms and self.orders else {}
         if not gradients:
             return
         tensors, grads = tuple(gradients), list(gradients.values())
@@ -104,12 +114,13 @@ class GradNorms:
         for row, order in zip(self._numbers, self.orders, strict=True):
             row[slots] = _largest(grads) if order == INF else _norms(grads)
 
-    def exchange(self, *, agreed: bool) -> None:
-        """Learn the norms that were taken on all ranks since the last exchange. Collective.
-
-        Args:
-            agreed: whether ranks have just agreed on something else, with nothing in between.
-        """
+    def exchange_norms(self, *, agreed: bool) -> None:
+        """Learn the norms that all ranks took; ``agreed``: they have just agreed on something else. Collective."""
+        self._clamped.clear()
+        self._zeroed.clear()
+        self.found_inf, self._are_known = None, False
+        if not (self.takes_norms and self.orders):
+            return
         # gloo aborts the process if ranks combine different numbers of words.
         if not agreed:
             self._coordinator.agree("the end of backward()")
@@ -119,29 +130,45 @@ class GradNorms:
         if len(self._cut):
             for row, parts, order in zip(values, combined[:, self._parts], self.orders, strict=True):
                 row[self._cut] = torch.linalg.vector_norm(parts, order, dim=1)
-        self._values, self.are_known = values, True
-        self.factors, self.common = [1.0] * len(self.factors), 1.0
+        self._values, self._are_known = values, True
+        self._factors, self.common = [1.0] * len(self._factors), 1.0
         self._by_order.clear()
         self._numbers.zero_()
 
-    def norm(self, tensor: int, order: float) -> torch.Tensor:
-        """Return the norm of one of the orders: 0-dim, float64."""
+    # ------------------------------------------------------------------ what a loop does
+
+    def norm(self, tensor: int, order: float, device: torch.device) -> torch.Tensor:
+        """Return the norm of one of the orders of a gradient on ``device``: 0-dim, float64."""
+        if tensor in self._zeroed:
+            return torch.zeros((), dtype=torch.float64, device=device)
         by_tensor = self._by_order.get(order)
         if by_tensor is None:
             by_tensor = self._by_order[order] = self._values[self.orders.index(order)].unbind()
-        return by_tensor[tensor] * self.factors[tensor] * self.common
+        return by_tensor[tensor] * self._factors[tensor] * self.common
 
-    def scale(self, tensor: int, factor: float | torch.Tensor) -> None:
-        """Follow a multiplication of a gradient, if norms are known; the host does not wait for an accelerator.
+    def scale(
+        self, tensor: int, owned: torch.Tensor | None, factor: float | torch.Tensor, *, divides: bool = False
+    ) -> None:
+        """Multiply or divide a gradient, of which this rank may have a part, by a number or a tensor of one element."""
+        # First, as a factor that is none raises on every rank.
+        self.scaled(tensor, "div_" if divides else "mul_", factor, divides=divides)
+        if owned is not None:
+            _ = owned.div_(factor) if divides else owned.mul_(factor)
 
-        Args:
-            tensor: its index.
-            factor: a number, or a tensor of one element on an accelerator.
-        """
-        if not self.are_known:
+    def scaled(self, tensor: int, kind: str, factor: float | torch.Tensor, *, divides: bool = False) -> None:
+        """Take note that owners multiply a gradient, without waiting for an accelerator; ``kind`` is for errors."""
+        if isinstance(factor, torch.Tensor) and factor.device.type != "cpu":
+            factor = factor.detach().double().view(())
+            self._note(tensor, kind)
+        else:
+            factor = float(factor)
+            self._note(tensor, f"{kind}({factor})")
+        if divides:
+            factor = 1.0 / factor if not isinstance(factor, float) or factor else math.inf
+        if not self._are_known:
             return
         magnitude: float | torch.Tensor = factor.abs() if isinstance(factor, torch.Tensor) else abs(factor)
-        scaled = self.factors[tensor] * magnitude
+        scaled = self._factors[tensor] * magnitude
         if not isinstance(magnitude, torch.Tensor) and magnitude > 1.0:
             # Elements that have become infinite stay so. Without the largest magnitude, the 2-norm is its bound.
             largest, most = self._values[-1, tensor] * self.common, torch.finfo(self._plan.tensors[tensor].dtype).max
@@ -149,32 +176,42 @@ class GradNorms:
                 scaled = INF if float(largest) * scaled > most else scaled
             else:
                 scaled = torch.ones_like(largest).mul_(scaled).masked_fill_(largest * scaled > most, INF)
-        self.factors[tensor] = scaled
+        self._factors[tensor] = scaled
 
+    def clamp(self, tensor: int, owned: torch.Tensor | None, low: float | None, high: float | None) -> None:
+        """Clamp a gradient; arguments as for :meth:`scale`."""
+        if owned is not None:
+            owned.clamp_(low, high)
+        self._clamped.add(tensor)
+        self._note(tensor, f"clamp_({low}, {high})")
 
-class GradOperations:
-    """Does to the owned part of a gradient what is done to its placeholder, and follows its norms.
+    def zeroed(self, tensor: int) -> None:
+        """Take note that a gradient was set to zero."""
+        self._zeroed.add(tensor)
+        self._done.pop(tensor, None)
 
-    Only :meth:`exchange_norms` communicates. The next step compares what was done on all ranks: after an
-    operation on one rank alone it raises on every rank.
+    def _note(self, tensor: int, what: str) -> None:
+        done = f"{self._done[tensor]}, {what}" if tensor in self._done else what
+        # A checksum in place of a long list.
+        self._done[tensor] = done if len(done) < 200 else f"... ({zlib.crc32(done.encode()):08x}), {what}"
 
-    Args:
-        norms: of the gradients.
-        steps_early: whether shards are stepped during backward, so that nothing can be done.
+    # ------------------------------------------------------------------ what the next step compares
 
-    Attributes:
-        norms, steps_early: as given.
-        orders: of the norms that are exchanged.
-        takes_norms: whether norms are taken in this backward, if there are orders; GradExchange sets it.
-        found_inf: what a GradScaler has found in the gradients of the last backward; None before it has looked.
-    """
+    @property
+    def skips_step(self) -> bool:
+        """Whether a GradScaler skips the next step; the host may wait for an accelerator."""
+        return self.found_inf is not None and bool(self.found_inf)
 
-    def __init__(self, norms: GradNorms, *, steps_early: bool) -> None:
-        self.norms, self.orders, self.steps_early, self.takes_norms = norms, norms.orders, steps_early, False
-        self._done: dict[int, str] = {}
-        self.found_inf: torch.Tensor | None = None
-        self._clamped: set[int] = set()
-        self._zeroed: set[int] = set()
+    @property
+    def to_text(self) -> Mapping[str, str]:
+        """What was done to each gradient since it was reduced, for the agreement of a step."""
+        return {f"what was done to the gradient of tensor {tensor}": done for tensor, done in self._done.items()}
+
+    def agreed(self) -> None:
+        """Forget what was done: all ranks have compared it, and step."""
+        self._done.clear()
+
+    # ------------------------------------------------------------------ what is refused, and why
 
     def advice(self, operation: str) -> str:
         """Say why an operation on a placeholder cannot be done, and what to do instead."""
@@ -214,7 +251,7 @@ class GradOperations:
         """Say why the norm of a gradient is not known, and what to do; empty if it is."""
         if tensor in self._zeroed:
             return ""
-        if not self.norms.are_known:
+        if not self._are_known:
             return (
                 "norms are exchanged at the end of a backward, if it succeeds, but neither inside Join nor with "
                 "norms=False: call optimizer.clip_grad_norm_()"
@@ -222,99 +259,6 @@ class GradOperations:
         if tensor in self._clamped:
             return "it was clamped, after which its norm is not known: take norms before"
         return ""
-
-    def norm(self, tensor: int, order: float, device: torch.device) -> torch.Tensor:
-        """Return the norm of a gradient on ``device``; see :meth:`GradNorms.norm`."""
-        if tensor in self._zeroed:
-            return torch.zeros((), dtype=torch.float64, device=device)
-        return self.norms.norm(tensor, order)
-
-    def scale(
-        self, tensor: int, owned: torch.Tensor | None, factor: float | torch.Tensor, *, divides: bool = False
-    ) -> None:
-        """Multiply a gradient.
-
-        Args:
-            tensor: its index.
-            owned: this rank's part of it, if it owns some.
-            factor: a number, or a tensor of one element.
-            divides: whether to divide instead.
-        """
-        # First, as a factor that is none raises on every rank.
-        self.scaled(tensor, "div_" if divides else "mul_", factor, divides=divides)
-        if owned is not None:
-            _ = owned.div_(factor) if divides else owned.mul_(factor)
-
-    def clamp(self, tensor: int, owned: torch.Tensor | None, low: float | None, high: float | None) -> None:
-        """Clamp a gradient; arguments as for :meth:`scale`."""
-        if owned is not None:
-            owned.clamp_(low, high)
-        self._clamped.add(tensor)
-        self._note(tensor, f"clamp_({low}, {high})")
-
-    def clipped(self, factor: float | torch.Tensor) -> None:
-        """Take note that all owners have multiplied all gradients by the same factor, which is at most 1."""
-        self.norms.common = self.norms.common * factor
-
-    def scaled(self, tensor: int, kind: str, factor: float | torch.Tensor, *, divides: bool = False) -> None:
-        """Take note that owners multiply a gradient; ``kind`` names the operation in errors."""
-        if isinstance(factor, torch.Tensor) and factor.device.type != "cpu":
-            # The host does not wait for an accelerator.
-            factor = factor.detach().double().view(())
-            self._note(tensor, kind)
-        else:
-            factor = float(factor)
-            self._note(tensor, f"{kind}({factor})")
-        if divides:
-            factor = 1.0 / factor if not isinstance(factor, float) or factor else math.inf
-        self.norms.scale(tensor, factor)
-
-    def _note(self, tensor: int, what: str) -> None:
-        done = f"{self._done[tensor]}, {what}" if tensor in self._done else what
-        # A checksum in place of a long list.
-        self._done[tensor] = done if len(done) < 200 else f"... ({zlib.crc32(done.encode()):08x}), {what}"
-
-    # ------------------------------------------------------------------ what the next step compares
-
-    @property
-    def skips_step(self) -> bool:
-        """Whether a GradScaler skips the next step; the host may wait for an accelerator."""
-        return self.found_inf is not None and bool(self.found_inf)
-
-    @property
-    def to_text(self) -> Mapping[str, str]:
-        """What was done to each gradient since it was reduced, for the agreement of a step."""
-        return {f"what was done to the gradient of tensor {tensor}": done for tensor, done in self._done.items()}
-
-    def agreed(self) -> None:
-        """Forget what was done: all ranks have compared it, and step."""
-        self._done.clear()
-
-    def reduced(self, state: BucketState, kept: Set[int]) -> None:
-        """Take note of a bucket that has been reduced: forget what was done to gradients that are not ``kept``."""
-        for tensor in state.tensors if self._done else ():
-            if tensor not in kept:
-                self._done.pop(tensor, None)
-        if self.takes_norms and self.orders:
-            self.norms.take(state.owned_gradients())
-
-    def zeroed(self, tensor: int) -> None:
-        """Take note that a gradient was set to zero."""
-        self._zeroed.add(tensor)
-        self._done.pop(tensor, None)
-
-    def exchange_norms(self, *, agreed: bool) -> None:
-        """Exchange norms after a backward; or leave them unknown until the next one. Collective.
-
-        Args:
-            agreed: as for :meth:`GradNorms.exchange`.
-        """
-        self._clamped.clear()
-        self._zeroed.clear()
-        self.found_inf = None
-        self.norms.are_known = False
-        if self.takes_norms and self.orders:
-            self.norms.exchange(agreed=agreed)
 
 
 def _norms(grads: Sequence[torch.Tensor]) -> torch.Tensor:

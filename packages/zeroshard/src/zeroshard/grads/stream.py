@@ -94,11 +94,7 @@ class ReductionQueue:
         return self._side.after_current()
 
     def drain(self) -> None:
-        """Wait until all is done; on an accelerator, order the current stream after that.
-
-        Raises:
-            BaseException: the first that a reduction has raised.
-        """
+        """Wait until all is done, or order the current stream after that; raise the first error of a reduction."""
         try:
             thread = self._thread
             if thread is not None:
