@@ -21,20 +21,8 @@ def clip_over_ranks(
 ) -> torch.Tensor:
     """Scale gradients in place so that their norm over all ranks is at most ``max_norm``. Collective.
 
-    The host does not wait for an accelerator, unless ``error_if_nonfinite`` asks for the norm.
-
-    Args:
-        engine: of the optimizer.
-        exchange: has this rank's gradients; every element is held by only one rank.
-        max_norm: the largest norm that is not scaled down.
-        norm_type: the p of the p-norm; ``inf`` for the largest magnitude.
-        error_if_nonfinite: whether a norm that is infinite or NaN is an error.
-
-    Returns:
-        The norm before clipping, as a 0-dim tensor on the gradients' device, the same on all ranks.
-
-    Raises:
-        RuntimeError: if the norm is not finite, and ``error_if_nonfinite`` is True.
+    Arguments and result are as for :meth:`ZeroRedundancyOptimizer.clip_grad_norm_`. The host does not wait for an
+    accelerator, unless ``error_if_nonfinite`` asks for the norm.
     """
     coordinator, first = engine.coordinator, engine.params[0]
     held: Sequence[torch.Tensor] = ()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import operator
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -15,24 +15,17 @@ from zeroshard_comm import Coordinator, PeerLostError, Position, RankGroup, Traf
 
 from zeroshard.clipping import clip_over_ranks
 from zeroshard.debug.checks import step_debugging
+from zeroshard.debug.describe import describe
 from zeroshard.grads.early_steps import EarlySteps
 from zeroshard.grads.exchange import GradExchange, StepMode
 from zeroshard.join import Call, JoinState
 from zeroshard.local.optimizer import Closure, LocalOptimizer, sync_groups
-from zeroshard.local.train_mode import call_on_all_ranks, check_method
+from zeroshard.local.train_mode import call_on_all_ranks
 from zeroshard.param_buffers import ParamBuffers, broadcast_all
 from zeroshard.plan.eligibility import name_of
 from zeroshard.plan.groups import ParamGroup, active_mask, check_capture, check_members, parameters_of, same_place
 from zeroshard.plan.hyperparameters import Hyperparameters, settings_of
-from zeroshard.plan.layout import (
-    Layout,
-    Policy,
-    first_layout,
-    next_layout,
-    renamed,
-    same_shards,
-    with_hyperparameters,
-)
+from zeroshard.plan.layout import Layout, Policy, first_layout, next_layout, renamed, same_shards, with_settings
 from zeroshard.state.check import StateSchema
 from zeroshard.state.consolidate import consolidate
 from zeroshard.state.initialize import init_state, is_torchs_own_step
@@ -46,7 +39,8 @@ _logger = logging.getLogger(__name__)
 class Engine:
     """Groups, layout, local optimizer, parameter buffers and state metadata of one public optimizer.
 
-    Another plan is adopted once all ranks agree on it. Objects that the engine holds refer to it weakly.
+    Another plan is adopted once all ranks agree on it. Objects that the engine holds refer to it weakly. Every
+    exchange is made in a ``with`` block of the engine, which remembers whether it was completed.
 
     Args:
         ranks: the group.
@@ -67,7 +61,7 @@ class Engine:
         metadata: which state there is on all ranks.
         join: announces calls inside Join.
         exchange: takes gradients bucket by bucket; None until a communication hook is registered, or first called.
-        debugging: logs, or checks every step; None if nobody asks for that.
+        debugging: logs, or checks every step; None if neither is set.
         broken: the error that every further call raises; None if all exchanges were completed.
         refused: why the loop was refused: it misused a hook, until a state is loaded; else empty.
         suspended: why parameters may not be stepped or loaded now, if they may not.
@@ -91,7 +85,7 @@ class Engine:
             groups = self.groups = read()
             self.layout = first_layout(policy, groups)
             self.local = LocalOptimizer(policy, groups, self.layout.plan, ranks.rank, defaults)
-            proposal.set(with_hyperparameters(self.layout, settings_of(groups, self.local.optim.defaults)))
+            proposal.set(with_settings(self.layout, settings_of(groups, self.local.optim.defaults)))
             proposal.flag = bool(self.local.optim.state)
         begins_with_state = coordinator.flagged
         coordinator.position = Position(ranks.context.number_optimizer(), name, 0)
@@ -106,44 +100,27 @@ class Engine:
             self.metadata.exchange("ZeroRedundancyOptimizer()")
         self.debugging = step_debugging(weak)
         self._schema = StateSchema(policy, defaults)
-        _logger.info(
-            "rank %d of %d owns %d of %d elements in %d of %d tensors (%s)",
-            ranks.rank,
-            ranks.world_size,
-            sum(shard.shard.numel for shard in self.local.shards.values()),
-            sum(param.numel() for param in self.params),
-            len(self.local.shards),
-            len(self.params),
-            policy.name,
-        )
+        if _logger.isEnabledFor(logging.INFO):
+            _logger.info("%s", describe(self).summary)
 
     # ------------------------------------------------------------------ what every collective call begins with
 
-    @contextmanager
-    def collective(self) -> Iterator[None]:
-        """Around a call in which all ranks exchange something, and which Join refuses."""
+    def collective(self) -> Engine:
+        """Return the context of a call in which all ranks exchange something, and which Join refuses."""
         self._announce(Call.REFUSED)
-        with self.communicating():
-            yield
+        return self
 
-    @contextmanager
-    def communicating(self) -> Iterator[None]:
-        """Raise if an earlier exchange was left incomplete, and remember if this one is."""
+    def __enter__(self) -> None:
+        """Raise if an earlier exchange was left incomplete."""
         self.check_broken()
-        try:
-            yield
-        except BaseException as error:
-            if isinstance(error, PeerLostError) or not isinstance(error, Exception):
-                self.mark_broken(error)
-            raise
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        """Remember if this exchange was left incomplete."""
+        if error is not None and (isinstance(error, PeerLostError) or not isinstance(error, Exception)):
+            self.mark_broken(error)
 
     def check_broken(self) -> None:
-        """Raise if an exchange was left incomplete on this rank.
-
-        Raises:
-            PeerLostError: if a rank was lost.
-            RuntimeError: if it was something else.
-        """
+        """Raise a PeerLostError, or a RuntimeError if no rank was lost, if an exchange was left incomplete here."""
         if self.broken is not None:
             raise type(self.broken)(*self.broken.args)
 
@@ -227,20 +204,14 @@ class Engine:
         self._lay_out()
 
     def fix_owners(self, tensors: frozenset[int]) -> None:
-        """Let tensors with loaded state keep their owners, even if they are frozen and unfrozen later.
-
-        This changes the plan: all ranks must call it at the same time, with a layout that they agree on.
-
-        Args:
-            tensors: indices.
-        """
+        """Let tensors with loaded state keep their owners, also if they are unfrozen later; the same on all ranks."""
         fixed = self.layout.fixed | tensors
         if fixed != self.layout.fixed:
             self.layout = next_layout(self.policy, replace(self.layout, fixed=fixed), self.groups)
 
     def to_text(self) -> str:
         """Return layout and hyperparameters as JSON, which ranks compare at the end of a step."""
-        return with_hyperparameters(self.layout, self.hyperparameters.agreed).to_json()
+        return with_settings(self.layout, self.hyperparameters.agreed).to_json()
 
     def _lay_out(self) -> None:
         self.buffers.lay_out(self.params, self.layout.plan, self.layout.active)
@@ -259,11 +230,7 @@ class Engine:
         broadcast_all([buffers.broadcast])
 
     def add_param_group(self, append: Callable[[], None]) -> None:
-        """Take in a new param group on all ranks, or on none. Collective.
-
-        Args:
-            append: checks the new group and appends it to the public ones.
-        """
+        """Take in a new param group, which ``append`` checks and appends, on all ranks, or on none. Collective."""
         exchange, early, before = self.exchange, self.early_steps, len(self.groups)
         is_accepted = early is not None and early.has_same_hyperparameters()
         with self.collective():
@@ -279,7 +246,7 @@ class Engine:
                     if exchange is not None:
                         exchange.buckets.check_layout(parameters_of(self.groups), layout)
                     settings = settings_of(self.groups[before:], self.local.optim.defaults, first=before)
-                    proposal.set(with_hyperparameters(layout, settings))
+                    proposal.set(with_settings(layout, settings))
             except BaseException:
                 del self.groups[before:]
                 raise
@@ -319,7 +286,7 @@ class Engine:
             if exchange is None:
                 self._announce(Call.REFUSED)
             try:
-                with self.communicating(), torch.enable_grad():
+                with self, torch.enable_grad():
                     loss = closure()
                 inner = {**arguments, "closure": lambda: loss}
             except Exception as raised:  # noqa: BLE001 - every rank must hear of it, whatever it is
@@ -330,7 +297,7 @@ class Engine:
 
     def apply_step(self, arguments: Mapping[str, Any], error: Exception | None = None, seen: Seen | None = None) -> Any:  # noqa: ANN401 - as the inner step
         """Make a step; see :func:`zeroshard.step.step`."""
-        with self.communicating():
+        with self:
             return step(self, arguments, error, seen)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> torch.Tensor:
@@ -349,14 +316,17 @@ class Engine:
         return self.apply_clipping(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def apply_clipping(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> torch.Tensor:
-        """Like :meth:`clip_grad_norm_`, for gradients that lie at their owners."""
+        """Like :meth:`clip_grad_norm_`, for gradients of which each rank has a part."""
         assert self.exchange is not None
-        with self.communicating():
+        with self:
             return clip_over_ranks(self, self.exchange, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def train_or_eval(self, name: str) -> Callable[[], Any]:
         """Return a function that calls this method of the local optimizer on all ranks; AttributeError if none."""
-        check_method(self.local.optim, name)
+        inner = self.local.optim
+        if not callable(getattr(inner, name, None)):
+            # Frameworks use hasattr().
+            raise AttributeError(f"the local optimizer, of class {type(inner).__name__}, has no method {name}()")
 
         def call() -> Any:  # noqa: ANN401 - what the local optimizer's returns
             with self.collective():
@@ -376,7 +346,7 @@ class Engine:
     # ------------------------------------------------------------------ state
 
     def consolidate(self, to: object) -> None:
-        """Bring the state of all ranks to one."""
+        """Gather the state of all ranks on one."""
         target = -1
         if not isinstance(to, bool):
             # NumPy's integers are ranks too.
@@ -387,7 +357,7 @@ class Engine:
 
     def apply_consolidation(self, target: int, to: object = None) -> None:
         """Like :meth:`consolidate`, with a checked rank."""
-        with self.communicating():
+        with self:
             self.metadata.consolidated = consolidate(self, target, to)
         self.metadata.consolidated_to = target
 
@@ -410,13 +380,8 @@ class Engine:
     def take_over_state(self, layout: Layout, operation: str, install: Callable[[], None]) -> None:
         """Adopt a layout that ranks have agreed on, and install state on all ranks, or on none. Collective.
 
-        Args:
-            layout: the new layout.
-            operation: for errors.
-            install: replaces the state and the param groups of the local optimizer; it does not change the old ones.
-
-        Raises:
-            Exception: an error of any rank, on every rank. Local optimizers are unchanged then.
+        ``install`` replaces state and param groups of the local optimizer, and does not change the old ones, which are
+        there again after an error.
         """
         inner = self.local.optim
         before = (inner.state, inner.param_groups)

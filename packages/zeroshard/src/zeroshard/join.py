@@ -116,7 +116,7 @@ def exchange_calls(coordinator: Coordinator, mine: JoinCall, error: Exception | 
             raise DisagreementError(
                 f"inside Join, rank {running[0]} is about to make a {made}, and rank {rank} a {answer}: ranks that "
                 f"still have data must make the same calls in the same order, and decide about no_sync() and step() "
-                f"by the number of the batch"
+                f"by batch index"
             )
     return JoinRound(made, running, joined)
 
@@ -159,10 +159,6 @@ class JoinState:
         join_round = self.context(call)
         if join_round is not None and join_round.joined and join_round.running and call is not Call.END:
             self.exchange_args(join_round, arguments)
-
-    def announce_backward(self, *, is_own: bool = True, ends: bool = False) -> None:
-        """Announce a backward during which shards are stepped, or its end; or take part in one of the others."""
-        self.announce(Call.END if ends else Call.BACKWARD if is_own else Call.JOINED)
 
     @staticmethod
     def left_out() -> RuntimeError:

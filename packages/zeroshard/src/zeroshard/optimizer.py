@@ -1,6 +1,6 @@
 """The sharded optimizer: a drop-in for ``torch.distributed.optim.ZeroRedundancyOptimizer``.
 
-Private names in it are those of torch's class, which other projects read. What changes is in the engine, because
+Its private names are torch's, which other projects read. What changes is in the engine, because
 frameworks copy the attributes of this object.
 """
 
@@ -39,8 +39,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     r"""Wrap an optimizer class and keep only this rank's share of its state (ZeRO stage 1).
 
     Every rank holds all parameters, and the optimizer state of those that it owns. :meth:`step` updates these with the
-    given optimizer class and brings the new values to all ranks. It expects gradients that are equal on all ranks, as
-    DistributedDataParallel leaves them; results are then those of the unsharded optimizer.
+    given optimizer class and broadcasts the new values. It expects gradients that are equal on all ranks, as
+    DistributedDataParallel leaves them; results then equal the unsharded optimizer's.
 
     All ranks of the group must construct it, and call the methods marked as collective, in the same order. Bad input on
     one rank, and differences between ranks, are errors on every rank, raised before anything is changed.
@@ -138,7 +138,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.initialized = True
 
     def step(self, closure: Closure | None = None, **kwargs: Any) -> Any:  # noqa: ANN401 - what the inner step takes and returns
-        """Update this rank's shards and bring the new values to all ranks. Collective.
+        """Update this rank's shards and broadcast the new values. Collective.
 
         Parameters may have been frozen, unfrozen or rebound since the last step, or converted while they had no state.
 
@@ -171,7 +171,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Args:
             max_norm: the largest norm that is not scaled down.
             norm_type: the p of the p-norm; ``inf`` for the largest magnitude.
-            error_if_nonfinite: whether a norm that is infinite or NaN is an error.
+            error_if_nonfinite: whether a norm that is infinite or NaN raises.
 
         Returns:
             The norm before clipping, as a 0-dim tensor on the gradients' device.
@@ -214,7 +214,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             register(param_group)
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Bring the state of all shards to the CPU memory of one rank, for :meth:`state_dict`. Collective.
+        """Gather the state of all shards in the CPU memory of one rank, for :meth:`state_dict`. Collective.
 
         It is kept until the next step, load or new group; until then the other ranks list only placeholders.
 
@@ -232,7 +232,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def init_state(self) -> None:
         """Make the state of all trainable parameters if there is none on any rank. Collective.
 
-        The state is that of a plain optimizer after a step with zero gradients and learning rate 0, which
+        The state is what a plain optimizer has after a step with zero gradients and learning rate 0, which
         ``torch.distributed.checkpoint`` makes to learn which entries there are. No parameter, gradient or
         hyperparameter is changed, and no hook is called. If there is state, nothing happens.
 
@@ -376,7 +376,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     @property
     def join_device(self) -> torch.device:
-        """The device on which ``Join`` counts the ranks that still run: that of the first parameter."""
+        """The device on which ``Join`` counts the ranks that still run: the first parameter's."""
         return self._engine.params[0].device
 
     @property

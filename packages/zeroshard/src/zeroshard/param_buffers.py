@@ -15,12 +15,7 @@ _Places = tuple[list[int], list[torch.Size], list[tuple[int, ...]]]
 
 
 class ParamBroadcast:
-    """Broadcasts parameters from their owners to all ranks; each call counts once until :meth:`reset`.
-
-    Args:
-        params: the parameters.
-        broadcasters: send the owners' values; none if there is nothing to send.
-    """
+    """Broadcasts parameters from their owners to all ranks; each call counts once until :meth:`reset`."""
 
     def __init__(self, params: Sequence[torch.Tensor], broadcasters: Sequence[ParameterBroadcaster]) -> None:
         self._params, self._broadcasters = list(params), broadcasters
@@ -101,11 +96,7 @@ class ParamBuffers:
         """Lay out and prepare everything for these parameters and this plan.
 
         Parameters that were packed already stay where they are, and are packed again if their ``.data`` was rebound.
-
-        Args:
-            params: all parameters, by tensor index.
-            plan: who owns what.
-            active: per parameter, whether a step may change it; only these are broadcast.
+        Only what is active is broadcast.
         """
         self._params = list(params)
         if self._as_bucket_view:
@@ -147,15 +138,7 @@ class ParamBuffers:
         return buffer
 
     def segments(self, plan: Plan, wanted: Sequence[int]) -> list[Segment]:
-        """Return the segments that are sent for some parameters, as few as possible.
-
-        Args:
-            plan: who owns what.
-            wanted: their indices, the same on every rank.
-
-        Returns:
-            In an order that depends only on plan and indices.
-        """
+        """Return as few segments as possible that are sent for some parameters, in the same order on every rank."""
         chosen = frozenset(wanted)
         found: list[Segment] = []
         alone = [index for index in wanted if index not in self._packed]
@@ -190,8 +173,8 @@ def _runs(layout: BucketLayout, plan: Plan, wanted: Set[int]) -> Iterator[tuple[
     ends = [slot.offset for slot in layout.slots[1:]] + [layout.numel]
 
     def owner_of(slot: Slot) -> tuple[bool, int | None]:
-        shards = plan.of_tensor(slot.tensor)
-        return slot.tensor in wanted, shards[0].rank if len(shards) == 1 else None
+        owners = plan.owners[slot.tensor]
+        return slot.tensor in wanted, owners[0] if len(owners) == 1 else None
 
     for (is_wanted, owner), run in groupby(zip(layout.slots, ends, strict=True), lambda item: owner_of(item[0])):
         if is_wanted:

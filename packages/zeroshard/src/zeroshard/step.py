@@ -29,12 +29,7 @@ Seen = tuple[Layout, Exception | None]
 
 
 def look(engine: Engine, *, in_backward: bool = False) -> Seen:
-    """Look at what the user did since the last step. Not collective; an error is returned for all ranks to hear of it.
-
-    Args:
-        engine: of the optimizer.
-        in_backward: whether gradients are still being reduced.
-    """
+    """Look at what the user did since the last step. Not collective; an error is returned, to be told to all."""
     try:
         if engine.exchange is not None and not in_backward:
             engine.exchange.check()
@@ -119,7 +114,7 @@ def _update(engine: Engine, under_way: GradExchange | None, arguments: Mapping[s
     if under_way is not None and may_step_in_parts(local.optim):
         return under_way.step_rest(arguments)
     with record_function("zeroshard::update"):
-        return local.step(arguments, exchange.bind() if exchange is not None else None)
+        return local.step(arguments, exchange.buckets.bind() if exchange is not None else None)
 
 
 def _broadcast(engine: Engine, under_way: GradExchange | None, digest: int | None, failure: Exception | None) -> None:

@@ -78,12 +78,7 @@ class GradAccumulator:
         self._replaced.clear()
 
     def add_saved(self, state: BucketState, keep: Callable[[torch.Tensor], None]) -> None:
-        """Add the gradients of earlier backwards to those that have just been reduced.
-
-        Args:
-            state: of their bucket.
-            keep: keeps the memory of a tensor until the stream has added it.
-        """
+        """Add the gradients of earlier backwards to a bucket that was reduced; ``keep`` keeps memory for the stream."""
         state.phase = BucketPhase.REDUCED
         if self._accumulated:
             owned = state.owned_gradients()
@@ -156,7 +151,24 @@ class GradAccumulator:
     def unreduced(self, tensor: int) -> RuntimeError:
         """Return the error for a gradient that was never reduced."""
         title = f"the gradient of tensor {tensor} {self._plan.tensors[tensor].name!r}"
-        return _unreduced(title, self._params[tensor].grad, is_used=self.is_used(tensor))
+        if type(self._params[tensor].grad) is GradPlaceholder:
+            return RuntimeError(
+                f"{title} has not been reduced: after the backward() that reduced it, another one added to it under "
+                f"no_sync() or over the same forward, which DistributedDataParallel does not reduce. Make the last "
+                f"backward() before step() outside of no_sync(), over a forward of its own"
+            )
+        if not self.is_used(tensor):
+            return RuntimeError(
+                f"{title} was replaced after backward() had reduced it: .grad is a tensor of this rank alone, "
+                f"assigned, or made after zero_grad() by a backward that DistributedDataParallel did not reduce, as "
+                f"under no_sync(). Multiply or clamp the gradient in place, or change it in a hook of the tensor"
+            )
+        return RuntimeError(
+            f"{title} has not been reduced: the last backward() before step() was under no_sync(), and must not be; or "
+            f"DistributedDataParallel waits for a parameter that it did not use, which needs "
+            f"find_unused_parameters=True, or that was frozen since the model was wrapped, which must then be wrapped "
+            f"again"
+        )
 
     def is_used(self, tensor: int) -> bool:
         """Whether the reduced gradient of a tensor was stepped or set to zero, so that nothing is added to it."""
@@ -212,8 +224,8 @@ class GradAccumulator:
     def replace(self, tensor: int, place: torch.Tensor) -> None:
         """Write the values of a placeholder's gradient into ``place``, which is in a bucket.
 
-        DDP copies gradients into its buckets when it rebuilds them in a forward, and those of parameters that a
-        backward did not use. The owner writes the gradient that was reduced before, times the number of ranks, by
+        DDP copies gradients into its buckets when it rebuilds them in a forward, or if a backward did not use their
+        parameters. The owner writes the gradient that was reduced before, times the number of ranks, by
         which the reduction divides. So a further backward before the step adds to it, and setting gradients to zero
         or None discards it. The other ranks write zeros.
         """
@@ -253,23 +265,3 @@ class GradAccumulator:
     def is_replaced(self, param: torch.Tensor) -> bool:
         """Whether DDP has put a kept gradient into a new bucket since the last backward; see :meth:`replace`."""
         return self.index_of.get(param) in self._replaced
-
-
-def _unreduced(title: str, grad: torch.Tensor | None, *, is_used: bool) -> RuntimeError:
-    if type(grad) is GradPlaceholder:
-        return RuntimeError(
-            f"{title} has not been reduced: after the backward() that reduced it, another one added to it under "
-            f"no_sync() or over the same forward, which DistributedDataParallel does not reduce. Make the last "
-            f"backward() before step() outside of no_sync(), over a forward of its own"
-        )
-    if not is_used:
-        return RuntimeError(
-            f"{title} was replaced after backward() had reduced it: .grad is a tensor of this rank alone, assigned, or "
-            f"made after zero_grad() by a backward that DistributedDataParallel did not reduce, as under no_sync(). "
-            f"Multiply or clamp the gradient in place, or change it in a hook of the tensor"
-        )
-    return RuntimeError(
-        f"{title} has not been reduced: the last backward() before step() was under no_sync(), and must not be; or "
-        f"DistributedDataParallel waits for a parameter that it did not use, which needs find_unused_parameters=True, "
-        f"or that was frozen since the model was wrapped, which must then be wrapped again"
-    )

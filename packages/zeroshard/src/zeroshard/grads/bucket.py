@@ -108,15 +108,20 @@ class BucketState:
         self.failure: Exception | None = None
         self._bound: tuple[tuple[int, tuple[bool, ...]], list[torch.Tensor | None]] | None = None
         self._views: tuple[int, dict[int, torch.Tensor]] = (0, {})
-        self.take(bucket)
+        self._begin(bucket)
 
-    def fits(self, bucket: Bucket) -> bool:
-        """Whether a bucket has the same parameters, at the same places: other optimizers' may have moved them."""
+    def take(self, bucket: Bucket) -> bool:
+        """Take over the buffer of a further backward; False if that has other parameters, or at other places."""
+        # Other optimizers' parameters may have moved them.
         is_alike = not bucket.is_part or (bucket.buffer.numel() == self.length and bucket.offsets == self.offsets)
-        return is_alike and len(self.params) == len(bucket.params) and all(map(is_, self.params, bucket.params))
+        if not is_alike or len(self.params) != len(bucket.params) or not all(map(is_, self.params, bucket.params)):
+            return False
+        if self.buffer is not None and self.buffer.data_ptr() != bucket.buffer.data_ptr():
+            self.release()
+        self._begin(bucket)
+        return True
 
-    def take(self, bucket: Bucket) -> None:
-        """Take over the buffer of a further backward; the bucket :meth:`fits`."""
+    def _begin(self, bucket: Bucket) -> None:
         self.buffer: torch.Tensor | None = bucket.buffer
         self.is_last, self.announced = bucket.is_last, bucket.announced
         self.present: tuple[bool, ...] = bucket.present
@@ -134,12 +139,6 @@ class BucketState:
 
     def lay_out(self, plan: Plan, local: LocalOptimizer, transport: Transport, broadcast: ParamBroadcast) -> None:
         """Lay out everything for a plan, and for parameters where they are now. Nothing may be on its way.
-
-        Args:
-            plan: who owns what.
-            local: the local optimizer, its shards detached from the parameters.
-            transport: carries the bucket.
-            broadcast: of its parameters.
 
         Raises:
             ValueError: if a parameter that is cut has changed its memory format: its gradients lie in the old one.
@@ -178,15 +177,7 @@ class BucketState:
         return self._views[1]
 
     def replace(self, reduced: torch.Tensor, keep: Callable[[torch.Tensor], None]) -> None:
-        """Take over values that a communication hook has reduced.
-
-        Args:
-            reduced: as long as the bucket.
-            keep: keeps its memory until it has been copied.
-
-        Raises:
-            ValueError: if it has another length.
-        """
+        """Take over values that a communication hook has reduced; a ValueError if they are more or fewer."""
         assert self.buffer is not None
         if reduced.numel() != self.buffer.numel():
             raise ValueError(
@@ -267,17 +258,7 @@ class BucketState:
 
 
 class Rest:
-    """Parameters that are in no bucket: stepped with their ``.grad``, and broadcast after the buckets.
-
-    Args:
-        local: the local optimizer.
-        tensors: their indices.
-        broadcast: of their owners' new values to all ranks; also an attribute.
-
-    Attributes:
-        tensors: as given.
-        shards: what this rank owns of them.
-    """
+    """Parameters that are in no bucket: stepped with their ``.grad``, and broadcast after the buckets."""
 
     def __init__(self, local: LocalOptimizer, tensors: Sequence[int], broadcast: ParamBroadcast) -> None:
         self.tensors, self.broadcast = tensors, broadcast
@@ -301,11 +282,5 @@ def gradient_view(buffer: torch.Tensor, offset: int, shape: Sequence[int], strid
     """Return the view of a bucket that is the gradient of one tensor, or of one part of it.
 
     DDP lays out gradients by the strides of their parameters, but its own views are in row-major order.
-
-    Args:
-        buffer: the bucket, 1-D.
-        offset: its first element there.
-        shape: of the parameter, or the part.
-        stride: of the parameter when the bucket was laid out; without gaps.
     """
     return buffer.as_strided(shape, stride, int(buffer.storage_offset()) + offset)

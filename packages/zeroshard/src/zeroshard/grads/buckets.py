@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,8 +11,9 @@ from zeroshard_comm import agreed, choose_transport
 
 from zeroshard.grads.bucket import Bucket, BucketPhase, BucketState, Rest, gradient_view
 from zeroshard.grads.placeholder import GradPlaceholder
+from zeroshard.local.shard import LocalShard
 from zeroshard.param_buffers import ParamBroadcast
-from zeroshard.plan.layout import Layout
+from zeroshard.plan.layout import Layout, with_settings
 
 if TYPE_CHECKING:
     from zeroshard.engine import Engine
@@ -65,11 +65,7 @@ class Buckets:
         self.lay_out()
 
     def lay_out(self) -> None:
-        """Take over another layout of the engine, or parameters that have moved in memory.
-
-        Raises:
-            RuntimeError, ValueError: as :meth:`check_layout`.
-        """
+        """Take over another layout of the engine, or parameters that have moved; errors as :meth:`check_layout`."""
         params, layout = self._engine.params, self._engine.layout
         self.check_layout(params, layout)
         for tensor in self.unstepped:
@@ -77,7 +73,7 @@ class Buckets:
             if self._layout.plan.of_tensor(tensor) != layout.plan.of_tensor(tensor):
                 self._params[tensor].grad = None
         self._params, self._layout = params, layout
-        self._gradients.operations.norms.rebuild(layout.plan)
+        self._gradients.operations.rebuild(layout.plan)
         self._gradients.rebuild(params, layout.plan, self._engine.local)
         for state in self.by_index.values():
             self._lay_out_bucket(state)
@@ -98,8 +94,7 @@ class Buckets:
             tensor = self.unstepped[0]
             raise RuntimeError(
                 f"parameters were added or unfrozen after a backward() and before its step(), and the gradient of "
-                f"tensor {tensor} {layout.plan.tensors[tensor].name!r} lies at its owner: call step() or zero_grad() "
-                f"before"
+                f"tensor {tensor} {layout.plan.tensors[tensor].name!r} waits for it: call step() or zero_grad() before"
             )
         if common_device(params, layout) != self.device:
             raise ValueError(
@@ -155,6 +150,12 @@ class Buckets:
                     f"changed since it was wrapped. Wrap it again, and build a new optimizer"
                 )
 
+    def bind(self) -> Sequence[LocalShard]:
+        """Hand the local optimizer the gradients to step with; return the shards that have only their parameters'."""
+        for state in self.arrived:
+            state.bind()
+        return self.rest.shards
+
     def unarrived(self) -> str:
         """Name the parameters whose gradients have not come in this backward, for messages."""
         names = [spec.name for spec in self._layout.plan.tensors]
@@ -174,23 +175,21 @@ class Buckets:
             ValueError: if the optimizer does not have a parameter of the bucket, or its gradients cannot be sent.
         """
         known = self.by_index.get(bucket.index)
-        state = known if known is not None and known.fits(bucket) else None
+        before = known.buffer if known is not None else None
+        is_known = known is not None and known.take(bucket)
         if bucket.index == 0:
-            self._begin(bucket, is_known=state is not None, reduces=reduces)
-        if state is None:
-            state = self._add(bucket)
-        else:
-            state.take(bucket)
+            is_moved = before is not None and before.data_ptr() != bucket.buffer.data_ptr()
+            self._begin(is_known=is_known, is_moved=is_moved, reduces=reduces)
+        state = known if known is not None and is_known else self._add(bucket)
         self.arrived.append(state)
         return state
 
-    def _begin(self, first: Bucket, *, is_known: bool, reduces: bool) -> None:
+    def _begin(self, *, is_known: bool, is_moved: bool, reduces: bool) -> None:
         """Begin a backward, and prepare for its other buckets if they have been the same for a while."""
         self._is_expected = is_known and self._alike >= _SETTLED
         for state in self.arrived if self._is_expected and reduces else ():
             state.reducer.expect()
-        before = self.by_index[0].buffer if self.by_index else None
-        if before is not None and before.data_ptr() != first.buffer.data_ptr():
+        if is_moved:
             # The framework has made new buckets, and needs the memory of the old ones.
             for state in self.by_index.values():
                 state.release()
@@ -228,12 +227,11 @@ class Buckets:
             self._lay_out_bucket(state)
             lies = f"{bucket.buffer.numel()} elements of {bucket.buffer.dtype}: tensors {tensors} at {state.offsets}"
             settings = {
-                **layout.config.settings,
                 "tags of hooks, in the order of their first backward": f"{self.transport.tags:#x}",
                 f"bucket {bucket.index}": lies,
                 "norms": ", ".join(map(str, self._gradients.operations.orders)),
             }
-            proposal.set(replace(layout.config, settings=settings))
+            proposal.set(with_settings(layout, settings))
         _logger.debug("bucket %d of %d bytes has the tensors %s", bucket.index, bucket.buffer.nbytes, tensors)
         self.by_index[bucket.index] = state
         # Others keep the states that they had before a rebuild until their own new bucket comes.
@@ -243,11 +241,7 @@ class Buckets:
 
 
 def common_device(params: Sequence[torch.Tensor], layout: Layout) -> torch.device:
-    """Return the device of all parameters that take part.
-
-    Raises:
-        ValueError: if they are on several.
-    """
+    """Return the device of all parameters that take part; a ValueError if they are on several."""
     found: dict[torch.device, int] = {}
     for index, (param, is_active) in enumerate(zip(params, layout.active, strict=True)):
         if is_active:
@@ -258,7 +252,7 @@ def common_device(params: Sequence[torch.Tensor], layout: Layout) -> torch.devic
         ]
         raise ValueError(
             f"{second} is on {there}, and {first} on {here}: a communication hook exchanges parameters of one device; "
-            f"bring them together, or train without a hook"
+            f"move them to one, or train without a hook"
         )
     return next(iter(found), torch.device("cpu"))
 

@@ -82,8 +82,8 @@ class EarlySteps:
             engine.refused = (
                 f"{found}: this communication hook steps during backward, which is for exactly one backward outside of "
                 f"no_sync() per step(). Accumulate under no_sync(), and change hyperparameters and gradients after "
-                f"step(); or use reduce_to_owner_hook, which leaves stepping to step(). Parameters are not those of a "
-                f"run without sharding any more: load a state before you go on"
+                f"step(); or use reduce_to_owner_hook, which leaves stepping to step(). Parameters differ from a "
+                f"run without sharding: load a state before you go on"
             )
             raise RuntimeError(engine.refused)
 

@@ -33,9 +33,9 @@ from zeroshard.grads.accumulation import GradAccumulator
 from zeroshard.grads.bucket import Bucket, BucketState, Rest
 from zeroshard.grads.buckets import Buckets, common_device
 from zeroshard.grads.early_steps import EarlySteps
-from zeroshard.grads.norms import GradNorms, GradOperations, norm_orders
+from zeroshard.grads.norms import GradOperations, norm_orders
 from zeroshard.grads.stream import ReductionQueue
-from zeroshard.local.shard import LocalShard
+from zeroshard.join import Call, JoinState
 from zeroshard.param_buffers import ParamBroadcast
 from zeroshard.plan.eligibility import may_step_in_parts
 from zeroshard.plan.groups import active_mask, check_capture
@@ -43,7 +43,6 @@ from zeroshard.step import Seen, look
 
 if TYPE_CHECKING:
     from zeroshard.engine import Engine
-    from zeroshard.join import JoinState
 
 
 _PATIENCE = 5.0
@@ -79,7 +78,7 @@ class GradExchange:
     Attributes:
         operations: what the loop does to gradients before a step.
         gradients: where gradients are, and which are accumulated over several backwards.
-        buckets: those of the last backward.
+        buckets: of the last backward.
         is_own: whether this rank has computed the last backward, and not only taken part in the others' reduction.
         early_steps: checks calls of ``step()`` if shards are stepped during backward; else None.
         uses_all: whether every backward makes a gradient of every parameter; if not, no bucket is stepped before the
@@ -97,8 +96,7 @@ class GradExchange:
             device = common_device(engine.params, engine.layout)
             orders = norm_orders(norms)
         steps_early = mode is not StepMode.IN_STEP
-        grad_norms = GradNorms(coordinator, device, () if steps_early else orders)
-        self.operations = GradOperations(grad_norms, steps_early=steps_early)
+        self.operations = GradOperations(coordinator, device, () if steps_early else orders, steps_early=steps_early)
         self.gradients = GradAccumulator(self.operations)
         self.buckets = Buckets(self._engine, self.gradients, is_interleaved=mode.is_interleaved)
         self._queue = ReductionQueue(coordinator.ranks.rank, device, uses_thread=self.buckets.transport.uses_thread)
@@ -157,7 +155,7 @@ class GradExchange:
             # A rank that has run out of data takes part in a backward only at the others' next call.
             self.operations.takes_norms = self.join.context is None
             if self.mode is not StepMode.IN_STEP:
-                self.join.announce_backward(is_own=bucket.is_own)
+                self.join.announce(Call.BACKWARD if bucket.is_own else Call.JOINED)
         try:
             return self._send(bucket, reduce)
         except BaseException as error:
@@ -170,8 +168,7 @@ class GradExchange:
             self._look_early()
             self.gradients.begin()
         state, work = self.buckets.take(bucket, reduces=reduce is None), None
-        with record_function(f"zeroshard::send bucket {bucket.index}"), self._queue.beside():
-            self._queue.keep(bucket.buffer)
+        with record_function(f"zeroshard::send bucket {bucket.index}"), self._queue.beside(bucket.buffer):
             if reduce is None:
                 work = state.reducer.begin(bucket.buffer)
         # Nobody reads its gradients any more: the hook that reduces it may write to it in a thread.
@@ -180,12 +177,10 @@ class GradExchange:
         if self._steps_buckets and self.buckets.transport.uses_thread:
             # Before a thread may send, in one order.
             state.broadcast.expect()
-        self._queue.add(partial(self._finish, state, work, result, done), work)
         # A bucket without a number of its own may be the last, after which DDP waits for all.
-        if bucket.is_last or bucket.announced != bucket.index:
-            self._queue.finish(leave=0)
-        elif self.mode.is_interleaved:
-            self._queue.finish(leave=1)
+        is_last = bucket.is_last or bucket.announced != bucket.index
+        leave = 0 if is_last else 1 if self.mode.is_interleaved else None
+        self._queue.add(partial(self._finish, state, work, result, done), work, leave=leave)
         return done
 
     def _finish(
@@ -229,14 +224,14 @@ class GradExchange:
     def end(self) -> None:
         """Finish a backward, after its last bucket and after everything else that writes gradients.
 
-        Every gradient lies at its owner then, and is replaced by a placeholder; a hook that steps has stepped.
+        Each rank has its parts of all gradients then, and ``.grad`` is a placeholder; a hook that steps has stepped.
 
         Raises:
             PeerLostError, RuntimeError: if a rank is gone, or in another backward.
             Exception: if shards are stepped during backward, any error of a step.
         """
         if self.is_own and self.join.context is not None:
-            self.join.announce_backward(ends=True)
+            self.join.announce(Call.END)
         self._end_reductions()
         if self.mode is not StepMode.IN_STEP:
             self._step()
@@ -343,12 +338,6 @@ class GradExchange:
                 self._end_reductions()
             raise error
         self.buckets.check()
-
-    def bind(self) -> Sequence[LocalShard]:
-        """Hand the local optimizer the gradients to step with; return the shards that have only their parameters'."""
-        for state in self.buckets.arrived:
-            state.bind()
-        return self.buckets.rest.shards
 
     @property
     def _states(self) -> Sequence[BucketState | Rest]:

@@ -1,15 +1,14 @@
 """What every rank knows of reduced gradients: their norms, and what a loop does to them before a step.
 
-Norms are taken at the owners, of each bucket when it has been reduced and while it is in the cache, and brought to all
-ranks at the end of a backward. What is done to a gradient is done by its owner, and every rank knows the norms that
-follow.
+Owners take norms of each bucket when it has been reduced, while it is in the cache, and ranks exchange them at the end
+of a backward. What is done to a gradient is done by its owner, and every rank knows the norms that follow.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,14 +27,7 @@ Factor = float | torch.Tensor
 
 
 def norm_orders(norms: bool | Sequence[float]) -> tuple[float, ...]:
-    """Return the orders of the norms that ranks exchange, in ascending order.
-
-    Args:
-        norms: True for order 2, False for none, or a tuple of 2, ``math.inf`` or both.
-
-    Raises:
-        ValueError: if it is anything else.
-    """
+    """Return the orders of the norms that ranks exchange, ascending; a ValueError if others are asked for."""
     if isinstance(norms, bool):
         return (2.0,) if norms else ()
     if isinstance(norms, (tuple, list)) and norms and all(order in _ORDERS for order in norms):
@@ -48,53 +40,117 @@ def norm_orders(norms: bool | Sequence[float]) -> tuple[float, ...]:
 
 @dataclass
 class _Pending:
-    """A factor that the norms of some tensors do not have yet."""
+    """A factor that the norms of some tensors do not have yet; ``magnitude`` is a copy, which nobody changes."""
 
     factor: Factor
     version: int
     divides: bool
     magnitude: Factor
-    tensors: dict[int, None]
+    tensors: dict[int, None] = field(default_factory=dict)
 
     def is_by(self, factor: Factor, version: int, *, divides: bool) -> bool:
         if isinstance(factor, torch.Tensor) or isinstance(self.factor, torch.Tensor):
-            is_same = self.factor is factor
-        else:
-            is_same = self.factor == factor
-        return is_same and (self.version, self.divides) == (version, divides)
+            return self.factor is factor and (self.version, self.divides) == (version, divides)
+        return self.factor == factor and self.divides == divides
 
 
-class GradNorms:
-    """Holds norms of every gradient, on the gradients' device.
+class _KnownNorms:
+    """Norms that all ranks know, which follow what gradients are multiplied by.
+
+    What a loop does to all gradients costs the same number of operations on the device, however many there are.
+
+    Args:
+        values: float64, a row for each order and a column for each tensor.
+        orders: of the norms, ascending.
+        most: by tensor, the largest finite value of its dtype.
+        masks: what was made on the device before, by the tensors that were chosen.
+    """
+
+    def __init__(
+        self,
+        values: torch.Tensor,
+        orders: Sequence[float],
+        most: torch.Tensor,
+        masks: dict[tuple[int, ...], torch.Tensor],
+    ) -> None:
+        self._values, self._orders, self._most, self._masks = values, orders, most, masks
+        self._pending: _Pending | None = None
+        self._read: dict[tuple[float, torch.dtype], Sequence[torch.Tensor]] = {}
+
+    def norm(self, tensor: int, order: float, dtype: torch.dtype) -> torch.Tensor:
+        self._apply()
+        if (order, dtype) not in self._read:
+            self._read[order, dtype] = self._values[self._orders.index(order)].to(dtype).unbind()
+        return self._read[order, dtype][tensor]
+
+    def scale(self, tensor: int, factor: Factor, *, divides: bool) -> None:
+        """Take note of a factor. It is applied with that of other gradients, before the next norm is asked for."""
+        version, pending = version_of(factor) if isinstance(factor, torch.Tensor) else 0, self._pending
+        if pending is None or tensor in pending.tensors or not pending.is_by(factor, version, divides=divides):
+            self._apply()
+            copied = factor.detach().double().abs().view(()) if isinstance(factor, torch.Tensor) else abs(factor)
+            pending = self._pending = _Pending(factor, version, divides, copied)
+        pending.tensors[tensor] = None
+
+    def scale_all(self, factor: Factor) -> None:
+        """Multiply all by a factor of at most 1."""
+        self._apply()
+        self._values = self._values * factor
+        self._read.clear()
+
+    def _apply(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        magnitude, key = pending.magnitude, tuple(pending.tensors)
+        if key not in self._masks:
+            chosen = [tensor in pending.tensors for tensor in range(len(self._most))]
+            self._masks[key] = torch.tensor(chosen, device=self._values.device)
+        scaled = self._values / magnitude if pending.divides else self._values * magnitude
+        if isinstance(magnitude, torch.Tensor) or (magnitude < 1.0 if pending.divides else magnitude > 1.0):
+            # Elements that have become infinite stay so. Without the largest magnitude, the 2-norm is its bound.
+            scaled = scaled.masked_fill(scaled[-1] > self._most, INF)
+        self._values = torch.where(self._masks[key], scaled, self._values)
+        self._read.clear()
+
+
+class GradOperations:
+    """Knows norms of every gradient, and does to the owned part of one what is done to its placeholder.
 
     The norm of a tensor with one owner is torch's own, in the gradient's dtype. So is the norm of each part of a cut
-    tensor; their squares are added in float64. Norms in half precision are taken in float32. What a loop does to all
-    gradients costs the same number of operations on the device, however many there are.
+    tensor; their squares are added in float64. Norms in half precision are taken in float32.
+
+    Only :meth:`exchange_norms` communicates. The next step compares what was done on all ranks: after an
+    operation on one rank alone it raises on every rank.
 
     Args:
         coordinator: the channel of the ranks' agreements.
         device: of the gradients.
         orders: of the norms, ascending; none are taken if there is none. Also an attribute; see :func:`norm_orders`.
+        steps_early: whether shards are stepped during backward, so that nothing can be done; also an attribute.
 
     Attributes:
-        are_known: whether norms were exchanged in the last backward.
+        takes_norms: whether norms are taken in this backward, if there are orders; GradExchange sets it.
+        found_inf: what a GradScaler has found in the gradients of the last backward; None before it has looked.
     """
 
-    def __init__(self, coordinator: Coordinator, device: torch.device, orders: Sequence[float]) -> None:
-        self._coordinator, self._device, self.orders, self.are_known = coordinator, device, orders, False
-        self._values = torch.zeros(len(orders), 0, dtype=torch.float64, device=device)
-        self._read: dict[tuple[float, torch.dtype], Sequence[torch.Tensor]] = {}
-        self._pending: _Pending | None = None
-        self._masks: dict[tuple[int, ...], torch.Tensor] = {}
+    def __init__(
+        self, coordinator: Coordinator, device: torch.device, orders: Sequence[float], *, steps_early: bool
+    ) -> None:
+        self._coordinator, self._device, self.orders, self.steps_early = coordinator, device, orders, steps_early
+        self.takes_norms = False
+        self.found_inf: torch.Tensor | None = None
+        self._known: _KnownNorms | None = None
+        self._done: dict[int, str] = {}
+        self._clamped: set[int] = set()
+        self._zeroed: set[int] = set()
 
     def rebuild(self, plan: Plan) -> None:
-        """Lay out slots for a plan: one per part of a tensor. Tensors keep their numbers, and new ones come last."""
-        self._apply()
+        """Lay out slots of norms for a plan: one per part of a tensor."""
         rank = self._coordinator.ranks.rank
         self._slot_of: dict[int, int] = {}
         slots, cut, total = list[int](), dict[int, range](), 0
-        for tensor in range(len(plan.tensors)):
-            owners = [shard.rank for shard in plan.of_tensor(tensor)]
+        for tensor, owners in enumerate(plan.owners):
             slots.append(total)
             if rank in owners:
                 self._slot_of[tensor] = total + owners.index(rank)
@@ -109,15 +165,19 @@ class GradNorms:
             torch.tensor(numbers, dtype=torch.int64, device=self._device) for numbers in (list(cut), rows, slots)
         )
         self._numbers = torch.zeros(len(self.orders), total + 1, dtype=torch.float64, device=self._device)
+        self._own_slots: dict[tuple[int, ...], torch.Tensor] = {}
+        self._masks: dict[tuple[int, ...], torch.Tensor] = {}
         largest = [torch.finfo(spec.dtype).max if spec.dtype.is_floating_point else INF for spec in plan.tensors]
         self._most = torch.tensor(largest, dtype=torch.float64, device=self._device)
-        self._own_slots: dict[tuple[int, ...], torch.Tensor] = {}
-        self._masks.clear()
-        self._values = torch.nn.functional.pad(self._values, (0, len(slots) - self._values.shape[1]))
-        self._read.clear()
 
-    def take(self, gradients: Mapping[int, torch.Tensor]) -> None:
-        """Take the norms of this rank's parts of gradients of one dtype, by tensor; in the thread that reduces them."""
+    # ------------------------------------------------------------------ a backward
+
+    def reduced(self, state: BucketState, kept: Set[int]) -> None:
+        """Take norms of a bucket that was reduced; forget what was done to its gradients that are not ``kept``."""
+        for tensor in state.tensors if self._done else ():
+            if tensor not in kept:
+                self._done.pop(tensor, None)
+        gradients = state.owned_gradients() if self.takes_norms and self.orders else {}
         if not gradients:
             return
         tensors, grads = tuple(gradients), list(gradients.values())
@@ -128,93 +188,87 @@ class GradNorms:
         for row, order in zip(self._numbers, self.orders, strict=True):
             row[slots] = _largest(grads) if order == INF else _norms(grads)
 
-    def exchange(self) -> None:
-        """Learn the norms that were taken on all ranks since the last exchange. Collective; agree first."""
+    def exchange_norms(self) -> None:
+        """Learn the norms that all ranks took. Collective; agree on something first."""
+        self._clamped.clear()
+        self._zeroed.clear()
+        self.found_inf = self._known = None
+        if not (self.takes_norms and self.orders):
+            return
         numbers = self._numbers.view(-1)
         combined = self._coordinator.combine_disjoint(numbers, "the end of backward()").view_as(self._numbers)
         values = combined[:, self._slots]
         if len(self._cut):
             for row, parts, order in zip(values, combined[:, self._parts], self.orders, strict=True):
                 row[self._cut] = torch.linalg.vector_norm(parts, order, dim=1)
-        self._values, self.are_known, self._pending = values, True, None
-        self._read.clear()
+        self._known = _KnownNorms(values, self.orders, self._most, self._masks)
         self._numbers.zero_()
 
-    def norm(self, tensor: int, order: float, dtype: torch.dtype) -> torch.Tensor:
-        """Return the norm of one of the orders, 0-dim; not to be changed."""
-        self._apply()
-        if (order, dtype) not in self._read:
-            self._read[order, dtype] = self._values[self.orders.index(order)].to(dtype).unbind()
-        return self._read[order, dtype][tensor]
+    # ------------------------------------------------------------------ what a loop does
 
-    def scale(self, tensor: int, factor: Factor, *, divides: bool = False) -> None:
-        """Follow a multiplication of a gradient, if norms are known; the host does not wait for an accelerator.
+    def norm(self, tensor: int, order: float, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return the norm of one of the orders of a gradient on the device of ``like``: 0-dim; not to be changed."""
+        if tensor in self._zeroed:
+            return torch.zeros((), dtype=dtype, device=like.device)
+        assert self._known is not None
+        return self._known.norm(tensor, order, dtype).to(like.device)
 
-        It is applied together with that of other gradients by the same factor, before the next norm is asked for.
+    def scale(self, tensor: int, owned: torch.Tensor | None, factor: Factor, *, divides: bool = False) -> None:
+        """Multiply or divide a gradient, of which this rank may have a part, by a number or a tensor of one element."""
+        # First, as a factor that is none raises on every rank.
+        self.scaled(tensor, "div_" if divides else "mul_", factor, divides=divides)
+        if owned is not None:
+            _ = owned.div_(factor) if divides else owned.mul_(factor)
 
-        Args:
-            tensor: its index.
-            factor: a number, or a tensor of one element on an accelerator.
-            divides: whether it is divided instead.
-        """
-        if not self.are_known:
-            return
-        version = version_of(factor) if isinstance(factor, torch.Tensor) else 0
-        pending = self._pending
-        if pending is None or tensor in pending.tensors or not pending.is_by(factor, version, divides=divides):
-            self._apply()
-            # A copy: a tensor may be changed before it is used.
-            copied = factor.detach().double().abs().view(()) if isinstance(factor, torch.Tensor) else abs(factor)
-            pending = self._pending = _Pending(factor, version, divides, copied, {})
-        pending.tensors[tensor] = None
+    def scaled(self, tensor: int, kind: str, factor: Factor, *, divides: bool = False) -> None:
+        """Take note that owners multiply a gradient, without waiting for an accelerator; ``kind`` is for errors."""
+        if isinstance(factor, torch.Tensor) and factor.device.type != "cpu":
+            self._note(tensor, kind)
+        else:
+            factor = float(factor)
+            self._note(tensor, f"{kind}({factor})")
+        if self._known is not None:
+            self._known.scale(tensor, factor, divides=divides)
 
-    def scale_all(self, factor: Factor) -> None:
-        """Follow a multiplication of all gradients by a factor of at most 1."""
-        if self.are_known:
-            self._apply()
-            self._values = self._values * factor
-            self._read.clear()
+    def clipped(self, factor: Factor) -> None:
+        """Take note that all owners have multiplied all gradients by the same factor, which is at most 1."""
+        if self._known is not None:
+            self._known.scale_all(factor)
 
-    def _apply(self) -> None:
-        pending, self._pending = self._pending, None
-        if pending is None:
-            return
-        magnitude, key = pending.magnitude, tuple(pending.tensors)
-        if key not in self._masks:
-            # On the device, and once, as above.
-            chosen = [tensor in pending.tensors for tensor in range(len(self._most))]
-            self._masks[key] = torch.tensor(chosen, device=self._device)
-        scaled = self._values / magnitude if pending.divides else self._values * magnitude
-        if isinstance(magnitude, torch.Tensor) or (magnitude < 1.0 if pending.divides else magnitude > 1.0):
-            # Elements that have become infinite stay so. Without the largest magnitude, the 2-norm is its bound.
-            scaled = scaled.masked_fill(scaled[-1] > self._most, INF)
-        self._values = torch.where(self._masks[key], scaled, self._values)
-        self._read.clear()
+    def clamp(self, tensor: int, owned: torch.Tensor | None, low: float | None, high: float | None) -> None:
+        """Clamp a gradient; arguments as for :meth:`scale`."""
+        if owned is not None:
+            owned.clamp_(low, high)
+        self._clamped.add(tensor)
+        self._note(tensor, f"clamp_({low}, {high})")
 
+    def zeroed(self, tensor: int) -> None:
+        """Take note that a gradient was set to zero."""
+        self._zeroed.add(tensor)
+        self._done.pop(tensor, None)
 
-class GradOperations:
-    """Does to the owned part of a gradient what is done to its placeholder, and follows its norms.
+    def _note(self, tensor: int, what: str) -> None:
+        done = f"{self._done[tensor]}, {what}" if tensor in self._done else what
+        # A checksum in place of a long list.
+        self._done[tensor] = done if len(done) < 200 else f"... ({zlib.crc32(done.encode()):08x}), {what}"
 
-    Only :meth:`exchange_norms` communicates. The next step compares what was done on all ranks: an operation on one
-    rank alone is an error of that step on every rank.
+    # ------------------------------------------------------------------ what the next step compares
 
-    Args:
-        norms: of the gradients.
-        steps_early: whether shards are stepped during backward, so that nothing can be done.
+    @property
+    def skips_step(self) -> bool:
+        """Whether a GradScaler skips the next step; the host may wait for an accelerator."""
+        return self.found_inf is not None and bool(self.found_inf)
 
-    Attributes:
-        norms, steps_early: as given.
-        orders: of the norms that are exchanged.
-        takes_norms: whether norms are taken in this backward, if there are orders; GradExchange sets it.
-        found_inf: what a GradScaler has found in the gradients of the last backward; None before it has looked.
-    """
+    @property
+    def to_text(self) -> Mapping[str, str]:
+        """What was done to each gradient since it was reduced, for the agreement of a step."""
+        return {f"what was done to the gradient of tensor {tensor}": done for tensor, done in self._done.items()}
 
-    def __init__(self, norms: GradNorms, *, steps_early: bool) -> None:
-        self.norms, self.orders, self.steps_early, self.takes_norms = norms, norms.orders, steps_early, False
-        self._done: dict[int, str] = {}
-        self.found_inf: torch.Tensor | None = None
-        self._clamped: set[int] = set()
-        self._zeroed: set[int] = set()
+    def agreed(self) -> None:
+        """Forget what was done: all ranks have compared it, and step."""
+        self._done.clear()
+
+    # ------------------------------------------------------------------ what is refused, and why
 
     def advice(self, operation: str) -> str:
         """Say why an operation on a placeholder cannot be done, and what to do instead."""
@@ -254,7 +308,7 @@ class GradOperations:
         """Say why the norm of a gradient is not known, and what to do; empty if it is."""
         if tensor in self._zeroed:
             return ""
-        if not self.norms.are_known:
+        if self._known is None:
             return (
                 "norms are exchanged at the end of a backward, if it succeeds, but neither inside Join nor with "
                 "norms=False: call optimizer.clip_grad_norm_()"
@@ -262,92 +316,6 @@ class GradOperations:
         if tensor in self._clamped:
             return "it was clamped, after which its norm is not known: take norms before"
         return ""
-
-    def norm(self, tensor: int, order: float, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return the norm of a gradient, on the device of ``like``; see :meth:`GradNorms.norm`."""
-        if tensor in self._zeroed:
-            return torch.zeros((), dtype=dtype, device=like.device)
-        return self.norms.norm(tensor, order, dtype).to(like.device)
-
-    def scale(
-        self, tensor: int, owned: torch.Tensor | None, factor: float | torch.Tensor, *, divides: bool = False
-    ) -> None:
-        """Multiply a gradient.
-
-        Args:
-            tensor: its index.
-            owned: this rank's part of it, if it owns some.
-            factor: a number, or a tensor of one element.
-            divides: whether to divide instead.
-        """
-        # First, as a factor that is none raises on every rank.
-        self.scaled(tensor, "div_" if divides else "mul_", factor, divides=divides)
-        if owned is not None:
-            _ = owned.div_(factor) if divides else owned.mul_(factor)
-
-    def clamp(self, tensor: int, owned: torch.Tensor | None, low: float | None, high: float | None) -> None:
-        """Clamp a gradient; arguments as for :meth:`scale`."""
-        if owned is not None:
-            owned.clamp_(low, high)
-        self._clamped.add(tensor)
-        self._note(tensor, f"clamp_({low}, {high})")
-
-    def clipped(self, factor: Factor) -> None:
-        """Take note that all owners have multiplied all gradients by the same factor, which is at most 1."""
-        self.norms.scale_all(factor)
-
-    def scaled(self, tensor: int, kind: str, factor: float | torch.Tensor, *, divides: bool = False) -> None:
-        """Take note that owners multiply a gradient; ``kind`` names the operation in errors."""
-        if isinstance(factor, torch.Tensor) and factor.device.type != "cpu":
-            # The host does not wait for an accelerator.
-            self._note(tensor, kind)
-        else:
-            factor = float(factor)
-            self._note(tensor, f"{kind}({factor})")
-        self.norms.scale(tensor, factor, divides=divides)
-
-    def _note(self, tensor: int, what: str) -> None:
-        done = f"{self._done[tensor]}, {what}" if tensor in self._done else what
-        # A checksum in place of a long list.
-        self._done[tensor] = done if len(done) < 200 else f"... ({zlib.crc32(done.encode()):08x}), {what}"
-
-    # ------------------------------------------------------------------ what the next step compares
-
-    @property
-    def skips_step(self) -> bool:
-        """Whether a GradScaler skips the next step; the host may wait for an accelerator."""
-        return self.found_inf is not None and bool(self.found_inf)
-
-    @property
-    def to_text(self) -> Mapping[str, str]:
-        """What was done to each gradient since it was reduced, for the agreement of a step."""
-        return {f"what was done to the gradient of tensor {tensor}": done for tensor, done in self._done.items()}
-
-    def agreed(self) -> None:
-        """Forget what was done: all ranks have compared it, and step."""
-        self._done.clear()
-
-    def reduced(self, state: BucketState, kept: Set[int]) -> None:
-        """Take note of a bucket that has been reduced: forget what was done to gradients that are not ``kept``."""
-        for tensor in state.tensors if self._done else ():
-            if tensor not in kept:
-                self._done.pop(tensor, None)
-        if self.takes_norms and self.orders:
-            self.norms.take(state.owned_gradients())
-
-    def zeroed(self, tensor: int) -> None:
-        """Take note that a gradient was set to zero."""
-        self._zeroed.add(tensor)
-        self._done.pop(tensor, None)
-
-    def exchange_norms(self) -> None:
-        """Exchange norms after a backward; or leave them unknown until the next one. Collective; agree first."""
-        self._clamped.clear()
-        self._zeroed.clear()
-        self.found_inf = None
-        self.norms.are_known = False
-        if self.takes_norms and self.orders:
-            self.norms.exchange()
 
 
 def _norms(grads: Sequence[torch.Tensor]) -> torch.Tensor:

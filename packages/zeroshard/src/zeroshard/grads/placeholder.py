@@ -17,22 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from zeroshard._torch_private import (
-    ATEN_AMP_UNSCALE_,
-    ATEN_FOREACH_CLAMP_MAX_,
-    ATEN_FOREACH_CLAMP_MIN_,
-    ATEN_FOREACH_DIV_SCALAR_,
-    ATEN_FOREACH_DIV_TENSOR_,
-    ATEN_FOREACH_MUL_SCALAR_,
-    ATEN_FOREACH_MUL_TENSOR_,
-    ATEN_FOREACH_NORM,
-    ATEN_FOREACH_ZERO_,
-    ATEN_SHALLOW_COPY,
-    ATEN_TO_COPY,
-    amp_unscale_,
-    in_autograd,
-    make_wrapper_subclass,
-)
+from zeroshard import _torch_private as private
 from zeroshard.grads.norms import INF, GradOperations
 from zeroshard.state.placeholder import TensorWithoutValues
 
@@ -43,7 +28,7 @@ _aten = torch.ops.aten
 
 
 class GradPlaceholder(TensorWithoutValues):
-    """Replaces a gradient that lies at its owner; see the module.
+    """Replaces a gradient that is sharded; see the module.
 
     It has the shape, strides, dtype and device of the parameter and no memory, until a further backward has added this
     rank's own values to it, which are then on their way to the next reduction.
@@ -59,17 +44,18 @@ class GradPlaceholder(TensorWithoutValues):
     _title: str
     _accumulator_of: weakref.ref[GradAccumulator]
     _local: torch.Tensor | None
-    _is_copy: bool
 
     @staticmethod
     def __new__(
         cls: type[GradPlaceholder], param: torch.Tensor, tensor: int, name: str, accumulator: GradAccumulator
     ) -> GradPlaceholder:
         """Make a tensor without memory."""
-        return make_wrapper_subclass(cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device)
+        return private.make_wrapper_subclass(
+            cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device
+        )
 
     def __init__(self, param: torch.Tensor, tensor: int, name: str, accumulator: GradAccumulator) -> None:  # noqa: ARG002 - as __new__
-        self._tensor, self._title, self._local, self._is_copy = tensor, name, None, False
+        self._tensor, self._title, self._local = tensor, name, None
         # Weakly: the accumulator knows the parameter, whose gradient this is, and such a cycle is never collected.
         self._accumulator_of = weakref.ref(accumulator)
 
@@ -114,7 +100,7 @@ class GradPlaceholder(TensorWithoutValues):
         advice = operations.why_unchangeable() if changes else operations.why_unknown(self._tensor)
         if self._local is not None:
             advice = "this rank has added to it what no backward has reduced yet, as under no_sync()"
-        elif changes and self._is_copy and not self._accumulator.is_grad(self):
+        elif changes and not self._accumulator.is_grad(self):
             advice = "it is a copy in another dtype, without values: change the gradient itself"
         elif not changes and self._accumulator.is_used(self._tensor) and not self.is_zero():
             advice = "a step has used it, and may have changed it: take norms before step()"
@@ -128,12 +114,12 @@ class GradPlaceholder(TensorWithoutValues):
             advice = "call zero_grad() before copying, pickling or sharing the model"
         advice = advice or self._accumulator.operations.advice(operation)
         return RuntimeError(
-            f"the gradient of {self._title!r} lies at its owner, and {operation} cannot be done with it: {advice}"
+            f"the gradient of {self._title!r} is sharded, and {operation} is not supported on it: {advice}"
         )
 
 
 def _zero(gradient: GradPlaceholder) -> GradPlaceholder:
-    if gradient._is_copy:
+    if not gradient._accumulator.is_grad(gradient):
         gradient.operations("zero_()", changes=True)
     gradient._local = None
     gradient._accumulator.zero(gradient._tensor)
@@ -145,14 +131,12 @@ def _convert(gradient: GradPlaceholder, *, dtype: Any = None, device: Any = None
     like = torch.empty_strided(
         gradient.shape, gradient.stride(), dtype=dtype or gradient.dtype, device=device or gradient.device
     )
-    converted = GradPlaceholder(like, gradient._tensor, gradient._title, gradient._accumulator)
-    converted._is_copy = True
-    return converted
+    return GradPlaceholder(like, gradient._tensor, gradient._title, gradient._accumulator)
 
 
 def _add(gradient: torch.Tensor, other: torch.Tensor, **options: object) -> torch.Tensor:
     """Add the gradient of a further backward, as autograd does; nothing else may."""
-    by_autograd = in_autograd() and not options
+    by_autograd = private.in_autograd() and not options
     if not by_autograd or not isinstance(gradient, GradPlaceholder) or isinstance(other, GradPlaceholder):
         held = next(item for item in (gradient, other) if isinstance(item, GradPlaceholder))
         raise held.refusal("adding")
@@ -176,7 +160,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
     """Move this rank's own values, as DDP does between a gradient and its bucket; nothing else may."""
     held = target if isinstance(target, GradPlaceholder) else source
     assert isinstance(held, GradPlaceholder)
-    if not (held._accumulator.in_backward or in_autograd() or held._accumulator.in_rebuild):
+    if not (held._accumulator.in_backward or private.in_autograd() or held._accumulator.in_rebuild):
         raise held.refusal("copying", _COPYING if held._accumulator.in_rebuild is None else "")
     if isinstance(target, GradPlaceholder):
         # DDP copies the bucket back after the reduction, but the values stay in the bucket.
@@ -262,11 +246,11 @@ def _unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse
     found_inf.copy_(torch.maximum(found_inf, (~norms.isfinite().all()).to(found_inf.dtype)))
     values = [gradient for gradient in gradients if not isinstance(gradient, GradPlaceholder)]
     if values:
-        amp_unscale_(values, found_inf, inverse)
+        private.amp_unscale_(values, found_inf, inverse)
     owned = [gradient.owned for gradient in held if gradient.owned is not None]
     if owned:
         # What the owner finds, the others may not know.
-        amp_unscale_(owned, torch.zeros_like(found_inf), inverse)
+        private.amp_unscale_(owned, torch.zeros_like(found_inf), inverse)
     for gradient, operations in zip(held, followers[::2], strict=True):
         operations.found_inf = found_inf
         operations.scaled(gradient._tensor, "unscale", inverse)
@@ -275,23 +259,23 @@ def _unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse
 GradPlaceholder.allowed = {
     _aten.detach.default: lambda gradient: gradient,
     _aten.zero_.default: _zero,
-    ATEN_FOREACH_ZERO_: _foreach(torch.Tensor.zero_),
+    private.ATEN_FOREACH_ZERO_: _foreach(torch.Tensor.zero_),
     _aten.add_.Tensor: _add,
     _aten.add.Tensor: _add,
-    ATEN_TO_COPY: _convert,
+    private.ATEN_TO_COPY: _convert,
     # As torch answers for its own devices without asking.
-    ATEN_SHALLOW_COPY: lambda one, other: one.device.type == other.device.type,
+    private.ATEN_SHALLOW_COPY: lambda one, other: one.device.type == other.device.type,
     _aten.copy_.default: _copy,
     _aten.linalg_vector_norm.default: _norm,
-    ATEN_FOREACH_NORM: _foreach_norm,
+    private.ATEN_FOREACH_NORM: _foreach_norm,
     _aten.mul_.Tensor: _scale,
     _aten.div_.Tensor: partial(_scale, divides=True),
-    ATEN_FOREACH_MUL_SCALAR_: _foreach(torch.Tensor.mul_),
-    ATEN_FOREACH_MUL_TENSOR_: _foreach(torch.Tensor.mul_),
-    ATEN_FOREACH_DIV_SCALAR_: _foreach(torch.Tensor.div_),
-    ATEN_FOREACH_DIV_TENSOR_: _foreach(torch.Tensor.div_),
+    private.ATEN_FOREACH_MUL_SCALAR_: _foreach(torch.Tensor.mul_),
+    private.ATEN_FOREACH_MUL_TENSOR_: _foreach(torch.Tensor.mul_),
+    private.ATEN_FOREACH_DIV_SCALAR_: _foreach(torch.Tensor.div_),
+    private.ATEN_FOREACH_DIV_TENSOR_: _foreach(torch.Tensor.div_),
     _aten.clamp_.default: _clamp,
-    ATEN_FOREACH_CLAMP_MIN_: _foreach(lambda gradient, low: gradient.clamp_(min=low)),
-    ATEN_FOREACH_CLAMP_MAX_: _foreach(lambda gradient, high: gradient.clamp_(max=high)),
-    ATEN_AMP_UNSCALE_: _unscale,
+    private.ATEN_FOREACH_CLAMP_MIN_: _foreach(lambda gradient, low: gradient.clamp_(min=low)),
+    private.ATEN_FOREACH_CLAMP_MAX_: _foreach(lambda gradient, high: gradient.clamp_(max=high)),
+    private.ATEN_AMP_UNSCALE_: _unscale,
 }

@@ -47,117 +47,62 @@ class SideStream:
             tensor.record_stream(self._stream)
 
 
-Job = Callable[[], None]
-
-
-class Worker:
-    """Runs jobs one after another, in the order of :meth:`submit`, in a thread that lives only while there are jobs.
-
-    So no thread ever waits for a job, and none outlives a backward. After a job has raised, the others are
-    still run: each decides itself whether it can do anything. Any thread may call any method.
-
-    Args:
-        name: of the thread.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._changed = threading.Condition()
-        self._jobs: deque[Job] = deque()
-        self._thread: threading.Thread | None = None
-        self._failure: BaseException | None = None
-
-    def submit(self, job: Job) -> None:
-        """Run a job after those submitted before, and return at once.
-
-        Raises:
-            RuntimeError: if no thread can be started; the job will not be run.
-        """
-        with self._changed:
-            if self._thread is None:
-                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                thread.start()
-                self._thread = thread
-            self._jobs.append(job)
-
-    def drain(self) -> None:
-        """Wait until all jobs have been run.
-
-        Raises:
-            BaseException: the first that a job has raised since the last call.
-        """
-        with self._changed:
-            while self._thread is not None:
-                self._changed.wait()
-            failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                if not self._jobs:
-                    self._thread = None
-                    self._changed.notify_all()
-                    return
-                job = self._jobs.popleft()
-            try:
-                job()
-            except BaseException as error:  # noqa: BLE001 - any error is raised by drain()
-                if self._failure is None:
-                    self._failure = error
-            del job
-
-
 class ReductionQueue:
-    """Finishes reductions in the order in which they began: in a worker thread, or when :meth:`finish` is called.
+    """Finishes reductions in the order in which they began: in a worker thread, or when others are added.
+
+    The thread lives only while there are reductions to finish, so that it never waits for one, nor outlives a backward.
+    After one has raised, the others are still finished: each decides itself whether it can do anything.
 
     Args:
-        rank: of the thread, for its name.
+        rank: of this process, for the thread's name.
         device: where buckets are.
         uses_thread: whether there is a thread. Else all ranks do the same in the same order, whatever has arrived, and
             on an accelerator everything is queued on a side stream.
     """
 
     def __init__(self, rank: int, device: torch.device, *, uses_thread: bool) -> None:
-        self._uses_thread, self._side = uses_thread, SideStream(device)
-        self._worker = Worker(f"zeroshard rank {rank}")
-        self._begun: deque[tuple[Job, BucketReduceWork | None]] = deque()
+        self._name, self._uses_thread, self._side = f"zeroshard rank {rank}", uses_thread, SideStream(device)
+        self._begun: deque[tuple[Callable[[], None], BucketReduceWork | None]] = deque()
         self._finished: deque[BucketReduceWork] = deque()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
 
-    def add(self, finish: Job, work: BucketReduceWork | None) -> None:
+    def add(self, finish: Callable[[], None], work: BucketReduceWork | None, *, leave: int | None = None) -> None:
         """Take in a reduction that has begun.
 
         Args:
             finish: called when it is its turn.
             work: closed some time after that, if there is any.
-        """
-        self._begun.append((finish, work))
-        if self._uses_thread:
-            self._worker.submit(self._finish_next)
-
-    def beside(self) -> AbstractContextManager[object]:
-        """While the block runs, queue work where reductions are finished: beside what computes gradients."""
-        return self._side.after_current()
-
-    def finish(self, *, leave: int) -> None:
-        """Finish all but the last few; a no-op if a thread does that."""
-        if self._uses_thread or len(self._begun) <= leave:
-            return
-        # What they need was there when they began, see `beside`.
-        with self._side.as_current():
-            while len(self._begun) > leave:
-                self._finish_one()
-
-    def drain(self) -> None:
-        """Wait until all is done; on an accelerator, order the current stream after that.
+            leave: without a thread, finish all but so many now; none if None.
 
         Raises:
-            BaseException: the first that a reduction has raised.
+            RuntimeError: if no thread can be started; ``finish`` will not be called.
         """
+        with self._lock:
+            if self._uses_thread and self._thread is None:
+                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                thread.start()
+                self._thread = thread
+            self._begun.append((finish, work))
+        if not self._uses_thread and leave is not None:
+            self._finish(leave)
+
+    def beside(self, tensor: torch.Tensor) -> AbstractContextManager[object]:
+        """In the block, queue work on a tensor where reductions are finished: beside what computes gradients."""
+        self._side.keep(tensor)
+        return self._side.after_current()
+
+    def drain(self) -> None:
+        """Wait until all is done, or order the current stream after that; raise the first error of a reduction."""
         try:
-            self._worker.drain()
-            self.finish(leave=0)
+            thread = self._thread
+            if thread is not None:
+                thread.join()
+            failure, self._failure = self._failure, None
+            if failure is not None:
+                raise failure
+            self._finish(0)
             self._close(leave=0)
             self._side.join()
         finally:
@@ -168,10 +113,25 @@ class ReductionQueue:
         """Keep the memory of a tensor that is used here until it is no longer used."""
         self._side.keep(tensor)
 
-    def _finish_next(self) -> None:
-        """Finish one, and close one from some buckets before: the next one needs the memory of its packed messages."""
-        self._finish_one()
-        self._close(leave=2)
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._begun:
+                    self._thread = None
+                    return
+            try:
+                self._finish_one()
+                # The next one needs the memory of the packed messages of those before.
+                self._close(leave=2)
+            except BaseException as error:  # noqa: BLE001 - any error is raised by drain()
+                self._failure = self._failure or error
+
+    def _finish(self, leave: int) -> None:
+        if len(self._begun) > leave:
+            # What they need was there when they began, see `beside`.
+            with self._side.as_current():
+                while len(self._begun) > leave:
+                    self._finish_one()
 
     def _finish_one(self) -> None:
         finish, work = self._begun.popleft()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +14,7 @@ from zeroshard_comm import Coordinator, agreed
 from zeroshard._torch_private import foreach_copy_
 from zeroshard.local.extra_state import AVERAGE, COUNT, ExtraEntries, Loaded
 from zeroshard.local.shard import LocalShard
+from zeroshard.plan.layout import with_settings
 
 if TYPE_CHECKING:
     from zeroshard.engine import Engine
@@ -92,8 +92,8 @@ class AveragedParameters:
     def applied(self) -> Iterator[None]:
         """Let the parameters have the averages, on all ranks, while the block runs. Collective.
 
-        Their own values stay on each rank, which takes as much memory as the parameters. Leaving the block brings them
-        back without communication, also after an exception on one rank. In the block ``step()``, :meth:`update`,
+        Their own values stay on each rank, which takes as much memory as the parameters. Leaving the block restores
+        them without communication, also after an exception on one rank. In the block ``step()``, :meth:`update`,
         ``load_state_dict()``, ``add_param_group()`` and another :meth:`applied` raise an error.
 
         Raises:
@@ -118,8 +118,7 @@ class AveragedParameters:
         with engine.collective(), torch.no_grad():
             with agreed(engine.coordinator, name) as proposal:
                 layout = engine.update_layout()
-                settings = {**layout.config.settings, "number of updates of the average": self.n_averaged}
-                proposal.set(replace(layout.config, settings=settings))
+                proposal.set(with_settings(layout, {"number of updates of the average": self.n_averaged}))
                 if not self.n_averaged:
                     raise RuntimeError("there is no average of the parameters yet: call update() after step() before")
             engine.adopt(layout)

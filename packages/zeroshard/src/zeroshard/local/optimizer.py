@@ -119,13 +119,7 @@ class LocalOptimizer:
                 )
 
     def step(self, arguments: Mapping[str, Any], unbound: Sequence[LocalShard] | None = None) -> Any:  # noqa: ANN401 - as the inner step
-        """Step the inner optimizer, and call its own hooks.
-
-        Args:
-            arguments: keyword arguments of the inner step.
-            unbound: detached shards that are stepped with their parameters' gradients, all if None; the tensors of the
-                others have theirs.
-        """
+        """Step the inner optimizer, and call its own hooks; ``unbound`` shards take their parameters' gradients."""
         unbound = self._detached if unbound is None else unbound
         try:
             bind_gradients(unbound)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
-from torch.optim import Optimizer
 from zeroshard_comm import agreed
 
 from zeroshard._torch_private import version_of
@@ -19,12 +18,6 @@ from zeroshard.state.serialization import PLAIN, receive_value, send_value
 
 if TYPE_CHECKING:
     from zeroshard.engine import Engine
-
-
-def check_method(inner: Optimizer, name: str) -> None:
-    """Raise an AttributeError if the local optimizer has no such method: frameworks use hasattr()."""
-    if not callable(getattr(inner, name, None)):
-        raise AttributeError(f"the local optimizer, of class {type(inner).__name__}, has no method {name}()")
 
 
 def call_on_all_ranks(engine: Engine, name: str) -> Any:  # noqa: ANN401 - what the local optimizer's returns

@@ -161,7 +161,7 @@ def _check(name: str, coupling: Coupling, given: list[dict[str, Any]]) -> None:
         called, instead = (f"{name} with {found[0]}", f"it without {found[0]}, ") if found else (name, "")
         raise ValueError(
             f"{called} couples tensors: it {coupling.why}. Each rank steps only the tensors that it owns, so training "
-            f"would differ from that of one process, without an error. Use {instead}an optimizer that updates each "
+            f"would differ from one process, without an error. Use {instead}an optimizer that updates each "
             f"tensor by itself, such as torch.optim.AdamW, or this one unsharded; or pass coupled='allow' if each rank "
             f"may see only its own tensors."
         )

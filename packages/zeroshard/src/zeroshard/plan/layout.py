@@ -151,6 +151,6 @@ def same_shards(one: Plan, other: Plan) -> bool:
     return one.owners == other.owners and here == there
 
 
-def with_hyperparameters(layout: Layout, hyperparameters: Mapping[str, str]) -> ShardingConfig:
-    """Add hyperparameters to what a rank contributes to one agreement: they may change with every step."""
-    return replace(layout.config, settings={**layout.config.settings, **hyperparameters})
+def with_settings(layout: Layout, settings: Mapping[str, Any]) -> ShardingConfig:
+    """Add to what a rank contributes to one agreement, e.g. hyperparameters: they may change with every step."""
+    return replace(layout.config, settings={**layout.config.settings, **settings})

@@ -28,7 +28,7 @@ class OptimizerCheck:
     Attributes:
         verdict: ``"equal"``: no tensor depended on the others. ``"coupled"``: one did. ``"draws random numbers"``:
             tensors are independent given the same random numbers; sharded runs are valid but not bitwise equal to
-            those of one process. ``"cannot tell"``: see ``reason``.
+            a run of one process. ``"cannot tell"``: see ``reason``.
         first_step: the first step, from 1, after which tensors differed; None if not coupled.
         reason: why there is no verdict, or a remark, or empty.
     """

@@ -58,7 +58,7 @@ def check_whole(checkpoint: object) -> None:
 
     Raises:
         RuntimeError: if it has a :meth:`~zeroshard.ZeroRedundancyOptimizer.state_dict` with placeholders, or a gradient
-            that lies at its owner.
+            that is sharded.
     """
     if isinstance(checkpoint, PartialState | TensorWithoutValues):
         checkpoint.__reduce_ex__(2)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from zeroshard_comm import Coordinator, DisagreementError, agreed, explain_configs
 
 from zeroshard.local.optimizer import LocalOptimizer, sync_groups
 from zeroshard.plan.groups import pack_groups, parameters_of
+from zeroshard.plan.layout import with_settings
 from zeroshard.state.check import ShardState, StateSchema, check_state_dict
 from zeroshard.state.serialization import copy_value, receive_value, send_value, write_value
 
@@ -47,7 +47,7 @@ def load(engine: Engine, schema: StateSchema, read: Callable[[], Mapping[str, An
         structure = checked.structure if checked is not None and from_rank is None else ""
         kind = {"from_rank of load_state_dict()": from_rank, "its state dict": "given" if structure else "empty"}
         kind["added state"] = ", ".join(sorted(extra.names))
-        proposal.set(replace(layout.config, settings={**layout.config.settings, **kind}))
+        proposal.set(with_settings(layout, kind))
         proposal.digest ^= int.from_bytes(hashlib.sha256(structure.encode()).digest()[:8], "big") >> 1
         proposal.flag = checked is not None
     if not coordinator.flagged:

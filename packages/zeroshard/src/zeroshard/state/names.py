@@ -75,7 +75,7 @@ def full_optimizer_state_dict(
 
     Args:
         model: has the optimizer's parameters; names of DistributedDataParallel and torch.compile are left out.
-        optimizer: whose state to bring together.
+        optimizer: whose state to gather.
         to: the group rank that receives it.
 
     Returns:

@@ -30,7 +30,7 @@ class TensorWithoutValues(torch.Tensor):
 
     def refusal(self, operation: str) -> RuntimeError:
         """Return the error for an operation, by its name."""
-        return RuntimeError(f"{operation} cannot be done with a tensor whose values lie on other ranks")
+        return RuntimeError(f"{operation} is not supported on a tensor whose values lie on other ranks")
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override] # torch's stub leaves out that it is a classmethod
@@ -65,7 +65,7 @@ class TensorWithoutValues(torch.Tensor):
 class StatePlaceholder(TensorWithoutValues):
     """Replaces a state entry of a parameter if this rank does not hold all of its values.
 
-    It has the shape, dtype and device of the whole entry, and no memory but that of the part. It can be copied and
+    It has the shape, dtype and device of the whole entry, and no memory but the part's. It can be copied and
     moved to another device or dtype, which gives another one; whatever would read or pickle its values raises a
     RuntimeError that says what to do. torch.distributed.checkpoint asks it by three methods with two underscores, as it
     asks DTensor, which box of the entry to write and to read here: the part, or nothing.
@@ -160,7 +160,7 @@ class StatePlaceholder(TensorWithoutValues):
 
     def refusal(self, operation: str) -> RuntimeError:
         """Return the error for an operation, by its name."""
-        refused = f"{self._title} lies on other ranks, at least in part, and {operation} cannot be done with it here. "
+        refused = f"{self._title} lies on other ranks, at least in part, and {operation} is not supported on it here. "
         if operation.partition("aten.")[2].partition(".")[0].endswith("_"):
             return RuntimeError(
                 f"{refused}To change the state in place, change what each rank holds, on every rank: the tensors in "
@@ -202,7 +202,7 @@ def _new_empty(held: StatePlaceholder, size: Sequence[int], **options: Any) -> t
 
 
 def _copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    """Copy the part of one placeholder to that of another, for the same rows."""
+    """Copy the part of one placeholder to another's, for the same rows."""
     if not isinstance(source, StatePlaceholder):
         assert isinstance(target, StatePlaceholder)
         raise target.refusal("copying a tensor into it")

@@ -148,11 +148,7 @@ def send_value(coordinator: Coordinator, peer: int, value: object) -> None:
 
 
 def receive_value(coordinator: Coordinator, peer: int) -> Any:  # noqa: ANN401 - as send_value
-    """Receive what :func:`send_value` sends; tensors are contiguous, on the CPU.
-
-    Raises:
-        PeerLostError: if the rank is gone.
-    """
+    """Receive what :func:`send_value` sends; tensors are contiguous, on the CPU."""
     arriving: list[torch.Tensor] = []
     values: list[Any] = []
 
