@@ -95,7 +95,7 @@ def lint(session: nox.Session) -> None:
     session.run("python", "tools/check_imports.py")
     session.run("python", "tools/check_sources.py")
     # With --sources it looks at messages and docstrings too.
-    session.run("python", "tools/check_idioms.py")
+    session.run("python", "tools/check_idioms.py", "--sources")
 
 
 @nox.session(tags=["ci"])

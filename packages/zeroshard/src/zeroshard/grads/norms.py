@@ -40,7 +40,7 @@ def norm_orders(norms: bool | Sequence[float]) -> tuple[float, ...]:
 
 @dataclass
 class _Pending:
-    """A factor that the norms of some tensors do not have yet; ``magnitude`` is a copy, which nobody changes."""
+    """A factor that the norms of some tensors do not have yet; ``magnitude`` is a copy of its own."""
 
     factor: Factor
     version: int
@@ -84,7 +84,7 @@ class _KnownNorms:
         return self._read[order, dtype][tensor]
 
     def scale(self, tensor: int, factor: Factor, *, divides: bool) -> None:
-        """Take note of a factor. It is applied with that of other gradients, before the next norm is asked for."""
+        """Take note of a factor. It is applied to all gradients with this factor at once, when a norm is asked for."""
         version, pending = version_of(factor) if isinstance(factor, torch.Tensor) else 0, self._pending
         if pending is None or tensor in pending.tensors or not pending.is_by(factor, version, divides=divides):
             self._apply()
