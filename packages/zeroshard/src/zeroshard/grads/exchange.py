@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from zeroshard.engine import Engine
 
 
+_Reduced = Future[torch.Tensor]
 _PATIENCE = 5.0
 """Seconds that a rank with an incomplete backward gives slower ones to come as far."""
 
@@ -113,6 +114,12 @@ class GradExchange:
         """Whether the optimizer has a parameter."""
         return param in self.gradients.index_of
 
+    def set_in_forward(self, *, may_rebuild: bool) -> None:
+        """Learn that the framework may replace its buckets from now on, in a forward, or no more."""
+        self.gradients.in_rebuild = may_rebuild
+        if may_rebuild:
+            self.buckets.release_replaced()
+
     # ------------------------------------------------------------------ a backward
 
     @disable_dynamo
@@ -154,7 +161,7 @@ class GradExchange:
             engine.mark_broken(error)
             raise
 
-    def _send(self, bucket: Bucket, reduce: Callable[[], Future[torch.Tensor]] | None) -> Future[torch.Tensor]:
+    def _send(self, bucket: Bucket, reduce: Callable[[], _Reduced] | None) -> _Reduced:
         reduces = reduce is None
         if bucket.index == 0:
             self._backwards, self._arrived_before = self._backwards + 1, 0
@@ -166,7 +173,7 @@ class GradExchange:
             work = state.reducer.begin(bucket.buffer, header, gradients=reduces)
         # Nobody reads its gradients any more: the hook that reduces it may write to it in a thread.
         result = reduce() if reduce is not None else None
-        done: Future[torch.Tensor] = Future(devices=self._devices)
+        done: _Reduced = Future(devices=self._devices)
         if may_step and self.buckets.transport.uses_thread:
             # Before a thread may send, in one order.
             state.broadcast.expect()
@@ -176,13 +183,7 @@ class GradExchange:
         self._queue.add(partial(self._finish, state, work, result, done), work, leave=leave)
         return done
 
-    def _finish(
-        self,
-        state: BucketState,
-        work: BucketReduceWork,
-        result: Future[torch.Tensor] | None,
-        done: Future[torch.Tensor],
-    ) -> None:
+    def _finish(self, state: BucketState, work: BucketReduceWork, result: _Reduced | None, done: _Reduced) -> None:
         """Finish the reduction of one bucket, and step it if buckets are stepped one by one."""
         buffer, engine = state.buffer, self._engine
         assert buffer is not None
@@ -204,9 +205,7 @@ class GradExchange:
             with record_function(f"zeroshard::share bucket {state.index}"):
                 state.broadcast.send()
 
-    def _take_in(
-        self, state: BucketState, headers: Sequence[BucketHeader], result: Future[torch.Tensor] | None
-    ) -> None:
+    def _take_in(self, state: BucketState, headers: Sequence[BucketHeader], result: _Reduced | None) -> None:
         for other, header in enumerate(headers):
             if (header.backward, header.bucket) != (self._backwards, state.index):
                 raise RuntimeError(
@@ -219,7 +218,8 @@ class GradExchange:
             state.replace(result.wait(), self._queue.keep)
         running = sum(header.is_own for header in headers)
         if self.join.divides_by_running and 0 < running < len(headers):
-            state.scale(len(headers) / running)
+            for gradient in state.owned_gradients().values():
+                gradient.mul_(len(headers) / running)
         state.present = tuple([any(bits) for bits in zip(*[header.present for header in headers], strict=True)])
         self._all_may_step = self._all_may_step and all(header.may_step for header in headers)
         self.gradients.add_saved(state, self._queue.keep)
