@@ -8,13 +8,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
+import torch
 from ddp_by_collectives import STEPPING, without_tags
 from ddp_training import MANY_BUCKETS, batch, register
 from join_training import HOOKS
 from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 from training import small_model
-from zeroshard import ZeroRedundancyOptimizer
+from zeroshard import StepMode, ZeroRedundancyOptimizer
+from zeroshard_integrations.ddp import register_reduce_to_owner
 from zeroshard_integrations.join import Join
 
 pytestmark = pytest.mark.each_choice
@@ -94,3 +96,20 @@ def test_after_a_join_context(hook: str, fails: bool) -> None:
     use()
     with without_collector():
         assert left(use()) == []
+
+
+@pytest.mark.ranks(2)
+def test_used_buckets_are_given_back_when_ddp_may_replace_them() -> None:
+    ddp = DistributedDataParallel(nn.Linear(4, 4))
+    optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optim.SGD, lr=0.1)
+    register_reduce_to_owner(ddp, optimizer)
+    exchange, held = optimizer.follow_backward(StepMode.IN_STEP), list[list[bool]]()
+    ddp.register_forward_pre_hook(
+        lambda *_: held.append([state.buffer is not None for state in exchange.buckets.by_index.values()])
+    )
+    for _ in range(4):
+        ddp(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    # DDP makes new buckets in its second forward alone.
+    assert held == [[], [False], [True], [True]]

@@ -239,7 +239,7 @@ def _register_model(ddp: DistributedDataParallel, exchanges: Sequence[GradExchan
 def _set_in_forward(exchanges: Sequence[GradExchange], ddp: DistributedDataParallel | None) -> None:
     """Tell optimizers which model is in a forward, or that none is."""
     for exchange in exchanges:
-        exchange.gradients.in_rebuild = ddp is not None and not has_rebuilt_buckets(ddp)
+        exchange.set_in_forward(may_rebuild=ddp is not None and not has_rebuilt_buckets(ddp))
 
 
 def _receive(

@@ -7,7 +7,7 @@ from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed.algorithms.join import Joinable, _JoinConfig
+from torch.distributed.algorithms.join import Joinable
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from zeroshard_comm._torch_private import check_names
@@ -39,7 +39,6 @@ USED: Mapping[str, str] = {
     "torch.optim.Optimizer._optimizer_step_post_hooks": "the same",
     "torch.utils._python_dispatch.TorchDispatchMode": "sees the random numbers that an optimizer draws",
     "torch.distributed.algorithms.join.Joinable._join_config": "how a joinable learns whether it is in a Join context",
-    "torch.distributed.algorithms.join._JoinConfig": "the same; what a joinable outside of any context has",
 }
 
 check_names("zeroshard", USED, TESTED_WITH)
@@ -48,6 +47,8 @@ foreach_copy_ = torch._foreach_copy_
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
+step_pre_hooks: Callable[[Optimizer], Mapping[int, Callable[..., Any]]] = attrgetter("_optimizer_step_pre_hooks")
+step_post_hooks: Callable[[Optimizer], Mapping[int, Callable[..., Any]]] = attrgetter("_optimizer_step_post_hooks")
 make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
 without_torch_function = torch._C._disabled_torch_function_impl
 ATEN_FOREACH_ZERO_ = torch.ops.aten._foreach_zero_.default
@@ -63,10 +64,9 @@ amp_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 ATEN_TO_COPY = torch.ops.aten._to_copy.default
 ATEN_SHALLOW_COPY = torch.ops.aten._has_compatible_shallow_copy_type.default
 ATEN_PIN_MEMORY = torch.ops.aten._pin_memory.default
-JoinConfig = _JoinConfig
+join_config: Callable[[Joinable], Any] = attrgetter("_join_config")
 DispatchMode = TorchDispatchMode
 F = TypeVar("F", bound=Callable[..., Any])
-_IN_NO_CONTEXT: JoinConfig = JoinConfig.construct_disabled_join_config()
 
 
 def disable_dynamo(func: F) -> F:
@@ -78,19 +78,3 @@ def disable_dynamo(func: F) -> F:
 def in_autograd() -> bool:
     """Whether autograd makes a backward in this thread."""
     return torch._C._current_graph_task_id() != -1
-
-
-def step_pre_hooks(optimizer: Optimizer) -> Mapping[int, Callable[..., Any]]:
-    """Return the hooks before a step that were registered with this optimizer."""
-    return optimizer._optimizer_step_pre_hooks
-
-
-def step_post_hooks(optimizer: Optimizer) -> Mapping[int, Callable[..., Any]]:
-    """Return the hooks after a step that were registered with this optimizer."""
-    return optimizer._optimizer_step_post_hooks
-
-
-def join_config(joinable: Joinable) -> JoinConfig:
-    """Return what the Join context that a joinable is in, if it is in one, has told it."""
-    found: JoinConfig = getattr(joinable, "_join_config", _IN_NO_CONTEXT)
-    return found

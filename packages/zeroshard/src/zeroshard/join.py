@@ -226,7 +226,8 @@ class JoinState:
                 if isinstance(value, torch.Tensor) and isinstance(present, torch.Tensor):
                     value = present.copy_(value)
                 to_group[key] = value
-        self._engine.hyperparameters.adopt(given["agreed"], groups)
+        self._engine.hyperparameters.agreed = given["agreed"]
+        self._engine.hyperparameters.record_written(groups)
         places = self._of_rank(rank, params)
         for tensor, values in given["parameters"].items():
             places[tensor].copy_(values)

@@ -332,11 +332,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         # There is none yet while torch's constructor runs.
         if not hasattr(self, "_engine"):
             return defaultdict(dict)
-        local = self._engine.local
-        if self.world_size == 1 and not (
-            local.extra.kinds or any(shard.is_detached for shard in local.shards.values())
-        ):
-            return local.optim.state
         return self._state_view
 
     @state.setter

@@ -10,6 +10,8 @@ import torch
 from zeroshard_comm import KINDS, Volume
 from zeroshard_core import Plan
 
+from zeroshard.state.placeholder import leaves
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
@@ -212,13 +214,10 @@ def _owned_bytes(plan: Plan, rank: int, tensors: Collection[int]) -> int:
 
 def _nbytes(value: object) -> int:
     """The bytes of all tensors in a state entry, or in all of them."""
-    if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
-        value = value.coalesce()
-        value = (value.indices(), value.values())
-    if isinstance(value, torch.Tensor):
-        return value.nbytes
-    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
-    return sum(map(_nbytes, parts))
+    tensors = [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
+    sparse = [tensor.coalesce() for tensor in tensors if tensor.layout is not torch.strided]
+    parts = [part for tensor in sparse for part in (tensor.indices(), tensor.values())]
+    return sum(tensor.nbytes for tensor in (*tensors, *parts) if tensor.layout is torch.strided)
 
 
 def _ranks(described: TensorDescription | BucketDescription) -> str:

@@ -6,7 +6,6 @@ reduction, so the owner copies the gradient that was reduced before, and adds th
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import attrgetter, is_
@@ -94,8 +93,6 @@ class GradAccumulator:
         """Put placeholders where the gradients of a backward were."""
         for state in states:
             placeholders = [self.placeholders[tensor] for tensor in state.tensors]
-            if state.is_first:
-                placeholders = self._passing(state)
             for param, placeholder in zip(state.params, placeholders, strict=True):
                 if param.grad is not None:
                     param.grad = placeholder
@@ -107,21 +104,6 @@ class GradAccumulator:
     def owned(self, tensor: int) -> torch.Tensor | None:
         """Return this rank's part of a reduced gradient; None if it owns none of it."""
         return self._state_of[tensor].owned_gradients().get(tensor)
-
-    def _passing(self, state: BucketState) -> list[GradPlaceholder]:
-        """Make placeholders that give the bucket's memory back when all are set to None: DDP then makes new buckets."""
-        made = [GradPlaceholder(self._params[i], i, self._plan.tensors[i].name, self) for i in state.tensors]
-        state_of, left = weakref.ref(state), [len(made)]
-
-        def dropped() -> None:
-            left[0] -= 1
-            state = state_of()
-            if left[0] == 0 and state is not None:
-                state.release()
-
-        for placeholder in made:
-            weakref.finalize(placeholder, dropped).atexit = False
-        return made
 
     # ------------------------------------------------------------------ what the next step will use
 
@@ -194,8 +176,13 @@ class GradAccumulator:
         if state.phase is BucketPhase.STEPPED:
             self.refusal = (
                 f"tensor {tensor} {self._plan.tensors[tensor].name!r} still has the gradient of the last step: "
-                f"call optimizer.zero_grad() before backward(){self.operations.stepping}"
+                f"call optimizer.zero_grad() before backward()"
             )
+            if self.operations.steps_early:
+                self.refusal += (
+                    ". To accumulate gradients of several backwards, make all but the last one under no_sync(), or use "
+                    "reduce_to_owner_hook: this hook steps in every backward"
+                )
             raise RuntimeError(self.refusal)
         self._keeps_reduced.add(tensor)
         gradient = self.owned(tensor)

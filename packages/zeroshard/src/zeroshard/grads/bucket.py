@@ -77,7 +77,6 @@ class BucketState:
     Args:
         bucket: as it came for the first time.
         tensors: the indices of its parameters in the plan.
-        is_first: whether it is of the first backward, after which DDP makes new buckets; also an attribute.
 
     Attributes:
         tensors: as given.
@@ -98,8 +97,7 @@ class BucketState:
         failure: the error that the optimizer raised then, if any.
     """
 
-    def __init__(self, bucket: Bucket, tensors: Sequence[int], *, is_first: bool) -> None:
-        self.is_first = is_first
+    def __init__(self, bucket: Bucket, tensors: Sequence[int]) -> None:
         self.index, self.tensors, self.params = bucket.index, tuple(tensors), list(bucket.params)
         self.offsets, self.length = bucket.offsets, bucket.buffer.numel()
         self._strides = [param.stride() for param in bucket.params]
@@ -191,11 +189,6 @@ class BucketState:
             source = gradient_view(reduced.view(-1), start, target.shape, self._strides[place])
             if source.data_ptr() != target.data_ptr():
                 target.copy_(source)
-
-    def scale(self, factor: float) -> None:
-        """Multiply this rank's parts of the gradients."""
-        for gradient in self.owned_gradients().values():
-            gradient.mul_(factor)
 
     def gradients(self) -> Sequence[torch.Tensor | None]:
         """Return this rank's parts of the gradients that are :attr:`present`, None for the others that it owns."""

@@ -178,29 +178,29 @@ class Buckets:
         before = known.buffer if known is not None else None
         is_known = known is not None and known.take(bucket)
         if bucket.index == 0:
-            is_moved = before is not None and before.data_ptr() != bucket.buffer.data_ptr()
-            self._begin(is_known=is_known, is_moved=is_moved, reduces=reduces)
+            # Prepare for the other buckets if they have been the same for a while.
+            self._is_expected = is_known and self._alike >= _SETTLED
+            for other in self.arrived if self._is_expected and reduces else ():
+                other.reducer.expect()
+            if before is not None and before.data_ptr() != bucket.buffer.data_ptr():
+                # The framework has made new buckets, and needs the memory of the old ones.
+                for other in self.by_index.values():
+                    other.release()
+            self.arrived = []
         state = known if known is not None and is_known else self._add(bucket)
         self.arrived.append(state)
         return state
 
-    def _begin(self, *, is_known: bool, is_moved: bool, reduces: bool) -> None:
-        """Begin a backward, and prepare for its other buckets if they have been the same for a while."""
-        self._is_expected = is_known and self._alike >= _SETTLED
-        for state in self.arrived if self._is_expected and reduces else ():
-            state.reducer.expect()
-        if is_moved:
-            # The framework has made new buckets, and needs the memory of the old ones.
-            for state in self.by_index.values():
+    def release_replaced(self) -> None:
+        """Drop the memory of used buckets that were new in the last backward: the framework may replace them now."""
+        states = self.by_index.values() if self._alike == 0 and not self._gradients.in_backward else ()
+        for state in states:
+            if all(param.grad is None for param in state.params):
                 state.release()
-        self.arrived = []
 
     def end(self) -> None:
         """End a backward: after a rebuild there may be fewer buckets."""
         self._alike = 0 if self._is_new else self._alike + 1
-        for state in self.by_index.values():
-            # Where DDP does not rebuild its buckets after the first backward, it never will.
-            state.is_first = state.is_first and self._is_new
         if self._is_new:
             self._is_new = False
             self.by_index = {state.index: state for state in self.arrived}
@@ -223,7 +223,7 @@ class Buckets:
                     f"DistributedDataParallel cannot have one optimizer with a communication hook of zeroshard; give "
                     f"each of them its own"
                 )
-            state = BucketState(bucket, tensors, is_first=not self._known)
+            state = BucketState(bucket, tensors)
             self._lay_out_bucket(state)
             lies = f"{bucket.buffer.numel()} elements of {bucket.buffer.dtype}: tensors {tensors} at {state.offsets}"
             settings = {

@@ -31,12 +31,11 @@ class EarlySteps:
     def one(self, *, is_own: bool) -> Iterator[None]:
         """Around the step of a backward; ``is_own`` is False on a rank without data, whose loop calls no ``step()``."""
         try:
-            self._unstepped = "the last backward was left by an exception"
             yield
-            self._unstepped = ""
-        except Exception as raised:
+        except BaseException as raised:
             self._unstepped = f"the last backward has not stepped: {raised}"
             raise
+        self._unstepped = ""
         if is_own:
             self._backwards += 1
             self.accept_hyperparameters()

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from zeroshard.engine import Engine
 
 
+_Reduced = Future[torch.Tensor]
 _PATIENCE = 5.0
 """Seconds that a rank with an incomplete backward gives slower ones to come as far."""
 
@@ -122,6 +123,12 @@ class GradExchange:
         """Whether the optimizer has a parameter."""
         return param in self.gradients.index_of
 
+    def set_in_forward(self, *, may_rebuild: bool) -> None:
+        """Learn that the framework may replace its buckets from now on, in a forward, or no more."""
+        self.gradients.in_rebuild = may_rebuild
+        if may_rebuild:
+            self.buckets.release_replaced()
+
     # ------------------------------------------------------------------ a backward
 
     @disable_dynamo
@@ -162,7 +169,7 @@ class GradExchange:
             engine.mark_broken(error)
             raise
 
-    def _send(self, bucket: Bucket, reduce: Callable[[], Future[torch.Tensor]] | None) -> Future[torch.Tensor]:
+    def _send(self, bucket: Bucket, reduce: Callable[[], _Reduced] | None) -> _Reduced:
         if bucket.index == 0:
             self._backwards, self._arrived_before = self._backwards + 1, 0
             self._look_early()
@@ -173,7 +180,7 @@ class GradExchange:
                 work = state.reducer.begin(bucket.buffer)
         # Nobody reads its gradients any more: the hook that reduces it may write to it in a thread.
         result = reduce() if reduce is not None else None
-        done: Future[torch.Tensor] = Future(devices=self._devices)
+        done: _Reduced = Future(devices=self._devices)
         if self._steps_buckets and self.buckets.transport.uses_thread:
             # Before a thread may send, in one order.
             state.broadcast.expect()
@@ -184,11 +191,7 @@ class GradExchange:
         return done
 
     def _finish(
-        self,
-        state: BucketState,
-        work: BucketReduceWork | None,
-        result: Future[torch.Tensor] | None,
-        done: Future[torch.Tensor],
+        self, state: BucketState, work: BucketReduceWork | None, result: _Reduced | None, done: _Reduced
     ) -> None:
         """Finish the reduction of one bucket, and step it if buckets are stepped one by one."""
         buffer, engine = state.buffer, self._engine
@@ -211,13 +214,14 @@ class GradExchange:
             with record_function(f"zeroshard::share bucket {state.index}"):
                 state.broadcast.send()
 
-    def _take_in(self, state: BucketState, work: BucketReduceWork | None, result: Future[torch.Tensor] | None) -> None:
+    def _take_in(self, state: BucketState, work: BucketReduceWork | None, result: _Reduced | None) -> None:
         if work is not None:
             work.finish()
         if result is not None:
             state.replace(result.wait(), self._queue.keep)
         if self.join.counted is not None:
-            state.scale(self._engine.coordinator.ranks.world_size / self.join.counted)
+            for gradient in state.owned_gradients().values():
+                gradient.mul_(self._engine.coordinator.ranks.world_size / self.join.counted)
         self.gradients.add_saved(state, self._queue.keep)
 
     @disable_dynamo

@@ -289,15 +289,6 @@ class GradOperations:
             "it in a hook of the tensor, or train without a communication hook"
         )
 
-    @property
-    def stepping(self) -> str:
-        """Say how to accumulate gradients if shards are stepped during backward; else empty."""
-        advice = (
-            ". To accumulate gradients of several backwards, make all but the last one under no_sync(), or use "
-            "reduce_to_owner_hook: this hook steps in every backward"
-        )
-        return advice if self.steps_early else ""
-
     def why_unchangeable(self) -> str:
         """Say why gradients cannot be changed by the loop, and what to do; empty if they can."""
         if self.takes_norms or not self.orders:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from zeroshard_comm import BucketReduceWork
@@ -88,10 +88,12 @@ class ReductionQueue:
         if not self._uses_thread and leave is not None:
             self._finish(leave)
 
-    def beside(self, tensor: torch.Tensor) -> AbstractContextManager[object]:
+    @contextmanager
+    def beside(self, tensor: torch.Tensor) -> Iterator[None]:
         """In the block, queue work on a tensor where reductions are finished: beside what computes gradients."""
-        self._side.keep(tensor)
-        return self._side.after_current()
+        with self._side.after_current():
+            self._side.keep(tensor)
+            yield
 
     def drain(self) -> None:
         """Wait until all is done, or order the current stream after that; raise the first error of a reduction."""

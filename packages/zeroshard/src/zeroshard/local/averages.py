@@ -101,9 +101,21 @@ class AveragedParameters:
             RuntimeError: if there was no :meth:`update` yet.
         """
         engine, originals = self._engine, dict[torch.Tensor, torch.Tensor]()
-        before = engine.suspended
+        before, name = engine.suspended, "AveragedParameters.applied()"
         try:
-            self._exchange(originals)
+            with engine.collective(), torch.no_grad():
+                with agreed(engine.coordinator, name) as proposal:
+                    layout = engine.update_layout()
+                    proposal.set(with_settings(layout, {"number of updates of the average": self.n_averaged}))
+                    if not self.n_averaged:
+                        raise RuntimeError("there is no average of the parameters yet: call update() after step()")
+                engine.adopt(layout)
+                with agreed(engine.coordinator, f"the memory for {name}"):
+                    for index in sorted(layout.fixed):
+                        originals[engine.params[index]] = engine.params[index].detach().clone()
+                    self._averages.write()
+                engine.broadcast_params()
+                engine.coordinator.agree(f"the end of {name}")
             engine.suspended = "parameters have their averages: leave the block of AveragedParameters.applied() first"
             yield
         finally:
@@ -111,23 +123,6 @@ class AveragedParameters:
             with torch.no_grad():
                 for param, original in originals.items():
                     param.copy_(original)
-
-    def _exchange(self, originals: dict[torch.Tensor, torch.Tensor]) -> None:
-        """Write averages to parameters on all ranks, and the values that these had to ``originals``. Collective."""
-        engine, name = self._engine, "AveragedParameters.applied()"
-        with engine.collective(), torch.no_grad():
-            with agreed(engine.coordinator, name) as proposal:
-                layout = engine.update_layout()
-                proposal.set(with_settings(layout, {"number of updates of the average": self.n_averaged}))
-                if not self.n_averaged:
-                    raise RuntimeError("there is no average of the parameters yet: call update() after step() before")
-            engine.adopt(layout)
-            with agreed(engine.coordinator, f"the memory for {name}"):
-                for index in sorted(layout.fixed):
-                    originals[engine.params[index]] = engine.params[index].detach().clone()
-                self._averages.write()
-            engine.broadcast_params()
-            engine.coordinator.agree(f"the end of {name}")
 
 
 class _Averages(ExtraEntries):

@@ -213,7 +213,7 @@ def sync_groups(source: Sequence[Mapping[str, Any]], target: Sequence[ParamGroup
             f"add_param_group(), and build a new optimizer to remove them"
         )
     for from_group, to_group in zip(source, target, strict=True):
-        to_group.update(hyperparameters_of(from_group))
+        to_group.update({key: value for key, value in from_group.items() if key not in MEMBERS})
 
 
 def bind_gradients(shards: Iterable[LocalShard]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from zeroshard.plan.groups import hyperparameters_of
+from zeroshard.plan.groups import MEMBERS
 
 
 def settings_of(
@@ -19,7 +19,8 @@ def settings_of(
     return {
         f"{key} of group {number}": to_text(value, in_step=in_step)
         for number, group in enumerate(groups, first)
-        for key, value in {**defaults, **hyperparameters_of(group)}.items()
+        for key, value in {**defaults, **group}.items()
+        if key not in MEMBERS
     }
 
 
@@ -53,11 +54,6 @@ class Hyperparameters:
     def record_written(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Note which values the inner optimizer has written to the public param groups."""
         self._seen = settings_of(groups, {}, in_step=True)
-
-    def adopt(self, agreed: Mapping[str, str], groups: Sequence[Mapping[str, Any]]) -> None:
-        """Take over :attr:`agreed` of another rank, whose values are in the public param groups already."""
-        self.agreed = dict(agreed)
-        self.record_written(groups)
 
 
 def _words(value: Any, in_step: bool) -> str:  # noqa: ANN401 - a hyperparameter

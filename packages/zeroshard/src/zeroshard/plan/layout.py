@@ -56,11 +56,6 @@ class Policy:
     by_messages: Sequence[str] = ("cpu",)
 
     @property
-    def drops_objects(self) -> bool:
-        """Whether entries of the state that cannot be sent are left out."""
-        return self.objects == "leave out"
-
-    @property
     def name(self) -> str:
         """The strategy's name, for messages."""
         return self.strategy if isinstance(self.strategy, str) else name_of(self.strategy)

@@ -72,15 +72,18 @@ def check_optimizer(
     likes = _LIKES if params is None else list(params)
     if len(likes) < 2:
         raise ValueError(f"`params` must hold two tensors or more, which may be coupled, but it has {len(likes)}")
-    problem = ""
+    problem, state_of_python = "", random.getstate()
     for with_closure in (False, True):
         build = partial(cls, **defaults)
         try:
-            with _undisturbed():
+            # Compile nothing.
+            with torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
                 return _judged([_try(build, likes, *kind, with_closure=with_closure) for kind in _GRADIENTS])
         except Exception as error:  # noqa: BLE001 - an unsupported class may raise any exception
             # The first error says what the class needs.
             problem = problem or f"{type(error).__name__}: {error}".partition("\n")[0]
+        finally:
+            random.setstate(state_of_python)
     return OptimizerCheck("cannot tell", None, problem)
 
 
@@ -181,14 +184,3 @@ class _SeededDraws(DispatchMode):
         with self:
             yield
         self.drew = self.drew or random.getstate() != before
-
-
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Compile nothing, and restore random generators at the end."""
-    state = random.getstate()
-    try:
-        with torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
-            yield
-    finally:
-        random.setstate(state)

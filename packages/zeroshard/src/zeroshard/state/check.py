@@ -5,19 +5,21 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import optim
 from zeroshard_core import Plan, Shard, StateEntry, TensorSpec, cut_state, probe
 
-from zeroshard.local.extra_state import ADVICE, ExtraState
+from zeroshard.local.extra_state import ADVICE
 from zeroshard.plan.eligibility import class_of, is_elementwise
-from zeroshard.plan.groups import ParamGroup, hyperparameters_of, parameters_of
+from zeroshard.plan.groups import hyperparameters_of, parameters_of
 from zeroshard.plan.hyperparameters import to_text
 from zeroshard.plan.layout import Policy
-from zeroshard.state.metadata import StateMetadata
-from zeroshard.state.placeholder import StatePlaceholder, has_placeholder
+from zeroshard.state.placeholder import StatePlaceholder, has_placeholder, leaves
+
+if TYPE_CHECKING:
+    from zeroshard.engine import Engine
 
 _STATEFUL: dict[str, Any] = {"momentum": 0.9, "amsgrad": True, "centered": True}
 """Hyperparameters of torch's optimizers that may be off, at values with which the optimizer keeps all its state."""
@@ -136,9 +138,7 @@ class ValidatedStateDict:
 
 def _lacks(value: object) -> bool:
     """Whether a part of an entry, or of a container of entries, is neither here nor cut."""
-    if isinstance(value, Mapping):
-        return any(map(_lacks, value.values()))
-    return has_placeholder(value) and getattr(value, "shard", None) is None
+    return any(isinstance(leaf, StatePlaceholder) and leaf.shard is None for leaf in leaves(value))
 
 
 def _samples(entries: Mapping[Any, Any]) -> list[Any]:
@@ -168,12 +168,7 @@ def _owned(entries: Mapping[Any, Any], plan: Plan, shard: Shard) -> dict[Any, An
 
 
 def check_state_dict(
-    state_dict: Mapping[str, Any],
-    groups: Sequence[ParamGroup],
-    plan: Plan,
-    schema: StateSchema,
-    metadata: StateMetadata,
-    extra: ExtraState,
+    state_dict: Mapping[str, Any], engine: Engine, plan: Plan, schema: StateSchema
 ) -> ValidatedStateDict:
     """Check a state dict, of the whole state or with placeholders, against the optimizer; raise what does not fit."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
@@ -181,7 +176,7 @@ def check_state_dict(
             "load_state_dict() expects a dict with 'state' and 'param_groups', as an optimizer's state_dict(); "
             f"got {sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else torch.typename(state_dict)}"
         )
-    state, saved_groups = state_dict["state"], state_dict["param_groups"]
+    state, saved_groups, groups = state_dict["state"], state_dict["param_groups"], engine.groups
     _check_type(state, dict, "'state'")
     _check_type(saved_groups, list, "'param_groups'")
     if len(saved_groups) != len(groups):
@@ -212,11 +207,11 @@ def check_state_dict(
     for (key, index), spec, param in zip(index_of.items(), plan.tensors, parameters_of(groups), strict=True):
         by_name = isinstance(key, str)
         where = f"loaded state dict, parameter {index} {key if by_name else spec.name!r}"
-        is_unstepped = not metadata.is_empty and index not in metadata
+        is_unstepped = not engine.metadata.is_empty and index not in engine.metadata
         if index in by_tensor:
             _check_entries(by_tensor[index], param, where)
             if by_tensor[index]:
-                entries = extra.checked(by_tensor[index], spec.shape, where)
+                entries = engine.local.extra.checked(by_tensor[index], spec.shape, where)
                 schema.check(entries, spec, saved_groups[spec.group], where)
         elif spec.trainable and spec.group in stateful_groups and not (is_partial or by_name or is_unstepped):
             # By name they come from torch.distributed.checkpoint, which has refused this unless `strict` is False.

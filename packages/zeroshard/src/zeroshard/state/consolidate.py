@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def consolidate(engine: Engine, target: int, to: object) -> dict[Any, Any] | None:
     """Return the state of all ranks on rank ``target`` (-1 if ``to`` is none), None on the others. Collective."""
     operation, plan, coordinator = f"consolidate_state_dict(to={target})", engine.layout.plan, engine.coordinator
-    groups, drops_objects = engine.groups, engine.policy.drops_objects
+    groups, drops_objects = engine.groups, engine.policy.objects == "leave out"
     with agreed(coordinator, operation) as proposal:
         proposal.set(engine.layout.config)
         if not 0 <= target < plan.world_size:

@@ -34,7 +34,7 @@ def load(engine: Engine, schema: StateSchema, read: Callable[[], Mapping[str, An
         if from_rank not in (None, rank) and given:
             raise ValueError(f"load_state_dict(from_rank={from_rank}): hand rank {rank} an empty dict, and not its own")
         is_empty = isinstance(given, Mapping) and not given and from_rank != rank
-        checked = None if is_empty else check_state_dict(given, groups, layout.plan, schema, metadata, extra)
+        checked = None if is_empty else check_state_dict(given, engine, layout.plan, schema)
         if checked is not None:
             is_whole, lacks_owned = checked.is_whole, checked.lacks_owned(rank, layout.plan)
             checksums = checked.checksums(layout.plan)

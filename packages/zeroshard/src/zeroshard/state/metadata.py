@@ -12,7 +12,7 @@ import torch
 from zeroshard_comm import agreed, all_gather_text
 from zeroshard_core import TensorSpec
 
-from zeroshard.state.placeholder import StatePlaceholder
+from zeroshard.state.placeholder import StatePlaceholder, map_leaves
 from zeroshard.state.serialization import Described, Key, describe_entries, part_dtype, read_value
 
 if TYPE_CHECKING:
@@ -91,23 +91,19 @@ class StateMetadata:
         for index, shard in local.shards.items():
             entries = local.state_of(shard)
             if entries is not None:
-                kinds = self._kind(entries)
+                kinds = map_leaves(entries, self._kind)
                 described[index] = describe_entries(shard, kinds, tensors[index].name, [], drops_objects=False)
         return json.dumps(described)
 
     def _kind(self, value: Any) -> Any:  # noqa: ANN401 - a state entry
-        """The entry, with a tensor in place of each number and text, whose values are not exchanged."""
-        if isinstance(value, Mapping):
-            return {key: self._kind(item) for key, item in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [self._kind(item) for item in value]
+        """The value, with a tensor in place of a number or text, whose values are not exchanged."""
         if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
             return torch.empty((), dtype=value.dtype, device=value.device).expand(value.shape)
         if value is None or isinstance(value, torch.Tensor):
             return value
         if isinstance(value, (bool, int, float)):
             return torch.tensor(value, device="cpu")
-        is_kept = isinstance(value, str) or self._engine.policy.drops_objects
+        is_kept = isinstance(value, str) or self._engine.policy.objects == "leave out"
         return torch.empty((), dtype=torch.uint8, device="cpu") if is_kept else value
 
     def _entries(self) -> list[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
@@ -174,13 +174,28 @@ class StatePlaceholder(TensorWithoutValues):
         )
 
 
+def leaves(value: object) -> Iterator[object]:
+    """Yield what is in an entry, or in containers of entries, however deep."""
+    if not isinstance(value, (Mapping, list, tuple)):
+        yield value
+        return
+    for item in value.values() if isinstance(value, Mapping) else value:
+        yield from leaves(item)
+
+
+def map_leaves(value: Any, call: Callable[[Any], Any]) -> Any:  # noqa: ANN401 - a state entry
+    """Return the same containers, with what a function makes of each of the :func:`leaves`."""
+    if isinstance(value, Mapping):
+        return {key: map_leaves(item, call) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        made = [map_leaves(item, call) for item in value]
+        return made if isinstance(value, list) else tuple(made)
+    return call(value)
+
+
 def has_placeholder(value: object) -> bool:
     """Whether an entry, or a container of entries, holds a placeholder."""
-    if isinstance(value, Mapping):
-        return any(map(has_placeholder, value.values()))
-    if isinstance(value, (list, tuple)):
-        return any(map(has_placeholder, value))
-    return isinstance(value, StatePlaceholder)
+    return any(isinstance(leaf, StatePlaceholder) for leaf in leaves(value))
 
 
 def _copied(operator: Callable[..., torch.Tensor]) -> Callable[..., StatePlaceholder]:

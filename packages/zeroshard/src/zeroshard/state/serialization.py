@@ -10,6 +10,7 @@ from zeroshard_comm import Coordinator, Manifest, receive_values, send_values
 from zeroshard_core import StateMapError, is_dense
 
 from zeroshard.local.shard import LocalShard
+from zeroshard.state.placeholder import map_leaves
 
 MakeTensor = Callable[[torch.dtype, Sequence[int], Sequence[int] | None, str], torch.Tensor]
 """Makes a tensor of a dtype, a shape and strides (None: contiguous), told the kind of device of the one described."""
@@ -124,14 +125,7 @@ def _laid_out_as(part: torch.Tensor, value: torch.Tensor, where: str) -> torch.T
 
 def copy_value(value: Any) -> Any:  # noqa: ANN401 - a state entry
     """Copy a state entry, tensors included, so that nothing is shared with it."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        return {key: copy_value(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        copies = map(copy_value, value)
-        return list(copies) if isinstance(value, list) else tuple(copies)
-    return value
+    return map_leaves(value, lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf)
 
 
 def send_value(coordinator: Coordinator, peer: int, value: object) -> None:

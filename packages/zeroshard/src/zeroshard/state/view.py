@@ -11,7 +11,7 @@ import torch
 from zeroshard.local.optimizer import LocalOptimizer
 from zeroshard.local.shard import LocalShard
 from zeroshard.state.listing import PartialState
-from zeroshard.state.placeholder import StatePlaceholder
+from zeroshard.state.placeholder import StatePlaceholder, map_leaves
 
 if TYPE_CHECKING:
     from zeroshard.engine import Engine
@@ -174,8 +174,4 @@ class _OthersEntries(PartialState):
 
 def _shapes(value: object) -> object:
     """What a placeholder must have to be written back: the shapes of the one that is there, in the same containers."""
-    if isinstance(value, Mapping):
-        return {key: _shapes(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_shapes(item) for item in value]
-    return value.shape if isinstance(value, StatePlaceholder) else value is None
+    return map_leaves(value, lambda leaf: leaf.shape if isinstance(leaf, StatePlaceholder) else leaf is None)
