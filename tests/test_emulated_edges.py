@@ -19,7 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 from training import cutting, small_model
 from zeroshard import ZeroRedundancyOptimizer
-from zeroshard_comm import collectives
+from zeroshard_comm import RankGroup, collectives
 from zeroshard_integrations.ddp import register_reduce_to_owner
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.ranks(1, 2, backend=["emulated", "nccl"])]
@@ -88,9 +88,15 @@ def test_a_backward_beside_the_step_of_another_optimizer(device: torch.device, m
 
 @pytest.mark.ranks(2, backend=["emulated", "nccl"])
 @pytest.mark.parametrize("staging", [3_000, 20_000])
-def test_optimizers_of_one_model(device: torch.device, staging: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("coalesces", [True, False])
+def test_optimizers_of_one_model(
+    device: torch.device, staging: int, coalesces: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # In so many chunks that the buffers change between the side streams of both.
     monkeypatch.setattr(collectives, "STAGING_BYTES", staging)
+    if not coalesces:
+        # As a backend that divides by itself, on a group of its own.
+        monkeypatch.setattr(RankGroup, "coalesces", lambda *_: False)
     ddp = DistributedDataParallel(
         small_model().double().to(device), bucket_cap_mb=MANY_BUCKETS, gradient_as_bucket_view=True
     )

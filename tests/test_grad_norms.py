@@ -324,6 +324,30 @@ def test_other_factors_on_ranks_are_an_error(rank: int) -> None:
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @PARTITIONS
+@pytest.mark.parametrize("done", ["set to None", "zero_()"])
+def test_a_gradient_that_one_rank_drops_or_zeroes_is_an_error(rank: int, partition: str, done: str) -> None:
+    twins, ours, theirs = reduced(partition)
+    before = [param.detach().clone() for param in ours]
+    if rank == 0 and done == "zero_()":
+        ours[0].grad.zero_()
+    elif rank == 0:
+        ours[0].grad = None
+    with pytest.raises(DisagreementError, match=rf"gradient of tensor 0 is '{re.escape(done)}' on rank 0 and None on"):
+        twins.optimizer.step()
+    assert all(map(torch.equal, ours, before))
+    # On all ranks it is allowed, and the others' gradients are still there.
+    for params in (ours, theirs):
+        if done == "zero_()":
+            params[0].grad.zero_()
+        else:
+            params[0].grad = None
+    for _, optimizer in twins.sides:
+        optimizer.step()
+    twins.check("after the step")
+
+
+@pytest.mark.ranks(2, backend=EVERYWHERE)
+@PARTITIONS
 @pytest.mark.parametrize("clips", [True, False], ids=["unscaled", "stepped"])
 def test_torchs_grad_scaler(rank: int, partition: str, clips: bool) -> None:
     twins = Twins("owner", partition=partition, exact=partition == "whole")

@@ -37,8 +37,8 @@ class Ceiling:
 
 CEILINGS: Mapping[str, Ceiling] = {
     "zeroshard_core": Ceiling(1607, "the smallest part of a cut tensor is an argument of a partition"),
-    "zeroshard_comm": Ceiling(3213, "cut tensors travel in owner-major matrices, by one collective for all owners"),
-    "zeroshard": Ceiling(7360, "gradients lie where the reducer leaves them; clipping does not wait for a device"),
+    "zeroshard_comm": Ceiling(3214, "each optimizer of a model averages its own parts of a bucket"),
+    "zeroshard": Ceiling(7368, "a gradient that one rank alone zeroes or drops is told apart"),
     "zeroshard_integrations": Ceiling(
         1856, "its own private names of torch: it imports public names of its siblings alone"
     ),

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from zeroshard_core import Run
 
-from zeroshard_comm._torch_private import all_gather, coalescing_manager, reduce_scatter
+from zeroshard_comm._torch_private import all_gather, coalescing_manager, foreach_div_, reduce_scatter
 from zeroshard_comm.interfaces import BucketReduceWork, GradientReducer, ParameterBroadcaster, Segment
 from zeroshard_comm.messages import wait_for_collective
 from zeroshard_comm.owner_major import Chunk, OwnerMajor
@@ -162,7 +162,8 @@ class CollectiveReducer(GradientReducer):
         if self._runs:
             group, op = self.ranks.group, self._op
             if not self._averages:
-                buffer.div_(self.ranks.world_size)
+                # Its own runs alone: other optimizers take their parts of the same bucket.
+                foreach_div_([buffer[run.start : run.stop] for run in self._runs], self.ranks.world_size)
             for slot, chunk, views in zip(self._slots, self._chunks, self._views_of(buffer), strict=True):
                 packed = slot.take(chunk.width * self.ranks.world_size, self._dtype)
                 torch.cat(views, out=packed)

@@ -122,6 +122,9 @@ class GradAccumulator:
                     continue
                 if self._replaced.get(tensor) != grad.data_ptr():
                     raise self.unreduced(tensor)
+            for tensor, is_present, grad in zip(state.tensors, state.present, grads, strict=True):
+                if is_present and grad is None and state.phase is BucketPhase.REDUCED:
+                    self.operations.dropped(tensor)
             state.present = tuple(
                 [is_present and grad is not None for is_present, grad in zip(state.present, grads, strict=True)]
             )

@@ -245,7 +245,11 @@ class GradOperations:
     def zeroed(self, tensor: int) -> None:
         """Take note that a gradient was set to zero."""
         self._zeroed.add(tensor)
-        self._done.pop(tensor, None)
+        self._done[tensor] = "zero_()"
+
+    def dropped(self, tensor: int) -> None:
+        """Take note that a gradient was set to None after it was reduced."""
+        self._done[tensor] = "set to None"
 
     def _note(self, tensor: int, what: str) -> None:
         done = f"{self._done[tensor]}, {what}" if tensor in self._done else what

@@ -106,8 +106,9 @@ class ReductionQueue:
                 raise failure
             self._finish(0)
             self._close(leave=0)
-            self._side.join()
         finally:
+            # Also after an error: whoever uses a bucket next comes after what was queued here.
+            self._side.join()
             self._begun.clear()
             self._finished.clear()
 
