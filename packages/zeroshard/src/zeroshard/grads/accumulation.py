@@ -122,8 +122,10 @@ class GradAccumulator:
                     continue
                 if self._replaced.get(tensor) != grad.data_ptr():
                     raise self.unreduced(tensor)
-            for tensor, is_present, grad in zip(state.tensors, state.present, grads, strict=True):
-                if is_present and grad is None and state.phase is BucketPhase.REDUCED:
+            for tensor, param, is_present in zip(state.tensors, state.params, state.present, strict=True):
+                # That a parameter was frozen is compared by itself.
+                dropped = is_present and param.grad is None and param.requires_grad
+                if dropped and state.phase is BucketPhase.REDUCED:
                     self.operations.dropped(tensor)
             state.present = tuple(
                 [is_present and grad is not None for is_present, grad in zip(state.present, grads, strict=True)]
