@@ -229,14 +229,20 @@ def test_what_is_under_way_on_devices_is_aborted_once_when_a_rank_is_lost(
     assert stub.aborted == int(switch)
 
 
-@pytest.mark.ranks(5, backend="gloo")
-def test_a_rank_that_has_closed_its_connections_since_another_is_lost_is_not_named(
-    rank: int, faults: Faults, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def connected_in_rounds(monkeypatch: pytest.MonkeyPatch) -> Coordinator:
+    """Ranks that have connections of their own, and agree by messages."""
     monkeypatch.setattr(ring, "MOST_RANKS", 1)
     coordinator = Coordinator(RankGroup.of())
     coordinator.agree("warming up")
     coordinator.agree("connected")
+    return coordinator
+
+
+@pytest.mark.ranks(5, backend="gloo")
+def test_a_rank_that_has_closed_its_connections_since_another_is_lost_is_not_named(
+    rank: int, faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coordinator = connected_in_rounds(monkeypatch)
     if rank == 0:
 
         def send_late(channel: RankGroup, peer: int, *arguments: Any) -> Message:
@@ -262,10 +268,7 @@ def test_a_rank_that_has_closed_its_connections_since_another_is_lost_is_not_nam
 def test_a_rank_that_refuses_a_send_is_named_if_the_ranks_that_could_name_another_are_late(
     rank: int, faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ring, "MOST_RANKS", 1)
-    coordinator = Coordinator(RankGroup.of())
-    coordinator.agree("warming up")
-    coordinator.agree("connected")
+    coordinator = connected_in_rounds(monkeypatch)
     faults.kill(rank=1, at="send")
     # Rank 0 sends to rank 1, and first hears of rank 3.
     if rank == 0:

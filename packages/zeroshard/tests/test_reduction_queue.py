@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from unittest import mock
 
@@ -61,14 +60,17 @@ def test_the_first_error_is_raised_once_and_the_others_are_finished() -> None:
 def test_reductions_may_be_added_while_others_are_finished() -> None:
     queue = made()
     done: list[int] = []
+    has_begun, is_added = threading.Event(), threading.Event()
 
-    def slow() -> None:
-        time.sleep(0.01)
+    def first() -> None:
+        has_begun.set()
+        assert is_added.wait(10)
         done.append(0)
 
-    add(queue, slow)
-    time.sleep(0.005)
+    add(queue, first)
+    assert has_begun.wait(10)
     add(queue, lambda: done.append(1))
+    is_added.set()
     queue.drain()
     assert done == [0, 1]
 

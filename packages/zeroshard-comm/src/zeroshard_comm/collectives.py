@@ -2,8 +2,7 @@
 
 What a rank owns of cut tensors travels in an owner-major matrix, see :mod:`zeroshard_comm.owner_major`: gradients by
 one reduce-scatter of a bucket, parameters by one all-gather. Whole tensors travel in place, by one group of reduces, or
-of broadcasts. A matrix lies in one of two buffers in turn, and a larger one travels in chunks. Headers travel from host
-to host, so that reading them does not wait for an accelerator.
+of broadcasts. A matrix lies in one of two buffers in turn, and a larger one travels in chunks.
 
 Everything is issued by the thread that calls, in one order, which must be the same on all ranks.
 """

@@ -39,8 +39,9 @@ class Traffic:
     """Running totals of one object's communication; exchanges and the control channel add to it.
 
     Kinds are ``"share"`` (parameters from owners), ``"reduce"`` (gradients to owners), ``"state"`` (optimizer state)
-    and ``"control"`` (agreements and headers). Bytes are counted as the plan predicts them: an owner that shares ``b``
-    bytes with ``n`` ranks counts ``b * (n - 1)`` bytes sent, also where a backend forwards them along a tree or a ring.
+    and ``"control"`` (agreements, and norms of gradients). Bytes are counted as the plan predicts them: an owner that
+    shares ``b`` bytes with ``n`` ranks counts ``b * (n - 1)`` bytes sent, also where a backend forwards them along a
+    tree or a ring.
     """
 
     def __init__(self) -> None:

@@ -49,7 +49,6 @@ class JoinContext:
             raise
 
     def _take_in(self, place: int, joinable: Joinable) -> None:
-        divides_by_running = self._divides_by_running
         notify: Callable[[], object] = partial(self._call, JoinCall(Call.NOTIFY, place))
         enable = True
         if isinstance(joinable, ZeroRedundancyOptimizer):
@@ -65,7 +64,8 @@ class JoinContext:
                     "Join does not follow one hook for several optimizers, which may step at different times: give the "
                     "parameters to one optimizer, or train without a communication hook"
                 )
-            model = DDPModel(joinable, takes_buckets=bool(hooked), divides_by_running=divides_by_running and not hooked)
+            divides = self._divides_by_running and not hooked
+            model = DDPModel(joinable, takes_buckets=bool(hooked), divides_by_running=divides)
             self._models[place], notify = model, partial(self._forward_begins, place, model)
             model.begins = partial(self._backward_begins, place)
             # Only to send module buffers around must DDP itself know who still has data.

@@ -159,7 +159,7 @@ class GradExchange:
             check_capture(engine.coordinator.ranks, bucket.params)
             self.is_own = bucket.is_own
             self._take_over_unfrozen()
-            # A rank that has run out of data takes part in a backward only at the others' next call.
+            # Inside Join a rank without data does not follow what a loop does to gradients.
             self.operations.takes_norms = self.join.context is None
             if self.mode is not StepMode.IN_STEP:
                 self.join.announce(Call.BACKWARD if bucket.is_own else Call.JOINED)
@@ -271,8 +271,8 @@ class GradExchange:
         done = json.dumps([self._backwards, [state.length for state in arrived]])
         # A rank without data has none: others do, or say that they lack one.
         is_unusual = self.is_own and not all(all(state.present) for state in arrived)
-        digest, detail = zlib.crc32(done.encode()), done.__str__
-        if coordinator.agree(_END, digest, error=error, detail=detail, explain=_explain_backwards, flag=is_unusual):
+        digest, explain = zlib.crc32(done.encode()), _explain_backwards
+        if coordinator.agree(_END, digest, error=error, detail=lambda: done, explain=explain, flag=is_unusual):
             bits = iter(coordinator.any_of([*chain.from_iterable(state.present for state in arrived)], _END))
             for state in arrived:
                 state.present = tuple([next(bits) for _ in state.present])

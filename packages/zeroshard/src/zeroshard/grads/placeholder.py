@@ -101,7 +101,7 @@ class GradPlaceholder(TensorWithoutValues):
         if self._local is not None:
             advice = "this rank has added to it what no backward has reduced yet, as under no_sync()"
         elif changes and not self._accumulator.is_grad(self):
-            advice = "it is a copy in another dtype, without values: change the gradient itself"
+            advice = "it is not the gradient of its parameter, but a copy, or an earlier one: change p.grad itself"
         elif not changes and self._accumulator.is_used(self._tensor) and not self.is_zero():
             advice = "a step has used it, and may have changed it: take norms before step()"
         if advice:
