@@ -668,6 +668,7 @@ def test_messages_between_hosts_grow_with_the_logarithm_of_the_ranks(
     monkeypatch.setattr(rounds, "send", stub)
     monkeypatch.setattr(rounds, "receive", lambda ranks, peer, room, *rest: stub(ranks, peer, room.zero_(), *rest))
     model = nn.Sequential(*(nn.Linear(40, 40) for _ in range(10))).double()
+    model[0].requires_grad_(False)
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=0.05)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, overlap_with_ddp=hook != "owner")
     if hook == "owner":
@@ -675,10 +676,10 @@ def test_messages_between_hosts_grow_with_the_logarithm_of_the_ranks(
         register_reduce_to_owner(ddp, optimizer, norms=False)
     else:
         register(hook, ddp, optimizer)
-    for number in range(4):
+    # After some alike, buckets are expected to stay, so that no rank asks what was unfrozen.
+    for number in range(7):
         issued.clear()
         optimizer.zero_grad()
         ddp(batch(number)).square().mean().backward()
         optimizer.step()
-    most = 8 if hook == "interleaved" else 6
-    assert 0 < sum(issued.values()) <= most * math.ceil(math.log2(world_size)), issued
+    assert 0 < sum(issued.values()) <= 6 * math.ceil(math.log2(world_size)), issued

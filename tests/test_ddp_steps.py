@@ -135,6 +135,24 @@ def test_parameters_that_one_rank_alone_has_unfrozen_before_the_backward(rank: i
         twins.backward(twins.ddp, 1)
 
 
+def two_layers_frozen() -> nn.Module:
+    module = four_layers()
+    frozen_at_first(module)
+    return module
+
+
+@pytest.mark.ranks(2, backend=EVERYWHERE)
+@pytest.mark.parametrize("iterations", [1, 6])
+def test_parameters_that_are_unfrozen_and_in_no_bucket(iterations: int) -> None:
+    twins = Twins("owner", model=two_layers_frozen, optimizer=optim.SGD)
+    twins.iterate(iterations)
+    twins.optimizer.zero_grad()
+    twins.ddp.requires_grad_(True)
+    twins.backward(twins.ddp, iterations)
+    with pytest.raises(RuntimeError, match=r"tensor 0 .* has a gradient, but DistributedDataParallel does not reduce"):
+        twins.optimizer.step()
+
+
 GROWTH = pytest.mark.parametrize("grow", [unfreeze, add_group])
 TOO_EARLY = r"added or unfrozen after a backward\(\) and before its step\(\).*call step\(\) or zero_grad\(\) before"
 

@@ -2,14 +2,14 @@
 
 The order is fixed: this rank looks at its parameters; all ranks agree that they are in the same step of the same
 optimizer with the same layout, and that no rank has an error; each updates its shards and broadcasts them; and they
-agree that this has succeeded everywhere. A hook that steps each bucket as soon as it is reduced has begun update and
-broadcast during backward, in :mod:`zeroshard.grads.exchange`; the step then ends them.
+agree that this has succeeded everywhere. A hook that steps each bucket as soon as it is reduced has agreed, updated and
+broadcast during backward, in :mod:`zeroshard.grads.exchange`; the step then ends that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torch.profiler import record_function
@@ -24,8 +24,20 @@ if TYPE_CHECKING:
     from zeroshard.engine import Engine
     from zeroshard.grads.exchange import GradExchange
 
-Seen = tuple[Layout, Exception | None]
-"""The layout that fits the model now, and what is wrong on this rank, if something is."""
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a rank sees before a step.
+
+    Attributes:
+        layout: fits the model now.
+        error: what is wrong on this rank, if something is.
+        is_agreed: whether all ranks have agreed, during backward, to step with the layout that they have.
+    """
+
+    layout: Layout
+    error: Exception | None = None
+    is_agreed: bool = False
 
 
 def look(engine: Engine, *, in_backward: bool = False) -> Seen:
@@ -38,8 +50,8 @@ def look(engine: Engine, *, in_backward: bool = False) -> Seen:
         if engine.refused:
             raise RuntimeError(engine.refused)
     except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
-        return engine.layout, error
-    return layout, None
+        return Seen(engine.layout, error)
+    return Seen(layout)
 
 
 def step(engine: Engine, arguments: Mapping[str, Any], error: Exception | None = None, seen: Seen | None = None) -> Any:  # noqa: ANN401 - what the inner step returns
@@ -49,7 +61,7 @@ def step(engine: Engine, arguments: Mapping[str, Any], error: Exception | None =
         engine: of the optimizer. Hyperparameters of its groups are handed to the local optimizer and back.
         arguments: keyword arguments of the inner step.
         error: of this rank before the step, which every rank raises.
-        seen: what :func:`look` has returned at the begin of the backward that has stepped some buckets.
+        seen: what :func:`look` has returned at the begin of the backward that may have stepped some buckets.
 
     Returns:
         What the inner step returned.
@@ -61,16 +73,24 @@ def step(engine: Engine, arguments: Mapping[str, Any], error: Exception | None =
         Exception: an error of any rank, on every rank. Replicas are equal then, except parameters that a rank has
             converted or exchanged.
     """
-    layout, found = look(engine) if seen is None else seen
+    under_way, coordinator = engine.exchange if seen is not None else None, engine.coordinator
+    before = look(engine) if seen is None else seen
     digest = engine.hyperparameters.update(engine.groups)
-    under_way = engine.exchange if seen is not None else None
-    _agree_to_begin(engine, under_way, layout, found if error is None else error)
+    error, failure, result = error or before.error, None, None
+    if not before.is_agreed:
+        _agree_to_begin(engine, under_way, before.layout, error)
+        error = None
+    if coordinator.position is not None:
+        coordinator.position = replace(coordinator.position, steps=coordinator.position.steps + 1)
+    if engine.exchange is not None:
+        engine.exchange.operations.agreed()
     if engine.debugging is not None and seen is None:
         engine.debugging.before_update()
-    engine.adopt(layout)
+    engine.adopt(before.layout)
     engine.metadata.drop_consolidated()
-    failure = result = None
     try:
+        if error is not None:
+            raise error
         result = _update(engine, under_way, arguments)
     except Exception as raised:  # noqa: BLE001 - peers wait for this rank's values, and must learn of the error
         failure = raised
@@ -103,10 +123,6 @@ def _agree_to_begin(engine: Engine, under_way: GradExchange | None, layout: Layo
         if under_way is not None:
             _broadcast(engine, under_way, None, None)
         raise
-    if coordinator.position is not None:
-        coordinator.position = replace(coordinator.position, steps=coordinator.position.steps + 1)
-    if exchange is not None:
-        exchange.operations.agreed()
 
 
 def _update(engine: Engine, under_way: GradExchange | None, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as the inner step

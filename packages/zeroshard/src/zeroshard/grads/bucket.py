@@ -112,12 +112,16 @@ class BucketState:
         """Take over the buffer of a further backward; False if that has other parameters, or at other places."""
         # Other optimizers' parameters may have moved them.
         is_alike = not bucket.is_part or (bucket.buffer.numel() == self.length and bucket.offsets == self.offsets)
-        if not is_alike or len(self.params) != len(bucket.params) or not all(map(is_, self.params, bucket.params)):
+        if not is_alike or not self.has_params(bucket):
             return False
         if self.buffer is not None and self.buffer.data_ptr() != bucket.buffer.data_ptr():
             self.release()
         self._begin(bucket)
         return True
+
+    def has_params(self, bucket: Bucket) -> bool:
+        """Whether a bucket has the same parameters."""
+        return len(self.params) == len(bucket.params) and all(map(is_, self.params, bucket.params))
 
     def _begin(self, bucket: Bucket) -> None:
         self.buffer: torch.Tensor | None = bucket.buffer

@@ -106,7 +106,8 @@ class Buckets:
         states = list(self.by_index.values())
         self._gradients.locate(states)
         self._known = frozenset([tensor for state in states for tensor in state.tensors])
-        rest = [i for i, is_active in enumerate(self._layout.active) if is_active and i not in self._known]
+        self._outside = [tensor for tensor in range(len(self._params)) if tensor not in self._known]
+        rest = [tensor for tensor in self._outside if self._layout.active[tensor]]
         self.rest = Rest(self._engine.local, rest, self._broadcast_of(rest))
 
     def _lay_out_bucket(self, state: BucketState) -> None:
@@ -119,6 +120,12 @@ class Buckets:
             return ParamBroadcast([], [])
         broadcaster = self.transport.broadcaster(self._engine.buffers.segments(self._layout.plan, tensors))
         return ParamBroadcast([self._params[i] for i in tensors], [broadcaster])
+
+    def are_settled(self, first: Bucket) -> bool:
+        """Whether a backward that begins with this bucket has none but known ones, of which no parameter is frozen."""
+        known = self.by_index.get(first.index)
+        is_alike = known is not None and known.has_params(first)
+        return is_alike and self._alike >= _SETTLED and all(map(self._layout.active.__getitem__, self._known))
 
     @property
     def unstepped(self) -> Sequence[int]:
@@ -139,7 +146,8 @@ class Buckets:
             RuntimeError: if a gradient was never reduced, so that it differs between ranks; naming the parameter.
         """
         self._gradients.find_present(self.arrived)
-        for tensor in self.rest.tensors if self.by_index else range(len(self._params)):
+        # Also those that were frozen, and may not be any more.
+        for tensor in self._outside:
             param = self._params[tensor]
             if param.grad is not None and not getattr(param, "_ddp_ignored", False):
                 if not self.by_index:

@@ -158,7 +158,8 @@ class GradExchange:
         if bucket.index == 0:
             check_capture(engine.coordinator.ranks, bucket.params)
             self.is_own = bucket.is_own
-            self._take_over_unfrozen()
+            if not (all(engine.layout.active) or self.buckets.are_settled(bucket)):
+                self._take_over_unfrozen()
             # Inside Join a rank without data does not follow what a loop does to gradients.
             self.operations.takes_norms = self.join.context is None
             if self.mode is not StepMode.IN_STEP:
@@ -315,10 +316,8 @@ class GradExchange:
         return replace(bucket, index=len(before), announced=bucket.index)
 
     def _take_over_unfrozen(self) -> None:
-        """Choose the owners of unfrozen parameters before their gradients are sent. Collective if some were frozen."""
+        """Choose the owners of unfrozen parameters before their gradients are sent. Collective."""
         engine = self._engine
-        if all(engine.layout.active):
-            return
         active = zip(active_mask(engine.params), engine.layout.active, strict=True)
         # With gradients that wait for a step, the step refuses.
         grows = any(now and not before for now, before in active) and not self.buckets.unstepped
@@ -406,16 +405,16 @@ class GradExchange:
         if not self.mode.is_interleaved or self.join.context is not None:
             return
         engine = self._engine
-        layout, found = look(engine, in_backward=True)
+        seen = look(engine, in_backward=True)
         if engine.debugging is not None:
             try:
                 engine.debugging.before_update()
             except Exception as error:  # noqa: BLE001 - the step that ends this backward raises it on every rank
-                found = found or error
-        self._seen = layout, found
-        is_alike = found is None and layout is engine.layout
+                seen = replace(seen, error=seen.error or error)
+        is_alike = seen.error is None and seen.layout is engine.layout
         self._may_step = is_alike and self.uses_all and may_step_in_parts(engine.local.optim)
         self._steps_buckets = not engine.coordinator.agree("backward()", self._backwards, flag=not self._may_step)
+        self._seen = replace(seen, is_agreed=self._steps_buckets)
 
     def _step(self) -> None:
         seen = self._seen
@@ -423,7 +422,7 @@ class GradExchange:
             try:
                 self.check()
             except RuntimeError as error:
-                seen = seen[0], error
+                seen = replace(seen, error=error)
         assert self.early_steps is not None
         with self.early_steps.one(is_own=self.is_own):
             self._engine.apply_step({}, seen=seen)
