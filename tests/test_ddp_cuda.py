@@ -268,9 +268,8 @@ def test_norms_follow_factors_and_what_becomes_infinite(device: torch.device, pa
 
 # The emulated device has no graphs.
 @pytest.mark.ranks(1, 2, backend="nccl")
-@PARTITIONS
-def test_step_in_a_cuda_graph(device: torch.device, partition: str) -> None:
-    twins = twins_on(device, "owner", partition=partition, settings={"capturable": True})
+def test_step_in_a_cuda_graph(device: torch.device) -> None:
+    twins = twins_on(device, "owner", partition="whole", settings={"capturable": True})
     for number in range(3):
         twins.iterate(number, loss)
     for ddp, optimizer in twins.sides:

@@ -14,9 +14,11 @@ from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 from training import ELEMENTWISE_OPTIMIZERS, assert_bitwise_equal, assert_same_state, cutting, set_gradients, twins
 from zeroshard import ZeroRedundancyOptimizer
+from zeroshard_comm import RankGroup
 
 CLASSES = {name: item for name, item in ELEMENTWISE_OPTIMIZERS.items() if name == item[0].__name__}
 CLASSES |= {"Adafactor": (optim.Adafactor, {}), "Muon": (optim.Muon, {}), "SGD": (optim.SGD, {"momentum": 0.9})}
+ONLY_WHOLE = "captured in a CUDA graph only over the backend 'nccl', and if no tensor is cut"
 WAYS: list[dict[str, Any]] = [{"foreach": True}, {"fused": True}, {"maximize": True}, {"capturable": True}]
 
 
@@ -93,18 +95,20 @@ def test_differentiable_is_refused_by_name(by_group: bool) -> None:
 
 @pytest.mark.ranks(2, backend="gloo")
 @pytest.mark.parametrize("captures", [[0, 1], [1]], ids=["all", "one"])
+@pytest.mark.parametrize(("partition", "backend"), [("whole", "gloo"), ("split", "nccl")])
 def test_a_simulated_capture_is_refused_on_every_rank(
-    rank: int, captures: list[int], monkeypatch: pytest.MonkeyPatch
+    rank: int, captures: list[int], partition: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, reference = twins(matrices)
     sharded, plain = (
-        ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, lr=1e-2),
+        ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, lr=1e-2, partition=cutting(partition)),
         optim.AdamW(reference.parameters(), lr=1e-2),
     )
     train(model, sharded, range(1))
     with monkeypatch.context() as simulated:
         simulated.setattr(zeroshard.plan.groups, "is_captured", lambda _: rank in captures)
-        with pytest.raises(RuntimeError, match="cannot be captured in a CUDA graph over the backend 'gloo'"):
+        simulated.setattr(RankGroup, "backend", lambda *_: backend)
+        with pytest.raises(RuntimeError, match=ONLY_WHOLE):
             sharded.step()
     train(model, sharded, range(1, 3))
     train(reference, plain, range(3))
@@ -119,5 +123,5 @@ def test_a_simulated_capture_of_a_backward_is_refused(monkeypatch: pytest.Monkey
     register("owner", ddp, optimizer)
     loss = ddp(torch.ones(2, 40)).sum()
     monkeypatch.setattr(zeroshard.plan.groups, "is_captured", lambda _: True)
-    with pytest.raises(RuntimeError, match="cannot be captured in a CUDA graph over the backend 'gloo'"):
+    with pytest.raises(RuntimeError, match=ONLY_WHOLE):
         loss.backward()

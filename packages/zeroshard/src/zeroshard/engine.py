@@ -167,7 +167,7 @@ class Engine:
             Exception: an error in the parameters or groups; the other ranks must be told.
         """
         self.check_allowed()
-        check_capture(self.coordinator.ranks, self.params)
+        check_capture(self.coordinator.ranks, self.params, self.layout.plan)
         check_members(self.groups, self.params)
         layout = self.current_layout()
         sync_groups(self.groups, self.local.optim.param_groups)

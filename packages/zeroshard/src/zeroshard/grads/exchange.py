@@ -156,7 +156,7 @@ class GradExchange:
         # Join calls the hook of a rank that has run out of data, without a backward.
         bucket = self._numbered(bucket if in_autograd() else self.gradients.contribute(bucket))
         if bucket.index == 0:
-            check_capture(engine.coordinator.ranks, bucket.params)
+            check_capture(engine.coordinator.ranks, bucket.params, engine.layout.plan)
             self.is_own = bucket.is_own
             if not (all(engine.layout.active) or self.buckets.are_settled(bucket)):
                 self._take_over_unfrozen()

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from zeroshard_comm import RankGroup
-from zeroshard_core import TensorSpec, is_dense
+from zeroshard_core import Plan, TensorSpec, is_dense
 
 ParamGroup = dict[str, Any]
 
@@ -94,16 +94,16 @@ def check_members(groups: Sequence[ParamGroup], params: Sequence[torch.Tensor]) 
         )
 
 
-def check_capture(ranks: RankGroup, params: Sequence[torch.Tensor]) -> None:
-    """Raise a RuntimeError if a CUDA graph is being captured whose replay would not exchange anything."""
+def check_capture(ranks: RankGroup, params: Sequence[torch.Tensor], plan: Plan) -> None:
+    """Raise a RuntimeError if a CUDA graph is being captured whose replay would not exchange what it has to."""
     if not is_captured(params) or ranks.world_size == 1:
         return
-    backend = ranks.backend("cuda")
-    if backend != "nccl":
+    if ranks.backend("cuda") != "nccl" or any(len(owners) > 1 for owners in plan.owners):
         raise RuntimeError(
-            f"step() of a sharded optimizer cannot be captured in a CUDA graph over the backend {backend or 'gloo'!r}: "
-            f"values travel through the host, and a replay would leave that out. Use nccl, or capture forward and "
-            f"backward alone, for example by torch.cuda.make_graphed_callables"
+            "step() of a sharded optimizer can be captured in a CUDA graph only over the backend 'nccl', and if no "
+            "tensor is cut: others travel through the host, which a replay leaves out, or in buffers that other steps "
+            "use. Use nccl and partition='whole', or capture forward and backward alone, for example by "
+            "torch.cuda.make_graphed_callables"
         )
 
 
