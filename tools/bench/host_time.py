@@ -4,8 +4,9 @@ On torch's fake backend, which moves nothing: what is left is what the host does
 124M parameters, with a twelfth of the columns, and cut into as many parts. An iteration is a backward with DDP's
 buckets, and a step. Torch's class has its parameters in bucket views, and plain DDP reduces its gradients.
 
-The fake all-gather copies this rank's row to all others. An accelerator's host does not, so it is replaced by one that
-issues a call and copies nothing. Values of parameters mean nothing here.
+The fake all-gather copies this rank's row to all others, and the fake reduce-scatter makes a view for each rank. An
+accelerator's host does neither, so both are replaced by calls that only issue something. Values of parameters mean
+nothing here.
 """
 
 # No `from __future__ import annotations`: DDP compares the annotations of hooks with the types themselves.
@@ -74,6 +75,11 @@ def gather_nothing(_: torch.Tensor, row: torch.Tensor, **options: Any) -> Any:  
     return dist.broadcast(row, group_src=0, **options)
 
 
+def reduce_nothing(row: torch.Tensor, _: torch.Tensor, *, op: dist.ReduceOp, **options: Any) -> Any:  # noqa: ANN401, ARG001 - torch's
+    """Issue a call as a reduce-scatter does; reduce nothing."""
+    return dist.broadcast(row, group_src=0, **options)
+
+
 def _all_reduce(ranks: int, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Do what DDP does without a hook, which the fake backend cannot serve: its works have no results."""
     buffer = bucket.buffer().div_(ranks)
@@ -122,7 +128,10 @@ def main(
     warnings.simplefilter("ignore")
     rows: list[dict[str, Any]] = []
     for number in ranks or RANKS:
-        with fake_group(number), mock.patch.object(collectives, "all_gather", gather_nothing):
+        with (
+            fake_group(number),
+            mock.patch.multiple(collectives, all_gather=gather_nothing, reduce_scatter=reduce_nothing),
+        ):
             theirs = contender(None, number)
             for strategy in ("whole", "split"):
                 ours = contender(strategy, number)

@@ -137,6 +137,8 @@ class CollectiveReducer(GradientReducer):
         self._slots = [staging.next_slot(like.device) for _ in self._chunks]
         self._owned = torch.empty(self.matrix.width, dtype=like.dtype, device=like.device)
         self._whole = [runs[index] for index in self.matrix.outside]
+        # Other optimizers may have what lies between.
+        self._ranges = _joined(runs)
         owned = sum(run.stop - run.start for run in runs if run.rank == ranks.rank) * like.element_size()
         self._sent = sum(run.stop - run.start for run in runs) * like.element_size() - owned
         self._received = owned * len(ranks.peers)
@@ -161,8 +163,7 @@ class CollectiveReducer(GradientReducer):
         if self._runs:
             group, op = self.ranks.group, self._op
             if not self._averages:
-                # Its own runs alone: other optimizers take their parts of the same bucket.
-                foreach_div_([buffer[run.start : run.stop] for run in self._runs], self.ranks.world_size)
+                foreach_div_([buffer[start:stop] for start, stop in self._ranges], self.ranks.world_size)
             for slot, chunk, views in zip(self._slots, self._chunks, self._views_of(buffer), strict=True):
                 packed = slot.take(chunk.width * self.ranks.world_size, self._dtype)
                 torch.cat(views, out=packed)
@@ -189,6 +190,15 @@ class CollectiveReducer(GradientReducer):
             ]
             self._packed = buffer.data_ptr(), views
         return self._packed[1]
+
+
+def _joined(runs: Sequence[Run]) -> list[tuple[int, int]]:
+    """Return the ranges of elements of runs that are in order, neighbours as one."""
+    joined: list[tuple[int, int]] = []
+    for run in runs:
+        start = joined.pop()[0] if joined and joined[-1][1] == run.start else run.start
+        joined.append((start, run.stop))
+    return joined
 
 
 class _CollectiveWork(BucketReduceWork):
