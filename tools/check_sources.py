@@ -37,7 +37,7 @@ class Ceiling:
 
 CEILINGS: Mapping[str, Ceiling] = {
     "zeroshard_core": Ceiling(1607, "the smallest part of a cut tensor is an argument of a partition"),
-    "zeroshard_comm": Ceiling(3214, "each optimizer of a model averages its own parts of a bucket"),
+    "zeroshard_comm": Ceiling(3260, "equal parts of consecutive ranks are packed by one copy"),
     "zeroshard": Ceiling(7397, "the interleaved hook agrees on a step at its first bucket"),
     "zeroshard_integrations": Ceiling(
         1856, "its own private names of torch: it imports public names of its siblings alone"

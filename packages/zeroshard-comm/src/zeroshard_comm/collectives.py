@@ -19,15 +19,25 @@ import torch
 import torch.distributed as dist
 from zeroshard_core import Run
 
-from zeroshard_comm._torch_private import all_gather, coalescing_manager, foreach_div_, reduce_scatter
+from zeroshard_comm._torch_private import (
+    all_gather,
+    coalescing_manager,
+    foreach_copy_,
+    foreach_div_,
+    reduce_scatter,
+)
 from zeroshard_comm.interfaces import BucketReduceWork, GradientReducer, ParameterBroadcaster, Segment
 from zeroshard_comm.messages import wait_for_collective
-from zeroshard_comm.owner_major import Chunk, OwnerMajor
+from zeroshard_comm.owner_major import Block, Chunk, OwnerMajor
 from zeroshard_comm.process_group import RankGroup
 from zeroshard_comm.traffic import Traffic
 
 STAGING_BYTES = 64 * 1024 * 1024
 """Of each of the two buffers, at most; one unit of columns always fits."""
+
+
+_Copies = tuple[list[torch.Tensor], list[torch.Tensor]]
+"""Where to, and where from."""
 
 
 class _Slot:
@@ -132,7 +142,9 @@ class CollectiveReducer(GradientReducer):
         # A single rank has nothing to reduce.
         self._runs = runs = [run for run in runs if run.stop > run.start] if ranks.world_size > 1 else []
         self.matrix = OwnerMajor.of(runs, ranks.world_size)
-        self._chunks = self.matrix.chunks(STAGING_BYTES // like.element_size())
+        self._chunks = self.matrix.chunks(
+            STAGING_BYTES // like.element_size(), lambda number: runs[number - 1].stop == runs[number].start
+        )
         staging = ranks.context.shared(Staging)
         self._slots = [staging.next_slot(like.device) for _ in self._chunks]
         self._owned = torch.empty(self.matrix.width, dtype=like.dtype, device=like.device)
@@ -142,7 +154,7 @@ class CollectiveReducer(GradientReducer):
         owned = sum(run.stop - run.start for run in runs if run.rank == ranks.rank) * like.element_size()
         self._sent = sum(run.stop - run.start for run in runs) * like.element_size() - owned
         self._received = owned * len(ranks.peers)
-        self._packed: tuple[int, list[list[torch.Tensor]]] = (-1, [])
+        self._places: dict[int, tuple[tuple[int, int], _Copies]] = {}
 
     def owned(self, buffer: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         """Return where the mean of a range lies: in the bucket, or in this rank's row of the matrix."""
@@ -155,7 +167,7 @@ class CollectiveReducer(GradientReducer):
 
     def release(self) -> None:
         """Drop what refers to the memory of the last bucket."""
-        self._packed = (-1, [])
+        self._places.clear()
 
     def begin(self, buffer: torch.Tensor) -> BucketReduceWork:
         """Issue the reductions of a bucket after what the current stream is doing."""
@@ -164,9 +176,9 @@ class CollectiveReducer(GradientReducer):
             group, op = self.ranks.group, self._op
             if not self._averages:
                 foreach_div_([buffer[start:stop] for start, stop in self._ranges], self.ranks.world_size)
-            for slot, chunk, views in zip(self._slots, self._chunks, self._views_of(buffer), strict=True):
+            for number, (slot, chunk) in enumerate(zip(self._slots, self._chunks, strict=True)):
                 packed = slot.take(chunk.width * self.ranks.world_size, self._dtype)
-                torch.cat(views, out=packed)
+                foreach_copy_(*self._packing(number, buffer, packed))
                 row = self._owned[chunk.columns.start : chunk.columns.stop]
                 work = reduce_scatter(row, packed, op=op, group=group, async_op=True)
                 unfinished.append(_Passage(slot, partial(wait_for_collective, work, self.ranks, "backward()")).finish)
@@ -176,20 +188,27 @@ class CollectiveReducer(GradientReducer):
             self.traffic.add("reduce", sent=self._sent, received=self._received, calls=len(unfinished))
         return _CollectiveWork(self.traffic, unfinished)
 
-    def _views_of(self, buffer: torch.Tensor) -> list[list[torch.Tensor]]:
-        """Per chunk, what is packed into it: views of the bucket and padding, kept as long as the bucket stays."""
-        if self._packed[0] != buffer.data_ptr():
-            padded = [piece.numel for chunk in self._chunks for piece in chunk.pieces if piece.run is None]
-            padding = torch.zeros(max(padded, default=0), dtype=self._dtype, device=self._device)
-            views = [
-                [
-                    padding[: piece.numel] if piece.run is None else buffer[piece.start : piece.start + piece.numel]
-                    for piece in chunk.pieces
-                ]
-                for chunk in self._chunks
-            ]
-            self._packed = buffer.data_ptr(), views
-        return self._packed[1]
+    def _packing(self, number: int, buffer: torch.Tensor, packed: torch.Tensor) -> _Copies:
+        """Return where the blocks of a chunk go, and where they are in a bucket; kept as long as both stay."""
+        key, chunk = (buffer.data_ptr(), packed.data_ptr()), self._chunks[number]
+        if number not in self._places or self._places[number][0] != key:
+            sources = [_in_memory(buffer[self._runs[block.run].start :], block) for block in chunk.blocks]
+            self._places[number] = key, (_in_matrix(packed, chunk), sources)
+        return self._places[number][1]
+
+
+def _in_memory(run: torch.Tensor, block: Block) -> torch.Tensor:
+    """Return a block where it lies in memory, as rows and columns; ``run`` is the first row's, 1-D, in memory."""
+    start = int(run.storage_offset()) + block.offset
+    return run.as_strided((len(block.rows), len(block.columns)), (block.stride, 1), start)
+
+
+def _in_matrix(packed: torch.Tensor, chunk: Chunk) -> list[torch.Tensor]:
+    """Return the blocks of a chunk in the memory of its matrix, 1-D."""
+    matrix = packed.view(-1, chunk.width)
+    return [
+        matrix[block.rows.start : block.rows.stop, block.columns.start : block.columns.stop] for block in chunk.blocks
+    ]
 
 
 def _joined(runs: Sequence[Run]) -> list[tuple[int, int]]:
@@ -237,7 +256,7 @@ class CollectiveBroadcaster(ParameterBroadcaster):
             runs = [Run(segment.owner, 0, segment.buffer.numel(), segment.is_part) for segment in alike]
             matrix = OwnerMajor.of(runs, ranks.world_size)
             self._whole += [alike[index] for index in matrix.outside]
-            for chunk in matrix.chunks(STAGING_BYTES // itemsize):
+            for chunk in matrix.chunks(STAGING_BYTES // itemsize, partial(_follows, alike)):
                 self._gathers.append(_Gather(ranks, staging.next_slot(device), alike, chunk))
 
     def send(self) -> None:
@@ -262,57 +281,51 @@ class CollectiveBroadcaster(ParameterBroadcaster):
 
 
 class _Gather:
-    """One chunk of a matrix of segments: this rank's row is packed, gathered with the others', and unpacked.
-
-    Pieces whose places are next to each other in memory are unpacked together, as parts of one parameter are.
-    """
+    """One chunk of a matrix of segments: this rank's row is packed, gathered with the others', and unpacked."""
 
     def __init__(self, ranks: RankGroup, slot: _Slot, segments: Sequence[Segment], chunk: Chunk) -> None:
-        self._ranks, self._slot, self._width = ranks, slot, chunk.width
-        self._dtype, self._sizes = segments[0].buffer.dtype, [piece.numel for piece in chunk.pieces]
-        self._own: list[torch.Tensor] = []
-        self._targets: list[torch.Tensor] = []
-        self._places: list[list[int]] = []
-        """Per target, the pieces that lie there, one after another."""
-        end = 0
-        pieces = [(piece.run, piece.start, place) for place, piece in enumerate(chunk.pieces) if piece.run is not None]
-        for number, start, place in sorted(pieces):
-            target = segments[number].buffer[start : start + self._sizes[place]]
-            is_own = segments[number].owner == ranks.rank
-            if is_own:
-                self._own.append(target)
-            if end and target.data_ptr() == end and _share_memory(self._targets[-1], target):
-                before = self._targets.pop()
-                self._targets.append(before.as_strided((before.numel() + target.numel(),), (1,)))
-                self._places[-1].append(place)
-            elif not is_own:
-                self._targets.append(target)
-                self._places.append([place])
-            else:
-                continue
-            end = target.data_ptr() + target.nbytes
-        self._sources: tuple[int, list[list[torch.Tensor]]] = (-1, [])
+        self._ranks, self._slot, self._chunk = ranks, slot, chunk
+        self._dtype = segments[0].buffer.dtype
+        self._targets = [_in_memory(segments[block.run].buffer, block) for block in chunk.blocks]
+        self._packed_at = -1
+        self._own: _Copies = ([], [])
+        self._others: _Copies = ([], [])
 
     def issue(self) -> _Passage:
-        packed = self._slot.take(self._width * self._ranks.world_size, self._dtype)
-        row = packed.view(self._ranks.world_size, -1)[self._ranks.rank]
-        if self._own:
-            torch.cat(self._own, out=row[: sum(map(torch.Tensor.numel, self._own))])
-        if self._sources[0] != packed.data_ptr():
-            views = packed.split(self._sizes)
-            self._sources = packed.data_ptr(), [[views[place] for place in places] for places in self._places]
+        size = self._ranks.world_size
+        packed = self._slot.take(self._chunk.width * size, self._dtype)
+        if self._packed_at != packed.data_ptr():
+            self._locate(packed)
+        if self._own[0]:
+            foreach_copy_(*self._own)
         # As bytes: backends refuse some dtypes that they would move without looking at them.
-        everything, mine = packed.view(torch.uint8), row.view(torch.uint8)
+        everything, mine = packed.view(torch.uint8), packed.view(size, -1)[self._ranks.rank].view(torch.uint8)
         work = all_gather(everything, mine, group=self._ranks.group, async_op=True)
         return _Passage(self._slot, partial(self._unpack, work))
 
+    def _locate(self, packed: torch.Tensor) -> None:
+        self._packed_at, self._own, self._others = packed.data_ptr(), ([], []), ([], [])
+        rank = self._ranks.rank
+        for block, target, source in zip(
+            self._chunk.blocks, self._targets, _in_matrix(packed, self._chunk), strict=True
+        ):
+            if rank in block.rows:
+                row = rank - block.rows.start
+                self._own[0].append(source[row])
+                self._own[1].append(target[row])
+            if len(block.rows) > 1 or rank not in block.rows:
+                self._others[0].append(target)
+                self._others[1].append(source)
+
     def _unpack(self, work: dist.Work | None) -> None:
         wait_for_collective(work, self._ranks, "step()")
-        if self._ranks.moves_data():
-            for target, sources in zip(self._targets, self._sources[1], strict=True):
-                torch.cat(sources, out=target)
+        if self._others[0] and self._ranks.moves_data():
+            foreach_copy_(*self._others)
 
 
-def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    address = one.untyped_storage().data_ptr()
-    return address != 0 and address == other.untyped_storage().data_ptr()
+def _follows(segments: Sequence[Segment], number: int) -> bool:
+    """Whether a segment begins in memory where the one before it ends."""
+    one, other = segments[number - 1].buffer, segments[number].buffer
+    storage = one.untyped_storage().data_ptr()
+    is_shared = storage != 0 and storage == other.untyped_storage().data_ptr()
+    return is_shared and one.data_ptr() + one.nbytes == other.data_ptr()

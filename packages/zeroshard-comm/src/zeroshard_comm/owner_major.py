@@ -6,9 +6,8 @@ call serves all owners. Rows have equal lengths: shorter ones are padded. Pure n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 from zeroshard_core import Run
 
@@ -20,20 +19,32 @@ _UNIT = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """Elements of a run, by its number, in some columns of its owner's row; or padding, of no run."""
+class Block:
+    """A rectangle of a chunk: the same columns of the rows of consecutive ranks.
 
-    run: int | None
-    start: int
-    numel: int
+    In memory its rows lie at equal distances, as the parts of one tensor that is cut into equal ones.
+
+    Attributes:
+        run: the number of the first row's; the other rows have the next ones.
+        offset: of its first element in that run.
+        stride: elements in memory from one row to the next.
+        rows: the ranks.
+        columns: of the chunk.
+    """
+
+    run: int
+    offset: int
+    stride: int
+    rows: range
+    columns: range
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some columns of the matrix, which travel together, and their pieces row by row, with the padding of each row."""
+    """Some columns of the matrix, which travel together, and the blocks in them; the rest is padding."""
 
     columns: range
-    pieces: tuple[Piece, ...]
+    blocks: tuple[Block, ...]
 
     @property
     def width(self) -> int:
@@ -75,26 +86,38 @@ class OwnerMajor:
         """The runs that are not in the matrix."""
         return [index for index, column in enumerate(self.columns) if column is None]
 
-    def chunks(self, most_elements: int) -> list[Chunk]:
-        """Cut the columns so that a chunk has at most so many elements in all rows, or one unit of columns."""
+    def chunks(self, most_elements: int, follows: Callable[[int], bool]) -> list[Chunk]:
+        """Cut the columns so that a chunk has at most so many elements in all rows, or one unit of columns.
+
+        Args:
+            most_elements: of a chunk.
+            follows: whether a run, by its number, begins in memory where the one before it ends.
+        """
         step = max(_UNIT, most_elements // self.world_size // _UNIT * _UNIT)
-        starts = range(0, self.width, step)
-        rows: list[list[list[Piece]]] = [[[] for _ in range(self.world_size)] for _ in starts]
-        for index, (run, column) in enumerate(zip(self.runs, self.columns, strict=True)):
-            start = run.start
-            while column is not None and start < run.stop:
-                number, place = divmod(column + start - run.start, step)
-                numel = min(run.stop - start, step - place)
-                rows[number][run.rank].append(Piece(index, start, numel))
-                start += numel
-        chunks = []
-        for of_chunk, first in zip(rows, starts, strict=True):
-            columns = range(first, min(first + step, self.width))
-            for row in of_chunk:
-                missing = len(columns) - sum([piece.numel for piece in row])
-                row += [Piece(None, 0, missing)] if missing else []
-            chunks.append(Chunk(columns, tuple(chain.from_iterable(of_chunk))))
-        return chunks
+        cut: dict[int, list[Block]] = {first: [] for first in range(0, self.width, step)}
+        for run, rows, inside in self._blocks(follows):
+            for first in range(inside.start // step * step, inside.stop, step):
+                columns = range(max(inside.start, first) - first, min(inside.stop, first + step) - first)
+                offset = first + columns.start - inside.start
+                cut[first].append(Block(run, offset, len(inside), rows, columns))
+        return [Chunk(range(first, min(first + step, self.width)), tuple(blocks)) for first, blocks in cut.items()]
+
+    def _blocks(self, follows: Callable[[int], bool]) -> Iterator[tuple[int, range, range]]:
+        """Yield the first run, the rows and the columns of blocks before columns are cut."""
+        before: tuple[int, range, range] | None = None
+        for number, (run, column) in enumerate(zip(self.runs, self.columns, strict=True)):
+            if column is None:
+                continue
+            rows, columns = range(run.rank, run.rank + 1), range(column, column + run.stop - run.start)
+            if before is not None:
+                first, above, same = before
+                if number == first + len(above) and (above.stop, same) == (run.rank, columns) and follows(number):
+                    before = first, range(above.start, rows.stop), columns
+                    continue
+                yield before
+            before = number, rows, columns
+        if before is not None:
+            yield before
 
 
 def _columns(runs: Sequence[Run], chosen: Sequence[bool], world_size: int) -> tuple[tuple[int | None, ...], int]:
