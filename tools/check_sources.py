@@ -40,7 +40,7 @@ CEILINGS: Mapping[str, Ceiling] = {
     "zeroshard_comm": Ceiling(3214, "each optimizer of a model averages its own parts of a bucket"),
     "zeroshard": Ceiling(7370, "a gradient that one rank alone zeroes or drops is told apart"),
     "zeroshard_integrations": Ceiling(
-        1856, "its own private names of torch: it imports public names of its siblings alone"
+        1810, "its own private names of torch: it imports public names of its siblings alone"
     ),
     "zeroshard_testing": Ceiling(5689, "a rank that computes is given up after processor time of its own"),
 }
