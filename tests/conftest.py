@@ -7,7 +7,7 @@ from itertools import combinations, groupby
 
 import pytest
 import torch
-from zeroshard_comm import transport
+from zeroshard_comm import ring, transport
 from zeroshard_testing import rank_fixture
 from zeroshard_testing.marker import spec_of
 
@@ -16,6 +16,14 @@ from zeroshard_testing.marker import spec_of
 def _is_worth_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Add up gradients in a thread, however few they are, as those of large models are."""
     monkeypatch.setattr(transport, "WORTH_OVERLAPPING", 0)
+
+
+@pytest.fixture(params=["ring", "rounds"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How ranks agree from the second time on."""
+    way: str = request.param
+    monkeypatch.setattr(ring, "MOST_RANKS", 16 if way == "ring" else 1)
+    return way
 
 
 @rank_fixture

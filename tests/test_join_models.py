@@ -22,6 +22,7 @@ from join_training import (
     windows,
 )
 from torch import nn, optim
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from training import EVERYWHERE
 from zeroshard import ZeroRedundancyOptimizer
@@ -86,13 +87,42 @@ def kept(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return result
 
 
+class WithIgnored(Smooth):
+    """Has a layer that DDP is told to ignore."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.beside = nn.Sequential(nn.Linear(40, 5))
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self, ["beside.0.weight", "beside.0.bias"])
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self[2](self[1](self[0](batch)))
+        return result
+
+
+def after_one_of_ignored(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """A backward of ignored parameters alone comes between the forward and its backward."""
+    result: torch.Tensor = model(batch).square().mean()
+    beside = getattr(model, "module", model).beside
+    beside(batch).square().mean().backward()
+    beside.zero_grad()
+    return result
+
+
+LOSSES = [
+    (Smooth, adversarial),
+    (Smooth, with_penalties),
+    (Odd, of_distribution),
+    (Odd, kept),
+    (WithIgnored, after_one_of_ignored),
+]
+
+
 @pytest.mark.each_choice
 @pytest.mark.ranks(2, 3, backend=EVERYWHERE)
 @EVERY_HOOK
 @EVERY_ENDING
-@pytest.mark.parametrize(
-    ("model", "loss"), [(Smooth, adversarial), (Smooth, with_penalties), (Odd, of_distribution), (Odd, kept)]
-)
+@pytest.mark.parametrize(("model", "loss"), LOSSES)
 def test_losses(world_size: int, hook: str, ending: int, model: Callable[[], nn.Module], loss: Loss) -> None:
     Uneven(lengths_of(world_size)[ending], hook, model=model, loss=loss).check(usual)
 

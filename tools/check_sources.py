@@ -40,7 +40,7 @@ CEILINGS: Mapping[str, Ceiling] = {
     "zeroshard_comm": Ceiling(3260, "equal parts of consecutive ranks are packed by one copy"),
     "zeroshard": Ceiling(7397, "the interleaved hook agrees on a step at its first bucket"),
     "zeroshard_integrations": Ceiling(
-        1856, "its own private names of torch: it imports public names of its siblings alone"
+        1810, "its own private names of torch: it imports public names of its siblings alone"
     ),
     "zeroshard_testing": Ceiling(5689, "a rank that computes is given up after processor time of its own"),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -21,9 +22,8 @@ _REDUCER = "torch.distributed.Reducer"
 USED: Mapping[str, str] = {
     "torch.autograd.Variable._execution_engine": "what is to be done at the end of a backward, in order with DDP's",
     "torch._C._will_engine_execute_node": "whether a backward adds to .grad, or torch.autograd.grad() only reads",
-    f"{_DDP}._comm_hooks": "which optimizer a model's communication hooks hand gradients to",
+    f"{_DDP}._comm_hooks": "the hooks in Python with their states: which optimizers a model hands gradients to",
     f"{_DDP}._get_ddp_logging_data": "whether there is a hook in C++, which is not in that list",
-    f"{_DDP}._build_params_for_reducer": "which parameters are reduced, in which order",
     f"{_DDP}._has_rebuilt_buckets": "whether the next forward rebuilds buckets, which exchanges the tensors in .grad",
     f"{_DDP}._check_and_sync_module_buffers": "a part of a forward that a rank without data must take part in",
     f"{_DDP}._check_global_requires_backward_grad_sync": "the same",
@@ -47,14 +47,11 @@ will_execute = torch._C._will_engine_execute_node
 buckets_of_zeros = _distributed_c10d.Reducer._get_zeros_like_grad_buckets
 run_comm_hook = _distributed_c10d.Reducer._run_comm_hook
 push_all_rebuilt_params = _distributed_c10d.Reducer._push_all_rebuilt_params
-JoinConfig = _JoinConfig
 local_used_map = _distributed_c10d.Reducer._get_local_used_map
-
-
-def disable_dynamo(func: Callable[..., None]) -> Callable[..., None]:
-    """Let torch.compile call a function as it is, and not trace it."""
-    found: Callable[..., None] = vars(torch)["_disable_dynamo"](func)
-    return found
+comm_hooks: Callable[[DistributedDataParallel], Sequence[tuple[Callable[..., Any], object]]] = attrgetter("_comm_hooks")
+has_rebuilt_buckets: Callable[[DistributedDataParallel], bool] = attrgetter("_has_rebuilt_buckets")
+disable_dynamo: Callable[[Callable[..., None]], Callable[..., None]] = vars(torch)["_disable_dynamo"]
+JoinConfig = _JoinConfig
 
 
 def groups_here() -> int:
@@ -62,25 +59,9 @@ def groups_here() -> int:
     return len(dist.distributed_c10d._world.pg_names)
 
 
-def comm_hooks(ddp: DistributedDataParallel) -> Sequence[tuple[Callable[..., Any], object]]:
-    """Return the communication hooks in Python, each with its state."""
-    return ddp._comm_hooks
-
-
 def has_comm_hook(ddp: DistributedDataParallel) -> bool:
     """Whether there is a communication hook, in Python or in C++."""
     return bool(ddp._comm_hooks or ddp._get_ddp_logging_data().get("comm_hook"))
-
-
-def params_for_reducer(ddp: DistributedDataParallel) -> Sequence[torch.Tensor]:
-    """Return the parameters that are trained and not ignored, in the order in which DDP has them."""
-    found: Sequence[torch.Tensor] = ddp._build_params_for_reducer()[0]
-    return found
-
-
-def has_rebuilt_buckets(ddp: DistributedDataParallel) -> bool:
-    """Whether DDP has rebuilt its buckets, which it does once."""
-    return ddp._has_rebuilt_buckets
 
 
 def prepare_forward(ddp: DistributedDataParallel, *, with_grad: bool) -> None:

@@ -89,14 +89,7 @@ class ZeroShardPlugin:
 def reduce_to_owners(
     model: nn.Module, optimizers: Iterable[ZeroRedundancyOptimizer], *, norms: bool | Sequence[float] = True
 ) -> None:
-    """Register the communication hook on what Accelerate has wrapped, for those optimizers that have its parameters.
-
-    Args:
-        model: of ``accelerator.prepare()``: DistributedDataParallel, compiled or not, or a model that was not wrapped,
-            which is left alone.
-        optimizers: may have nothing to do with the model.
-        norms: as for :func:`~zeroshard_integrations.ddp.register_reduce_to_owner`.
-    """
+    """Register the hook on a model, if Accelerate has wrapped it, for those optimizers that have its parameters."""
     owners = [optimizer for optimizer in optimizers if _shares_parameters(model, optimizer)]
     # Under torch.compile, DistributedDataParallel is a child of the model.
     for ddp in [module for module in model.modules() if isinstance(module, DistributedDataParallel)] if owners else []:

@@ -73,11 +73,8 @@ class HierarchicalModelAverager(ModelAverager):
             settings: dict[str, str | int] = {"periods and group sizes": str(levels), "warmup_steps": warmup_steps}
             if len(levels) > 1:
                 settings["number of process groups made so far"] = groups_here()
-            proposal.set(_config([], settings))
-        groups = [(period, ranks.subgroup(size)) for period, size in reversed(levels.items())]
-        self._levels = [
-            (period, Coordinator(group) if group is not ranks else self._coordinator) for period, group in groups
-        ]
+            proposal.set(ShardingConfig(partition([], 1), settings))
+        self._levels = [(period, Coordinator(ranks.subgroup(size))) for period, size in reversed(levels.items())]
 
     def average_parameters(self, params: Params) -> None:
         """Average parameters between subgroups if that is due, and count the step. Collective if it is due.
@@ -231,11 +228,6 @@ class PostLocalSGDOptimizer(Optimizer):
         self.optim.add_param_group(param_group)
 
     @property
-    def state(self) -> Any:  # type: ignore[override] # noqa: ANN401 - an attribute in torch
-        """The state of the wrapped optimizer."""
-        return self.optim.state
-
-    @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The param groups of the wrapped optimizer."""
         return self.optim.param_groups
@@ -289,7 +281,8 @@ def _average_over(coordinator: Coordinator, params: Params, buffers: Sequence[to
             for flat, members in buckets
         ]
         settings = {"the averager's step": step, "the layout of its buckets": crc32(str(places).encode())}
-        proposal.set(_config([param for param in found if param.requires_grad], settings))
+        averaged = [TensorSpec("", tuple(p.shape), p.dtype, p.device.type) for p in found if p.requires_grad]
+        proposal.set(ShardingConfig(partition(averaged, 1), settings))
     for flat, members in [] if coordinator.is_single_rank else buckets:
         with torch.no_grad():
             mean = flat if flat is not None else torch.cat([param.reshape(-1) for param in members])
@@ -341,10 +334,3 @@ def _buckets(params: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) ->
         if param.requires_grad and param not in in_buffers:
             packed[param.dtype, param.device].append(param)
     return [*found, *[(None, members) for members in packed.values()]]
-
-
-def _config(params: Sequence[torch.Tensor], settings: Mapping[str, str | int]) -> ShardingConfig:
-    """What ranks compare: the parameters, by shape, dtype and kind of device, and settings."""
-    return ShardingConfig(
-        partition([TensorSpec("", tuple(p.shape), p.dtype, p.device.type) for p in params], 1), settings
-    )

@@ -192,13 +192,7 @@ _stepped_by: weakref.WeakKeyDictionary[Hook, weakref.ref[JoinState]] = weakref.W
 
 
 def optimizers_of_hooks(ddp: DistributedDataParallel) -> list[JoinState]:
-    """Return the join states of the optimizers to which the communication hooks of a model hand its gradients.
-
-    An optimizer shares its own with wrappers of frameworks.
-
-    Args:
-        ddp: the model.
-    """
+    """Return the join states of the optimizers to which the communication hooks of a model hand its gradients."""
     states = [getattr(each, "join_state", None) for _, state in comm_hooks(ddp) for each in _optimizers_in(state)]
     # By identity: users' hooks need not be hashable.
     steppers = [found() for hook, _ in comm_hooks(ddp) for known, found in _stepped_by.items() if known is hook]
@@ -209,16 +203,17 @@ def _stepping(hook: Hook, ddp: DistributedDataParallel, zero: ZeroRedundancyOpti
     exchange = zero.follow_backward(mode, _check_model(ddp, [zero]))
     _register_model(ddp, [exchange])
     # DDP keeps the hook: a reference to the optimizer from there would be a cycle through C++.
-    reduces_elsewhere = hook is not allreduce_hook
     join_state, group = weakref.ref(zero.join_state), zero.process_group
 
     def step_in_backward(state: Any, bucket: GradBucket) -> Future[torch.Tensor]:  # noqa: ANN401 - the inner hook's
         if join_state() is None:
             raise RuntimeError("the optimizer that this communication hook steps is gone: keep a reference to it")
-        if not reduces_elsewhere and isinstance(state, dist.ProcessGroup):
+        if hook is not allreduce_hook:
+            return _receive([exchange], bucket, lambda: hook(state, bucket))
+        if isinstance(state, dist.ProcessGroup):
             difference = "allreduce_hook was registered with a group of the ranks {}, and the optimizer works on {}"
             _check_same_ranks(state, group, difference)
-        return _receive([exchange], bucket, (lambda: hook(state, bucket)) if reduces_elsewhere else None)
+        return _receive([exchange], bucket)
 
     _stepped_by[step_in_backward] = join_state
     return step_in_backward
@@ -297,7 +292,7 @@ def _check_model(
     ddp: DistributedDataParallel, optimizers: Sequence[ZeroRedundancyOptimizer]
 ) -> dict[torch.Tensor, str]:
     """Check that optimizers can take the buckets of a model, and return the names of its parameters."""
-    if getattr(ddp, "mixed_precision", None) is not None:
+    if ddp.mixed_precision is not None:
         raise ValueError(
             "DistributedDataParallel(mixed_precision=...) has a communication hook of its own, and takes no other: "
             "use torch.autocast, or parameters in half precision with master_weights=True, instead; or register no "
@@ -312,9 +307,8 @@ def _check_model(
         for param in known & own:
             raise ValueError(f"two optimizers of one hook have the parameter {names.get(param, '')!r}: one may step it")
         known |= own
-    ignored: set[str] = getattr(ddp, "parameters_to_ignore", set())
     for param, name in names.items():
-        if param.requires_grad and param not in known and name not in ignored:
+        if param.requires_grad and param not in known and name not in ddp.parameters_to_ignore:
             raise ValueError(
                 f"DistributedDataParallel reduces {name!r}, which the optimizer does not have: with a communication "
                 f"hook of zeroshard, the optimizers given to register_reduce_to_owner must have all parameters. Give "

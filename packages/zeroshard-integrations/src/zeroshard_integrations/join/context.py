@@ -110,11 +110,11 @@ class JoinContext:
         self._is_reported = False
         return join_round
 
-    def _optimizer_calls(self, place: int, call: Call) -> JoinRound:
+    def _optimizer_calls(self, place: int, call: Call) -> JoinRound | None:
         """A sharded optimizer is about to communicate."""
         if call in (Call.BACKWARD, Call.JOINED):
             # This was announced for its model, and all values were sent.
-            return JoinRound(self.join_round.made, self.join_round.running, ())
+            return None
         for model in self._models.values() if call is Call.END else ():
             model.in_backward = False
         check_has_model(self._joinables, self._optimizers[place])
@@ -157,15 +157,15 @@ class JoinContext:
     def _send_gradients(self, model: DDPModel, running: Sequence[int], joined: Sequence[int]) -> None:
         """Send ranks without data the gradients to which the others add, or which they keep at the end."""
         is_joined = self._rank in joined
-        mine = [0, 0] if is_joined else [int(not model.is_known), int(model.in_window)]
-        flags = self._coordinator.gather_ints(mine, "a backward inside Join")
-        if any(is_unknown for is_unknown, _ in flags):
+        mine = [not is_joined and not model.is_known, not is_joined and model.in_window]
+        is_unknown, in_window = self._coordinator.any_of(mine, "a backward inside Join")
+        if is_unknown:
             raise RuntimeError(
                 "gradients that were reduced and others of no_sync() were added, or gradients were kept from before "
                 "the block, and a rank has run out of data, whose part of them no rank knows: call zero_grad() before "
                 "a window"
             )
-        if any(in_window for _, in_window in flags):
+        if in_window:
             # To zeros, at its begin.
             if is_joined:
                 model.ddp.zero_grad()

@@ -66,8 +66,9 @@ class DDPModel:
         self._reduces = self._reduces or reduces
 
     def _watch(self) -> None:
-        """Watch the parameters that are trained now."""
-        trained = [param for param in self.ddp.module.parameters() if param.requires_grad]
+        """Watch the parameters that are trained now, and that DDP was not told to ignore."""
+        named, ignored = self.ddp.module.named_parameters(), self.ddp.parameters_to_ignore
+        trained = [param for name, param in named if param.requires_grad and name not in ignored]
         known = (self.watches_all, [*map(id, trained)])
         if known == self._watched:
             return
@@ -75,11 +76,10 @@ class DDPModel:
         for handle in self._handles:
             handle.remove()
         self._trained, self._handles = trained, []
-        params = _torch_private.params_for_reducer(self.ddp)
-        if params:
-            self._handles.append(register_multi_grad_hook(params, self._first_gradient, mode="any"))
-        if params and self.watches_all:
-            self._handles.append(register_multi_grad_hook(params, self._last_gradient, mode="all"))
+        if trained:
+            self._handles.append(register_multi_grad_hook(trained, self._first_gradient, mode="any"))
+        if trained and self.watches_all:
+            self._handles.append(register_multi_grad_hook(trained, self._last_gradient, mode="all"))
 
     def _first_gradient(self, _: torch.Tensor) -> None:
         # Reentrant checkpoints run backwards inside of it, and `torch.autograd.grad` calls hooks of parameters, too.
@@ -125,8 +125,8 @@ class DDPModel:
 
     @property
     def _followers(self) -> list[GradExchange]:
-        found = [optimizer.exchange for optimizer in optimizers_of_hooks(self.ddp)]
-        return [exchange for exchange in found if exchange is not None]
+        optimizers = optimizers_of_hooks(self.ddp)
+        return [optimizer.exchange for optimizer in optimizers if optimizer.exchange is not None]
 
     def error(self) -> Exception | None:
         """Return why this rank cannot take part, if it cannot: in a window, or DDP has not seen enough of the model."""

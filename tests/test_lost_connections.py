@@ -1,0 +1,333 @@
+"""Lost ranks and connections: the others raise and name the rank, nobody waits, and a failed ring is made again."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from zeroshard_comm import (
+    Coordinator,
+    Message,
+    PeerLostError,
+    RankGroup,
+    Traffic,
+    agreement,
+    process_group,
+    receive,
+    ring,
+    rounds,
+    send,
+)
+from zeroshard_comm._torch_private import backends_of
+from zeroshard_testing import Faults
+
+CALLS: dict[str, Callable[[Coordinator, int], object]] = {
+    "agree": lambda coordinator, _: coordinator.agree("step()"),
+    "gather_ints": lambda coordinator, rank: coordinator.gather_ints([rank], "step()"),
+}
+
+
+@pytest.mark.exhaustive_at(4, 17)
+@pytest.mark.ranks(2, 3, 4, 5, 17, backend="gloo")
+@pytest.mark.parametrize("call", CALLS)
+def test_all_ranks_learn_of_a_killed_one_in_the_same_agreement(rank: int, faults: Faults, call: str, way: str) -> None:
+    # They live on: nobody's end tells the others.
+    coordinator = Coordinator(RankGroup.of())
+    coordinator.agree("warming up")
+    coordinator.agree("connected")
+    faults.kill(rank=1, at="send")
+    if way == "ring" and rank == 1:
+        dist.isend(torch.zeros(1), 0)
+    with pytest.raises(PeerLostError, match="lost rank 1"):
+        CALLS[call](coordinator, rank)
+    with pytest.raises(PeerLostError):
+        CALLS[call](coordinator, rank)
+
+
+@pytest.mark.ranks(2, backend="gloo", isolation="process")
+def test_connections_that_cannot_be_opened_name_the_limit_of_files(rank: int) -> None:
+    coordinator = Coordinator(RankGroup.of(dist.new_group(timeout=timedelta(seconds=2))))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if rank == 0:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(list(Path("/proc/self/fd").iterdir())), hard))
+    try:
+        with pytest.raises(PeerLostError, match=r"each opens 1 connections more, which `ulimit -n` must allow"):
+            coordinator.agree("step()")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+class StubBackend:
+    """A backend for devices that only counts how often it is aborted."""
+
+    def __init__(self) -> None:
+        self.aborted = 0
+
+    def abort(self) -> None:
+        self.aborted += 1
+
+
+@pytest.mark.ranks(3, backend="gloo")
+@pytest.mark.parametrize("switch", ["1", "0"])
+def test_what_is_under_way_on_devices_is_aborted_once_when_a_rank_is_lost(
+    rank: int, faults: Faults, switch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stub = StubBackend()
+    monkeypatch.setenv(process_group.ABORT, switch)
+    monkeypatch.setattr(process_group, "backends_of", lambda group: [*backends_of(group), stub])
+    coordinator = Coordinator(RankGroup.of())
+    coordinator.agree("warming up")
+    with pytest.raises(ValueError, match="bad input"):
+        coordinator.agree("step()", error=ValueError("bad input"))
+    assert stub.aborted == 0
+    faults.kill(rank=1, at="send")
+    if rank == 1:
+        dist.isend(torch.zeros(1), 0)
+    for _ in range(2):
+        with pytest.raises(PeerLostError):
+            coordinator.agree("step()")
+    assert stub.aborted == int(switch)
+
+
+def connected_in_rounds(monkeypatch: pytest.MonkeyPatch) -> Coordinator:
+    """Ranks that have connections of their own, and agree by messages."""
+    monkeypatch.setattr(ring, "MOST_RANKS", 1)
+    coordinator = Coordinator(RankGroup.of())
+    coordinator.agree("warming up")
+    coordinator.agree("connected")
+    return coordinator
+
+
+@pytest.mark.ranks(5, backend="gloo")
+def test_a_rank_that_has_closed_its_connections_since_another_is_lost_is_not_named(
+    rank: int, faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coordinator = connected_in_rounds(monkeypatch)
+    if rank == 0:
+
+        def send_late(channel: RankGroup, peer: int, *arguments: Any) -> Message:
+            if peer == 2:
+                dist.recv(torch.zeros(1), 2)
+            message = send(channel, peer, *arguments)
+            if peer == 1:
+                # All receives have been posted.
+                dist.send(torch.zeros(1), 1)
+            return message
+
+        monkeypatch.setattr(rounds, "send", send_late)
+    if rank == 1:
+        dist.recv(torch.zeros(1), 0)
+    faults.kill(rank=1, at="send")
+    with pytest.raises(PeerLostError, match="lost rank 1"):
+        coordinator.agree("step()")
+    if rank == 2:
+        dist.send(torch.zeros(1), 0)
+
+
+@pytest.mark.ranks(4, backend="gloo")
+def test_a_rank_that_refuses_a_send_is_named_if_the_ranks_that_could_name_another_are_late(
+    rank: int, faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coordinator = connected_in_rounds(monkeypatch)
+    faults.kill(rank=1, at="send")
+    # Rank 0 sends to rank 1, and first hears of rank 3.
+    if rank == 0:
+        with pytest.raises(RuntimeError):
+            dist.recv(torch.zeros(1), 1)
+        time.sleep(0.5)
+    if rank == 3:
+        time.sleep(4)
+    with pytest.raises(PeerLostError, match="lost rank" if rank == 3 else "lost rank 1"):
+        coordinator.agree("step()")
+
+
+@pytest.mark.exhaustive_at(4)
+@pytest.mark.ranks(4, 5, backend="gloo")
+@pytest.mark.parametrize("call", CALLS)
+def test_nobody_waits_for_a_rank_that_is_killed_between_two_rounds(
+    rank: int, faults: Faults, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ring, "MOST_RANKS", 1)
+    # Its word is out, so ranks may rightly have agreed with it.
+    coordinator = Coordinator(RankGroup.of())
+    coordinator.agree("warming up")
+    faults.kill(rank=1, at="send#2")
+    with contextlib.suppress(PeerLostError):
+        CALLS[call](coordinator, rank)
+
+
+@pytest.mark.exhaustive_at(4)
+@pytest.mark.ranks(4, 5, backend="gloo")
+def test_nobody_waits_for_a_rank_that_is_killed_while_a_ring_is_repeated(
+    rank: int, faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coordinator = Coordinator(RankGroup.of())
+    coordinator.agree("warming up")
+    fail_ring(monkeypatch)
+    faults.kill(rank=1, at="send#2")
+    with contextlib.suppress(PeerLostError):
+        coordinator.agree("step()")
+    with pytest.raises(PeerLostError):
+        coordinator.agree("afterwards")
+
+
+def fail_ring(monkeypatch: pytest.MonkeyPatch, *, after: bool = False) -> None:
+    """Let this rank's next use of a ring fail, before it has begun or after all ranks have combined their numbers."""
+    combine = ring.Ring.combine
+
+    def fail(this: ring.Ring, numbers: torch.Tensor, traffic: Traffic) -> None:
+        monkeypatch.setattr(ring.Ring, "combine", combine)
+        if after:
+            combine(this, numbers.clone(), traffic)
+
+    monkeypatch.setattr(ring.Ring, "combine", fail)
+
+
+@pytest.mark.exhaustive_at(2, 5)
+@pytest.mark.ranks(2, 4, 5, backend="gloo")
+def test_a_ring_that_fails_on_some_ranks_is_no_error_and_is_made_again(
+    rank: int, world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coordinator = Coordinator(RankGroup.of())
+    coordinator.agree("warming up")
+    everyones = [[each] * 2000 for each in range(world_size)]
+    for number, failing in enumerate(({0}, {1}, set(range(world_size - 1)), {world_size - 1}, set(range(world_size)))):
+        for after in (False, True):
+            if rank in failing:
+                fail_ring(monkeypatch, after=after)
+            # The others have this result when they come to the next call.
+            assert coordinator.agree(f"call {number}", number, flag=rank == 1)
+            assert coordinator.gather_ints([rank] * 2000, "numbers") == everyones
+            with pytest.raises(ValueError, match=r"^rank 1: no$"):
+                coordinator.agree("load()", error=ValueError("no") if rank == 1 else None)
+            before = coordinator.traffic.of("control").calls
+            coordinator.agree("in a ring again")
+            assert coordinator.traffic.of("control").calls == before + 1
+
+
+@pytest.mark.ranks(3, backend="gloo", checks="no:messages")
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("lost", [None, 2])
+def test_a_rank_that_has_lost_another_one_tells_so_in_the_next_agreement(rank: int, lost: int | None) -> None:
+    coordinator = Coordinator(RankGroup.of())
+    coordinator.agree("warming up")
+    error = PeerLostError("some collective could not be finished")
+    error.peer = lost
+    others = "another rank has lost one, whose" if lost is None else "another rank has lost rank 2, whose"
+    with pytest.raises(PeerLostError, match="some collective" if rank == 1 else others) as raised:
+        coordinator.agree("the end of step()", error=error if rank == 1 else None)
+    assert raised.value.peer == lost
+
+
+@pytest.mark.ranks(3, backend="gloo", checks="no:messages")
+@pytest.mark.usefixtures("way")
+def test_nobody_waits_for_a_rank_that_has_lost_another_and_the_users_group_works_on(rank: int) -> None:
+    coordinator = Coordinator(RankGroup.of())
+    coordinator.agree("warming up")
+    coordinator.agree("connected")
+    assert coordinator.channel is not None
+    if rank == 0:
+        with pytest.raises(PeerLostError):
+            coordinator.agree("step()", error=PeerLostError("another one was lost"))
+    else:
+        # Not in an agreement: nothing could be told it.
+        message = receive(coordinator.channel, 0, torch.zeros(1), 1, "a test")
+        with pytest.raises(PeerLostError):
+            message.wait("a test")
+    with pytest.raises(PeerLostError):
+        coordinator.agree("step()")
+    with pytest.raises(PeerLostError, match=r"on a new process group\. They were closed after: .*lost"):
+        coordinator.agree("step()")
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total == 3
+
+
+@pytest.mark.ranks(2, backend="gloo", checks="no:messages")
+def test_a_rank_that_never_connects_is_not_waited_for_until_the_timeout(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ring, "_TO_CONNECT", timedelta(seconds=2))
+    group = dist.new_group(timeout=timedelta(minutes=10))
+    store = dist.PrefixStore("test", group.get_group_store())
+    if rank:
+        monkeypatch.setattr(agreement, "Connections", lambda _: store.wait(["raised"], timedelta(seconds=60)))
+        Coordinator(RankGroup.of(group)).agree("a call")
+    else:
+        with pytest.raises(PeerLostError, match="connect"):
+            Coordinator(RankGroup.of(group)).agree("a call")
+        store.set("raised", "")
+
+
+@pytest.mark.exhaustive_at(2, 5)
+@pytest.mark.ranks(2, 4, 5, backend="gloo")
+def test_ranks_wait_for_a_late_one_longer_than_the_ring_does(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring, "_TO_CONNECT", timedelta(seconds=4))
+    monkeypatch.setattr(ring, "_PATIENCE", timedelta(seconds=0.5))
+    coordinator = Coordinator(RankGroup.of(dist.new_group(timeout=timedelta(seconds=60))))
+    coordinator.agree("a call")
+    for _ in range(2):
+        time.sleep(5 * (rank == 1))
+        coordinator.agree("another call")
+        # The ring is made again after this one.
+        coordinator.agree("a third call")
+        before = coordinator.traffic.of("control").calls
+        coordinator.agree("a fourth call")
+        assert coordinator.traffic.of("control").calls == before + 1
+
+
+@pytest.mark.ranks(3, backend="gloo", checks="no:messages")
+def test_the_late_rank_alone_is_blamed(rank: int) -> None:
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    coordinator = Coordinator(RankGroup.of(group))
+    coordinator.agree("a call")
+    store = dist.PrefixStore("test", group.get_group_store())
+    if rank == 1:
+        store.wait(["0", "2"], timedelta(seconds=60))
+        return
+    with pytest.raises(PeerLostError, match=f"rank {rank} lost rank 1 during") as raised:
+        coordinator.agree("step()")
+    assert raised.value.peer == 1
+    store.set(str(rank), "")
+
+
+@pytest.mark.ranks(4, backend="gloo", checks="no:messages")
+@pytest.mark.parametrize("late", [0, 2])
+def test_nobody_waits_for_a_late_rank_once_another_one_is_lost(
+    rank: int, late: int, faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ring, "_PATIENCE", timedelta(seconds=0.5))
+    coordinator = Coordinator(RankGroup.of())
+    coordinator.agree("warming up")
+    coordinator.agree("connected")
+    store = dist.PrefixStore("test", dist.group.WORLD.get_group_store())  # type: ignore[union-attr]
+    faults.kill(rank=1, at="send")
+    if rank == 1:
+        dist.isend(torch.zeros(1), 0)
+    if rank == late:
+        store.wait([str(other) for other in (0, 2, 3) if other != late], timedelta(seconds=60))
+    with pytest.raises(PeerLostError):
+        coordinator.agree("step()")
+    store.set(str(rank), "")
+
+
+@pytest.mark.exhaustive_at(5, 17)
+@pytest.mark.ranks(2, 4, 5, 17, backend="gloo", checks="no:messages")
+def test_a_rank_that_is_stopped_ends_the_others_by_the_timeout(rank: int, faults: Faults) -> None:
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    coordinator = Coordinator(RankGroup.of(group))
+    coordinator.agree("warming up")
+    coordinator.agree("connected")
+    faults.stop(rank=1, at="send")
+    if rank == 1:
+        dist.isend(torch.zeros(1), 0)
+    with pytest.raises(PeerLostError, match=r"did not call step\(\) within the process group's timeout"):
+        coordinator.agree("step()")
