@@ -127,9 +127,9 @@ def global_sequences(*world_sizes: int) -> int:
 
 
 def _run(job: Job, ranks: int, resume_ranks: int, console: Console, started: float) -> Found:
-    side_by_side = job.steps + 2 * job.more_steps
-    stages = Stages(console, work=2 * side_by_side + 2 * job.more_steps)
-    with stages.stage(f"Training on {ranks} ranks, twice", side_by_side, models=2) as told:
+    side_by_side = job.steps + job.more_steps
+    stages = Stages(console, work=2 * side_by_side + 3 * job.more_steps)
+    with stages.stage(f"Training both ways on {ranks} ranks", side_by_side, models=2, resumed=job.more_steps) as told:
         launch(job, ranks, told)
     with stages.stage(f"Resuming on {resume_ranks} ranks", job.more_steps) as told:
         launch(dataclasses.replace(job, task="resume-sharded"), resume_ranks, told)

@@ -32,17 +32,18 @@ class Stages:
         self._progress = Progress(*columns, console=console)
 
     @contextmanager
-    def stage(self, title: str, steps: int, models: int = 1) -> Iterator[OnStep]:
+    def stage(self, title: str, steps: int, models: int = 1, resumed: int = 0) -> Iterator[OnStep]:
         """Show one stage, until the block ends, and return what is to be told of its steps.
 
         Args:
             title: what is done.
             steps: how many.
             models: how many of them each step trains.
+            resumed: further steps, which one model takes from the checkpoint on.
         """
         if not self._console.is_terminal:
             self._console.print(f"{title} ...", highlight=False)
-            yield self._lines(steps)
+            yield self._lines(steps, resumed)
             return
         if not self._progress.tasks:
             self._progress.add_task(title, total=self._work, loss="")
@@ -50,15 +51,17 @@ class Stages:
         self._progress.update(task, description=f"{title:<34}", loss="starting ranks")
 
         def show(step: int, loss: float) -> None:
-            self._progress.update(task, completed=self._done + models * step, loss=f"loss {loss:.3f}")
+            completed = self._done + models * min(step, steps) + max(step - steps, 0)
+            self._progress.update(task, completed=completed, loss=f"loss {loss:.3f}")
 
         with self._progress:
             yield show
-        self._done += models * steps
+        self._done += models * steps + resumed
 
-    def _lines(self, steps: int) -> OnStep:
+    def _lines(self, steps: int, resumed: int) -> OnStep:
         def show(step: int, loss: float) -> None:
-            if step in (1, steps) or step % 5 == 0:
-                self._console.print(f"  step {step:>3} of {steps}, loss {loss:.3f}", highlight=False)
+            here, of, what = (step, steps, "step") if step <= steps else (step - steps, resumed, "resumed, step")
+            if here in (1, of) or here % 5 == 0:
+                self._console.print(f"  {what} {here:>3} of {of}, loss {loss:.3f}", highlight=False)
 
         return show
