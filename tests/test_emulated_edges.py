@@ -44,8 +44,12 @@ def test_gradients_accumulated_without_communication(hook: str, device: torch.de
 
 @pytest.mark.parametrize("hook", HOOKS[1:])
 @pytest.mark.parametrize("no_sync", [False, True])
-def test_a_hook_that_reduces_into_a_tensor_of_its_own(hook: str, no_sync: bool, device: torch.device) -> None:
-    _train(hook, "whole", device, backwards=1 + no_sync, no_sync=no_sync, inner=reduced_anew)
+@pytest.mark.parametrize("knows_device", [True, False])
+def test_a_hook_that_reduces_into_a_tensor_of_its_own(
+    hook: str, no_sync: bool, knows_device: bool, device: torch.device
+) -> None:
+    inner = reduced_anew if knows_device else reduced_at_once
+    _train(hook, "whole", device, backwards=1 + no_sync, no_sync=no_sync, inner=inner)
 
 
 @pytest.mark.parametrize("hook", HOOKS)
@@ -195,6 +199,15 @@ def _stepping(device: torch.device, width: int) -> ZeroRedundancyOptimizer:
 def reduced_anew(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     gradients = bucket.buffer() / dist.get_world_size()
     return dist.all_reduce(gradients, async_op=True).get_future().then(lambda done: done.value()[0])
+
+
+def reduced_at_once(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    gradients = bucket.buffer() / dist.get_world_size()
+    dist.all_reduce(gradients)
+    # As torch's documentation has it: without devices, so that waiting for it orders no stream.
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(gradients)
+    return done
 
 
 def _failing_in_backward(_: object, __: object, output: torch.Tensor) -> None:
