@@ -2,11 +2,12 @@
 
 At two ranks most edges are masked by others, by a collective's own for example. Each of these trainings takes such a
 mask away: one rank, gradients that are carried from one backward to the next, work of autograd after the last bucket, a
-communication hook that reduces into a tensor of its own.
+communication hook that reduces into a tensor of its own, several optimizers, a backward that raises.
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -43,8 +44,39 @@ def test_gradients_accumulated_without_communication(hook: str, device: torch.de
 
 @pytest.mark.parametrize("hook", HOOKS[1:])
 @pytest.mark.parametrize("no_sync", [False, True])
-def test_a_hook_that_reduces_into_a_tensor_of_its_own(hook: str, no_sync: bool, device: torch.device) -> None:
-    _train(hook, "whole", device, backwards=1 + no_sync, no_sync=no_sync, inner=reduced_anew)
+@pytest.mark.parametrize("knows_device", [True, False])
+def test_a_hook_that_reduces_into_a_tensor_of_its_own(
+    hook: str, no_sync: bool, knows_device: bool, device: torch.device
+) -> None:
+    inner = reduced_anew if knows_device else reduced_at_once
+    _train(hook, "whole", device, backwards=1 + no_sync, no_sync=no_sync, inner=inner)
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("partition", ["whole", "split"])
+def test_memory_that_is_freed_after_an_error_in_backward(hook: str, partition: str, device: torch.device) -> None:
+    model = small_model().double().to(device)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=MANY_BUCKETS, gradient_as_bucket_view=True)
+    optimizer = ZeroRedundancyOptimizer(
+        ddp.parameters(), optim.AdamW, lr=1e-2, overlap_with_ddp=hook != "owner", partition=cutting(partition)
+    )
+    register(hook, ddp, optimizer)
+    inputs = torch.ones(8, 40, dtype=torch.float64, device=device)
+    # The first backward has one bucket.
+    for _ in range(2):
+        optimizer.zero_grad()
+        ddp(inputs).square().mean().backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    model[1].register_forward_hook(_failing_in_backward)
+    with pytest.raises(ArithmeticError):
+        ddp(inputs).square().mean().backward()
+    # Nothing has joined the side stream, on which buckets are still reduced.
+    del model, ddp, optimizer
+    gc.collect()
+    kept = [torch.zeros(size, dtype=torch.float64, device=device) for size in (64, 1_000, 20_000)]
+    torch.accelerator.synchronize()
+    del kept
 
 
 @pytest.mark.ranks(2, backend=["emulated", "nccl"])
@@ -58,11 +90,14 @@ def test_optimizers_that_share_buffers_on_streams_of_their_own(device: torch.dev
     for side, optimizer in zip(sides, (other, large), strict=True):
         with side:
             optimizer.step()
-    # The buffers that were too small for the last one are free.
+    # The buffer that was too small for the last one is free when those are gone that have used it.
+    params = [group["params"] for each in (small, other) for group in each.param_groups]
+    del small, other, optimizer
+    gc.collect()
     kept = [torch.zeros(64 * 64, dtype=torch.float64, device=device) for _ in range(4)]
     for side in sides:
         current.wait_stream(side)
-    del kept
+    del kept, params
 
 
 @pytest.mark.ranks(2, backend=["emulated", "nccl"])
@@ -113,6 +148,45 @@ def test_optimizers_of_one_model(
             optimizer.step()
 
 
+@pytest.mark.ranks(2, backend=["emulated", "nccl"])
+def test_a_buffer_that_grows_for_the_next_optimizer(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    # One chunk of the biases of a bucket, two of its weights, the second one through the buffer of the biases.
+    monkeypatch.setattr(collectives, "STAGING_BYTES", 200_000)
+    model = nn.Sequential(*[nn.Linear(200, 200) for _ in range(3)]).double().to(device)
+    # The first backward has several buckets, too, if parameters may be unused.
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.3, gradient_as_bucket_view=True, find_unused_parameters=True)
+    halves = [[layer.bias for layer in model], [layer.weight for layer in model]]
+    optimizers = [ZeroRedundancyOptimizer(half, optim.SGD, lr=0.1, partition=cutting("split")) for half in halves]
+    register_reduce_to_owner(ddp, optimizers)
+    ddp(torch.ones(8, 200, dtype=torch.float64, device=device)).square().mean().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+@pytest.mark.ranks(2, backend=["emulated", "nccl"])
+def test_two_models_in_one_backward(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collectives, "STAGING_BYTES", 20_000)
+    # Parameters are read at the end of a step that backward has made.
+    monkeypatch.setattr(dist, "get_debug_level", lambda: dist.DebugLevel.DETAIL)
+    towers = [DistributedDataParallel(small_model().double().to(device)) for _ in range(2)]
+    optimizers = [
+        ZeroRedundancyOptimizer(
+            tower.parameters(), optim.AdamW, lr=1e-2, overlap_with_ddp=True, partition=cutting("split")
+        )
+        for tower in towers
+    ]
+    for tower, optimizer in zip(towers, optimizers, strict=True):
+        register("interleaved", tower, optimizer, reduced_anew)
+    inputs = torch.ones(8, 40, dtype=torch.float64, device=device)
+    for _ in range(2):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        # The parameters of the second tower arrive on the side stream of the first, which needs their buffers.
+        (towers[0](inputs) - towers[1](inputs) - 1).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
 def _stepping(device: torch.device, width: int) -> ZeroRedundancyOptimizer:
     """An optimizer of a few cut tensors with gradients."""
     params = [nn.Parameter(torch.ones(width, width, dtype=torch.float64, device=device)) for _ in range(2)]
@@ -125,6 +199,22 @@ def _stepping(device: torch.device, width: int) -> ZeroRedundancyOptimizer:
 def reduced_anew(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     gradients = bucket.buffer() / dist.get_world_size()
     return dist.all_reduce(gradients, async_op=True).get_future().then(lambda done: done.value()[0])
+
+
+def reduced_at_once(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    gradients = bucket.buffer() / dist.get_world_size()
+    dist.all_reduce(gradients)
+    # As torch's documentation has it: without devices, so that waiting for it orders no stream.
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(gradients)
+    return done
+
+
+def _failing_in_backward(_: object, __: object, output: torch.Tensor) -> None:
+    def fail(_: torch.Tensor) -> None:
+        raise ArithmeticError
+
+    output.register_hook(fail)
 
 
 def _train(

@@ -175,12 +175,12 @@ class GradExchange:
             self._backwards, self._arrived_before = self._backwards + 1, 0
             self._look_early()
             self.gradients.begin()
-        state, work = self.buckets.take(bucket, reduces=reduce is None), None
-        with record_function(f"zeroshard::send bucket {bucket.index}"), self._queue.beside(bucket.buffer):
-            if reduce is None:
-                work = state.reducer.begin(bucket.buffer)
-        # Nobody reads its gradients any more: the hook that reduces it may write to it in a thread.
+        state = self.buckets.take(bucket, reduces=reduce is None)
+        # Nobody reads its gradients any more: the hook that reduces it may write to it in a thread. What it queues now
+        # comes before `beside`, even if its future has no devices, so that waiting for that orders no stream.
         result = reduce() if reduce is not None else None
+        with record_function(f"zeroshard::send bucket {bucket.index}"), self._queue.beside(bucket.buffer):
+            work = state.reducer.begin(bucket.buffer) if reduce is None else None
         done: _Reduced = Future(devices=self._devices)
         if self._steps_buckets and self.buckets.transport.uses_thread:
             # Before a thread may send, in one order.
