@@ -95,7 +95,8 @@ def test_the_rank_that_failed_says_why_though_the_others_wait_elsewhere(rank: in
     # Rank 1 waits for gradients that rank 0 never computes.
     with pytest.raises(ZeroDivisionError if rank == 0 else RuntimeError) as caught:
         sharded.step(closure)
-    assert rank == 1 or str(caught.value) == "no loss today"
+    # With the rank, if rank 1 still came to the agreement.
+    assert rank == 1 or str(caught.value).endswith("no loss today")
     dist.barrier()
 
 

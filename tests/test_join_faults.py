@@ -16,6 +16,7 @@ from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 from training import small_model
 from zeroshard import ZeroRedundancyOptimizer
+from zeroshard_comm import DisagreementError
 from zeroshard_integrations.join import Join
 
 EVERY_HOOK = pytest.mark.parametrize("hook", HOOKS)
@@ -205,3 +206,10 @@ def test_a_hook_of_another_joinable_that_raises(rank: int, when: str) -> None:
     assert not optimizer._join_config.enable
     model(inputs(0, rank)).sum().backward()
     optimizer.step()
+
+
+@pytest.mark.ranks(2, 3, backend="gloo")
+def test_a_call_of_an_optimizer_outside_of_the_block_is_told_from_one_inside(rank: int) -> None:
+    inside, outside = (ZeroRedundancyOptimizer(small_model().parameters(), optim.SGD, lr=0.1) for _ in range(2))
+    with pytest.raises(DisagreementError, match=r"called a method inside Join; .* called step\(\)"), Join([inside]):
+        (inside if rank == 0 else outside).step()

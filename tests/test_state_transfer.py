@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -14,9 +15,12 @@ from zeroshard_comm import (
     Manifest,
     MessageBroadcaster,
     ParameterBroadcaster,
+    PeerLostError,
     RankGroup,
     Segment,
     gather,
+    receive_values,
+    send_values,
     values,
 )
 
@@ -166,3 +170,42 @@ def test_a_description_that_is_no_json_is_an_error_on_every_rank(rank: int) -> N
     with pytest.raises(TypeError, match=r"rank 1: .*not JSON serializable"):
         gather(coordinator, Manifest(description, []), 0, lambda *_: [])
     coordinator.agree("afterwards")
+
+
+WITH_GAPS: dict[str, Callable[[], torch.Tensor]] = {
+    "every second": lambda: torch.arange(10.0)[::2],
+    "expanded": lambda: torch.ones(()).expand(5),
+    "every second row": lambda: torch.arange(12.0).view(6, 2)[::2],
+    "conjugate": lambda: torch.tensor([1 + 2j, 3 - 1j]).conj(),
+}
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.parametrize("kind", WITH_GAPS)
+def test_tensors_with_gaps_arrive_as_contiguous_ones(rank: int, kind: str) -> None:
+    tensor, coordinator = WITH_GAPS[kind](), Coordinator(RankGroup.of())
+    rooms = [torch.empty(tensor.numel(), dtype=tensor.dtype) for _ in range(2)]
+    gather(coordinator, Manifest(None, [tensor]), 0, lambda source, _: [rooms[source]])
+    for room in rooms if rank == 0 else ():
+        assert torch.equal(room, tensor.resolve_conj().reshape(-1))
+
+
+@pytest.mark.ranks(3, backend="gloo", checks="no:messages")
+def test_a_receiver_that_fails_keeps_no_rank_waiting(rank: int) -> None:
+    coordinator = Coordinator(RankGroup.of(dist.new_group(timeout=timedelta(minutes=10))))
+    coordinator.agree("warming up")
+    coordinator.agree("connected")
+
+    def place(*_: object) -> list[torch.Tensor]:
+        raise MemoryError("no room")
+
+    manifest = Manifest(None, [torch.ones(30_000_000)])
+    if rank == 0:
+        # Large enough to wait for the receiver.
+        with pytest.raises(PeerLostError, match="rank 0 lost rank 1"):
+            send_values(coordinator, 1, manifest, "sending")
+    elif rank == 1:
+        with pytest.raises(MemoryError, match="no room"):
+            receive_values(coordinator, 0, place, "receiving")
+    with pytest.raises(PeerLostError):
+        coordinator.agree("the next call")

@@ -26,7 +26,7 @@ USED: Mapping[str, str] = {
     "torch.distributed.ProcessGroup._device_types": "a group does not tell its timeout, but its backends do",
     "torch.distributed.ProcessGroup._get_backend": "the same; a public name has been there since 2.14 only",
     "torch.distributed._coalescing_manager": "issues several collectives as one group, and has no public name",
-    "torch._C._distributed_c10d.Backend.Options._timeout": "the same",
+    "torch._C._distributed_c10d.Backend.Options._timeout": "how long the operations of a group may take",
     "torch.distributed.ProcessGroup._register_backend": "isend and irecv take a group, and not the gloo inside",
     "torch.distributed.ProcessGroup._set_group_name": "by which zeroshard_testing matches the messages of ranks",
 }

@@ -162,12 +162,12 @@ class Coordinator:
             DisagreementError: if ranks are in different operations, or their digests differ.
             PeerLostError: if a rank is gone.
             RuntimeError: if another thread is in an agreement of this process group.
-            Exception: if a rank reported an error: that error on the rank itself, one of the same built-in type and
-                the same message on the others.
+            Exception: if a rank reported an error: one of the same built-in type and the same message, with the rank,
+                of which that error is the cause on the rank itself.
         """
         self.flagged, failure = flag, error
         if not self.is_single_rank:
-            with self._exclusive(operation):
+            with self.exclusive(operation):
                 combined = self._combine(operation, digest, error, flag=flag)
                 self.flagged = bool(combined & _FLAG)
                 if combined & _FAILED or not is_unanimous(combined):
@@ -196,7 +196,7 @@ class Coordinator:
         if self.is_single_rank:
             return [list(numbers)]
         world_size = self.ranks.world_size
-        with self._exclusive(operation):
+        with self.exclusive(operation):
             if often_equal and is_unanimous(self._combine(operation, zlib.crc32(repr(list(numbers)).encode()))):
                 return [list(numbers)] * world_size
             rows = torch.zeros((world_size, len(numbers)), dtype=torch.int64, device="cpu")
@@ -220,7 +220,7 @@ class Coordinator:
         if self.is_single_rank:
             return numbers
         if numbers.device.type == "cpu":
-            with self._exclusive(operation):
+            with self.exclusive(operation):
                 return self._or(numbers.view(torch.int64), TAG_INTS, operation).view(torch.float64)
         started = time.perf_counter()
         # As exact as the bits: every sum has one term that is not 0.
@@ -244,15 +244,16 @@ class Coordinator:
             return list(bits)
         padded = torch.zeros(-(-len(bits) // 8) * 8, dtype=torch.uint8, device="cpu")
         padded[: len(bits)] = torch.tensor(bits, dtype=torch.uint8, device="cpu")
-        with self._exclusive(operation):
+        with self.exclusive(operation):
             combined = self._or(padded.view(torch.int64), TAG_INTS, operation).view(torch.uint8)
         return [bool(byte) for byte in combined[: len(bits)].tolist()]
 
     @contextmanager
-    def _exclusive(self, operation: str) -> Iterator[None]:
-        """Let only one thread at a time run a block: two would mix up their messages.
+    def exclusive(self, operation: str) -> Iterator[None]:
+        """Let only one thread at a time run a block that exchanges something: two would mix up their messages.
 
-        If a rank is lost, or this one is interrupted, for example by Ctrl-C, this rank closes its connections.
+        After any error in it, or an interruption such as Ctrl-C, the exchange is incomplete: this rank closes its
+        connections, so that no other one waits for the rest.
         """
         context = self.ranks.context
         if context.closed:
@@ -269,7 +270,7 @@ class Coordinator:
         try:
             yield
         except BaseException as error:
-            if isinstance(error, PeerLostError) or not isinstance(error, Exception):
+            if not self.is_single_rank:
                 self.ranks.close(error)
             raise
         finally:
@@ -438,9 +439,13 @@ def agreed(coordinator: Coordinator, operation: str, explain: Explain | None = N
         PeerLostError: as :func:`agree`.
         Exception: an error of the block on some rank, on every rank.
     """
-    proposal, failure = Proposal(), None
+    proposal = Proposal()
+    failure: Exception | None = None
     try:
         yield proposal
+    except StopIteration as error:
+        # No generator may raise one.
+        failure = RuntimeError(f"StopIteration: {error}")
     except Exception as error:  # noqa: BLE001 - every rank must hear of it, whatever it is
         failure = error
     coordinator.agree(

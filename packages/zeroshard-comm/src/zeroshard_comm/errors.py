@@ -53,6 +53,11 @@ def rebuild_exception(type_name: str, message: str) -> Exception:
     return RuntimeError(f"{type_name}: {message}")
 
 
+def first_line(failure: RuntimeError) -> str:
+    """Return what a backend said, without its stack."""
+    return str(failure).splitlines()[0] if str(failure) else type(failure).__name__
+
+
 def peer_lost(failure: RuntimeError, peer: int | None, rank: int, operation: str) -> PeerLostError:
     """Make the error that names the peer out of the backend's own.
 
@@ -62,12 +67,11 @@ def peer_lost(failure: RuntimeError, peer: int | None, rank: int, operation: str
         rank: group rank at this end.
         operation: what the ranks were doing.
     """
-    first_line = str(failure).splitlines()[0] if str(failure) else type(failure).__name__
     who = f"rank {peer}" if peer is not None else "another rank"
     error = PeerLostError(
         f"rank {rank} lost {who} during {operation}: that process has ended, was cut off, or did not call "
         f"{operation} within the process group's timeout. Look at {who}'s own output first. "
-        f"(The backend said: {first_line})"
+        f"(The backend said: {first_line(failure)})"
     )
     error.peer = peer
     return error

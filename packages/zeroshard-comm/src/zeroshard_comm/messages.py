@@ -19,7 +19,7 @@ import torch.distributed as dist
 from zeroshard_core import Run
 
 from zeroshard_comm._torch_private import foreach_copy_
-from zeroshard_comm.errors import PeerLostError, peer_lost
+from zeroshard_comm.errors import PeerLostError, first_line, peer_lost
 from zeroshard_comm.process_group import RankGroup
 from zeroshard_comm.traffic import Traffic
 
@@ -123,7 +123,7 @@ def wait_for_collective(work: dist.Work | None, ranks: RankGroup, operation: str
         raise PeerLostError(
             f"rank {ranks.rank} could not finish {operation}: another rank has ended, was cut off, or did not call "
             f"{operation} within the process group's timeout. Look at the other ranks' output first. (The backend "
-            f"said: {str(failure).splitlines()[0]})"
+            f"said: {first_line(failure)})"
         ) from failure
 
 

@@ -1,23 +1,21 @@
-"""Numbers of all ranks combined on connections of our own: in a ring while all goes well, in rounds otherwise.
+"""Numbers of all ranks combined on connections of our own: in a ring while all goes well.
 
 The *ring* is one collective of gloo, at a fraction of the processor time of messages in rounds, since gloo keeps what
-it needs between the same ranks. It is a fast path, for few ranks, and knows of no faults. Where it fails, because a
-rank is lost or is only late, a rank closes it, so that it soon fails on all others, and repeats the same agreement in
-rounds, which wait for late ranks, and name the lost one and tell the others (:mod:`zeroshard_comm.rounds`). If all have
-come, the ranks make a new ring.
-
-The ring may have ended well on some ranks and failed on others. No rank can be further ahead than by one agreement, in
-which it then fails, too: before the rounds ranks tell each other where they are, and those ahead repeat their last
-result. A bitwise OR allows that: what it is combined with again does not change it.
+it needs between the same ranks. It is a fast path, for few ranks, and waits for a late rank as long as the process
+group does. It may end well on some ranks and fail on others, which then cannot go on together: so a rank gives it up
+only where another one is lost, and never for a rank that is only late. A rank that gives up closes its connections and
+leaves word in the store, since gloo does not report that the receiver of a send is gone. All ranks raise then; rounds
+of messages find out which rank was lost, and tell the others (:mod:`zeroshard_comm.rounds`).
 """
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -26,7 +24,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch
 from zeroshard_comm._torch_private import group_of
 from zeroshard_comm.errors import PeerLostError, unconnected
 from zeroshard_comm.process_group import RankGroup
-from zeroshard_comm.rounds import combine_in_rounds
+from zeroshard_comm.rounds import combine_in_rounds, lost_by_another
 from zeroshard_comm.traffic import Traffic
 
 MOST_RANKS = 16
@@ -38,10 +36,14 @@ _MOST_FOR_ALL = 1024
 _TO_CONNECT = timedelta(seconds=30)
 """For ranks that have just agreed."""
 
-_PATIENCE = timedelta(seconds=5)
-"""A ring waits that long. Then a rank is late, or gloo has not reported that it is gone, as happens with a send."""
+_LOOKS_EVERY = timedelta(seconds=0.25)
+"""How often a rank that waits in a ring looks into the store, whether another one has lost a rank."""
 
-TAG_TURN = 0x5A530006
+_TO_NAME = timedelta(seconds=2)
+"""How long a rank waits for each word of the others once the ring has failed: they hear of that at once."""
+
+_LOST = "zeroshard lost a rank"
+_TAG_CLOSING = 0x5A530006
 
 
 class Connections:
@@ -56,58 +58,50 @@ class Connections:
         self._store, self._name = first.group.get_group_store(), first.group.group_name
         self._timeout = first.timeout or dist.default_pg_timeout
         self._rank, self._size = first.rank, first.world_size
-        self._made = 0
-        group = group_of(self._connect(), self._store, f"{self._name} zeroshard")
+        group = group_of(self._connect("messages"), self._store, f"{self._name} zeroshard")
         self.channel = RankGroup(group, self._rank, self._size, self._timeout)
-        self._ring = self._make_ring()
-        self._agreements = self._ring_from = 0
-        self._last: tuple[torch.Tensor, int] | None = None
+        has_ring = self._size <= MOST_RANKS
+        self._ring = Ring(self._connect("ring"), self._timeout, self._is_lost) if has_ring else None
 
     def combine(
         self, numbers: torch.Tensor, tag: int, operation: str, traffic: Traffic, lost: PeerLostError | None = None
     ) -> torch.Tensor:
         """Return the bitwise OR over all ranks; as :func:`~zeroshard_comm.rounds.combine_in_rounds`."""
-        started, combined = time.monotonic(), None
-        if self._ring is not None and lost is None:
-            combined = self._ring.combine(numbers, traffic)
-        if combined is None:
-            in_rounds = partial(combine_in_rounds, operation=operation, traffic=traffic, lost=lost)
-            if self._ring is not None:
-                self._ring = None
-                # In ring and rounds together a late rank is waited for until the timeout.
-                left = self._timeout - timedelta(seconds=time.monotonic() - started)
-                channel = replace(self.channel, wait=max(left, timedelta(milliseconds=1)))
-                is_ahead = int(in_rounds(channel, self._turn(0), TAG_TURN)) & int(self._turn(-1)) > 0
-                if is_ahead and self._last is not None:
-                    in_rounds(self.channel, *self._last)
-                # The agreement after that of the ranks behind, so that all make a ring at the same time.
-                self._ring_from = self._agreements + (not is_ahead)
-            combined = in_rounds(self.channel, numbers, tag)
-            if self._agreements >= self._ring_from:
-                self._ring = self._make_ring()
-        self._agreements, self._last = self._agreements + 1, (combined.clone(), tag)
-        return combined
+        if self._ring is None:
+            return combine_in_rounds(self.channel, numbers, tag, operation, traffic, lost)
+        if lost is None and self._ring.combine(numbers, traffic):
+            return numbers
+        # Dropped, so that the others' fails too.
+        self._ring = None
+        self._leave_word()
+        combine_in_rounds(replace(self.channel, wait=_TO_NAME), numbers, tag, operation, traffic, lost)
+        raise lost_by_another(self._rank, None, operation)
 
     def close(self) -> None:
         """Close this rank's connections, so that no rank waits for it."""
         self._ring = None
+        self._leave_word()
         self.channel.close_connections()
 
-    def _turn(self, step: int) -> torch.Tensor:
-        """A bit for this agreement, or another one; of three in a row every one has another bit."""
-        return torch.tensor([1 << (self._agreements + step) % 3], dtype=torch.int64, device="cpu")
+    def _leave_word(self) -> None:
+        """Tell ranks that wait in a ring that one was lost."""
+        # Its host may be the one that was lost.
+        with suppress(RuntimeError):
+            self._store.set(_LOST, "")
 
-    def _connect(self) -> dist.ProcessGroupGloo:
-        self._made += 1
+    def _is_lost(self) -> bool:
+        try:
+            return bool(self._store.check([_LOST]))
+        except RuntimeError:
+            return True
+
+    def _connect(self, purpose: str) -> dist.ProcessGroupGloo:
         # The store is the user's, and its timeout, too: gloo connects within that of the group.
-        store, timeout = PrefixStore(f"zeroshard agreements {self._made}", self._store), min(self._timeout, _TO_CONNECT)
+        store, timeout = PrefixStore(f"zeroshard {purpose}", self._store), min(self._timeout, _TO_CONNECT)
         try:
             return dist.ProcessGroupGloo(store, self._rank, self._size, timeout=timeout)
         except RuntimeError as failure:
             raise unconnected(failure, self._rank, self._size) from failure
-
-    def _make_ring(self) -> Ring | None:
-        return Ring(self._connect(), min(self._timeout / 2, _PATIENCE)) if self._size <= MOST_RANKS else None
 
 
 class Ring:
@@ -117,14 +111,14 @@ class Ring:
     into a part for each rank, and takes twice as many messages, one after the other.
     """
 
-    def __init__(self, group: dist.ProcessGroupGloo, patience: timedelta) -> None:
-        self._group = group
+    def __init__(self, group: dist.ProcessGroupGloo, timeout: timedelta, is_lost: Callable[[], bool]) -> None:
+        self._group, self._is_lost = group, is_lost
         self._reduce, self._to_all = dist.AllreduceOptions(), dist.AllToAllOptions()
         self._reduce.reduceOp = dist.ReduceOp(dist.ReduceOp.BOR)
-        self._reduce.timeout = self._to_all.timeout = patience
+        self._reduce.timeout = self._to_all.timeout = timeout
 
-    def combine(self, numbers: torch.Tensor, traffic: Traffic) -> torch.Tensor | None:
-        """Return the OR over all ranks; None if that has failed, which may leave an OR over some of them in numbers."""
+    def combine(self, numbers: torch.Tensor, traffic: Traffic) -> bool:
+        """Make numbers the OR over all ranks; False if that has failed, and they may be an OR over some of them."""
         started, copies = time.perf_counter(), 1
         with suppress(RuntimeError):
             # As the group it has its own methods; the stubs do not know of them. An error must not hold its work: a
@@ -133,12 +127,45 @@ class Ring:
                 copies = self._group.size() - 1
                 rows = numbers.repeat(1 + copies, 1)
                 everyones = torch.empty_like(rows)
-                self._group.alltoall_base(everyones, rows, [], [], self._to_all).wait()  # type: ignore[attr-defined]
+                self._wait(self._group.alltoall_base(everyones, rows, [], [], self._to_all))  # type: ignore[attr-defined]
                 for row in everyones:
                     numbers |= row
             else:
-                self._group.allreduce([numbers], self._reduce).wait()  # type: ignore[attr-defined]
+                self._wait(self._group.allreduce([numbers], self._reduce))  # type: ignore[attr-defined]
             nbytes, waited = copies * numbers.nbytes, time.perf_counter() - started
             traffic.add("control", sent=nbytes, received=nbytes, calls=1, waited=waited)
-            return numbers
-        return None
+            return True
+        return False
+
+    def _wait(self, work: dist.Work) -> None:
+        """Wait for a collective; a RuntimeError if it fails, or another rank was lost meanwhile."""
+        try:
+            while not work.is_completed():
+                # This ends the wait, and not the collective.
+                with suppress(RuntimeError):
+                    work.wait(_LOOKS_EVERY)
+                if not work.is_completed() and self._is_lost():
+                    raise RuntimeError("another rank was lost")
+        except BaseException:
+            self._give_up(work)
+            raise
+        work.wait()
+
+    def _give_up(self, work: dist.Work) -> None:
+        """Close this rank's connections, which ends the collective.
+
+        If gloo does not notice, it ends by its timeout, and dropping the group would wait for that: a thread holds it.
+        """
+        threading.Thread(target=_hold, args=(self._group, work), daemon=True).start()
+        for peer in range(self._group.size()):
+            # As RankGroup.close_connections().
+            if peer != self._group.rank():
+                with suppress(RuntimeError):
+                    room = torch.empty(1, dtype=torch.uint8, device="cpu")
+                    work = self._group.recv([room], peer, _TAG_CLOSING)  # type: ignore[attr-defined]
+                    work.wait(timedelta(milliseconds=1))
+
+
+def _hold(_: dist.ProcessGroupGloo, work: dist.Work) -> None:
+    with suppress(RuntimeError):
+        work.wait()

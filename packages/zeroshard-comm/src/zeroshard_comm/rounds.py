@@ -92,11 +92,12 @@ def combine_in_rounds(
     nbytes, waited = mine.nbytes * len(ahead), time.perf_counter() - started
     traffic.add("control", sent=nbytes, received=nbytes, calls=2 * len(ahead), waited=waited)
     if gone:
-        raise errors.get(gone - 1) or _lost_by_another(rank, gone - 1 if gone <= size else None, operation)
+        raise errors.get(gone - 1) or lost_by_another(rank, gone - 1 if gone <= size else None, operation)
     return mine[1:]
 
 
-def _lost_by_another(rank: int, peer: int | None, operation: str) -> PeerLostError:
+def lost_by_another(rank: int, peer: int | None, operation: str) -> PeerLostError:
+    """Return the error of a rank that hears of a lost one; ``peer`` is None if nobody knows which it is."""
     who = f"rank {peer}" if peer is not None else "one"
     error = PeerLostError(
         f"rank {rank} could not finish {operation}: another rank has lost {who}, whose process has ended, was cut off, "

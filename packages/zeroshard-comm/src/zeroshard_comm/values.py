@@ -47,7 +47,8 @@ class Manifest:
 
     Attributes:
         description: JSON-serialisable; tells the receiver what the tensors are.
-        tensors: dense tensors on any device, in the order of the description; sent as their bytes in storage order.
+        tensors: strided tensors on any device, in the order of the description. Dense ones are sent as their bytes in
+            storage order, others as those of a contiguous copy.
     """
 
     description: Any
@@ -74,8 +75,10 @@ def send_values(coordinator: Coordinator, peer: int, manifest: Manifest, operati
         TypeError: if the description is not JSON-serialisable; nothing has been sent then.
         PeerLostError: if the receiver is gone.
     """
-    send_text(coordinator.channel, peer, manifest.to_json(), operation, coordinator.traffic, "state")
-    _send_tensors(coordinator, peer, manifest.tensors, operation)
+    text = manifest.to_json()
+    with coordinator.exclusive(operation):
+        send_text(coordinator.channel, peer, text, operation, coordinator.traffic, "state")
+        _send_tensors(coordinator, peer, manifest.tensors, operation)
 
 
 def receive_values(coordinator: Coordinator, source: int, place: Place, operation: str) -> None:
@@ -91,8 +94,9 @@ def receive_values(coordinator: Coordinator, source: int, place: Place, operatio
         DisagreementError: if the buffers have other sizes than the tensors.
         PeerLostError: if the sender is gone.
     """
-    buffers = _placed(place, source, receive_text(coordinator.channel, source, operation))
-    _receive_tensors(coordinator, source, buffers, operation)
+    with coordinator.exclusive(operation):
+        buffers = _placed(place, source, receive_text(coordinator.channel, source, operation))
+        _receive_tensors(coordinator, source, buffers, operation)
 
 
 def gather(
@@ -129,14 +133,15 @@ def gather(
                 text = manifest.to_json()
             finally:
                 send_text(coordinator.channel, target, text, operation, coordinator.traffic, "state")
-    if ranks.rank != target:
-        _send_tensors(coordinator, target, manifest.tensors, operation)
-        return
-    on_host = _OnHost()
-    for buffer, tensor in zip(buffers[target], manifest.tensors, strict=True):
-        for room, chunk in zip(_chunks(buffer.view(torch.uint8)), _chunks(_bytes_of(tensor)), strict=True):
-            room.copy_(on_host(chunk))
-    _from_each(coordinator, lambda peer: _receive_tensors(coordinator, peer, buffers[peer], operation))
+    with coordinator.exclusive(operation):
+        if ranks.rank != target:
+            _send_tensors(coordinator, target, manifest.tensors, operation)
+            return
+        on_host = _OnHost()
+        for buffer, tensor in zip(buffers[target], manifest.tensors, strict=True):
+            for room, chunk in zip(_chunks(buffer.view(torch.uint8)), _chunks(_bytes_of(tensor)), strict=True):
+                room.copy_(on_host(chunk))
+        _from_each(coordinator, lambda peer: _receive_tensors(coordinator, peer, buffers[peer], operation))
 
 
 def all_gather_text(coordinator: Coordinator, text: str, operation: str) -> list[str]:
@@ -223,8 +228,8 @@ class _OnHost:
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a tensor in storage order, without a copy where it has no gaps."""
-    detached = tensor.detach()
-    return (storage_view(detached) if is_dense(detached) else detached.reshape(-1)).view(torch.uint8)
+    values = tensor.detach().resolve_conj().resolve_neg()
+    return (storage_view(values) if is_dense(values) else values.contiguous().view(-1)).view(torch.uint8)
 
 
 def _chunks(flat: torch.Tensor) -> Sequence[torch.Tensor]:

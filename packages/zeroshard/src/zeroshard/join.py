@@ -95,7 +95,8 @@ def exchange_calls(coordinator: Coordinator, mine: JoinCall, error: Exception | 
         PeerLostError: if a rank is gone.
         Exception: the error of a rank that has failed, or is unable, on every rank.
     """
-    words = coordinator.gather_ints([mine.call | mine.place << 4], "a call inside Join", often_equal=True)
+    coordinator.agree("a method inside Join")
+    words = coordinator.gather_ints([mine.call | mine.place << 4], "a method inside Join")
     answers = [JoinCall(Call(word & 15), word >> 4) for [word] in words]
     if mine.call is Call.FAILED:
         frames = error.__traceback__ if error is not None else None
@@ -172,14 +173,14 @@ class JoinState:
         """Send ranks without data what a call needs, or receive and set it there; return its arguments. Collective."""
         coordinator, source, call = self._engine.coordinator, join_round.running[0], join_round.made.call
         rank, written = coordinator.ranks.rank, dict[int, Any]()
-        with agreed(coordinator, "a call inside Join"):
+        with agreed(coordinator, "a method inside Join"):
             if call is Call.REFUSED:
                 what = "add_param_group(), load_state_dict(), train(), eval() and step(closure)"
                 raise RuntimeError(f"{what} need all ranks, and one has run out of data: call them outside of Join")
             if rank == source:
                 common = self._describe(call, arguments)
                 written = {peer: {**common, **self._tensors_for(peer, call)} for peer in join_round.joined}
-        with agreed(coordinator, "a call inside Join"):
+        with agreed(coordinator, "a method inside Join"):
             for peer, values in written.items():
                 send_value(coordinator, peer, values)
             if rank in join_round.joined:

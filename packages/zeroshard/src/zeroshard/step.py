@@ -75,8 +75,11 @@ def step(engine: Engine, arguments: Mapping[str, Any], error: Exception | None =
     """
     under_way, coordinator = engine.exchange if seen is not None else None, engine.coordinator
     before = look(engine) if seen is None else seen
-    digest = engine.hyperparameters.update(engine.groups)
-    error, failure, result = error or before.error, None, None
+    digest, error, failure, result = None, error or before.error, None, None
+    try:
+        digest = engine.hyperparameters.update(engine.groups)
+    except Exception as raised:  # noqa: BLE001 - as an error that was seen
+        error = error or raised
     if not before.is_agreed:
         _agree_to_begin(engine, under_way, before.layout, error)
         error = None
@@ -179,7 +182,6 @@ def _broadcast(engine: Engine, under_way: GradExchange | None, digest: int | Non
     except Exception as raised:
         if engine.exchange is not None and (isinstance(raised, PeerLostError) or raised is not found):
             engine.mark_broken(raised)
-        # The others may be lost because of this rank's error, e.g. in collectives of a closure that raised here.
         if failure is not None and isinstance(raised, PeerLostError):
             raise failure from raised
         raise

@@ -13,7 +13,7 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard.join import Call, JoinCall, JoinRound, JoinState, exchange_calls, fail, receive_value, send_value
-from zeroshard_comm import Coordinator, RankGroup, agreed
+from zeroshard_comm import Coordinator, DisagreementError, RankGroup, agreed
 
 from zeroshard_integrations._torch_private import JoinConfig, divide_by, join_config, set_join_config
 from zeroshard_integrations.ddp import optimizers_of_hooks
@@ -87,7 +87,9 @@ class JoinContext:
 
     def report_error(self, error: Exception) -> None:
         """Tell the others of an error at their next call, unless they know it or wait inside a backward."""
-        if not self._is_reported and not any(model.in_backward for model in self._models.values()):
+        # All ranks raise a disagreement.
+        is_known = self._is_reported or isinstance(error, DisagreementError)
+        if not is_known and not any(model.in_backward for model in self._models.values()):
             self._is_reported = True
             fail(self._coordinator, error)
 
