@@ -48,7 +48,7 @@ class Manifest:
     Attributes:
         description: JSON-serialisable; tells the receiver what the tensors are.
         tensors: strided tensors on any device, in the order of the description. Dense ones are sent as their bytes in
-            storage order, others as those of a contiguous copy.
+            storage order, others as the bytes of a contiguous copy.
     """
 
     description: Any
