@@ -97,7 +97,7 @@ def combine_in_rounds(
 
 
 def lost_by_another(rank: int, peer: int | None, operation: str) -> PeerLostError:
-    """Return the error of a rank that hears of a lost one; ``peer`` is None if nobody knows which it is."""
+    """Return the error of a rank that hears of a lost one; ``peer`` is None if it is not known which one."""
     who = f"rank {peer}" if peer is not None else "one"
     error = PeerLostError(
         f"rank {rank} could not finish {operation}: another rank has lost {who}, whose process has ended, was cut off, "
