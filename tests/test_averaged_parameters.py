@@ -22,6 +22,8 @@ from zeroshard_comm import DisagreementError
 from zeroshard_integrations.join import Join
 from zeroshard_testing import assert_replicas_equal
 
+pytestmark = pytest.mark.usefixtures("tensors_on_the_device")
+
 two_ranks = pytest.mark.ranks(2, backend=EVERYWHERE)
 
 

@@ -22,7 +22,7 @@ from zeroshard_comm import DisagreementError, PeerLostError
 from zeroshard_integrations.averaging import HierarchicalModelAverager, PeriodicModelAverager, PostLocalSGDOptimizer
 from zeroshard_testing import assert_replicas_equal
 
-pytestmark = pytest.mark.ranks(4, backend=EVERYWHERE)
+pytestmark = [pytest.mark.ranks(4, backend=EVERYWHERE), pytest.mark.usefixtures("tensors_on_the_device")]
 EVERY_SCHEDULE = pytest.mark.parametrize(
     ("schedule", "warmup"),
     [(1, 0), (3, 0), (4, 3), (2, 5), ({2: 2}, 0), ({3: 2}, 4)],
@@ -309,6 +309,8 @@ def test_ranks_in_different_numbers_of_groups_cannot_make_the_levels(rank: int) 
     assert HierarchicalModelAverager({2: 4}).step == 0
 
 
+# It makes sparse tensors, which the emulated device does not have.
+@pytest.mark.ranks(4, backend="gloo")
 @pytest.mark.parametrize(
     ("what", "error", "message"),
     [

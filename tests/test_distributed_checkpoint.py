@@ -18,6 +18,8 @@ from training import EVERYWHERE, assert_bitwise_equal, assert_same_state, cuttin
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_comm import DisagreementError
 
+pytestmark = pytest.mark.usefixtures("tensors_on_the_device")
+
 SIZES = (1, 2, 3, 4)
 
 

@@ -24,11 +24,15 @@ from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_comm import DisagreementError
 from zeroshard_integrations.ddp import register_reduce_to_owner
 
+pytestmark = pytest.mark.usefixtures("tensors_on_the_device")
+
 ALL = {**DENSE_OPTIMIZERS, "Muon": (optim.Muon, {}), "AdamW-tensor-lr": (optim.AdamW, {"lr": torch.tensor(0.01)})}
 
 
 def bits(module: nn.Module) -> list[bytes]:
-    return [param.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for param in module.parameters()]
+    return [
+        param.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes() for param in module.parameters()
+    ]
 
 
 def make_negative_zeros(*modules: nn.Module) -> None:

@@ -24,6 +24,8 @@ from torch import nn, optim
 from training import EVERYWHERE
 from zeroshard_integrations.join import Join
 
+pytestmark = pytest.mark.usefixtures("tensors_on_the_device")
+
 EVERY_HOOK = pytest.mark.parametrize("hook", HOOKS)
 EVERY_PARTITION = pytest.mark.parametrize("partition", PARTITIONS)
 EVERY_MEAN = pytest.mark.parametrize("divide", [True, False], ids=["of all", "of those that run"])

@@ -28,6 +28,8 @@ from training import EVERYWHERE
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_integrations.join import Join
 
+pytestmark = pytest.mark.usefixtures("tensors_on_the_device")
+
 EVERY_HOOK = pytest.mark.parametrize("hook", HOOKS)
 EVERY_MEAN = pytest.mark.parametrize("divide", [True, False], ids=["of all", "of those that run"])
 UNUSED = {"find_unused_parameters": True, "broadcast_buffers": False}

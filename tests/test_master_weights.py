@@ -33,6 +33,8 @@ from zeroshard_comm import DisagreementError
 from zeroshard_integrations.ddp import hook_with_zero_step, register_reduce_to_owner
 from zeroshard_testing import assert_replicas_equal
 
+pytestmark = pytest.mark.usefixtures("tensors_on_the_device")
+
 
 class PlainMasters:
     """What one process does by hand: an optimizer over float32 copies, which are rounded to the parameters."""

@@ -16,7 +16,7 @@ from training import EVERYWHERE, assert_bitwise_equal, assert_same_state, cuttin
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_comm import DisagreementError
 
-pytestmark = pytest.mark.each_choice
+pytestmark = [pytest.mark.each_choice, pytest.mark.usefixtures("tensors_on_the_device")]
 PARTITIONS = ["whole", "split", "hybrid"]
 CLASSES: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
     "AdamW-fused": (optim.AdamW, {"fused": True}),

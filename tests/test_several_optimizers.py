@@ -17,7 +17,11 @@ from zeroshard_integrations.ddp import reduce_to_owner_hook, register_reduce_to_
 from zeroshard_integrations.join import Join
 from zeroshard_testing import assert_replicas_equal
 
-pytestmark = [pytest.mark.ranks(2, backend=EVERYWHERE), pytest.mark.each_choice]
+pytestmark = [
+    pytest.mark.ranks(2, backend=EVERYWHERE),
+    pytest.mark.each_choice,
+    pytest.mark.usefixtures("tensors_on_the_device"),
+]
 KINDS: list[tuple[type[optim.Optimizer], dict[str, Any]]] = [
     (optim.AdamW, {"lr": 1e-2}),
     (optim.SGD, {"lr": 0.1, "momentum": 0.9}),

@@ -17,6 +17,8 @@ from zeroshard_comm import DisagreementError
 from zeroshard_integrations.join import Join
 from zeroshard_testing import assert_replicas_equal, raises_on
 
+pytestmark = pytest.mark.usefixtures("tensors_on_the_device")
+
 
 class ByData(ScheduleFree):
     """Writes to ``.data``, which autograd does not see."""

@@ -273,7 +273,19 @@ def _receive(
         for each in exchanges:
             each.end()
         raise exchanges[0].join.left_out()
-    return done[0] if len(done) == 1 else collect_all(done).then(lambda _: found.buffer)
+    if len(done) == 1:
+        return done[0]
+    # The future of collect_all() knows no devices.
+    devices: list[int | str | torch.device] = [] if found.buffer.device.type == "cpu" else [found.buffer.device]
+    of_all: Future[torch.Tensor] = Future(devices=devices)
+
+    def finish(_: object) -> None:
+        for each in done:
+            each.wait()
+        of_all.set_result(found.buffer)
+
+    collect_all(done).then(finish)
+    return of_all
 
 
 def _after_ddp(call: Callable[[], None]) -> None:
