@@ -214,7 +214,7 @@ def assert_same_nested(actual: Any, expected: Any, where: str = "state") -> None
         for one, other in zip(actual, expected, strict=True):
             assert_same_nested(one, other, f"{where}[]")
     else:
-        same = torch.equal(actual, expected) if isinstance(expected, torch.Tensor) else actual == expected
+        same = torch.equal(actual.cpu(), expected.cpu()) if isinstance(expected, torch.Tensor) else actual == expected
         assert same, f"{where} is {actual}, not {expected}"
 
 

@@ -99,6 +99,6 @@ def assert_same_state(actual: dict[str, Any], expected: dict[str, Any]) -> None:
             ours = actual["state"][index][key]
             if isinstance(value, torch.Tensor):
                 assert (ours.shape, ours.dtype) == (value.shape, value.dtype), (index, key)
-                assert torch.equal(ours, value.cpu()), (index, key)
+                assert torch.equal(ours.cpu(), value.cpu()), (index, key)
             else:
                 assert ours == value, (index, key)
