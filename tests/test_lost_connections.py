@@ -279,6 +279,17 @@ def test_ranks_look_for_lost_ones_while_they_wait_for_a_late_one(rank: int, monk
     assert bool(looked) == (rank != 1)
 
 
+@pytest.mark.ranks(2, backend="gloo")
+def test_a_rank_that_an_earlier_group_on_the_same_store_has_lost_is_forgotten(rank: int) -> None:
+    assert dist.group.WORLD is not None
+    dist.group.WORLD.get_group_store().set(ring._LOST, "")
+    coordinator = Coordinator(RankGroup.of())
+    coordinator.agree("a call")
+    coordinator.agree("connected")
+    time.sleep(rank)
+    coordinator.agree("another call")
+
+
 @pytest.mark.ranks(3, backend="gloo", checks="no:messages")
 def test_the_late_rank_alone_is_blamed(rank: int) -> None:
     group = dist.new_group(timeout=timedelta(seconds=2))

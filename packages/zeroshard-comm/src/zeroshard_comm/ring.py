@@ -58,6 +58,10 @@ class Connections:
         self._store, self._name = first.group.get_group_store(), first.group.group_name
         self._timeout = first.timeout or dist.default_pg_timeout
         self._rank, self._size = first.rank, first.world_size
+        if self._rank == 0:
+            # Of an earlier group with the same store; no rank has connected before this rank does.
+            with suppress(RuntimeError):
+                self._store.delete_key(_LOST)
         group = group_of(self._connect("messages"), self._store, f"{self._name} zeroshard")
         self.channel = RankGroup(group, self._rank, self._size, self._timeout)
         has_ring = self._size <= MOST_RANKS
