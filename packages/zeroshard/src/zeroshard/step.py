@@ -78,7 +78,7 @@ def step(engine: Engine, arguments: Mapping[str, Any], error: Exception | None =
     digest, error, failure, result = None, error or before.error, None, None
     try:
         digest = engine.hyperparameters.update(engine.groups)
-    except Exception as raised:  # noqa: BLE001 - as an error that was seen
+    except Exception as raised:  # noqa: BLE001 - every rank must hear of it, whatever it is
         error = error or raised
     if not before.is_agreed:
         _agree_to_begin(engine, under_way, before.layout, error)
