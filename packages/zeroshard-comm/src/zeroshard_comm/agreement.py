@@ -147,8 +147,8 @@ class Coordinator:
 
         Args:
             operation: what this rank is about to do, e.g. ``"step()"``.
-            digest: a 63-bit number that is equal on ranks that hold the same; None agrees with every digest, and with
-                every operation.
+            digest: an integer that is equal on ranks that hold the same, of which 31 bits of a checksum are compared;
+                None agrees with every digest, and with every operation.
             error: what went wrong on this rank, if something did.
             detail: called only after a difference: the text of which the digest was made.
             explain: called only after a difference, on rank 0, with the details of two ranks and the two ranks; names
@@ -168,7 +168,7 @@ class Coordinator:
         self.flagged, failure = flag, error
         if not self.is_single_rank:
             with self.exclusive(operation):
-                combined = self._combine(operation, digest, error, flag=flag)
+                combined = self._combine_words(operation, digest, error, flag=flag)
                 self.flagged = bool(combined & _FLAG)
                 if combined & _FAILED or not is_unanimous(combined):
                     held = "" if is_unanimous(combined) else detail()
@@ -181,28 +181,22 @@ class Coordinator:
             # Else the traceback of the error refers to the error, and what its frames hold is not freed at once.
             del failure, error
 
-    def gather_ints(self, numbers: Sequence[int], operation: str, *, often_equal: bool = False) -> list[list[int]]:
+    def gather_ints(self, numbers: Sequence[int], operation: str) -> list[list[int]]:
         """Return the 64-bit integers of every rank, in rank order. Collective. Agree on the same operation first.
 
         Args:
             numbers: as many on every rank, at least one.
-            operation: what this rank is about to do, as for :meth:`agree`.
-            often_equal: whether to ask first, by one word, if all ranks have the same numbers (up to 31 bits of a
-                digest), which are not sent then.
+            operation: what the ranks are doing, for messages of errors.
 
         Raises:
             PeerLostError: if a rank is gone.
         """
         if self.is_single_rank:
             return [list(numbers)]
-        world_size = self.ranks.world_size
-        with self.exclusive(operation):
-            if often_equal and is_unanimous(self._combine(operation, zlib.crc32(repr(list(numbers)).encode()))):
-                return [list(numbers)] * world_size
-            rows = torch.zeros((world_size, len(numbers)), dtype=torch.int64, device="cpu")
-            rows[self.ranks.rank] = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-            combined: list[list[int]] = self._or(rows.view(-1), TAG_INTS, operation).view_as(rows).tolist()
-            return combined
+        rows = torch.zeros((self.ranks.world_size, len(numbers)), dtype=torch.int64, device="cpu")
+        rows[self.ranks.rank] = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        combined: list[list[int]] = self._combine_ints(rows.view(-1), operation).view_as(rows).tolist()
+        return combined
 
     def combine_disjoint(self, numbers: torch.Tensor, operation: str) -> torch.Tensor:
         """Return numbers of which each is known to one rank, to the bit. Collective. Agree on the same operation first.
@@ -220,8 +214,7 @@ class Coordinator:
         if self.is_single_rank:
             return numbers
         if numbers.device.type == "cpu":
-            with self.exclusive(operation):
-                return self._or(numbers.view(torch.int64), TAG_INTS, operation).view(torch.float64)
+            return self._combine_ints(numbers.view(torch.int64), operation).view(torch.float64)
         started = time.perf_counter()
         # As exact as the bits: every sum has one term that is not 0.
         work = dist.all_reduce(numbers, group=self.ranks.group, async_op=True)
@@ -244,8 +237,7 @@ class Coordinator:
             return list(bits)
         padded = torch.zeros(-(-len(bits) // 8) * 8, dtype=torch.uint8, device="cpu")
         padded[: len(bits)] = torch.tensor(bits, dtype=torch.uint8, device="cpu")
-        with self.exclusive(operation):
-            combined = self._or(padded.view(torch.int64), TAG_INTS, operation).view(torch.uint8)
+        combined = self._combine_ints(padded.view(torch.int64), operation).view(torch.uint8)
         return [bool(byte) for byte in combined[: len(bits)].tolist()]
 
     @contextmanager
@@ -276,9 +268,11 @@ class Coordinator:
         finally:
             context.busy.release()
 
-    def _combine(
-        self, operation: str, digest: int | None, error: Exception | None = None, *, flag: bool = False
-    ) -> int:
+    def _combine_ints(self, numbers: torch.Tensor, operation: str) -> torch.Tensor:
+        with self.exclusive(operation):
+            return self._or(numbers, TAG_INTS, operation)
+
+    def _combine_words(self, operation: str, digest: int | None, error: Exception | None, *, flag: bool) -> int:
         """The OR of the words of all ranks. If they agree, this rank uses connections of our own from now on."""
         code = zlib.crc32(f"{operation} {self.position} {digest}".encode())
         word = word_of(None if digest is None else code, failed=error is not None, flag=flag)
@@ -343,7 +337,7 @@ class ShardingConfig:
 
     @cached_property
     def digest(self) -> int:
-        """A 63-bit number, equal on two ranks if and (up to SHA-256 collisions cut to 63 bits) only if they agree."""
+        """63 bits of a SHA-256 of the configuration, for :meth:`Coordinator.agree`."""
         text = json.dumps([self.plan.fingerprint(), dict(self.settings), self.active], sort_keys=True)
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 

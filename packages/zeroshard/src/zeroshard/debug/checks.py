@@ -100,7 +100,7 @@ class InvariantChecks(StepLog):
         return replace(config, settings=settings).to_json()
 
     def _compare(self, what: str, plan: Plan, digests: Sequence[int], operation: str, left: Sequence[int] = ()) -> None:
-        gathered = self._engine.coordinator.gather_ints(digests, operation, often_equal=True)
+        gathered = self._engine.coordinator.gather_ints(digests, operation)
         by_tensor = list(zip(*gathered, strict=True))
         found = [index for index, of_ranks in enumerate(by_tensor) if len(set(of_ranks)) > 1]
         for index in found[:1]:
