@@ -132,8 +132,8 @@ def count(shapes: Sequence[tuple[int, ...]], strategy: str, *, is_first: bool = 
             )
             paddings.append((matrix.width * ranks.world_size, held))
         segments = [
-            Segment(shard.rank, param.view(-1)[shard.flat], plan.is_cut(index))
-            for index, param in enumerate(params)
+            Segment(shard.rank, flat, plan.is_cut(index), shard.flat)
+            for index, flat in enumerate([param.view(-1) for param in params])
             for shard in plan.of_tensor(index)
         ]
         choose_broadcaster(coordinator, segments, META).broadcast()

@@ -40,7 +40,7 @@ class MessageBroadcaster(ParameterBroadcaster):
     ) -> None:
         super().__init__(ranks, segments, traffic)
         # A single rank has nothing to send.
-        pieces = [(segment.owner, segment.buffer) for segment in segments] if ranks.world_size > 1 else []
+        pieces = [(segment.owner, segment.view) for segment in segments] if ranks.world_size > 1 else []
         messages = pack_pieces(pieces, pack_below)
         self._own = [message for message in messages if message.owner == ranks.rank]
         self._others = [message for message in messages if message.owner != ranks.rank]

@@ -246,14 +246,14 @@ class CollectiveBroadcaster(ParameterBroadcaster):
         staging = ranks.context.shared(Staging)
         by_dtype: dict[torch.dtype, list[Segment]] = {}
         # A single rank has nothing to send.
-        for segment in [segment for segment in segments if segment.buffer.nbytes] if ranks.peers else ():
+        for segment in [segment for segment in segments if segment.nbytes] if ranks.peers else ():
             by_dtype.setdefault(segment.buffer.dtype, []).append(segment)
         self._gathers: list[_Gather] = []
         self._whole: list[Segment] = []
         self._unfinished: list[Callable[[], None]] = []
         for alike in by_dtype.values():
             device, itemsize = alike[0].buffer.device, alike[0].buffer.element_size()
-            runs = [Run(segment.owner, 0, segment.buffer.numel(), segment.is_part) for segment in alike]
+            runs = [Run(segment.owner, 0, segment.numel, segment.is_part) for segment in alike]
             matrix = OwnerMajor.of(runs, ranks.world_size)
             self._whole += [alike[index] for index in matrix.outside]
             for chunk in matrix.chunks(STAGING_BYTES // itemsize, partial(_follows, alike)):
@@ -264,7 +264,7 @@ class CollectiveBroadcaster(ParameterBroadcaster):
         group = self.ranks.group
         self._unfinished = [gather.issue().finish for gather in self._gathers]
         calls = [
-            partial(dist.broadcast, whole.buffer.view(torch.uint8), group=group, group_src=whole.owner, async_op=True)
+            partial(dist.broadcast, whole.view.view(torch.uint8), group=group, group_src=whole.owner, async_op=True)
             for whole in self._whole
         ]
         if calls:
@@ -286,7 +286,7 @@ class _Gather:
     def __init__(self, ranks: RankGroup, slot: _Slot, segments: Sequence[Segment], chunk: Chunk) -> None:
         self._ranks, self._slot, self._chunk = ranks, slot, chunk
         self._dtype = segments[0].buffer.dtype
-        self._targets = [_in_memory(segments[block.run].buffer, block) for block in chunk.blocks]
+        self._targets = [_in_memory(segments[block.run].view, block) for block in chunk.blocks]
         self._packed_at = -1
         self._own: _Copies = ([], [])
         self._others: _Copies = ([], [])
@@ -325,7 +325,5 @@ class _Gather:
 
 def _follows(segments: Sequence[Segment], number: int) -> bool:
     """Whether a segment begins in memory where the one before it ends."""
-    one, other = segments[number - 1].buffer, segments[number].buffer
-    storage = one.untyped_storage().data_ptr()
-    is_shared = storage != 0 and storage == other.untyped_storage().data_ptr()
-    return is_shared and one.data_ptr() + one.nbytes == other.data_ptr()
+    one, other = segments[number - 1], segments[number]
+    return one.buffer is other.buffer and one.within.stop == other.within.start

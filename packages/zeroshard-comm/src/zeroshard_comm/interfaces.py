@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -18,17 +18,34 @@ from zeroshard_comm.traffic import Traffic
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A buffer that one rank owns and all ranks have.
+    """A buffer, or a range of one, that one rank owns and all ranks have.
 
     Attributes:
         owner: group rank.
         buffer: 1-D contiguous tensor; the same length and dtype on every rank.
         is_part: whether it is of a tensor that is cut over several ranks.
+        within: the elements of the buffer that are meant, from a start to a stop.
     """
 
     owner: int
     buffer: torch.Tensor
     is_part: bool = False
+    within: slice = field(default_factory=lambda: slice(None))
+
+    @property
+    def view(self) -> torch.Tensor:
+        """The elements, 1-D. Made when asked for: a parameter has as many segments as ranks."""
+        return self.buffer[self.within]
+
+    @property
+    def numel(self) -> int:
+        """How many elements."""
+        return len(range(*self.within.indices(self.buffer.numel())))
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes."""
+        return self.numel * self.buffer.element_size()
 
 
 class BucketReduceWork(ABC):
@@ -105,9 +122,9 @@ class ParameterBroadcaster(ABC):
 
     def __init__(self, ranks: RankGroup, segments: Sequence[Segment], traffic: Traffic | None = None) -> None:
         self.ranks, self.traffic = ranks, traffic if traffic is not None else Traffic()
-        owned = sum(segment.buffer.nbytes for segment in segments if segment.owner == ranks.rank)
+        owned = sum(segment.nbytes for segment in segments if segment.owner == ranks.rank)
         self.sent = owned * len(ranks.peers)
-        self.received = sum(segment.buffer.nbytes for segment in segments) - owned
+        self.received = sum(segment.nbytes for segment in segments) - owned
 
     def begin(self) -> None:  # noqa: B027 - some do nothing before there are values to send
         """Begin. Segments of peers may be written from now on, this rank's own are read from :meth:`send` on.

@@ -109,7 +109,7 @@ class SameHostBroadcaster(ParameterBroadcaster):
         """Agree that all owners have their values, and exchange addresses if some rank lacks them."""
         if self.coordinator.agree(_READY, flag=self._reads is None):
             processes = self.ranks.context.shared(PeerMemory).processes
-            places = self.coordinator.gather_ints([0, *[s.buffer.data_ptr() for s in self._segments]], _READY)
+            places = self.coordinator.gather_ints([0, *[segment.view.data_ptr() for segment in self._segments]], _READY)
             self._reads = [
                 (peer, ProcessMemory(processes[peer], self._parts_of(peer, places[peer][1:])))
                 for peer in self.ranks.peers
@@ -131,7 +131,7 @@ class SameHostBroadcaster(ParameterBroadcaster):
         parts: list[tuple[int, int, int]] = []
         for segment, there in zip(self._segments, places, strict=True):
             if segment.owner == peer:
-                here, nbytes = segment.buffer.data_ptr(), segment.buffer.nbytes
+                here, nbytes = segment.view.data_ptr(), segment.nbytes
                 if parts and (parts[-1][0] + parts[-1][2], parts[-1][1] + parts[-1][2]) == (here, there):
                     here, there, nbytes = parts[-1][0], parts[-1][1], parts.pop()[2] + nbytes
                 parts.append((here, there, nbytes))

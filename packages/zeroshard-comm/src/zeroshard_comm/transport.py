@@ -108,7 +108,7 @@ def choose_broadcaster(
     if not ranks.sends_tagged(device):
         check_backend(ranks, device)
         return CollectiveBroadcaster(ranks, segments, coordinator.traffic)
-    if _is_worth_reading(coordinator, device, sum(segment.buffer.nbytes for segment in segments)):
+    if _is_worth_reading(coordinator, device, sum(segment.nbytes for segment in segments)):
         return SameHostBroadcaster(coordinator, segments)
     # No collectives: after one has failed, gloo delivers nothing any more, even between live ranks.
     return MessageBroadcaster(coordinator.channel, segments, coordinator.traffic)

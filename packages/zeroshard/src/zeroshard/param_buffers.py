@@ -147,11 +147,11 @@ class ParamBuffers:
                 if owner is None:
                     alone += members
                 else:
-                    found.append(Segment(owner, buffer.storage[start:stop]))
+                    found.append(Segment(owner, buffer.storage, within=slice(start, stop)))
         for index in alone:
             flat = storage_view(self._params[index].detach())
             shards = plan.of_tensor(index)
-            found += [Segment(shard.rank, flat[shard.flat], len(shards) > 1) for shard in shards]
+            found += [Segment(shard.rank, flat, len(shards) > 1, shard.flat) for shard in shards]
         return found
 
 
