@@ -21,6 +21,7 @@ from training import (
     EVERYWHERE,
     assert_bitwise_equal,
     assert_same_state,
+    consolidate_torchs,
     cutting,
     set_gradients,
     small_model,
@@ -357,15 +358,14 @@ def test_a_file_that_is_read_without_pickle(partition: str) -> None:
     assert_bitwise_equal(model, reference, "after resuming")
 
 
-# What torch's class has consolidated on the emulated device makes NaN; why is not known.
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @PARTITIONS
 def test_a_checkpoint_of_torchs_class(partition: str) -> None:
     model, reference = twins()
     theirs = TorchZero(model.parameters(), optim.AdamW, lr=0.01)
     plain = optim.AdamW(reference.parameters(), lr=0.01)
     train([(model, theirs), (reference, plain)], range(2))
-    theirs.consolidate_state_dict(to=1)
+    consolidate_torchs(theirs, to=1)
     saved = from_rank(theirs.state_dict() if dist.get_rank() == 1 else None, 1)
     ours = ZeroRedundancyOptimizer(
         model.parameters(), optim.AdamW, partition=cutting(partition), parameters_as_bucket_view=True

@@ -12,7 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import nn, optim
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
-from training import EVERYWHERE, assert_bitwise_equal, assert_same_state, cutting, set_gradients, twins
+from training import (
+    EVERYWHERE,
+    assert_bitwise_equal,
+    assert_same_state,
+    consolidate_torchs,
+    cutting,
+    set_gradients,
+    twins,
+)
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_comm import DisagreementError
 
@@ -76,14 +84,13 @@ def test_from_two_ranks_to_three(rank: int, saved_as: str, loaded_as: str, name:
         assert_bitwise_equal(resumed, reference, "after resuming")
 
 
-# What torch's class has consolidated on the emulated device makes NaN; why is not known.
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_to_and_from_torchs_class_and_the_plain_optimizer(rank: int) -> None:
     model, reference = twins()
     theirs = TorchZero(model.parameters(), optim.Adam, lr=0.01)
     plain = optim.Adam(reference.parameters(), lr=0.01)
     step_all([(model, theirs), (reference, plain)], range(2))
-    theirs.consolidate_state_dict(to=0)
+    consolidate_torchs(theirs, to=0)
     saved = everywhere(theirs.state_dict() if rank == 0 else None, 0)
     ours = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, lr=0.5)
     ours.load_state_dict(saved)

@@ -12,6 +12,7 @@ import torch
 # First steps and DistributedDataParallel import it: seconds, in a fresh process, of which some groups have few.
 import torch._dynamo.compiled_autograd
 from torch import nn, optim
+from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from zeroshard_core import Strategy, hybrid, split
 
 EVERYWHERE = ["gloo", "emulated"]
@@ -37,6 +38,13 @@ DENSE_OPTIMIZERS: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
     "SGD-momentum": (optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
 }
 ELEMENTWISE_OPTIMIZERS = {name: item for name, item in DENSE_OPTIMIZERS.items() if name != "Adafactor"}
+
+
+def consolidate_torchs(optimizer: TorchZero, to: int) -> None:
+    """Consolidate the state of torch's class, and wait, since it does not: on a device it copies to pinned memory."""
+    optimizer.consolidate_state_dict(to=to)
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
 
 
 def cutting(partition: str) -> str | Strategy:
