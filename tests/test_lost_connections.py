@@ -192,6 +192,30 @@ def test_ranks_of_which_one_has_left_the_ring_raise(
 
 
 @pytest.mark.ranks(3, backend="gloo", checks="no:messages")
+def test_ranks_that_lose_another_one_in_different_agreements_raise(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    coordinator = Coordinator(RankGroup.of())
+    coordinator.agree("warming up")
+    coordinator.agree("connected")
+    combine = ring.Ring.combine
+    begun = []
+
+    def fail(this: ring.Ring, numbers: torch.Tensor, traffic: Traffic) -> bool:
+        """As if gloo reported the lost rank to rank 1 in the first of them, and to the others in the second."""
+        begun.append(numbers)
+        return combine(this, numbers, traffic) and rank != 1 and len(begun) < 2
+
+    monkeypatch.setattr(ring.Ring, "combine", fail)
+    if rank == 1:
+        with pytest.raises(PeerLostError):
+            coordinator.gather_ints([rank], "the sizes")
+        assert len(begun) == 1
+    else:
+        assert coordinator.gather_ints([rank], "the sizes") == [[0], [1], [2]]
+        with pytest.raises(PeerLostError):
+            coordinator.gather_ints([rank] * 13, "the texts")
+
+
+@pytest.mark.ranks(3, backend="gloo", checks="no:messages")
 def test_a_rank_gives_a_ring_up_that_another_one_has_left_unnoticed(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     coordinator = Coordinator(RankGroup.of())
     coordinator.agree("warming up")

@@ -43,6 +43,7 @@ _TO_NAME = timedelta(seconds=2)
 """How long a rank waits for each word of the others once the ring has failed: they hear of that at once."""
 
 _LOST = "zeroshard lost a rank"
+_TAG_LOST = 0x5A530006
 
 
 class Connections:
@@ -76,7 +77,8 @@ class Connections:
         # Dropped, so that the others' fails too.
         self._ring = None
         self._leave_word()
-        combine_in_rounds(replace(self.channel, wait=_TO_NAME), numbers, tag, operation, traffic, lost)
+        # No numbers: another rank may have lost one in a later agreement, which has more of them.
+        combine_in_rounds(replace(self.channel, wait=_TO_NAME), numbers[:0], _TAG_LOST, operation, traffic, lost)
         raise lost_by_another(self._rank, None, operation)
 
     def close(self) -> None:
