@@ -189,6 +189,11 @@ def test_ranks_of_which_one_has_left_the_ring_raise(
         values = receive(coordinator.channel, world_size - 1, torch.zeros(1), 1, "step()")
     with pytest.raises(PeerLostError):
         values.wait("step()") if waits_for_values else coordinator.agree("step()")
+    # The others raise although it lives on.
+    store = dist.PrefixStore("test", dist.group.WORLD.get_group_store())  # type: ignore[union-attr]
+    store.set(str(rank), "")
+    if leaves:
+        store.wait([str(other) for other in range(rank)], timedelta(seconds=60))
 
 
 @pytest.mark.ranks(3, backend="gloo", checks="no:messages")
