@@ -240,7 +240,11 @@ def test_a_rank_gives_a_ring_up_that_another_one_has_left_unnoticed(rank: int, m
 @pytest.mark.ranks(3, backend="gloo", checks="no:messages")
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("lost", [None, 2])
-def test_a_rank_that_has_lost_another_one_tells_so_in_the_next_agreement(rank: int, lost: int | None) -> None:
+def test_a_rank_that_has_lost_another_one_tells_so_in_the_next_agreement(
+    rank: int, lost: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # All live, and hear of it, however late they are.
+    monkeypatch.setattr(rounds, "_TELLING", timedelta(seconds=30))
     coordinator = Coordinator(RankGroup.of())
     coordinator.agree("warming up")
     error = PeerLostError("some collective could not be finished")
