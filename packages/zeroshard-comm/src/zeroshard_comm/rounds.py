@@ -83,8 +83,10 @@ def combine_in_rounds(
         else:
             mine |= arriving.buffer
             gone = int(arriving.buffer[0])
-    errors = errors or refused
-    gone = gone or next((1 + peer for peer in errors), 0)
+    if not gone:
+        # Else a rank that refused may only have heard of the lost one before.
+        errors = errors or refused
+        gone = next((1 + peer for peer in errors), 0)
     for message in filter(None, sends):
         # If a rank is gone now, the next agreement notices at the latest.
         with suppress(PeerLostError):
