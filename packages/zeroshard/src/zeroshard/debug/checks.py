@@ -19,6 +19,7 @@ from zeroshard_comm import DisagreementError, agreed
 from zeroshard_core import Plan
 
 from zeroshard.debug.describe import describe
+from zeroshard.plan.layout import label_in
 
 if TYPE_CHECKING:
     from zeroshard.engine import Engine
@@ -96,7 +97,7 @@ class InvariantChecks(StepLog):
         for name, value in self._engine.hyperparameters.agreed.items():
             # The last group may be empty.
             index = min(first[int(name.rpartition(" ")[2])], first[-1] - 1)
-            settings[f"for {_title(config.plan, index)} and the rest of its group, {name}"] = value
+            settings[f"for {label_in(config.plan, index)} and the rest of its group, {name}"] = value
         return replace(config, settings=settings).to_json()
 
     def _compare(self, what: str, plan: Plan, digests: Sequence[int], operation: str, left: Sequence[int] = ()) -> None:
@@ -112,7 +113,7 @@ class InvariantChecks(StepLog):
             since = " since the last step" if expected == before else ""
             others = f" So do {len(found) - 1} other tensors." if len(found) > 1 else ""
             raise DisagreementError(
-                f"{operation}: the {what} {_title(plan, index)} differs between ranks: rank{'s' * (len(odd) > 1)} "
+                f"{operation}: the {what} {label_in(plan, index)} differs between ranks: rank{'s' * (len(odd) > 1)} "
                 f"{', '.join(odd)} changed it{since}, or did not get what the other ranks have; it belongs to rank "
                 f"{', '.join(map(str, owners))}.{others} Change the model alike on every rank"
             )
@@ -136,7 +137,3 @@ def expected_digest(of_ranks: Sequence[int], owner: int, before: int | None = No
     counts = Counter(of_ranks)
     most = max(counts.values())
     return of_ranks[owner] if counts[of_ranks[owner]] == most else counts.most_common(1)[0][0]
-
-
-def _title(plan: Plan, index: int) -> str:
-    return f"tensor {index} {plan.tensors[index].name!r}"

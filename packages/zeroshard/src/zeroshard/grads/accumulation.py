@@ -18,6 +18,7 @@ from zeroshard.grads.bucket import Bucket, BucketPhase, BucketState
 from zeroshard.grads.norms import GradOperations
 from zeroshard.grads.placeholder import GradPlaceholder
 from zeroshard.local.optimizer import LocalOptimizer
+from zeroshard.plan.layout import label_in
 
 _grad_of = attrgetter("grad")
 
@@ -137,7 +138,7 @@ class GradAccumulator:
 
     def unreduced(self, tensor: int) -> RuntimeError:
         """Return the error for a gradient that was never reduced."""
-        title = f"the gradient of tensor {tensor} {self._plan.tensors[tensor].name!r}"
+        title = f"the gradient of {label_in(self._plan, tensor)}"
         if type(self._params[tensor].grad) is GradPlaceholder:
             return RuntimeError(
                 f"{title} has not been reduced: after the backward() that reduced it, another one added to it under "
@@ -180,8 +181,8 @@ class GradAccumulator:
             return
         if state.phase is BucketPhase.STEPPED:
             self.refusal = (
-                f"tensor {tensor} {self._plan.tensors[tensor].name!r} still has the gradient of the last step: "
-                f"call optimizer.zero_grad() before backward()"
+                f"{label_in(self._plan, tensor)} still has the gradient of the last step: call optimizer.zero_grad() "
+                f"before backward()"
             )
             if self.operations.steps_early:
                 self.refusal += (

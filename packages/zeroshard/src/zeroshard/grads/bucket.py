@@ -16,6 +16,7 @@ from zeroshard_core import Plan, Run
 from zeroshard.local.optimizer import LocalOptimizer, PartialStepper, bind_gradients, unbind_gradients
 from zeroshard.local.shard import gradient_of
 from zeroshard.param_buffers import ParamBroadcast
+from zeroshard.plan.layout import label_in
 
 _grad_of = attrgetter("grad")
 
@@ -148,9 +149,9 @@ class BucketState:
         for index, param, stride in zip(self.tensors, self.params, self._strides, strict=True):
             if param.stride() != stride and plan.is_cut(index):
                 raise ValueError(
-                    f"tensor {index} {plan.tensors[index].name!r} is cut over several ranks and has changed its memory "
-                    f"format, but DistributedDataParallel still lays out its gradients in the old one: convert the "
-                    f"model before DistributedDataParallel and the optimizer are built"
+                    f"{label_in(plan, index)} is cut over several ranks and has changed its memory format, but "
+                    f"DistributedDataParallel still lays out its gradients in the old one: convert the model before "
+                    f"DistributedDataParallel and the optimizer are built"
                 )
         waiting = self.owned_gradients() if self.phase is BucketPhase.REDUCED else {}
         self._owned = {place: local.shards[i] for place, i in enumerate(self.tensors) if i in local.shards}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import optim
@@ -17,9 +17,7 @@ from zeroshard.local.master_weights import MasterWeights
 from zeroshard.local.shard import LocalShard, gradient_of
 from zeroshard.plan.eligibility import check_differentiable, check_uncoupled
 from zeroshard.plan.groups import MEMBERS, ParamGroup, hyperparameters_of, parameters_of, same_place
-
-if TYPE_CHECKING:
-    from zeroshard.plan.layout import Policy
+from zeroshard.plan.layout import Policy, label_in
 
 Closure = Callable[[], Any]
 
@@ -98,12 +96,11 @@ class LocalOptimizer:
     def check_not_converted(self, before: Plan, now: Plan) -> None:
         """Raise a ValueError if a parameter with state on this rank was converted between two plans."""
         for index, shard in self.shards.items():
-            old, new = before.tensors[index], now.tensors[index]
             has_state = shard.is_master or bool(self.optim.state.get(shard.tensor))
-            if has_state and not same_place(old, new):
+            if has_state and not same_place(before.tensors[index], now.tensors[index]):
                 raise ValueError(
-                    f"tensor {index} {new.name!r} has optimizer state, and has changed its dtype, device or memory "
-                    f"format: convert the model before the optimizer is built, or convert it back before step() and "
+                    f"{label_in(now, index)} has optimizer state, and has changed its dtype, device or memory format: "
+                    f"convert the model before the optimizer is built, or convert it back before step() and "
                     f"load_state_dict()"
                 )
 
@@ -113,9 +110,8 @@ class LocalOptimizer:
             grad = shard.param.grad
             if grad is not None and grad.layout is not torch.strided:
                 raise RuntimeError(
-                    f"tensor {shard.index} {self._plan.tensors[shard.index].name!r} of shape "
-                    f"{tuple(shard.param.shape)} has a sparse gradient, but is cut over several ranks; use "
-                    f"partition='whole' for models with sparse gradients"
+                    f"{label_in(self._plan, shard.index)} of shape {tuple(shard.param.shape)} has a sparse gradient, "
+                    f"but is cut over several ranks; use partition='whole' for models with sparse gradients"
                 )
 
     def step(self, arguments: Mapping[str, Any], unbound: Sequence[LocalShard] | None = None) -> Any:  # noqa: ANN401 - as the inner step

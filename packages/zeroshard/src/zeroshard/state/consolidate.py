@@ -13,6 +13,7 @@ from zeroshard_core import Plan, Shard, StateMapError, contiguous_strides, stora
 
 from zeroshard.local.optimizer import LocalOptimizer, sync_groups
 from zeroshard.plan.groups import ParamGroup, pack_groups
+from zeroshard.plan.layout import label_in
 from zeroshard.state.serialization import Described, Key, describe_entries, part_dtype, read_value, write_value
 
 if TYPE_CHECKING:
@@ -106,9 +107,9 @@ class _Assembler:
             key, dtype = min(entries ^ first, key=str)
             ranks = (first_rank, shard.rank) if (key, dtype) in first else (shard.rank, first_rank)
             raise StateMapError(
-                f"tensor {shard.tensor} {self._plan.tensors[shard.tensor].name!r} has the state entry {key!r} on rank "
-                f"{ranks[0]}, but not on rank {ranks[1]}, which owns a part of it, or not of the same dtype. If a step "
-                f"has failed there, make one that succeeds, or load a checkpoint, before you consolidate"
+                f"{label_in(self._plan, shard.tensor)} has the state entry {key!r} on rank {ranks[0]}, but not on rank "
+                f"{ranks[1]}, which owns a part of it, or not of the same dtype. If a step has failed there, make one "
+                f"that succeeds, or load a checkpoint, before you consolidate"
             )
 
     def state(self) -> dict[Any, Any]:
