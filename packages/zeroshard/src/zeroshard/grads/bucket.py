@@ -13,7 +13,7 @@ from torch.profiler import record_function
 from zeroshard_comm import Transport
 from zeroshard_core import Plan, Run
 
-from zeroshard.local.optimizer import LocalOptimizer, PartialStepper, bind_gradients, unbind_gradients
+from zeroshard.local.optimizer import LocalOptimizer, PartialStepper, bound_gradients
 from zeroshard.local.shard import gradient_of
 from zeroshard.param_buffers import ParamBroadcast
 from zeroshard.plan.layout import label_in
@@ -269,11 +269,8 @@ class Rest:
 
     def step(self, arguments: Mapping[str, object]) -> None:
         """Step what this rank owns of them."""
-        try:
-            bind_gradients(self.shards)
+        with bound_gradients(self.shards):
             self._partial.step(arguments)
-        finally:
-            unbind_gradients(self.shards)
 
 
 def gradient_view(buffer: torch.Tensor, offset: int, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:

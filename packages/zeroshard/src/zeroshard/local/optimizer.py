@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -116,16 +117,8 @@ class LocalOptimizer:
 
     def step(self, arguments: Mapping[str, Any], unbound: Sequence[LocalShard] | None = None) -> Any:  # noqa: ANN401 - as the inner step
         """Step the inner optimizer, and call its own hooks; ``unbound`` shards take their parameters' gradients."""
-        unbound = self._detached if unbound is None else unbound
-        try:
-            bind_gradients(unbound)
-            return self._step(arguments)
-        finally:
-            unbind_gradients(unbound)
-
-    def _step(self, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as the inner step
-        inner = self.optim
-        with self.extra.stepped(inner.state, self.shards.values()):
+        inner, unbound = self.optim, self._detached if unbound is None else unbound
+        with bound_gradients(unbound), self.extra.stepped(inner.state, self.shards.values()):
             if "step" in vars(inner):
                 return inner.step(**arguments)
             positional: tuple[Any, ...] = (inner,)
@@ -212,16 +205,17 @@ def sync_groups(source: Sequence[Mapping[str, Any]], target: Sequence[ParamGroup
         to_group.update({key: value for key, value in from_group.items() if key not in MEMBERS})
 
 
-def bind_gradients(shards: Iterable[LocalShard]) -> None:
-    """Give detached shards their parts of their parameters' gradients."""
-    for shard in shards:
-        shard.tensor.grad = shard.converted(gradient_of(shard))
-
-
-def unbind_gradients(shards: Iterable[LocalShard]) -> None:
-    """Take them back: a slice keeps the whole gradient alive, past the user's ``zero_grad()``."""
-    for shard in shards:
-        shard.tensor.grad = None
+@contextmanager
+def bound_gradients(shards: Iterable[LocalShard]) -> Iterator[None]:
+    """Give detached shards their parts of their parameters' gradients, in the block that follows."""
+    try:
+        for shard in shards:
+            shard.tensor.grad = shard.converted(gradient_of(shard))
+        yield
+    finally:
+        # A slice keeps the whole gradient alive, past the user's `zero_grad()`.
+        for shard in shards:
+            shard.tensor.grad = None
 
 
 def unwrapped_step(kind: type[optim.Optimizer]) -> Callable[..., Any]:
