@@ -67,17 +67,15 @@ class InvariantChecks(StepLog):
     def before_update(self) -> None:
         """Compare what the loop may have changed since the last step: parameters, gradients, settings. Collective."""
         engine, plan = self._engine, self._engine.layout.plan
-        # In a Join context, a rank without data gets only what it needs for a step.
-        coordinator, compares = engine.coordinator, engine.join.context is None
-        with agreed(coordinator, _BEFORE) as proposal:
-            if compares:
-                proposal.digest = engine.hyperparameters.update(engine.groups)
-                proposal.detail = self._hyperparameters
-        if compares:
-            self._compare("parameter", plan, [digest_of(param) for param in engine.params], _BEFORE, self._left)
-            if engine.exchange is None:
-                grads = [digest_of(param.grad) for param in engine.params]
-                self._compare("gradient of", plan, grads, _BEFORE)
+        if engine.join.context is not None:
+            # A rank without data gets only what it needs for a step.
+            return
+        with agreed(engine.coordinator, _BEFORE) as proposal:
+            proposal.digest = engine.hyperparameters.update(engine.groups)
+            proposal.detail = self._hyperparameters
+        self._compare("parameter", plan, [digest_of(param) for param in engine.params], _BEFORE, self._left)
+        if engine.exchange is None:
+            self._compare("gradient of", plan, [digest_of(param.grad) for param in engine.params], _BEFORE)
 
     def after_step(self) -> None:
         """Compare the parameters after a step. Collective."""
