@@ -232,6 +232,6 @@ def _membership(group: ParamGroup, shards: Sequence[LocalShard]) -> ParamGroup:
     found: ParamGroup = {"params": [shard.tensor for shard in shards]}
     if "param_names" in group:
         # Not as pairs: an empty list of pairs has no names, and torch refuses groups with and without together.
-        names = {id(param): name for param, name in zip(group["params"], group["param_names"], strict=True)}
-        found["param_names"] = [names[id(shard.param)] for shard in shards]
+        names = dict(zip(group["params"], group["param_names"], strict=True))
+        found["param_names"] = [names[shard.param] for shard in shards]
     return found

@@ -31,7 +31,7 @@ def consolidate(engine: Engine, target: int, to: object) -> dict[Any, Any] | Non
                 f"consolidate_state_dict(to={to!r}): `to` must be a group rank from 0 to {plan.world_size - 1}"
             )
         sync_groups(groups, engine.local.optim.param_groups)
-        manifest = _describe(engine.local, plan, coordinator.ranks.rank, drops_objects=drops_objects)
+        manifest = _describe(engine.local, plan, drops_objects=drops_objects)
         # state_dict() does so on the target alone.
         copy_groups(pack_groups(groups))
     engine.metadata.drop_consolidated()
@@ -40,14 +40,12 @@ def consolidate(engine: Engine, target: int, to: object) -> dict[Any, Any] | Non
     return assembler.state() if coordinator.ranks.rank == target else None
 
 
-def _describe(local: LocalOptimizer, plan: Plan, rank: int, *, drops_objects: bool) -> Manifest:
+def _describe(local: LocalOptimizer, plan: Plan, *, drops_objects: bool) -> Manifest:
     """Describe all state of this rank: the entries of each of its shards, and what belongs to no parameter."""
-    tensors, owned = list[torch.Tensor](), []
-    state = local.optim.state
-    for shard in plan.of_rank(rank):
-        held, name = local.shards[shard.tensor], plan.tensors[shard.tensor].name
-        entries = local.state_of(held) or {}
-        owned.append(describe_entries(held, entries, name, tensors, drops_objects=drops_objects))
+    tensors, owned, state = list[torch.Tensor](), [], local.optim.state
+    for index, shard in local.shards.items():
+        entries, name = local.state_of(shard) or {}, plan.tensors[index].name
+        owned.append(describe_entries(shard, entries, name, tensors, drops_objects=drops_objects))
     others = {
         key: write_value(value, tensors, f"state entry {key!r}") for key, value in state.items() if isinstance(key, str)
     }
