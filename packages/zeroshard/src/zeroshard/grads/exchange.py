@@ -302,7 +302,6 @@ class GradExchange:
         if not self.in_backward or (0 < bucket.index == len(before) and not before[-1].is_last):
             return bucket
         seen = {param for other in before for param in other.params}
-        error: RuntimeError | None = None
         if not seen.isdisjoint(bucket.params):
             error = RuntimeError("an earlier backward did not come to its end on this rank")
         elif not before or before[-1].is_last or bucket.index not in (0, len(before)):
@@ -310,10 +309,10 @@ class GradExchange:
                 "buckets of two models arrive in one backward: with a communication hook of zeroshard, each model "
                 "in DistributedDataParallel needs an optimizer and a backward of its own"
             )
-        if error is not None:
-            self._engine.mark_broken(error)
-            raise error
-        return replace(bucket, index=len(before), announced=bucket.index)
+        else:
+            return replace(bucket, index=len(before), announced=bucket.index)
+        self._engine.mark_broken(error)
+        raise error
 
     def _take_over_unfrozen(self) -> None:
         """Choose the owners of unfrozen parameters before their gradients are sent. Collective."""
