@@ -427,10 +427,8 @@ class GradExchange:
             self._engine.apply_step({}, seen=seen)
 
 
-def _explain_backwards(reference: str, other: str, reference_rank: int, other_rank: int) -> str | None:
+def _explain_backwards(reference: str, other: str, reference_rank: int, other_rank: int) -> str:
     """Name the difference between two backwards: their numbers, and the lengths of their buckets."""
-    if not reference or not other:
-        return None
     (here, lengths), (there, others) = json.loads(reference), json.loads(other)
     if here != there:
         return (
