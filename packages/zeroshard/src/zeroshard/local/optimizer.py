@@ -82,8 +82,6 @@ class LocalOptimizer:
 
     def detach_shards(self) -> None:
         """Permanently give every owned parameter its own tensor in the inner optimizer; its state moves with it."""
-        if self._is_detached:
-            return
         before, self._is_detached = self.shards.values(), True
         self._accept([s if s.is_detached else LocalShard.of(s.shard, s.param, detached=True) for s in before])
         moved = {shard.tensor: self.shards[shard.index].tensor for shard in before}
