@@ -238,8 +238,8 @@ class GradExchange:
         if self.is_own and self.join.context is not None:
             self.join.announce(Call.END)
         self._end_reductions()
-        if self.mode is not StepMode.IN_STEP:
-            self._step()
+        if self.early_steps is not None:
+            self._step(self.early_steps)
 
     def _end_reductions(self) -> None:
         failure = None
@@ -415,15 +415,14 @@ class GradExchange:
         self._steps_buckets = not engine.coordinator.agree("backward()", self._backwards, flag=not self._may_step)
         self._seen = replace(seen, is_agreed=self._steps_buckets)
 
-    def _step(self) -> None:
+    def _step(self, early_steps: EarlySteps) -> None:
         seen = self._seen
         if seen is not None:
             try:
                 self.check()
             except RuntimeError as error:
                 seen = replace(seen, error=error)
-        assert self.early_steps is not None
-        with self.early_steps.one(is_own=self.is_own):
+        with early_steps.one(is_own=self.is_own):
             self._engine.apply_step({}, seen=seen)
 
 
