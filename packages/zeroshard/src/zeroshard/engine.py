@@ -171,7 +171,6 @@ class Engine:
         check_members(self.groups, self.params)
         layout = self.current_layout()
         sync_groups(self.groups, self.local.optim.param_groups)
-        self.local.masters.refresh()
         return layout
 
     def current_layout(self) -> Layout:
@@ -189,6 +188,7 @@ class Engine:
                 layout = self.layout
             else:
                 self.local.check_not_converted(self.layout.plan, layout.plan)
+        self.local.masters.refresh()
         return layout
 
     def adopt(self, layout: Layout) -> None:

@@ -79,7 +79,6 @@ class AveragedParameters:
         engine.check_allowed()
         # Parameters may have been written to, or their .data rebound, since the step.
         engine.current_layout()
-        local.masters.refresh()
         if self._averages.update(self._average_by):
             local.extra.list_entries(shard for shard in local.shards.values() if local.state_of(shard))
 
