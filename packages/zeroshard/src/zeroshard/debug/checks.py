@@ -12,6 +12,7 @@ import zlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -88,10 +89,8 @@ class InvariantChecks(StepLog):
 
     def _hyperparameters(self) -> str:
         """Return them as text that ranks compare, each with the first tensor of its group."""
-        groups, config, first = self._engine.groups, self._engine.layout.config, [0]
-        for group in groups:
-            first.append(first[-1] + len(group["params"]))
-        settings = {}
+        config, settings = self._engine.layout.config, {}
+        first = list(accumulate((len(group["params"]) for group in self._engine.groups), initial=0))
         for name, value in self._engine.hyperparameters.agreed.items():
             # The last group may be empty.
             index = min(first[int(name.rpartition(" ")[2])], first[-1] - 1)
