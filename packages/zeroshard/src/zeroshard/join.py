@@ -112,12 +112,12 @@ def exchange_calls(coordinator: Coordinator, mine: JoinCall, error: Exception | 
     if Call.FAILED in calls or (Call.UNABLE in calls and running):
         coordinator.agree("leaving Join", error=error)
     made = answers[running[0]] if running else JoinCall(Call.JOINED)
-    for rank, answer in enumerate(answers):
-        if rank in running and answer != made:
+    for rank in running:
+        if answers[rank] != made:
             raise DisagreementError(
-                f"inside Join, rank {running[0]} is about to make a {made}, and rank {rank} a {answer}: ranks that "
-                f"still have data must make the same calls in the same order, and decide about no_sync() and step() "
-                f"by batch index"
+                f"inside Join, rank {running[0]} is about to make a {made}, and rank {rank} a {answers[rank]}: ranks "
+                f"that still have data must make the same calls in the same order, and decide about no_sync() and "
+                f"step() by batch index"
             )
     return JoinRound(made, running, joined)
 

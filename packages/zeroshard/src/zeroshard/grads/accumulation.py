@@ -57,8 +57,7 @@ class GradAccumulator:
         """Make placeholders for parameters."""
         self._params, self._plan, self._local = params, plan, local
         self.index_of = {param: index for index, param in enumerate(params)}
-        names = [spec.name for spec in plan.tensors]
-        self.placeholders = [GradPlaceholder(p, i, names[i], self) for i, p in enumerate(params)]
+        self.placeholders = [GradPlaceholder(p, i, plan.tensors[i].name, self) for i, p in enumerate(params)]
         for tensor in self._state_of:
             grad = params[tensor].grad
             if type(grad) is GradPlaceholder:
