@@ -232,7 +232,7 @@ class GradAccumulator:
             self.mark_pending(tensor)
         elif gradient is not None:
             shard = self._local.shards[tensor]
-            (shard.shard.narrow(place) if shard.is_cut else place).copy_(gradient).mul_(self._plan.world_size)
+            shard.shard.narrow(place).copy_(gradient).mul_(self._plan.world_size)
         if not is_used:
             self._replaced[tensor] = place.data_ptr()
             self._keeps_reduced.add(tensor)
