@@ -43,9 +43,11 @@ USED: Mapping[str, str] = {
 
 check_names("zeroshard", USED, TESTED_WITH)
 
+F = TypeVar("F", bound=Callable[..., Any])
 foreach_copy_ = torch._foreach_copy_
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
+disable_dynamo: Callable[[F], F] = vars(torch)["_disable_dynamo"]
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 step_pre_hooks: Callable[[Optimizer], Mapping[int, Callable[..., Any]]] = attrgetter("_optimizer_step_pre_hooks")
 step_post_hooks: Callable[[Optimizer], Mapping[int, Callable[..., Any]]] = attrgetter("_optimizer_step_post_hooks")
@@ -53,10 +55,8 @@ make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
 without_torch_function = torch._C._disabled_torch_function_impl
 ATEN_FOREACH_ZERO_ = torch.ops.aten._foreach_zero_.default
 ATEN_FOREACH_NORM = torch.ops.aten._foreach_norm.Scalar
-ATEN_FOREACH_MUL_SCALAR_ = torch.ops.aten._foreach_mul_.Scalar
-ATEN_FOREACH_MUL_TENSOR_ = torch.ops.aten._foreach_mul_.Tensor
-ATEN_FOREACH_DIV_SCALAR_ = torch.ops.aten._foreach_div_.Scalar
-ATEN_FOREACH_DIV_TENSOR_ = torch.ops.aten._foreach_div_.Tensor
+ATEN_FOREACH_MUL_ = (torch.ops.aten._foreach_mul_.Scalar, torch.ops.aten._foreach_mul_.Tensor)
+ATEN_FOREACH_DIV_ = (torch.ops.aten._foreach_div_.Scalar, torch.ops.aten._foreach_div_.Tensor)
 ATEN_FOREACH_CLAMP_MIN_ = torch.ops.aten._foreach_clamp_min_.Scalar
 ATEN_FOREACH_CLAMP_MAX_ = torch.ops.aten._foreach_clamp_max_.Scalar
 ATEN_AMP_UNSCALE_ = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
@@ -66,13 +66,6 @@ ATEN_SHALLOW_COPY = torch.ops.aten._has_compatible_shallow_copy_type.default
 ATEN_PIN_MEMORY = torch.ops.aten._pin_memory.default
 join_config: Callable[[Joinable], Any] = attrgetter("_join_config")
 DispatchMode = TorchDispatchMode
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def disable_dynamo(func: F) -> F:
-    """Let torch.compile call a function as it is, and not trace it."""
-    found: F = vars(torch)["_disable_dynamo"](func)
-    return found
 
 
 def in_autograd() -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,7 +24,6 @@ def clip_over_ranks(
     accelerator, unless ``error_if_nonfinite`` asks for the norm.
     """
     coordinator, first = engine.coordinator, engine.params[0]
-    held: Sequence[torch.Tensor] = ()
     parts = torch.zeros(coordinator.ranks.world_size, dtype=torch.float64, device=first.device)
     with agreed(coordinator, "clip_grad_norm_()", _explain) as proposal:
         max_norm, norm_type = float(max_norm), float(norm_type)
@@ -33,7 +31,7 @@ def clip_over_ranks(
         proposal.digest, proposal.detail = zlib.crc32(wanted.encode()), lambda: wanted
         held = exchange.owned_gradients()
         if held:
-            norms = torch.stack([norm.double() for norm in foreach_norm(list(held), norm_type)])
+            norms = torch.stack([norm.double() for norm in foreach_norm(held, norm_type)])
             parts[coordinator.ranks.rank] = torch.linalg.vector_norm(norms, norm_type)
     total: torch.Tensor = torch.linalg.vector_norm(coordinator.combine_disjoint(parts, "clip_grad_norm_()"), norm_type)
     if error_if_nonfinite and not bool(total.isfinite()):
@@ -46,7 +44,7 @@ def clip_over_ranks(
     if first.device.type != "cpu" or float(scale) != 1.0:
         factor = float(scale) if first.device.type == "cpu" else scale
         if held:
-            foreach_mul_(list(held), factor)
+            foreach_mul_(held, factor)
         exchange.operations.clipped(factor)
     return total.to(first.dtype)
 

@@ -171,8 +171,6 @@ class Engine:
         check_members(self.groups, self.params)
         layout = self.current_layout()
         sync_groups(self.groups, self.local.optim.param_groups)
-        if self.policy.master_weights:
-            self.local.masters.refresh()
         return layout
 
     def current_layout(self) -> Layout:
@@ -190,6 +188,7 @@ class Engine:
                 layout = self.layout
             else:
                 self.local.check_not_converted(self.layout.plan, layout.plan)
+        self.local.masters.refresh()
         return layout
 
     def adopt(self, layout: Layout) -> None:
@@ -371,7 +370,6 @@ class Engine:
         with self.collective():
             is_loaded = load(self, self._schema, read, from_rank)
         if is_loaded:
-            self.metadata.drop_consolidated()
             self.refused = ""
             if self.early_steps is not None:
                 self.early_steps.reset()
@@ -390,6 +388,7 @@ class Engine:
                 self.adopt(layout)
                 install()
             self.metadata.exchange(f"the state after {operation}")
+            self.metadata.drop_consolidated()
         except BaseException:
             inner.state, inner.param_groups = before
             self.local.extra.end_load(failed=True)

@@ -112,12 +112,12 @@ def exchange_calls(coordinator: Coordinator, mine: JoinCall, error: Exception | 
     if Call.FAILED in calls or (Call.UNABLE in calls and running):
         coordinator.agree("leaving Join", error=error)
     made = answers[running[0]] if running else JoinCall(Call.JOINED)
-    for rank, answer in enumerate(answers):
-        if rank in running and answer != made:
+    for rank in running:
+        if answers[rank] != made:
             raise DisagreementError(
-                f"inside Join, rank {running[0]} is about to make a {made}, and rank {rank} a {answer}: ranks that "
-                f"still have data must make the same calls in the same order, and decide about no_sync() and step() "
-                f"by batch index"
+                f"inside Join, rank {running[0]} is about to make a {made}, and rank {rank} a {answers[rank]}: ranks "
+                f"that still have data must make the same calls in the same order, and decide about no_sync() and "
+                f"step() by batch index"
             )
     return JoinRound(made, running, joined)
 
@@ -210,17 +210,17 @@ class JoinState:
             "held": [None if g is None else not (isinstance(g, GradPlaceholder) and g.is_zero()) for g in grads],
         }
 
-    def _of_rank(self, peer: int, values: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor]:
+    def _of_rank(self, peer: int, values: Sequence[torch.Tensor | None]) -> dict[int, torch.Tensor]:
         """A rank's parts of parameters, or of their gradients, by tensor."""
-        plan, found = self._engine.layout.plan, dict[str, torch.Tensor]()
+        plan, found = self._engine.layout.plan, dict[int, torch.Tensor]()
         for shard in plan.of_rank(peer):
             value = values[shard.tensor]
             if value is not None:
-                found[str(shard.tensor)] = shard.narrow(value.detach()) if plan.is_cut(shard.tensor) else value.detach()
+                found[shard.tensor] = shard.narrow(value.detach()) if plan.is_cut(shard.tensor) else value.detach()
         return found
 
     def _take(self, call: Call, given: Mapping[str, Any]) -> None:
-        groups, params, rank = self._engine.groups, self._engine.params, self._engine.coordinator.ranks.rank
+        groups, params, shards = self._engine.groups, self._engine.params, self._engine.local.shards
         for from_group, to_group in zip(given["groups"], groups, strict=True):
             for key, value in from_group.items():
                 present = to_group.get(key)
@@ -229,9 +229,8 @@ class JoinState:
                 to_group[key] = value
         self._engine.hyperparameters.agreed = given["agreed"]
         self._engine.hyperparameters.record_written(groups)
-        places = self._of_rank(rank, params)
         for tensor, values in given["parameters"].items():
-            places[tensor].copy_(values)
+            shards[tensor].local_view.copy_(values)
         if call is Call.BACKWARD:
             return
         for param, held in zip(params, given["held"], strict=True):
@@ -239,12 +238,11 @@ class JoinState:
             if held is False and param.grad is not None:
                 param.grad.zero_()
         for tensor, values in given["gradients"].items():
-            param = params[int(tensor)]
-            is_whole = values.shape == param.shape
-            param.grad = values.to(param.device) if is_whole else torch.zeros_like(param)
-            if not is_whole:
+            shard = shards[tensor]
+            shard.param.grad = torch.zeros_like(shard.param) if shard.is_cut else values.to(shard.param.device)
+            if shard.is_cut:
                 # This rank's part of it; the rest is not looked at.
-                self._of_rank(rank, [each.grad for each in params])[tensor].copy_(values)
+                shard.shard.narrow(shard.param.grad).copy_(values)
 
     # ------------------------------------------------------------------ a rank without data
 

@@ -7,7 +7,6 @@ frameworks copy the attributes of this object.
 from __future__ import annotations
 
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import cache
 from types import MappingProxyType
@@ -329,13 +328,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         For this rank's shards these are the local optimizer's own dicts, not copies; a part has the shape of its rows.
         For the rest they are placeholders, which have a shape; reading them raises an error.
         """
-        # There is none yet while torch's constructor runs.
-        if not hasattr(self, "_engine"):
-            return defaultdict(dict)
         return self._state_view
 
     @state.setter
     def state(self, value: MutableMapping[Any, Any]) -> None:
+        # There is none yet while torch's constructor runs, which sets it.
         if hasattr(self, "_engine"):
             self._state_view.replace(value)
 

@@ -115,16 +115,16 @@ class ParamBuffers:
         """Pack parameters that became active or were rebound; start over with those whose dtype or shape changed."""
         kept: list[FlatBuffer] = []
         for buffer in self._buffers:
-            members, rebound = _members(buffer.layout), buffer.rebound()
+            members = _members(buffer.layout)
             if all(
                 same_place(self._packed[i], plan.tensors[i]) and self._params[i].device == buffer.storage.device
                 for i in members
             ):
                 # In storage of its own: rebound data may lie in the old one, e.g. if two parameters have exchanged
                 # their data, or an average and the weights; and the user may hold what it replaces.
-                kept.append(self._filled(buffer.layout, plan) if rebound else buffer)
+                kept.append(self._filled(buffer.layout, plan) if buffer.rebound() else buffer)
             else:
-                buffer.release([i for i in members if i not in rebound])
+                buffer.release()
         packed = {i for buffer in kept for i in _members(buffer.layout)}
         wanted = [index for index, is_active in enumerate(active) if is_active and index not in packed]
         self._buffers = kept + [self._filled(layout, plan) for layout in bucket_layouts(plan, tensors=wanted)]

@@ -98,8 +98,7 @@ def step(engine: Engine, arguments: Mapping[str, Any], error: Exception | None =
     except Exception as raised:  # noqa: BLE001 - peers wait for this rank's values, and must learn of the error
         failure = raised
     _broadcast(engine, under_way, digest, failure)
-    if engine.policy.master_weights:
-        engine.local.masters.record_written()
+    engine.local.masters.record_written()
     sync_groups(engine.local.optim.param_groups, engine.groups)
     engine.hyperparameters.record_written(engine.groups)
     if engine.debugging is not None:

@@ -12,6 +12,7 @@ import zlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +20,7 @@ from zeroshard_comm import DisagreementError, agreed
 from zeroshard_core import Plan
 
 from zeroshard.debug.describe import describe
+from zeroshard.plan.layout import label_in
 
 if TYPE_CHECKING:
     from zeroshard.engine import Engine
@@ -66,17 +68,15 @@ class InvariantChecks(StepLog):
     def before_update(self) -> None:
         """Compare what the loop may have changed since the last step: parameters, gradients, settings. Collective."""
         engine, plan = self._engine, self._engine.layout.plan
-        # In a Join context, a rank without data gets only what it needs for a step.
-        coordinator, compares = engine.coordinator, engine.join.context is None
-        with agreed(coordinator, _BEFORE) as proposal:
-            if compares:
-                proposal.digest = engine.hyperparameters.update(engine.groups)
-                proposal.detail = self._hyperparameters
-        if compares:
-            self._compare("parameter", plan, [digest_of(param) for param in engine.params], _BEFORE, self._left)
-            if engine.exchange is None:
-                grads = [digest_of(param.grad) for param in engine.params]
-                self._compare("gradient of", plan, grads, _BEFORE)
+        if engine.join.context is not None:
+            # A rank without data gets only what it needs for a step.
+            return
+        with agreed(engine.coordinator, _BEFORE) as proposal:
+            proposal.digest = engine.hyperparameters.update(engine.groups)
+            proposal.detail = self._hyperparameters
+        self._compare("parameter", plan, [digest_of(param) for param in engine.params], _BEFORE, self._left)
+        if engine.exchange is None:
+            self._compare("gradient of", plan, [digest_of(param.grad) for param in engine.params], _BEFORE)
 
     def after_step(self) -> None:
         """Compare the parameters after a step. Collective."""
@@ -89,14 +89,12 @@ class InvariantChecks(StepLog):
 
     def _hyperparameters(self) -> str:
         """Return them as text that ranks compare, each with the first tensor of its group."""
-        groups, config, first = self._engine.groups, self._engine.layout.config, [0]
-        for group in groups:
-            first.append(first[-1] + len(group["params"]))
-        settings = {}
+        config, settings = self._engine.layout.config, {}
+        first = list(accumulate((len(group["params"]) for group in self._engine.groups), initial=0))
         for name, value in self._engine.hyperparameters.agreed.items():
             # The last group may be empty.
             index = min(first[int(name.rpartition(" ")[2])], first[-1] - 1)
-            settings[f"for {_title(config.plan, index)} and the rest of its group, {name}"] = value
+            settings[f"for {label_in(config.plan, index)} and the rest of its group, {name}"] = value
         return replace(config, settings=settings).to_json()
 
     def _compare(self, what: str, plan: Plan, digests: Sequence[int], operation: str, left: Sequence[int] = ()) -> None:
@@ -112,7 +110,7 @@ class InvariantChecks(StepLog):
             since = " since the last step" if expected == before else ""
             others = f" So do {len(found) - 1} other tensors." if len(found) > 1 else ""
             raise DisagreementError(
-                f"{operation}: the {what} {_title(plan, index)} differs between ranks: rank{'s' * (len(odd) > 1)} "
+                f"{operation}: the {what} {label_in(plan, index)} differs between ranks: rank{'s' * (len(odd) > 1)} "
                 f"{', '.join(odd)} changed it{since}, or did not get what the other ranks have; it belongs to rank "
                 f"{', '.join(map(str, owners))}.{others} Change the model alike on every rank"
             )
@@ -136,7 +134,3 @@ def expected_digest(of_ranks: Sequence[int], owner: int, before: int | None = No
     counts = Counter(of_ranks)
     most = max(counts.values())
     return of_ranks[owner] if counts[of_ranks[owner]] == most else counts.most_common(1)[0][0]
-
-
-def _title(plan: Plan, index: int) -> str:
-    return f"tensor {index} {plan.tensors[index].name!r}"

@@ -18,6 +18,7 @@ from zeroshard.grads.bucket import Bucket, BucketPhase, BucketState
 from zeroshard.grads.norms import GradOperations
 from zeroshard.grads.placeholder import GradPlaceholder
 from zeroshard.local.optimizer import LocalOptimizer
+from zeroshard.plan.layout import label_in
 
 _grad_of = attrgetter("grad")
 
@@ -56,8 +57,7 @@ class GradAccumulator:
         """Make placeholders for parameters."""
         self._params, self._plan, self._local = params, plan, local
         self.index_of = {param: index for index, param in enumerate(params)}
-        names = [spec.name for spec in plan.tensors]
-        self.placeholders = [GradPlaceholder(p, i, names[i], self) for i, p in enumerate(params)]
+        self.placeholders = [GradPlaceholder(p, i, plan.tensors[i].name, self) for i, p in enumerate(params)]
         for tensor in self._state_of:
             grad = params[tensor].grad
             if type(grad) is GradPlaceholder:
@@ -137,7 +137,7 @@ class GradAccumulator:
 
     def unreduced(self, tensor: int) -> RuntimeError:
         """Return the error for a gradient that was never reduced."""
-        title = f"the gradient of tensor {tensor} {self._plan.tensors[tensor].name!r}"
+        title = f"the gradient of {label_in(self._plan, tensor)}"
         if type(self._params[tensor].grad) is GradPlaceholder:
             return RuntimeError(
                 f"{title} has not been reduced: after the backward() that reduced it, another one added to it under "
@@ -180,8 +180,8 @@ class GradAccumulator:
             return
         if state.phase is BucketPhase.STEPPED:
             self.refusal = (
-                f"tensor {tensor} {self._plan.tensors[tensor].name!r} still has the gradient of the last step: "
-                f"call optimizer.zero_grad() before backward()"
+                f"{label_in(self._plan, tensor)} still has the gradient of the last step: call optimizer.zero_grad() "
+                f"before backward()"
             )
             if self.operations.steps_early:
                 self.refusal += (
@@ -232,7 +232,7 @@ class GradAccumulator:
             self.mark_pending(tensor)
         elif gradient is not None:
             shard = self._local.shards[tensor]
-            (shard.shard.narrow(place) if shard.is_cut else place).copy_(gradient).mul_(self._plan.world_size)
+            shard.shard.narrow(place).copy_(gradient).mul_(self._plan.world_size)
         if not is_used:
             self._replaced[tensor] = place.data_ptr()
             self._keeps_reduced.add(tensor)

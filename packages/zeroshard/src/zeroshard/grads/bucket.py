@@ -13,9 +13,10 @@ from torch.profiler import record_function
 from zeroshard_comm import Transport
 from zeroshard_core import Plan, Run
 
-from zeroshard.local.optimizer import LocalOptimizer, PartialStepper, bind_gradients, unbind_gradients
+from zeroshard.local.optimizer import LocalOptimizer, PartialStepper, bound_gradients
 from zeroshard.local.shard import gradient_of
 from zeroshard.param_buffers import ParamBroadcast
+from zeroshard.plan.layout import label_in
 
 _grad_of = attrgetter("grad")
 
@@ -148,9 +149,9 @@ class BucketState:
         for index, param, stride in zip(self.tensors, self.params, self._strides, strict=True):
             if param.stride() != stride and plan.is_cut(index):
                 raise ValueError(
-                    f"tensor {index} {plan.tensors[index].name!r} is cut over several ranks and has changed its memory "
-                    f"format, but DistributedDataParallel still lays out its gradients in the old one: convert the "
-                    f"model before DistributedDataParallel and the optimizer are built"
+                    f"{label_in(plan, index)} is cut over several ranks and has changed its memory format, but "
+                    f"DistributedDataParallel still lays out its gradients in the old one: convert the model before "
+                    f"DistributedDataParallel and the optimizer are built"
                 )
         waiting = self.owned_gradients() if self.phase is BucketPhase.REDUCED else {}
         self._owned = {place: local.shards[i] for place, i in enumerate(self.tensors) if i in local.shards}
@@ -268,11 +269,8 @@ class Rest:
 
     def step(self, arguments: Mapping[str, object]) -> None:
         """Step what this rank owns of them."""
-        try:
-            bind_gradients(self.shards)
+        with bound_gradients(self.shards):
             self._partial.step(arguments)
-        finally:
-            unbind_gradients(self.shards)
 
 
 def gradient_view(buffer: torch.Tensor, offset: int, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:

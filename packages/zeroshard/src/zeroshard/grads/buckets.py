@@ -13,7 +13,7 @@ from zeroshard.grads.bucket import Bucket, BucketPhase, BucketState, Rest, gradi
 from zeroshard.grads.placeholder import GradPlaceholder
 from zeroshard.local.shard import LocalShard
 from zeroshard.param_buffers import ParamBroadcast
-from zeroshard.plan.layout import Layout, with_settings
+from zeroshard.plan.layout import Layout, label_in, with_settings
 
 if TYPE_CHECKING:
     from zeroshard.engine import Engine
@@ -91,10 +91,9 @@ class Buckets:
             now and not before for now, before in zip(layout.active, had, strict=False)
         )
         if grows and self.unstepped and not self._gradients.operations.skips_step:
-            tensor = self.unstepped[0]
             raise RuntimeError(
                 f"parameters were added or unfrozen after a backward() and before its step(), and the gradient of "
-                f"tensor {tensor} {layout.plan.tensors[tensor].name!r} waits for it: call step() or zero_grad() before"
+                f"{label_in(layout.plan, self.unstepped[0])} waits for it: call step() or zero_grad() before"
             )
         if common_device(params, layout) != self.device:
             raise ValueError(
@@ -153,9 +152,9 @@ class Buckets:
                 if not self.by_index:
                     raise self._gradients.unreduced(tensor)
                 raise RuntimeError(
-                    f"tensor {tensor} {self._layout.plan.tensors[tensor].name!r} has a gradient, but "
-                    f"DistributedDataParallel does not reduce it, so that it differs on every rank: the model has "
-                    f"changed since it was wrapped. Wrap it again, and build a new optimizer"
+                    f"{label_in(self._layout.plan, tensor)} has a gradient, but DistributedDataParallel does not "
+                    f"reduce it, so that it differs on every rank: the model has changed since it was wrapped. Wrap it "
+                    f"again, and build a new optimizer"
                 )
 
     def bind(self) -> Sequence[LocalShard]:
@@ -166,11 +165,10 @@ class Buckets:
 
     def unarrived(self) -> str:
         """Name the parameters whose gradients have not come in this backward, for messages."""
-        names = [spec.name for spec in self._layout.plan.tensors]
         arrived = {tensor for state in self.arrived for tensor in state.tensors}
         missing = [i for i, is_active in enumerate(self._layout.active) if is_active and i not in arrived]
         unused = [i for i in missing if self._params[i].grad is None or not self._params[i].requires_grad] or missing
-        return ", ".join(f"tensor {i} {names[i]!r}" for i in unused[:3]) + (", ..." if len(unused) > 3 else "")
+        return ", ".join(label_in(self._layout.plan, i) for i in unused[:3]) + (", ..." if len(unused) > 3 else "")
 
     def take(self, bucket: Bucket, *, reduces: bool) -> BucketState:
         """Take in a bucket of a backward; the first one begins it. Collective, if it has other parameters than before.
@@ -255,12 +253,10 @@ def common_device(params: Sequence[torch.Tensor], layout: Layout) -> torch.devic
         if is_active:
             found.setdefault(param.device, index)
     if len(found) > 1:
-        (first, here), (second, there) = [
-            (f"tensor {index} {layout.plan.tensors[index].name!r}", device) for device, index in [*found.items()][:2]
-        ]
+        (here, first), (there, second) = [*found.items()][:2]
         raise ValueError(
-            f"{second} is on {there}, and {first} on {here}: a communication hook exchanges parameters of one device; "
-            f"move them to one, or train without a hook"
+            f"{label_in(layout.plan, second)} is on {there}, and {label_in(layout.plan, first)} on {here}: a "
+            f"communication hook exchanges parameters of one device; move them to one, or train without a hook"
         )
     return next(iter(found), torch.device("cpu"))
 
@@ -280,7 +276,7 @@ def _check_parameter(bucket: Bucket, place: int, index_of: Mapping[torch.Tensor,
             f"register_reduce_to_owner must have all parameters. Give them all, or freeze those that are not to be "
             f"trained before DistributedDataParallel is built"
         )
-    title = f"tensor {index} {layout.plan.tensors[index].name!r}"
+    title = label_in(layout.plan, index)
     if bucket.buffer.layout is not torch.strided:
         raise ValueError(
             f"{title} has sparse gradients, which cannot be sent to their owners in a bucket; "

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from zeroshard.grads.placeholder import GradPlaceholder
+from zeroshard.plan.layout import label_in
 
 if TYPE_CHECKING:
     from zeroshard.engine import Engine
@@ -94,7 +95,7 @@ class EarlySteps:
             for tensor, param, present in zip(state.tensors, state.params, state.present, strict=True):
                 is_there = type(param.grad) is GradPlaceholder or self._gradients.is_replaced(param)
                 if present and (tensor in state.zeroed or not is_there):
-                    return f"tensor {tensor} {self._engine.layout.plan.tensors[tensor].name!r}"
+                    return label_in(self._engine.layout.plan, tensor)
         return ""
 
     def reset(self) -> None:

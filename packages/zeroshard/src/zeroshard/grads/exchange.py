@@ -238,8 +238,8 @@ class GradExchange:
         if self.is_own and self.join.context is not None:
             self.join.announce(Call.END)
         self._end_reductions()
-        if self.mode is not StepMode.IN_STEP:
-            self._step()
+        if self.early_steps is not None:
+            self._step(self.early_steps)
 
     def _end_reductions(self) -> None:
         failure = None
@@ -302,7 +302,6 @@ class GradExchange:
         if not self.in_backward or (0 < bucket.index == len(before) and not before[-1].is_last):
             return bucket
         seen = {param for other in before for param in other.params}
-        error: RuntimeError | None = None
         if not seen.isdisjoint(bucket.params):
             error = RuntimeError("an earlier backward did not come to its end on this rank")
         elif not before or before[-1].is_last or bucket.index not in (0, len(before)):
@@ -310,10 +309,10 @@ class GradExchange:
                 "buckets of two models arrive in one backward: with a communication hook of zeroshard, each model "
                 "in DistributedDataParallel needs an optimizer and a backward of its own"
             )
-        if error is not None:
-            self._engine.mark_broken(error)
-            raise error
-        return replace(bucket, index=len(before), announced=bucket.index)
+        else:
+            return replace(bucket, index=len(before), announced=bucket.index)
+        self._engine.mark_broken(error)
+        raise error
 
     def _take_over_unfrozen(self) -> None:
         """Choose the owners of unfrozen parameters before their gradients are sent. Collective."""
@@ -416,22 +415,19 @@ class GradExchange:
         self._steps_buckets = not engine.coordinator.agree("backward()", self._backwards, flag=not self._may_step)
         self._seen = replace(seen, is_agreed=self._steps_buckets)
 
-    def _step(self) -> None:
+    def _step(self, early_steps: EarlySteps) -> None:
         seen = self._seen
         if seen is not None:
             try:
                 self.check()
             except RuntimeError as error:
                 seen = replace(seen, error=error)
-        assert self.early_steps is not None
-        with self.early_steps.one(is_own=self.is_own):
+        with early_steps.one(is_own=self.is_own):
             self._engine.apply_step({}, seen=seen)
 
 
-def _explain_backwards(reference: str, other: str, reference_rank: int, other_rank: int) -> str | None:
+def _explain_backwards(reference: str, other: str, reference_rank: int, other_rank: int) -> str:
     """Name the difference between two backwards: their numbers, and the lengths of their buckets."""
-    if not reference or not other:
-        return None
     (here, lengths), (there, others) = json.loads(reference), json.loads(other)
     if here != there:
         return (

@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -147,16 +148,10 @@ class GradOperations:
 
     def rebuild(self, plan: Plan) -> None:
         """Lay out slots of norms for a plan: one per part of a tensor."""
-        rank = self._coordinator.ranks.rank
-        self._slot_of: dict[int, int] = {}
-        slots, cut, total = list[int](), dict[int, range](), 0
-        for tensor, owners in enumerate(plan.owners):
-            slots.append(total)
-            if rank in owners:
-                self._slot_of[tensor] = total + owners.index(rank)
-            if len(owners) > 1:
-                cut[tensor] = range(total, total + len(owners))
-            total += len(owners)
+        rank, tensors = self._coordinator.ranks.rank, range(len(plan.owners))
+        *slots, total = accumulate(map(len, plan.owners), initial=0)
+        self._slot_of = {i: slots[i] + plan.owners[i].index(rank) for i in tensors if rank in plan.owners[i]}
+        cut = {i: range(slots[i], slots[i] + len(plan.owners[i])) for i in tensors if plan.is_cut(i)}
         # The last slot is 0 on every rank: tensors with fewer parts are filled up with it.
         longest = max(map(len, cut.values()), default=0)
         rows = [[*parts, *[total] * (longest - len(parts))] for parts in cut.values()]

@@ -17,7 +17,6 @@ from zeroshard.local.shard import LocalShard
 from zeroshard.plan.layout import with_settings
 
 if TYPE_CHECKING:
-    from zeroshard.engine import Engine
     from zeroshard.optimizer import ZeroRedundancyOptimizer
 
 Averaging = Callable[[list[torch.Tensor], list[torch.Tensor], torch.Tensor], None]
@@ -55,17 +54,13 @@ class AveragedParameters:
     """
 
     def __init__(self, optimizer: ZeroRedundancyOptimizer, multi_avg_fn: Averaging | None = None) -> None:
+        engine = optimizer._engine
         self._optimizer, self._average_by = optimizer, multi_avg_fn or get_swa_multi_avg_fn()
-        self._averages = _Averages(self._engine.coordinator)
-        extra = self._engine.local.extra
-        with self._engine.collective(), agreed(self._engine.coordinator, "AveragedParameters()"):
-            if AVERAGE in extra.names:
+        self._averages = _Averages(engine.coordinator)
+        with engine.collective(), agreed(engine.coordinator, "AveragedParameters()"):
+            if AVERAGE in engine.local.extra.names:
                 raise ValueError("this optimizer has averages of its parameters already: use those")
-        extra.add(self._averages)
-
-    @property
-    def _engine(self) -> Engine:
-        return self._optimizer._engine
+        engine.local.extra.add(self._averages)
 
     @property
     def n_averaged(self) -> int:
@@ -78,13 +73,12 @@ class AveragedParameters:
         Raises:
             RuntimeError: inside Join, where ranks without data make no such call, or in the block of :meth:`applied`.
         """
-        engine, local = self._engine, self._engine.local
+        engine, local = self._optimizer._engine, self._optimizer._engine.local
         if engine.join.context is not None:
             raise RuntimeError("averages cannot be updated inside Join: a rank without data would not update its part")
         engine.check_allowed()
         # Parameters may have been written to, or their .data rebound, since the step.
         engine.current_layout()
-        local.masters.refresh()
         if self._averages.update(self._average_by):
             local.extra.list_entries(shard for shard in local.shards.values() if local.state_of(shard))
 
@@ -100,7 +94,7 @@ class AveragedParameters:
             DisagreementError, PeerLostError: if ranks differ in parameters or the number of updates, or one is gone.
             RuntimeError: if there was no :meth:`update` yet.
         """
-        engine, originals = self._engine, dict[torch.Tensor, torch.Tensor]()
+        engine, originals = self._optimizer._engine, dict[torch.Tensor, torch.Tensor]()
         before, name = engine.suspended, "AveragedParameters.applied()"
         try:
             with engine.collective(), torch.no_grad():

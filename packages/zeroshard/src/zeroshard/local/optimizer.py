@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import optim
@@ -17,9 +18,7 @@ from zeroshard.local.master_weights import MasterWeights
 from zeroshard.local.shard import LocalShard, gradient_of
 from zeroshard.plan.eligibility import check_differentiable, check_uncoupled
 from zeroshard.plan.groups import MEMBERS, ParamGroup, hyperparameters_of, parameters_of, same_place
-
-if TYPE_CHECKING:
-    from zeroshard.plan.layout import Policy
+from zeroshard.plan.layout import Policy, label_in
 
 Closure = Callable[[], Any]
 
@@ -83,8 +82,6 @@ class LocalOptimizer:
 
     def detach_shards(self) -> None:
         """Permanently give every owned parameter its own tensor in the inner optimizer; its state moves with it."""
-        if self._is_detached:
-            return
         before, self._is_detached = self.shards.values(), True
         self._accept([s if s.is_detached else LocalShard.of(s.shard, s.param, detached=True) for s in before])
         moved = {shard.tensor: self.shards[shard.index].tensor for shard in before}
@@ -98,12 +95,11 @@ class LocalOptimizer:
     def check_not_converted(self, before: Plan, now: Plan) -> None:
         """Raise a ValueError if a parameter with state on this rank was converted between two plans."""
         for index, shard in self.shards.items():
-            old, new = before.tensors[index], now.tensors[index]
             has_state = shard.is_master or bool(self.optim.state.get(shard.tensor))
-            if has_state and not same_place(old, new):
+            if has_state and not same_place(before.tensors[index], now.tensors[index]):
                 raise ValueError(
-                    f"tensor {index} {new.name!r} has optimizer state, and has changed its dtype, device or memory "
-                    f"format: convert the model before the optimizer is built, or convert it back before step() and "
+                    f"{label_in(now, index)} has optimizer state, and has changed its dtype, device or memory format: "
+                    f"convert the model before the optimizer is built, or convert it back before step() and "
                     f"load_state_dict()"
                 )
 
@@ -113,23 +109,14 @@ class LocalOptimizer:
             grad = shard.param.grad
             if grad is not None and grad.layout is not torch.strided:
                 raise RuntimeError(
-                    f"tensor {shard.index} {self._plan.tensors[shard.index].name!r} of shape "
-                    f"{tuple(shard.param.shape)} has a sparse gradient, but is cut over several ranks; use "
-                    f"partition='whole' for models with sparse gradients"
+                    f"{label_in(self._plan, shard.index)} of shape {tuple(shard.param.shape)} has a sparse gradient, "
+                    f"but is cut over several ranks; use partition='whole' for models with sparse gradients"
                 )
 
     def step(self, arguments: Mapping[str, Any], unbound: Sequence[LocalShard] | None = None) -> Any:  # noqa: ANN401 - as the inner step
         """Step the inner optimizer, and call its own hooks; ``unbound`` shards take their parameters' gradients."""
-        unbound = self._detached if unbound is None else unbound
-        try:
-            bind_gradients(unbound)
-            return self._step(arguments)
-        finally:
-            unbind_gradients(unbound)
-
-    def _step(self, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as the inner step
-        inner = self.optim
-        with self.extra.stepped(inner.state, self.shards.values()):
+        inner, unbound = self.optim, self._detached if unbound is None else unbound
+        with bound_gradients(unbound), self.extra.stepped(inner.state, self.shards.values()):
             if "step" in vars(inner):
                 return inner.step(**arguments)
             positional: tuple[Any, ...] = (inner,)
@@ -216,16 +203,17 @@ def sync_groups(source: Sequence[Mapping[str, Any]], target: Sequence[ParamGroup
         to_group.update({key: value for key, value in from_group.items() if key not in MEMBERS})
 
 
-def bind_gradients(shards: Iterable[LocalShard]) -> None:
-    """Give detached shards their parts of their parameters' gradients."""
-    for shard in shards:
-        shard.tensor.grad = shard.converted(gradient_of(shard))
-
-
-def unbind_gradients(shards: Iterable[LocalShard]) -> None:
-    """Take them back: a slice keeps the whole gradient alive, past the user's ``zero_grad()``."""
-    for shard in shards:
-        shard.tensor.grad = None
+@contextmanager
+def bound_gradients(shards: Iterable[LocalShard]) -> Iterator[None]:
+    """Give detached shards their parts of their parameters' gradients, in the block that follows."""
+    try:
+        for shard in shards:
+            shard.tensor.grad = shard.converted(gradient_of(shard))
+        yield
+    finally:
+        # A slice keeps the whole gradient alive, past the user's `zero_grad()`.
+        for shard in shards:
+            shard.tensor.grad = None
 
 
 def unwrapped_step(kind: type[optim.Optimizer]) -> Callable[..., Any]:
@@ -242,6 +230,6 @@ def _membership(group: ParamGroup, shards: Sequence[LocalShard]) -> ParamGroup:
     found: ParamGroup = {"params": [shard.tensor for shard in shards]}
     if "param_names" in group:
         # Not as pairs: an empty list of pairs has no names, and torch refuses groups with and without together.
-        names = {id(param): name for param, name in zip(group["params"], group["param_names"], strict=True)}
-        found["param_names"] = [names[id(shard.param)] for shard in shards]
+        names = dict(zip(group["params"], group["param_names"], strict=True))
+        found["param_names"] = [names[shard.param] for shard in shards]
     return found

@@ -146,6 +146,11 @@ def same_shards(one: Plan, other: Plan) -> bool:
     return one.owners == other.owners and here == there
 
 
+def label_in(plan: Plan, index: int) -> str:
+    """Return the index and the name of a tensor for messages, e.g. ``"tensor 3 'bias'"``."""
+    return f"tensor {index} {plan.tensors[index].name!r}"
+
+
 def with_settings(layout: Layout, settings: Mapping[str, Any]) -> ShardingConfig:
     """Add to what a rank contributes to one agreement, e.g. hyperparameters: they may change with every step."""
     return replace(layout.config, settings={**layout.config.settings, **settings})

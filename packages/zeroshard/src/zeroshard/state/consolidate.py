@@ -13,6 +13,7 @@ from zeroshard_core import Plan, Shard, StateMapError, contiguous_strides, stora
 
 from zeroshard.local.optimizer import LocalOptimizer, sync_groups
 from zeroshard.plan.groups import ParamGroup, pack_groups
+from zeroshard.plan.layout import label_in
 from zeroshard.state.serialization import Described, Key, describe_entries, part_dtype, read_value, write_value
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def consolidate(engine: Engine, target: int, to: object) -> dict[Any, Any] | Non
                 f"consolidate_state_dict(to={to!r}): `to` must be a group rank from 0 to {plan.world_size - 1}"
             )
         sync_groups(groups, engine.local.optim.param_groups)
-        manifest = _describe(engine.local, plan, coordinator.ranks.rank, drops_objects=drops_objects)
+        manifest = _describe(engine.local, plan, drops_objects=drops_objects)
         # state_dict() does so on the target alone.
         copy_groups(pack_groups(groups))
     engine.metadata.drop_consolidated()
@@ -39,14 +40,12 @@ def consolidate(engine: Engine, target: int, to: object) -> dict[Any, Any] | Non
     return assembler.state() if coordinator.ranks.rank == target else None
 
 
-def _describe(local: LocalOptimizer, plan: Plan, rank: int, *, drops_objects: bool) -> Manifest:
+def _describe(local: LocalOptimizer, plan: Plan, *, drops_objects: bool) -> Manifest:
     """Describe all state of this rank: the entries of each of its shards, and what belongs to no parameter."""
-    tensors, owned = list[torch.Tensor](), []
-    state = local.optim.state
-    for shard in plan.of_rank(rank):
-        held, name = local.shards[shard.tensor], plan.tensors[shard.tensor].name
-        entries = local.state_of(held) or {}
-        owned.append(describe_entries(held, entries, name, tensors, drops_objects=drops_objects))
+    tensors, owned, state = list[torch.Tensor](), [], local.optim.state
+    for index, shard in local.shards.items():
+        entries, name = local.state_of(shard) or {}, plan.tensors[index].name
+        owned.append(describe_entries(shard, entries, name, tensors, drops_objects=drops_objects))
     others = {
         key: write_value(value, tensors, f"state entry {key!r}") for key, value in state.items() if isinstance(key, str)
     }
@@ -106,9 +105,9 @@ class _Assembler:
             key, dtype = min(entries ^ first, key=str)
             ranks = (first_rank, shard.rank) if (key, dtype) in first else (shard.rank, first_rank)
             raise StateMapError(
-                f"tensor {shard.tensor} {self._plan.tensors[shard.tensor].name!r} has the state entry {key!r} on rank "
-                f"{ranks[0]}, but not on rank {ranks[1]}, which owns a part of it, or not of the same dtype. If a step "
-                f"has failed there, make one that succeeds, or load a checkpoint, before you consolidate"
+                f"{label_in(self._plan, shard.tensor)} has the state entry {key!r} on rank {ranks[0]}, but not on rank "
+                f"{ranks[1]}, which owns a part of it, or not of the same dtype. If a step has failed there, make one "
+                f"that succeeds, or load a checkpoint, before you consolidate"
             )
 
     def state(self) -> dict[Any, Any]:

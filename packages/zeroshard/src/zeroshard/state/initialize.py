@@ -31,7 +31,6 @@ def init_state(engine: Engine) -> None:
         local.extra.list_entries(shard for shard in local.shards.values() if shard.param.requires_grad)
 
     engine.take_over_state(layout, "init_state()", install)
-    metadata.drop_consolidated()
     metadata.keeps_none = metadata.is_empty and any(param.requires_grad for param in engine.params)
 
 

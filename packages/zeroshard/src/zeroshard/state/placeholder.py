@@ -44,12 +44,7 @@ class TensorWithoutValues(torch.Tensor):
         known = cls.allowed.get(func)
         if known is not None:
             return known(*args, **(kwargs or {}))
-        flat = [
-            item
-            for arg in (*args, *(kwargs or {}).values())
-            for item in (arg if isinstance(arg, (list, tuple)) else [arg])
-        ]
-        raise next(item for item in flat if isinstance(item, cls)).refusal(str(func))
+        raise next(item for item in leaves([args, kwargs or {}]) if isinstance(item, cls)).refusal(str(func))
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:  # noqa: ANN401 - as in object
         """Refuse to be pickled."""

@@ -46,14 +46,14 @@ class StateView(MutableMapping[Any, Any]):
             self._state[self._local_key(key)] = value
             return
         if not isinstance(value, Mapping):
-            raise others.refusal()
+            others.refuse()
         for each, written in value.items():
             others[each] = written
 
     def __delitem__(self, key: Any) -> None:  # noqa: ANN401 - state holds anything
         others, place = self._others(key), self._place(key)
         if others is not None:
-            raise others.refusal()
+            others.refuse()
         if isinstance(place, LocalShard) and self._extra(key):
             self._local.extra.drop_entries(place)
             self._state.pop(place.tensor, None)
@@ -156,20 +156,17 @@ class _OthersEntries(PartialState):
     def __setitem__(self, key: Any, value: Any) -> None:  # noqa: ANN401 - state holds anything
         held = self.get(key, self)
         if held is self or _shapes(value) != _shapes(held):
-            raise self.refusal()
+            self.refuse()
         super().__setitem__(key, value)
 
-    def refusal(self, *_: object, **__: object) -> RuntimeError:
-        """Return the error for what cannot be written here."""
-        return RuntimeError(
+    def refuse(self, *_: object, **__: object) -> NoReturn:
+        """Raise the error for what cannot be written here."""
+        raise RuntimeError(
             "the optimizer state of this parameter belongs to other ranks, and cannot be changed on this one: load a "
             "changed state dict with load_state_dict()"
         )
 
-    def _refuse(self, *_: object, **__: object) -> NoReturn:
-        raise self.refusal()
-
-    __delitem__ = __ior__ = pop = popitem = clear = setdefault = update = _refuse
+    __delitem__ = __ior__ = pop = popitem = clear = setdefault = update = refuse
 
 
 def _shapes(value: object) -> object:
