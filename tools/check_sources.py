@@ -40,7 +40,7 @@ CEILINGS: Mapping[str, Ceiling] = {
     "zeroshard_comm": Ceiling(3316, "a segment of a cut tensor is narrowed when it is sent, not held"),
     "zeroshard": Ceiling(7339, "the interleaved hook agrees on a step at its first bucket"),
     "zeroshard_integrations": Ceiling(
-        1824, "what several optimizers make of a bucket is a future that knows its device"
+        1810, "what several optimizers make of a bucket is a future that knows its device"
     ),
     "zeroshard_testing": Ceiling(5689, "a rank that computes is given up after processor time of its own"),
 }

@@ -18,16 +18,16 @@ def build(kind: str) -> tuple[nn.Module, Optimizer]:
     # float64: another number of ranks then changes results by some 1e-16.
     model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)).double()
     if kind == "sharded":
-        ddp = DistributedDataParallel(model)
-        optimizer = ZeroRedundancyOptimizer(ddp.parameters(), AdamW, lr=1e-3)
+        ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        optimizer = ZeroRedundancyOptimizer(model.named_parameters(), AdamW, lr=1e-3)
         register_reduce_to_owner(ddp, optimizer)
         return ddp, optimizer
     if kind == "plain":
         ddp = DistributedDataParallel(model)
-        return ddp, AdamW(ddp.parameters(), lr=1e-3)
+        return ddp, AdamW(model.named_parameters(), lr=1e-3)
     if kind == "fsdp":
         fully_shard(model)
-        return model, AdamW(model.parameters(), lr=1e-3)
+        return model, AdamW(model.named_parameters(), lr=1e-3)
     raise ValueError(f"{kind!r} is none of 'sharded', 'plain', 'fsdp'")
 
 

@@ -76,11 +76,7 @@ def reduce_to_owner_hook(state: ZeroRedundancyOptimizer, bucket: GradBucket) -> 
         >>> dist.destroy_process_group()
     """
     optimizers = _optimizers_in(state)
-    if not all(map(_is_sharded, optimizers)):
-        raise TypeError(
-            f"the state of reduce_to_owner_hook is a zeroshard.ZeroRedundancyOptimizer, and not a "
-            f"{type(state).__name__}; for several optimizers call register_reduce_to_owner(ddp, optimizers)"
-        )
+    _check_sharded(optimizers)
     return _receive([optimizer.follow_backward(StepMode.IN_STEP) for optimizer in optimizers], bucket)
 
 
@@ -92,9 +88,14 @@ def _optimizers_in(state: Any) -> tuple[Any, ...]:  # noqa: ANN401 - of any hook
     return state if isinstance(state, _Several) else (state,)
 
 
-def _is_sharded(optimizer: object) -> bool:
-    """Whether it is a sharded optimizer, or a wrapper that forwards to one."""
-    return hasattr(optimizer, "follow_backward")
+def _check_sharded(optimizers: Sequence[Any]) -> None:
+    """Check that each is a sharded optimizer, or a wrapper that forwards to one."""
+    for each in optimizers:
+        if not hasattr(each, "follow_backward"):
+            raise TypeError(
+                f"reduce_to_owner_hook takes zeroshard.ZeroRedundancyOptimizer, and not a {type(each).__name__}; for "
+                f"several optimizers call register_reduce_to_owner with a sequence of them"
+            )
 
 
 def register_reduce_to_owner(
@@ -121,12 +122,7 @@ def register_reduce_to_owner(
             ``overlap_with_ddp=True``, if DDP has ``mixed_precision``, or if ``norms`` is anything else.
     """
     optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
-    for each in optimizers:
-        if not _is_sharded(each):
-            raise TypeError(
-                f"register_reduce_to_owner takes zeroshard.ZeroRedundancyOptimizer, or a sequence of them, and not a "
-                f"{type(each).__name__}"
-            )
+    _check_sharded(optimizers)
     names = _check_model(ddp, optimizers)
     exchanges = [each.follow_backward(StepMode.IN_STEP, names, norms=norms) for each in optimizers]
     ddp.register_comm_hook(optimizers[0] if len(optimizers) == 1 else _Several(optimizers), reduce_to_owner_hook)
@@ -188,15 +184,11 @@ def hook_with_zero_step_interleaved(
     return _stepping(hook, ddp, zero, StepMode.PER_BUCKET)
 
 
-_stepped_by: weakref.WeakKeyDictionary[Hook, weakref.ref[JoinState]] = weakref.WeakKeyDictionary()
-
-
 def optimizers_of_hooks(ddp: DistributedDataParallel) -> list[JoinState]:
     """Return the join states of the optimizers to which the communication hooks of a model hand its gradients."""
     states = [getattr(each, "join_state", None) for _, state in comm_hooks(ddp) for each in _optimizers_in(state)]
-    # By identity: users' hooks need not be hashable.
-    steppers = [found() for hook, _ in comm_hooks(ddp) for known, found in _stepped_by.items() if known is hook]
-    return [found for found in (*states, *steppers) if isinstance(found, JoinState)]
+    states += [hook.join_state() for hook, _ in comm_hooks(ddp) if hasattr(hook, "join_state")]
+    return [found for found in states if isinstance(found, JoinState)]
 
 
 def _stepping(hook: Hook, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, mode: StepMode) -> Hook:
@@ -215,7 +207,7 @@ def _stepping(hook: Hook, ddp: DistributedDataParallel, zero: ZeroRedundancyOpti
             _check_same_ranks(state, group, difference)
         return _receive([exchange], bucket)
 
-    _stepped_by[step_in_backward] = join_state
+    vars(step_in_backward)["join_state"] = join_state
     return step_in_backward
 
 

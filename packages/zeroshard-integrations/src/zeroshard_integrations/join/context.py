@@ -81,8 +81,7 @@ class JoinContext:
         for optimizer in self._optimizers.values():
             optimizer.leave()
         for joinable in self._joinables:
-            if isinstance(join_config(joinable), JoinableConfig):
-                set_join_config(joinable, None)
+            set_join_config(joinable, None)
         self._models, self._optimizers, self._hooks = {}, {}, {}
 
     def report_error(self, error: Exception) -> None:
