@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -161,6 +162,49 @@ def test_a_buffer_that_grows_for_the_next_optimizer(device: torch.device, monkey
     ddp(torch.ones(8, 200, dtype=torch.float64, device=device)).square().mean().backward()
     for optimizer in optimizers:
         optimizer.step()
+
+
+@pytest.mark.ranks(2, backend=["emulated", "nccl"])
+def test_optimizers_of_one_model_on_groups_of_their_own(device: torch.device) -> None:
+    # DDP copies what it gets, on streams that nothing else orders after both groups.
+    ddp = DistributedDataParallel(small_model().double().to(device), bucket_cap_mb=MANY_BUCKETS)
+    params = list(ddp.parameters())
+    optimizers = [
+        ZeroRedundancyOptimizer(params[first::2], optim.SGD, lr=0.1, process_group=dist.new_group())
+        for first in range(2)
+    ]
+    register_reduce_to_owner(ddp, optimizers)
+    inputs = torch.ones(8, 40, dtype=torch.float64, device=device)
+    for _ in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        ddp(inputs).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+@pytest.mark.ranks(2, backend=["emulated", "nccl"])
+def test_a_buffer_that_grows_after_an_error_in_backward(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    # In two chunks, of which each model has one through either buffer.
+    monkeypatch.setattr(collectives, "STAGING_BYTES", 200_000)
+    for _ in range(2):
+        _stepping(device, 80).step()
+
+    def backward(width: int, *, fails: bool) -> None:
+        # Autograd allocates as much as the buffer of the smaller model had, after the bucket.
+        model = nn.Sequential(nn.GELU(), nn.Linear(width, width, bias=False)).double().to(device)
+        ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optim.SGD, lr=0.1, partition=cutting("split"))
+        register("owner", ddp, optimizer)
+        inputs = torch.ones(64, width, dtype=torch.float64, device=device, requires_grad=True)
+        if fails:
+            model[0].register_forward_hook(_failing_in_backward)
+        with pytest.raises(ArithmeticError) if fails else nullcontext():
+            ddp(inputs).square().mean().backward()
+
+    backward(80, fails=True)
+    gc.collect()
+    backward(200, fails=False)
 
 
 @pytest.mark.ranks(2, backend=["emulated", "nccl"])
