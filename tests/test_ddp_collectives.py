@@ -321,6 +321,11 @@ def test_what_is_done_on_the_side_stream(hook: str, monkeypatch: pytest.MonkeyPa
         def join(self) -> None:
             log.append("join")
 
+        def keep(self, tensor: torch.Tensor) -> None:
+            # While it is current: what is kept is about to be used there.
+            assert log.count("begin") == log.count("end") + 1
+            log.append("keep")
+
     monkeypatch.setattr("zeroshard.grads.stream.SideStream", Noted)
     twins = CollectiveTwins(hook)
     issued = Issued(monkeypatch, log)
@@ -329,11 +334,14 @@ def test_what_is_done_on_the_side_stream(hook: str, monkeypatch: pytest.MonkeyPa
         log.clear()
         twins.backward(twins.ddp, number)
         backward = "".join({"begin": "(", "end": ")", "join": "|"}.get(word, word[0]) for word in log)
+        buckets = len(twins.optimizer.follow_backward(STEPPING[hook]).buckets.arrived)
         # Buckets are packed and sent on the side stream, which is joined at the end.
         inside = "".join(re.findall(r"\(([^()]*)\)", backward))
         outside = re.sub(r"\([^()]*\)", "", backward)
         assert set(outside) <= {"|", "b"}, backward
         assert "r" in inside, backward
+        # Each bucket, and where its norms are taken.
+        assert inside.count("k") == buckets * (2 if hook == "owner" else 1), backward
         assert outside.count("|") == 1, backward
         # Broadcasts of early steps lie on the side stream, the last one (of what is in no bucket) behind it.
         assert ("b" in inside) == (hook == "interleaved"), backward

@@ -55,27 +55,33 @@ def test_a_hook_that_reduces_into_a_tensor_of_its_own(
 
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("partition", ["whole", "split"])
-def test_memory_that_is_freed_after_an_error_in_backward(hook: str, partition: str, device: torch.device) -> None:
-    model = small_model().double().to(device)
-    ddp = DistributedDataParallel(model, bucket_cap_mb=MANY_BUCKETS, gradient_as_bucket_view=True)
-    optimizer = ZeroRedundancyOptimizer(
-        ddp.parameters(), optim.AdamW, lr=1e-2, overlap_with_ddp=hook != "owner", partition=cutting(partition)
-    )
-    register(hook, ddp, optimizer)
-    inputs = torch.ones(8, 40, dtype=torch.float64, device=device)
-    # The first backward has one bucket.
-    for _ in range(2):
+@pytest.mark.parametrize("on_its_own", [False, True])
+def test_memory_that_is_freed_after_an_error_in_backward(
+    hook: str, partition: str, on_its_own: bool, device: torch.device
+) -> None:
+    training = torch.Stream(device) if on_its_own else torch.accelerator.current_stream()
+    with training:
+        model = small_model().double().to(device)
+        ddp = DistributedDataParallel(model, bucket_cap_mb=MANY_BUCKETS, gradient_as_bucket_view=True)
+        optimizer = ZeroRedundancyOptimizer(
+            ddp.parameters(), optim.AdamW, lr=1e-2, overlap_with_ddp=hook != "owner", partition=cutting(partition)
+        )
+        register(hook, ddp, optimizer)
+        inputs = torch.ones(8, 40, dtype=torch.float64, device=device)
+        # The first backward has one bucket.
+        for _ in range(2):
+            optimizer.zero_grad()
+            ddp(inputs).square().mean().backward()
+            optimizer.step()
         optimizer.zero_grad()
-        ddp(inputs).square().mean().backward()
-        optimizer.step()
-    optimizer.zero_grad()
-    model[1].register_forward_hook(_failing_in_backward)
-    with pytest.raises(ArithmeticError):
-        ddp(inputs).square().mean().backward()
+        model[1].register_forward_hook(_failing_in_backward)
+        with pytest.raises(ArithmeticError):
+            ddp(inputs).square().mean().backward()
     # Nothing has joined the side stream, on which buckets are still reduced.
     del model, ddp, optimizer
     gc.collect()
-    kept = [torch.zeros(size, dtype=torch.float64, device=device) for size in (64, 1_000, 20_000)]
+    with training:
+        kept = [torch.zeros(size, dtype=torch.float64, device=device) for size in (64, 1_000, 20_000)]
     torch.accelerator.synchronize()
     del kept
 

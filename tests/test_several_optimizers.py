@@ -160,10 +160,10 @@ def test_parameters_of_none_and_of_two_are_refused(rank: int) -> None:
 def test_what_is_no_sharded_optimizer_is_refused() -> None:
     model = small_model()
     ddp = DistributedDataParallel(model)
-    with pytest.raises(TypeError, match=r"takes zeroshard.ZeroRedundancyOptimizer, and not a SGD"):
+    with pytest.raises(TypeError, match=r"register_reduce_to_owner one or a sequence of them, and not a SGD"):
         register_reduce_to_owner(ddp, [optim.SGD(model.parameters(), lr=0.1)])
     ddp.register_comm_hook([], reduce_to_owner_hook)
-    with pytest.raises(TypeError, match=r"not a list; for several optimizers call register_reduce_to_owner"):
+    with pytest.raises(TypeError, match=r"register_reduce_to_owner one or a sequence of them, and not a list"):
         ddp(batch(0).float()).sum().backward()
 
 

@@ -54,10 +54,7 @@ class _Slot:
             self.passage.finish()
         nbytes = numel * dtype.itemsize
         if self._memory.numel() < nbytes:
-            stream = _current_stream(self.device)
-            if stream is not None:
-                # It is freed once this stream has come as far as now: another one may have allocated it.
-                self._memory.record_stream(stream)
+            _keep(self._memory)
             # Two must not be held at a time.
             self._memory = self._memory.new_empty(0)
             self._memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
@@ -90,6 +87,13 @@ def _current_stream(device: torch.device) -> torch.Stream | None:
     accelerator = torch.accelerator.current_accelerator()
     has_streams = accelerator is not None and accelerator.type == device.type
     return torch.accelerator.current_stream(device) if has_streams else None
+
+
+def _keep(memory: torch.Tensor) -> None:
+    """Keep memory, once freed, until the current stream has come as far as then: another one may have allocated it."""
+    stream = _current_stream(memory.device)
+    if stream is not None:
+        memory.record_stream(stream)
 
 
 class Staging:
@@ -174,6 +178,7 @@ class CollectiveReducer(GradientReducer):
         unfinished: list[Callable[[], None]] = []
         if self._runs:
             group, op = self.ranks.group, self._op
+            _keep(self._owned)
             if not self._averages:
                 foreach_div_([buffer[start:stop] for start, stop in self._ranges], self.ranks.world_size)
             for number, (slot, chunk) in enumerate(zip(self._slots, self._chunks, strict=True)):
@@ -249,13 +254,13 @@ class CollectiveBroadcaster(ParameterBroadcaster):
         for segment in [segment for segment in segments if segment.nbytes] if ranks.peers else ():
             by_dtype.setdefault(segment.buffer.dtype, []).append(segment)
         self._gathers: list[_Gather] = []
-        self._whole: list[Segment] = []
+        self._whole: list[tuple[int, torch.Tensor]] = []
         self._unfinished: list[Callable[[], None]] = []
         for alike in by_dtype.values():
             device, itemsize = alike[0].buffer.device, alike[0].buffer.element_size()
             runs = [Run(segment.owner, 0, segment.numel, segment.is_part) for segment in alike]
             matrix = OwnerMajor.of(runs, ranks.world_size)
-            self._whole += [alike[index] for index in matrix.outside]
+            self._whole += [(alike[index].owner, alike[index].view.view(torch.uint8)) for index in matrix.outside]
             for chunk in matrix.chunks(STAGING_BYTES // itemsize, partial(_follows, alike)):
                 self._gathers.append(_Gather(ranks, staging.next_slot(device), alike, chunk))
 
@@ -264,11 +269,10 @@ class CollectiveBroadcaster(ParameterBroadcaster):
         group = self.ranks.group
         self._unfinished = [gather.issue().finish for gather in self._gathers]
         calls = [
-            partial(dist.broadcast, whole.view.view(torch.uint8), group=group, group_src=whole.owner, async_op=True)
-            for whole in self._whole
+            partial(dist.broadcast, whole, group=group, group_src=owner, async_op=True) for owner, whole in self._whole
         ]
         if calls:
-            self._unfinished += _together(self.ranks, self._whole[0].buffer.device, "step()", calls)
+            self._unfinished += _together(self.ranks, self._whole[0][1].device, "step()", calls)
         self.traffic.add("share", sent=self.sent, received=self.received, calls=len(self._unfinished))
 
     def arrive(self) -> None:
@@ -326,4 +330,4 @@ class _Gather:
 def _follows(segments: Sequence[Segment], number: int) -> bool:
     """Whether a segment begins in memory where the one before it ends."""
     one, other = segments[number - 1], segments[number]
-    return one.buffer is other.buffer and one.within.stop == other.within.start
+    return one.buffer is other.buffer and one.within.stop is not None and one.within.stop == other.within.start

@@ -30,11 +30,11 @@ class Segment:
     owner: int
     buffer: torch.Tensor
     is_part: bool = False
-    within: slice = field(default_factory=lambda: slice(None))
+    within: slice = field(default_factory=lambda: slice(None), hash=False)
 
     @property
     def view(self) -> torch.Tensor:
-        """The elements, 1-D. Made when asked for: a parameter has as many segments as ranks."""
+        """The elements, 1-D. Made when asked for: a cut parameter has as many segments as ranks."""
         return self.buffer[self.within]
 
     @property

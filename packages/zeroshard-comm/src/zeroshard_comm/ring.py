@@ -40,7 +40,7 @@ _LOOKS_EVERY = timedelta(seconds=0.25)
 """How often a rank that waits in a ring looks into the store, whether another one has lost a rank."""
 
 _TO_NAME = timedelta(seconds=2)
-"""How long a rank waits for each word of the others once the ring has failed: they hear of that at once."""
+"""How long a rank waits for each word of the others once the ring has failed: those that wait in it hear of that."""
 
 _LOST = "zeroshard lost a rank"
 _TAG_LOST = 0x5A530006
@@ -78,7 +78,13 @@ class Connections:
         self._ring = None
         self._leave_word()
         # No numbers: another rank may have lost one in a later agreement, which has more of them.
-        combine_in_rounds(replace(self.channel, wait=_TO_NAME), numbers[:0], _TAG_LOST, operation, traffic, lost)
+        started = time.perf_counter()
+        try:
+            combine_in_rounds(replace(self.channel, wait=_TO_NAME), numbers[:0], _TAG_LOST, operation, traffic, lost)
+        except PeerLostError as error:
+            # A rank that has not come to this call in that time is not the one that was lost.
+            if error.__cause__ is None or time.perf_counter() - started < _TO_NAME.total_seconds():
+                raise
         raise lost_by_another(self._rank, None, operation)
 
     def close(self) -> None:

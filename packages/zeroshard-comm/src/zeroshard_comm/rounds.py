@@ -84,7 +84,7 @@ def combine_in_rounds(
             mine |= arriving.buffer
             gone = int(arriving.buffer[0])
     if not gone:
-        # Else a rank that refused may only have heard of the lost one before.
+        # Else all ranks name the lost one in the same words.
         errors = errors or refused
         gone = next((1 + peer for peer in errors), 0)
     for message in filter(None, sends):

@@ -50,7 +50,6 @@ push_all_rebuilt_params = _distributed_c10d.Reducer._push_all_rebuilt_params
 local_used_map = _distributed_c10d.Reducer._get_local_used_map
 comm_hooks: Callable[[DistributedDataParallel], Sequence[tuple[Callable[..., Any], object]]] = attrgetter("_comm_hooks")
 has_rebuilt_buckets: Callable[[DistributedDataParallel], bool] = attrgetter("_has_rebuilt_buckets")
-join_config: Callable[[Joinable], JoinConfig] = attrgetter("_join_config")
 disable_dynamo: Callable[[Callable[..., None]], Callable[..., None]] = vars(torch)["_disable_dynamo"]
 JoinConfig = _JoinConfig
 
@@ -81,6 +80,11 @@ def divide_by(ddp: DistributedDataParallel, ranks: int | None) -> None:
     # torch's stubs leave it out.
     work = vars(_distributed_c10d)["_create_work_from_future"](found)
     ddp.reducer._set_forward_pass_work_handle(work, ranks is None)
+
+
+def join_config(joinable: Joinable) -> JoinConfig | None:
+    """Return what a Join context has told a joinable; None before any."""
+    return getattr(joinable, "_join_config", None)
 
 
 def set_join_config(joinable: Joinable, config: JoinConfig | None) -> None:

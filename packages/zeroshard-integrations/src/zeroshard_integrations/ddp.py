@@ -93,8 +93,8 @@ def _check_sharded(optimizers: Sequence[Any]) -> None:
     for each in optimizers:
         if not hasattr(each, "follow_backward"):
             raise TypeError(
-                f"reduce_to_owner_hook takes zeroshard.ZeroRedundancyOptimizer, and not a {type(each).__name__}; for "
-                f"several optimizers call register_reduce_to_owner with a sequence of them"
+                f"reduce_to_owner_hook takes a zeroshard.ZeroRedundancyOptimizer, and register_reduce_to_owner one or "
+                f"a sequence of them, and not a {type(each).__name__}"
             )
 
 

@@ -23,7 +23,7 @@ class Join:
 
     ``with Join([ddp, optimizer]) as join:`` around the training loop. Entering is collective: all ranks enter with the
     same joinables and settings, in the same order. Inside, each forward of a model, each backward that reduces
-    gradients, and each call of a sharded optimizer is announced by a word of each rank.
+    gradients, and each call of a sharded optimizer is announced: an agreement, and a word of each rank.
 
     Args:
         joinables: models in DistributedDataParallel, sharded optimizers, and any other

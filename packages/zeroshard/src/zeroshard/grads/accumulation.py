@@ -87,7 +87,7 @@ class GradAccumulator:
                     keep(accumulated)
                     owned[tensor].add_(accumulated)
             self._pending.difference_update(state.tensors)
-        self.operations.reduced(state, self._keeps_reduced)
+        self.operations.reduced(state, self._keeps_reduced, keep)
 
     def end(self, states: Sequence[BucketState]) -> None:
         """Put placeholders where the gradients of a backward were."""

@@ -101,8 +101,6 @@ class GradExchange:
         self.gradients = GradAccumulator(self.operations)
         self.buckets = Buckets(self._engine, self.gradients, is_interleaved=mode.is_interleaved)
         self._queue = ReductionQueue(coordinator.ranks.rank, device, uses_thread=self.buckets.transport.uses_thread)
-        # After a failed backward nothing else orders the side stream before the engine's memory that it uses is freed.
-        weakref.finalize(engine, self._queue.side.join).atexit = False
         # On a device with streams, waiting for a future also waits for the stream on which it was set.
         self._devices: list[int | str | torch.device] = [] if device.type == "cpu" else [device]
         self._backwards = self._arrived_before = 0
@@ -179,9 +177,9 @@ class GradExchange:
             self.gradients.begin()
         state = self.buckets.take(bucket, reduces=reduce is None)
         # Nobody reads its gradients any more: the hook that reduces it may write to it in a thread. What it queues now
-        # comes before the side stream, even if its future has no devices, so that waiting for that orders no stream.
+        # comes before `beside`, even if its future has no devices, so that waiting for that orders no stream.
         result = reduce() if reduce is not None else None
-        with record_function(f"zeroshard::send bucket {bucket.index}"), self._queue.side.after_current():
+        with record_function(f"zeroshard::send bucket {bucket.index}"), self._queue.beside(bucket.buffer):
             work = state.reducer.begin(bucket.buffer) if reduce is None else None
         done: _Reduced = Future(devices=self._devices)
         if self._steps_buckets and self.buckets.transport.uses_thread:

@@ -7,7 +7,7 @@ of a backward. What is done to a gradient is done by its owner, and every rank k
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -167,8 +167,11 @@ class GradOperations:
 
     # ------------------------------------------------------------------ a backward
 
-    def reduced(self, state: BucketState, kept: Set[int]) -> None:
-        """Take norms of a bucket that was reduced; forget what was done to its gradients that are not ``kept``."""
+    def reduced(self, state: BucketState, kept: Set[int], keep: Callable[[torch.Tensor], None]) -> None:
+        """Take norms of a bucket that was reduced; forget what was done to its gradients that are not ``kept``.
+
+        ``keep`` keeps memory for the stream on which that is done.
+        """
         for tensor in state.tensors if self._done else ():
             if tensor not in kept:
                 self._done.pop(tensor, None)
@@ -180,6 +183,7 @@ class GradOperations:
         if slots is None:
             # On the device, and once, as above.
             slots = self._own_slots[tensors] = torch.tensor([self._slot_of[i] for i in tensors], device=self._device)
+        keep(self._numbers)
         for row, order in zip(self._numbers, self.orders, strict=True):
             row[slots] = _largest(grads) if order == INF else _norms(grads)
 

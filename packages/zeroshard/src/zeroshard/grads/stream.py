@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from zeroshard_comm import BucketReduceWork
@@ -58,13 +58,10 @@ class ReductionQueue:
         device: where buckets are.
         uses_thread: whether there is a thread. Else all ranks do the same in the same order, whatever has arrived, and
             on an accelerator everything is queued on a side stream.
-
-    Attributes:
-        side: that stream.
     """
 
     def __init__(self, rank: int, device: torch.device, *, uses_thread: bool) -> None:
-        self._name, self._uses_thread, self.side = f"zeroshard rank {rank}", uses_thread, SideStream(device)
+        self._name, self._uses_thread, self._side = f"zeroshard rank {rank}", uses_thread, SideStream(device)
         self._begun: deque[tuple[Callable[[], None], BucketReduceWork | None]] = deque()
         self._finished: deque[BucketReduceWork] = deque()
         self._lock = threading.Lock()
@@ -91,6 +88,13 @@ class ReductionQueue:
         if not self._uses_thread and leave is not None:
             self._finish(leave)
 
+    @contextmanager
+    def beside(self, tensor: torch.Tensor) -> Iterator[None]:
+        """In the block, queue work on a tensor where reductions are finished: beside what computes gradients."""
+        with self._side.after_current():
+            self._side.keep(tensor)
+            yield
+
     def drain(self) -> None:
         """Wait until all is done, or order the current stream after that; raise the first error of a reduction."""
         try:
@@ -104,13 +108,13 @@ class ReductionQueue:
             self._close(leave=0)
         finally:
             # Also after an error: whoever uses a bucket next comes after what was queued here.
-            self.side.join()
+            self._side.join()
             self._begun.clear()
             self._finished.clear()
 
     def keep(self, tensor: torch.Tensor) -> None:
         """Keep the memory of a tensor that is used here until it is no longer used."""
-        self.side.keep(tensor)
+        self._side.keep(tensor)
 
     def _run(self) -> None:
         while True:
@@ -127,8 +131,8 @@ class ReductionQueue:
 
     def _finish(self, leave: int) -> None:
         if len(self._begun) > leave:
-            # What they need was there when they began, which was after the current stream.
-            with self.side.as_current():
+            # What they need was there when they began, see `beside`.
+            with self._side.as_current():
                 while len(self._begun) > leave:
                     self._finish_one()
 
