@@ -340,8 +340,8 @@ def test_what_is_done_on_the_side_stream(hook: str, monkeypatch: pytest.MonkeyPa
         outside = re.sub(r"\([^()]*\)", "", backward)
         assert set(outside) <= {"|", "b"}, backward
         assert "r" in inside, backward
-        # Each bucket, and where its norms are taken.
-        assert inside.count("k") == buckets * (2 if hook == "owner" else 1), backward
+        # Each bucket; and the norms, where this rank takes some.
+        assert buckets <= inside.count("k") <= buckets * (2 if hook == "owner" else 1), backward
         assert outside.count("|") == 1, backward
         # Broadcasts of early steps lie on the side stream, the last one (of what is in no bucket) behind it.
         assert ("b" in inside) == (hook == "interleaved"), backward

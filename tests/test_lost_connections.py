@@ -220,25 +220,6 @@ def test_ranks_that_lose_another_one_in_different_agreements_raise(rank: int, mo
             coordinator.gather_ints([rank] * 13, "the texts")
 
 
-@pytest.mark.ranks(4, backend="gloo", checks="no:messages")
-def test_a_late_rank_is_not_taken_for_the_lost_one(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    coordinator = Coordinator(RankGroup.of())
-    coordinator.agree("warming up")
-    coordinator.agree("connected")
-    store = dist.PrefixStore("test", dist.group.WORLD.get_group_store())  # type: ignore[union-attr]
-    if rank == 0:
-        # It waits for the word of rank 3 first.
-        monkeypatch.setattr(ring.Ring, "combine", lambda *_: False)
-        with pytest.raises(PeerLostError, match="another rank has lost one") as raised:
-            coordinator.agree("step()")
-        assert raised.value.peer is None
-        store.set("raised", "")
-    else:
-        store.wait(["raised"], timedelta(seconds=60))
-        with pytest.raises(PeerLostError):
-            coordinator.agree("step()")
-
-
 @pytest.mark.ranks(3, backend="gloo", checks="no:messages")
 def test_a_rank_gives_a_ring_up_that_another_one_has_left_unnoticed(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     coordinator = Coordinator(RankGroup.of())

@@ -78,13 +78,7 @@ class Connections:
         self._ring = None
         self._leave_word()
         # No numbers: another rank may have lost one in a later agreement, which has more of them.
-        started = time.perf_counter()
-        try:
-            combine_in_rounds(replace(self.channel, wait=_TO_NAME), numbers[:0], _TAG_LOST, operation, traffic, lost)
-        except PeerLostError as error:
-            # A rank that has not come to this call in that time is not the one that was lost.
-            if error.__cause__ is None or time.perf_counter() - started < _TO_NAME.total_seconds():
-                raise
+        combine_in_rounds(replace(self.channel, wait=_TO_NAME), numbers[:0], _TAG_LOST, operation, traffic, lost)
         raise lost_by_another(self._rank, None, operation)
 
     def close(self) -> None:
