@@ -44,6 +44,7 @@ _TO_NAME = timedelta(seconds=2)
 
 _LOST = "zeroshard lost a rank"
 _TAG_LOST = 0x5A530006
+_TAG_CLOSING = 0x5A530007
 
 
 class Connections:
@@ -62,9 +63,10 @@ class Connections:
             # Of an earlier group with the same store; no rank has connected before this rank does.
             with suppress(RuntimeError):
                 self._store.delete_key(_LOST)
-        self.channel, _ = self._connect("messages")
+        group = group_of(self._connect("messages"), self._store, f"{self._name} zeroshard")
+        self.channel = RankGroup(group, self._rank, self._size, self._timeout)
         has_ring = self._size <= MOST_RANKS
-        self._ring = Ring(*self._connect("ring"), self._timeout, self._is_lost) if has_ring else None
+        self._ring = Ring(self._connect("ring"), self._timeout, self._is_lost) if has_ring else None
 
     def combine(
         self, numbers: torch.Tensor, tag: int, operation: str, traffic: Traffic, lost: PeerLostError | None = None
@@ -99,15 +101,13 @@ class Connections:
         except RuntimeError:
             return True
 
-    def _connect(self, purpose: str) -> tuple[RankGroup, dist.ProcessGroupGloo]:
+    def _connect(self, purpose: str) -> dist.ProcessGroupGloo:
         # The store is the user's, and its timeout, too: gloo connects within that of the group.
         store, timeout = PrefixStore(f"zeroshard {purpose}", self._store), min(self._timeout, _TO_CONNECT)
         try:
-            gloo = dist.ProcessGroupGloo(store, self._rank, self._size, timeout=timeout)
+            return dist.ProcessGroupGloo(store, self._rank, self._size, timeout=timeout)
         except RuntimeError as failure:
             raise unconnected(failure, self._rank, self._size) from failure
-        group = group_of(gloo, self._store, f"{self._name} zeroshard {purpose}")
-        return RankGroup(group, self._rank, self._size, self._timeout), gloo
 
 
 class Ring:
@@ -117,11 +117,8 @@ class Ring:
     into a part for each rank, and takes twice as many messages, one after the other.
     """
 
-    def __init__(
-        self, ranks: RankGroup, gloo: dist.ProcessGroupGloo, timeout: timedelta, is_lost: Callable[[], bool]
-    ) -> None:
-        # A collective costs less by the backend's own method than through torch.distributed.
-        self._ranks, self._gloo, self._is_lost = ranks, gloo, is_lost
+    def __init__(self, group: dist.ProcessGroupGloo, timeout: timedelta, is_lost: Callable[[], bool]) -> None:
+        self._group, self._is_lost = group, is_lost
         self._reduce, self._to_all = dist.AllreduceOptions(), dist.AllToAllOptions()
         self._reduce.reduceOp = dist.ReduceOp(dist.ReduceOp.BOR)
         self._reduce.timeout = self._to_all.timeout = timeout
@@ -133,14 +130,14 @@ class Ring:
             # As the group it has its own methods; the stubs do not know of them. An error must not hold its work: a
             # work that is not freed keeps connections open.
             if 1 < len(numbers) <= _MOST_FOR_ALL:
-                copies = self._ranks.world_size - 1
+                copies = self._group.size() - 1
                 rows = numbers.repeat(1 + copies, 1)
                 everyones = torch.empty_like(rows)
-                self._wait(self._gloo.alltoall_base(everyones, rows, [], [], self._to_all))  # type: ignore[attr-defined]
+                self._wait(self._group.alltoall_base(everyones, rows, [], [], self._to_all))  # type: ignore[attr-defined]
                 for row in everyones:
                     numbers |= row
             else:
-                self._wait(self._gloo.allreduce([numbers], self._reduce))  # type: ignore[attr-defined]
+                self._wait(self._group.allreduce([numbers], self._reduce))  # type: ignore[attr-defined]
             nbytes, waited = copies * numbers.nbytes, time.perf_counter() - started
             traffic.add("control", sent=nbytes, received=nbytes, calls=1, waited=waited)
             return True
@@ -165,8 +162,14 @@ class Ring:
 
         If gloo does not notice, it ends by its timeout, and dropping the group would wait for that: a thread holds it.
         """
-        threading.Thread(target=_hold, args=(self._gloo, work), daemon=True).start()
-        self._ranks.close_connections()
+        threading.Thread(target=_hold, args=(self._group, work), daemon=True).start()
+        for peer in range(self._group.size()):
+            # As RankGroup.close_connections().
+            if peer != self._group.rank():
+                with suppress(RuntimeError):
+                    room = torch.empty(1, dtype=torch.uint8, device="cpu")
+                    work = self._group.recv([room], peer, _TAG_CLOSING)  # type: ignore[attr-defined]
+                    work.wait(timedelta(milliseconds=1))
 
 
 def _hold(_: dist.ProcessGroupGloo, work: dist.Work) -> None:
