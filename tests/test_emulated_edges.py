@@ -146,13 +146,7 @@ def test_optimizers_of_one_model(
     halves = [params[0::3], params[1::3] + params[2::3]]
     optimizers = [ZeroRedundancyOptimizer(half, optim.SGD, lr=0.1, partition=cutting("split")) for half in halves]
     register_reduce_to_owner(ddp, optimizers)
-    inputs = torch.ones(8, 40, dtype=torch.float64, device=device)
-    for _ in range(4):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        ddp(inputs).square().mean().backward()
-        for optimizer in optimizers:
-            optimizer.step()
+    _train_together(ddp, optimizers, device)
 
 
 @pytest.mark.ranks(2, backend=["emulated", "nccl"])
@@ -180,13 +174,7 @@ def test_optimizers_of_one_model_on_groups_of_their_own(device: torch.device) ->
         for first in range(2)
     ]
     register_reduce_to_owner(ddp, optimizers)
-    inputs = torch.ones(8, 40, dtype=torch.float64, device=device)
-    for _ in range(3):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        ddp(inputs).square().mean().backward()
-        for optimizer in optimizers:
-            optimizer.step()
+    _train_together(ddp, optimizers, device)
 
 
 @pytest.mark.ranks(2, backend=["emulated", "nccl"])
@@ -244,6 +232,19 @@ def _stepping(device: torch.device, width: int) -> ZeroRedundancyOptimizer:
     for param in params:
         param.grad = torch.ones_like(param)
     return optimizer
+
+
+def _train_together(
+    ddp: DistributedDataParallel, optimizers: list[ZeroRedundancyOptimizer], device: torch.device
+) -> None:
+    """Train one model by several optimizers."""
+    inputs = torch.ones(8, 40, dtype=torch.float64, device=device)
+    for _ in range(4):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        ddp(inputs).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
 
 
 def reduced_anew(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

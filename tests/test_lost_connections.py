@@ -319,6 +319,7 @@ def test_a_rank_that_an_earlier_group_on_the_same_store_has_lost_is_forgotten(ra
     coordinator = Coordinator(RankGroup.of())
     coordinator.agree("a call")
     coordinator.agree("connected")
+    # Rank 0 looks for lost ranks while it waits for rank 1.
     time.sleep(rank)
     coordinator.agree("another call")
 

@@ -40,7 +40,7 @@ _LOOKS_EVERY = timedelta(seconds=0.25)
 """How often a rank that waits in a ring looks into the store, whether another one has lost a rank."""
 
 _TO_NAME = timedelta(seconds=2)
-"""How long a rank waits for each word of the others once the ring has failed: those that wait in it hear of that."""
+"""How long a rank waits for each word of the others once the ring has failed: those that wait in it hear so at once."""
 
 _LOST = "zeroshard lost a rank"
 _TAG_LOST = 0x5A530006
