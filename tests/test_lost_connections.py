@@ -230,7 +230,7 @@ def test_a_rank_gives_a_ring_up_that_another_one_has_left_unnoticed(rank: int, m
         # As if gloo had not seen that its connections are closed.
         connections = coordinator.ranks.context.connections
         assert connections is not None
-        connections._leave_word()
+        connections._notice.leave(ring._LOST)
         store.wait(["0", "2"], timedelta(seconds=60))
     with pytest.raises(PeerLostError):
         coordinator.agree("step()")
@@ -302,11 +302,10 @@ def test_ranks_look_for_lost_ones_while_they_wait_for_a_late_one(rank: int, monk
     coordinator.agree("a call")
     coordinator.agree("connected")
     looked = []
-    is_lost = ring.Connections._is_lost
     connections = coordinator.ranks.context.connections
     assert connections is not None
-    assert connections._ring is not None
-    monkeypatch.setattr(connections._ring, "_is_lost", lambda: looked.append(1) or is_lost(connections))
+    is_there = connections._notice.is_there
+    monkeypatch.setattr(connections._notice, "is_there", lambda: looked.append(1) or is_there())
     time.sleep(2 * (rank == 1))
     coordinator.agree("another call")
     assert bool(looked) == (rank != 1)
@@ -315,7 +314,7 @@ def test_ranks_look_for_lost_ones_while_they_wait_for_a_late_one(rank: int, monk
 @pytest.mark.ranks(2, backend="gloo")
 def test_a_rank_that_an_earlier_group_on_the_same_store_has_lost_is_forgotten(rank: int) -> None:
     assert dist.group.WORLD is not None
-    dist.group.WORLD.get_group_store().set(ring._LOST, "")
+    ring.Notice(dist.group.WORLD.get_group_store()).leave(ring._LOST)
     coordinator = Coordinator(RankGroup.of())
     coordinator.agree("a call")
     coordinator.agree("connected")
@@ -339,9 +338,12 @@ def test_the_late_rank_alone_is_blamed(rank: int) -> None:
     store.set(str(rank), "")
 
 
-@pytest.mark.ranks(4, backend="gloo", checks="no:messages")
-@pytest.mark.parametrize("late", [0, 2])
-def test_nobody_waits_for_a_late_rank_once_another_one_is_lost(rank: int, late: int, faults: Faults) -> None:
+@pytest.mark.exhaustive_at(8)
+@pytest.mark.ranks(4, 8, backend="gloo", checks="no:messages")
+@pytest.mark.parametrize("late", [0, 2, 3])
+def test_nobody_waits_for_a_late_rank_once_another_one_is_lost_and_nobody_blames_it(
+    rank: int, world_size: int, late: int, faults: Faults
+) -> None:
     coordinator = Coordinator(RankGroup.of())
     coordinator.agree("warming up")
     coordinator.agree("connected")
@@ -350,9 +352,10 @@ def test_nobody_waits_for_a_late_rank_once_another_one_is_lost(rank: int, late: 
     if rank == 1:
         dist.isend(torch.zeros(1), 0)
     if rank == late:
-        store.wait([str(other) for other in (0, 2, 3) if other != late], timedelta(seconds=60))
-    with pytest.raises(PeerLostError):
+        store.wait([str(other) for other in range(world_size) if other not in (1, late)], timedelta(seconds=60))
+    with pytest.raises(PeerLostError) as raised:
         coordinator.agree("step()")
+    assert raised.value.peer == 1
     store.set(str(rank), "")
 
 

@@ -3,23 +3,23 @@
 The *ring* is one collective of gloo, at a fraction of the processor time of messages in rounds, since gloo keeps what
 it needs between the same ranks. It is a fast path, for few ranks, and waits for a late rank as long as the process
 group does. It may end well on some ranks and fail on others, which then cannot go on together: so a rank gives it up
-only where another one is lost, and never for a rank that is only late. A rank that gives up closes its connections and
-leaves word in the store, since gloo does not report that the receiver of a send is gone. All ranks raise then; rounds
-of messages find out which rank was lost, and tell the others (:mod:`zeroshard_comm.rounds`).
+only where another one is lost, and never for a rank that is only late. A rank that gives up leaves a notice in the
+store, since gloo does not report that the receiver of a send is gone, and closes its connections. All ranks raise then;
+rounds of messages find out which rank was lost, and tell the others (:mod:`zeroshard_comm.rounds`). The first one that
+knows writes it into the notice, for ranks that come after the rounds, or could only blame one that is late.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch exports it unseen
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # torch exports it unseen
 
 from zeroshard_comm._torch_private import group_of
 from zeroshard_comm.errors import PeerLostError, unconnected
@@ -39,10 +39,13 @@ _TO_CONNECT = timedelta(seconds=30)
 _LOOKS_EVERY = timedelta(seconds=0.25)
 """How often a rank that waits in a ring looks into the store, whether another one has lost a rank."""
 
+_TO_SAY = timedelta(seconds=10)
+"""How much later gloo ends a ring than this rank."""
+
 _TO_NAME = timedelta(seconds=2)
 """How long a rank waits for each word of the others once the ring has failed: those that wait in it hear so at once."""
 
-_LOST = "zeroshard lost a rank"
+_LOST, _TIMED_OUT = "a rank was lost", "timed out"
 _TAG_LOST = 0x5A530006
 _TAG_CLOSING = 0x5A530007
 
@@ -59,14 +62,14 @@ class Connections:
         self._store, self._name = first.group.get_group_store(), first.group.group_name
         self._timeout = first.timeout or dist.default_pg_timeout
         self._rank, self._size = first.rank, first.world_size
+        self._notice = Notice(self._store)
         if self._rank == 0:
-            # Of an earlier group with the same store; no rank has connected before this rank does.
-            with suppress(RuntimeError):
-                self._store.delete_key(_LOST)
+            # No rank has connected before this rank does.
+            self._notice.remove()
         group = group_of(self._connect("messages"), self._store, f"{self._name} zeroshard")
         self.channel = RankGroup(group, self._rank, self._size, self._timeout)
         has_ring = self._size <= MOST_RANKS
-        self._ring = Ring(self._connect("ring"), self._timeout, self._is_lost) if has_ring else None
+        self._ring = Ring(self._connect("ring"), self._timeout, self._notice) if has_ring else None
 
     def combine(
         self, numbers: torch.Tensor, tag: int, operation: str, traffic: Traffic, lost: PeerLostError | None = None
@@ -78,28 +81,26 @@ class Connections:
             return numbers
         # Dropped, so that the others' fails too.
         self._ring = None
-        self._leave_word()
-        # No numbers: another rank may have lost one in a later agreement, which has more of them.
-        combine_in_rounds(replace(self.channel, wait=_TO_NAME), numbers[:0], _TAG_LOST, operation, traffic, lost)
-        raise lost_by_another(self._rank, None, operation)
+        # A rank for which no ring has waited as long as the group does may be late, and alive.
+        late_is_lost = self._notice.leave(_LOST) == _TIMED_OUT
+        lost = lost or self._notice.named(self._rank, operation)
+        ranks = replace(self.channel, wait=_TO_NAME)
+        try:
+            # No numbers: another rank may have lost one in a later agreement, which has more of them.
+            combine_in_rounds(ranks, numbers[:0], _TAG_LOST, operation, traffic, lost, late_is_lost=late_is_lost)
+            raise lost_by_another(self._rank, None, operation)
+        except PeerLostError as error:
+            self._notice.name(error.peer)
+            first = self._notice.named(self._rank, operation)
+            if first is None or first.peer in (None, error.peer):
+                raise
+            raise first from error
 
     def close(self) -> None:
         """Close this rank's connections, so that no rank waits for it."""
         self._ring = None
-        self._leave_word()
+        self._notice.leave(_LOST)
         self.channel.close_connections()
-
-    def _leave_word(self) -> None:
-        """Tell ranks that wait in a ring that one was lost."""
-        # Its host may be the one that was lost.
-        with suppress(RuntimeError):
-            self._store.set(_LOST, "")
-
-    def _is_lost(self) -> bool:
-        try:
-            return bool(self._store.check([_LOST]))
-        except RuntimeError:
-            return True
 
     def _connect(self, purpose: str) -> dist.ProcessGroupGloo:
         # The store is the user's, and its timeout, too: gloo connects within that of the group.
@@ -110,6 +111,47 @@ class Connections:
             raise unconnected(failure, self._rank, self._size) from failure
 
 
+class Notice:
+    """What the first ranks that gave a ring up say in the store: why, and which rank was lost.
+
+    If the store was on the lost host, it cannot be read, which means the same.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = PrefixStore("zeroshard notice", store)
+
+    def remove(self) -> None:
+        """Remove the notice of an earlier group with the same store."""
+        for key in ("why", "who"):
+            with suppress(RuntimeError):
+                self._store.delete_key(key)
+
+    def leave(self, why: str) -> str:
+        """Say why this rank gives the ring up; return why the first one did."""
+        with suppress(RuntimeError):
+            return self._store.compare_set("why", "", why).decode()
+        return why
+
+    def is_there(self) -> bool:
+        """Tell whether a rank has given the ring up."""
+        with suppress(RuntimeError):
+            return bool(self._store.check(["why"]))
+        return True
+
+    def name(self, peer: int | None) -> None:
+        """Say who was lost; None, if this rank could not find out, stands until another rank knows."""
+        with suppress(RuntimeError):
+            self._store.compare_set("who", "", "" if peer is None else str(peer))
+
+    def named(self, rank: int, operation: str) -> PeerLostError | None:
+        """Return the error of a rank that reads who was lost; None if nothing is said, or it is said of that rank."""
+        with suppress(RuntimeError):
+            if self._store.check(["who"]):
+                who = self._store.get("who").decode()
+                return None if who == str(rank) else lost_by_another(rank, int(who) if who else None, operation)
+        return None
+
+
 class Ring:
     """Combines numbers by a collective on a group that nothing else uses: dropping it closes this rank's connections.
 
@@ -117,11 +159,12 @@ class Ring:
     into a part for each rank, and takes twice as many messages, one after the other.
     """
 
-    def __init__(self, group: dist.ProcessGroupGloo, timeout: timedelta, is_lost: Callable[[], bool]) -> None:
-        self._group, self._is_lost = group, is_lost
+    def __init__(self, group: dist.ProcessGroupGloo, timeout: timedelta, notice: Notice) -> None:
+        self._group, self._notice, self._timeout = group, notice, timeout
         self._reduce, self._to_all = dist.AllreduceOptions(), dist.AllToAllOptions()
         self._reduce.reduceOp = dist.ReduceOp(dist.ReduceOp.BOR)
-        self._reduce.timeout = self._to_all.timeout = timeout
+        # A rank says that its time has passed before gloo closes its connections.
+        self._reduce.timeout = self._to_all.timeout = timeout + _TO_SAY
 
     def combine(self, numbers: torch.Tensor, traffic: Traffic) -> bool:
         """Make numbers the OR over all ranks; False if that has failed, and they may be an OR over some of them."""
@@ -145,12 +188,16 @@ class Ring:
 
     def _wait(self, work: dist.Work) -> None:
         """Wait for a collective; a RuntimeError if it fails, or another rank was lost meanwhile."""
+        ends = time.monotonic() + self._timeout.total_seconds()
         try:
             while not work.is_completed():
                 # This ends the wait, and not the collective.
                 with suppress(RuntimeError):
                     work.wait(_LOOKS_EVERY)
-                if not work.is_completed() and self._is_lost():
+                if not work.is_completed() and time.monotonic() >= ends:
+                    self._notice.leave(_TIMED_OUT)
+                    raise RuntimeError("timed out")
+                if not work.is_completed() and self._notice.is_there():
                     raise RuntimeError("another rank was lost")
         except BaseException:
             self._give_up(work)

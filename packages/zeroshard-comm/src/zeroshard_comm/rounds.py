@@ -34,11 +34,13 @@ def combine_in_rounds(
     operation: str,
     traffic: Traffic,
     lost: PeerLostError | None = None,
+    *,
+    late_is_lost: bool = True,
 ) -> torch.Tensor:
     """Return the bitwise OR over all ranks of 64-bit integers, as many on every rank, or raise PeerLostError.
 
     The channel has gloo for CPU tensors. A rank that has lost another one before sets ``lost``, and only tells the
-    others.
+    others. Without ``late_is_lost`` a rank that does not send within the channel's timeout is not named.
     """
     rank, size = channel.rank, channel.world_size
     # By the rank that was lost; it is the number of ranks if nobody knows which.
@@ -78,8 +80,10 @@ def combine_in_rounds(
             # The ranks that this one has yet to send to hear of the rank that refused before they wait for this one.
             arriving.wait(operation, _TELLING if refused else None)
         except PeerLostError as error:
-            is_late = refused and time.perf_counter() - waiting >= _TELLING.total_seconds()
-            errors.update(refused if is_late else {source: error})
+            limit = _TELLING if refused else channel.timeout
+            is_late = limit is not None and time.perf_counter() - waiting >= limit.total_seconds()
+            unnamed = {} if late_is_lost else {size: lost_by_another(rank, None, operation)}
+            errors.update((refused or unnamed or {source: error}) if is_late else {source: error})
         else:
             mine |= arriving.buffer
             gone = int(arriving.buffer[0])
