@@ -215,7 +215,7 @@ def test_models_and_hooks_that_do_not_fit(rank: int, hook: str) -> None:
     other = ZeroRedundancyOptimizer(
         model.parameters(), optim.SGD, process_group=alone[rank], lr=0.1, overlap_with_ddp=True
     )
-    with pytest.raises(ValueError, match=r"works on the ranks \[0, 1\], and the optimizer on"):
+    with pytest.raises(ValueError, match=r"works on the ranks \[0, 1\], and the optimizer works on"):
         register(hook, ddp, other)
 
 

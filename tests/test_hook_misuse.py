@@ -63,7 +63,7 @@ def test_a_model_and_an_optimizer_of_different_ranks(rank: int, world_size: int,
         ddp(batch(0)).sum().backward()
 
     theirs, ours = map(dist.get_process_group_ranks, (of_model, of_optimizer))
-    with pytest.raises(ValueError, match=re.escape(f"works on the ranks {theirs}, and the optimizer on {ours}")):
+    with pytest.raises(ValueError, match=re.escape(f"works on the ranks {theirs}, and the optimizer works on {ours}")):
         train()
 
 

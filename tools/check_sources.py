@@ -40,7 +40,7 @@ CEILINGS: Mapping[str, Ceiling] = {
     "zeroshard_comm": Ceiling(3374, "a rank that is late is not named in place of the lost one"),
     "zeroshard": Ceiling(7343, "norms are kept for the stream on which they are taken"),
     "zeroshard_integrations": Ceiling(
-        1814, "what several optimizers make of a bucket is a future that knows its device"
+        1812, "what several optimizers make of a bucket is a future that knows its device"
     ),
     "zeroshard_testing": Ceiling(5689, "a rank that computes is given up after processor time of its own"),
 }

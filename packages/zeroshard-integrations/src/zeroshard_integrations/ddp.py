@@ -203,8 +203,7 @@ def _stepping(hook: Hook, ddp: DistributedDataParallel, zero: ZeroRedundancyOpti
         if hook is not allreduce_hook:
             return _receive([exchange], bucket, lambda: hook(state, bucket))
         if isinstance(state, dist.ProcessGroup):
-            difference = "allreduce_hook was registered with a group of the ranks {}, and the optimizer works on {}"
-            _check_same_ranks(state, group, difference)
+            _check_same_ranks(state, group, "allreduce_hook was registered with a group of the ranks")
         return _receive([exchange], bucket)
 
     vars(step_in_backward)["join_state"] = join_state
@@ -286,10 +285,10 @@ def _after_ddp(call: Callable[[], None]) -> None:
     queue_callback(lambda: queue_callback(call))
 
 
-def _check_same_ranks(group: dist.ProcessGroup, optimizers: dist.ProcessGroup, difference: str) -> None:
+def _check_same_ranks(group: dist.ProcessGroup, optimizers: dist.ProcessGroup, what: str) -> None:
     theirs, ours = dist.get_process_group_ranks(group), dist.get_process_group_ranks(optimizers)
     if theirs != ours:
-        raise ValueError(f"{difference.format(theirs, ours)}: give both the same process group")
+        raise ValueError(f"{what} {theirs}, and the optimizer works on {ours}: give both the same process group")
 
 
 def _check_model(
@@ -305,8 +304,7 @@ def _check_model(
     known: set[torch.Tensor] = set()
     names = {param: name for name, param in ddp.module.named_parameters()}
     for optimizer in optimizers:
-        difference = "DistributedDataParallel works on the ranks {}, and the optimizer on {}"
-        _check_same_ranks(ddp.process_group, optimizer.process_group, difference)
+        _check_same_ranks(ddp.process_group, optimizer.process_group, "DistributedDataParallel works on the ranks")
         own = {param for group in optimizer.param_groups for param in group["params"]}
         for param in known & own:
             raise ValueError(f"two optimizers of one hook have the parameter {names.get(param, '')!r}: one may step it")
