@@ -190,14 +190,17 @@ class Ring:
         """Wait for a collective; a RuntimeError if it fails, or another rank was lost meanwhile."""
         ends = time.monotonic() + self._timeout.total_seconds()
         try:
-            while not work.is_completed():
-                # This ends the wait, and not the collective.
+            while True:
+                # By its timeout this ends the wait, and not the collective.
                 with suppress(RuntimeError):
                     work.wait(_LOOKS_EVERY)
-                if not work.is_completed() and time.monotonic() >= ends:
+                    return
+                if work.is_completed():
+                    break
+                if time.monotonic() >= ends:
                     self._notice.leave(_TIMED_OUT)
                     raise RuntimeError("timed out")
-                if not work.is_completed() and self._notice.is_there():
+                if self._notice.is_there():
                     raise RuntimeError("another rank was lost")
         except BaseException:
             self._give_up(work)

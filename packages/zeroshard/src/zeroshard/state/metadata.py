@@ -52,14 +52,14 @@ class StateMetadata:
 
     def has_changed(self) -> bool:
         """Whether this rank's state has other entries than at the last exchange, or of another kind."""
-        entries = self._entries()
-        if _are_same(self._seen, entries):
+        values = self._values()
+        if len(values) == len(self._seen) and all(map(_is_same, self._seen, values)):
             return False
         try:
             is_new = self._mine() != self._told
         except Exception:  # noqa: BLE001 - whatever it is, the exchange raises it on every rank
             return True
-        self._seen = self._seen if is_new else entries
+        self._seen = self._seen if is_new else list(map(_seen, values))
         return is_new
 
     def exchange(self, operation: str) -> None:
@@ -72,7 +72,7 @@ class StateMetadata:
             for index, entries in of_rank.items():
                 # Owners of parts of one tensor have the same entries.
                 described.setdefault(int(index), entries)
-        self._described, self._told, self._seen = described, mine, self._entries()
+        self._described, self._told, self._seen = described, mine, list(map(_seen, self._values()))
 
     def placeholders(self, index: int) -> dict[Key, Any]:
         """Return placeholders for the state of a parameter on other ranks, by its tensor index."""
@@ -106,16 +106,15 @@ class StateMetadata:
         is_kept = isinstance(value, str) or self._engine.policy.objects == "leave out"
         return torch.empty((), dtype=torch.uint8, device="cpu") if is_kept else value
 
-    def _entries(self) -> list[Any]:
-        """This rank's state, flattened: references to its tensors, and the types of other values."""
+    def _values(self) -> list[Any]:
+        """The entries of this rank's state."""
         # Neither a tensor's shape nor its dtype is looked at, as that costs too much in a step.
         found: list[Any] = []
         local = self._engine.local
         for shard in local.shards.values() if local.extra.kinds else ():
-            found += map(weakref.ref, local.extra.entries(shard).values())
+            found += local.extra.entries(shard).values()
         for entries in local.optim.state.values():
-            for value in entries.values() if isinstance(entries, dict) else (entries,):
-                found += (weakref.ref(value),) if isinstance(value, torch.Tensor) else _flattened(value)
+            found += entries.values() if isinstance(entries, dict) else (entries,)
         return found
 
 
@@ -124,21 +123,16 @@ def label_of(key: object, spec: TensorSpec) -> str:
     return f"state entry {key!r} of {spec.name!r}"
 
 
-def _flattened(value: object) -> list[Any]:
-    """Refer to the tensors in a state entry, and return the types of other values, and keys and sizes of containers."""
-    if isinstance(value, Mapping):
-        return [list(value), *[part for item in value.values() for part in _flattened(item)]]
-    if isinstance(value, (list, tuple)):
-        return [len(value), *[part for item in value for part in _flattened(item)]]
+def _seen(value: object) -> object:
+    """What tells whether an entry of the state is the same tensor, or of the same type; None for a container."""
+    if isinstance(value, (Mapping, list, tuple)):
+        return None
     # Weakly: a tensor that was replaced must be freed.
-    return [weakref.ref(value) if isinstance(value, torch.Tensor) else type(value)]
+    return weakref.ref(value) if isinstance(value, torch.Tensor) else type(value)
 
 
-def _are_same(seen: Sequence[Any], entries: Sequence[Any]) -> bool:
-    """Whether these are the same tensors (Python keeps one weak reference to each), and equal other values."""
-    return len(seen) == len(entries) and all(
-        old is new or (type(new) is not weakref.ref and old == new) for old, new in zip(seen, entries, strict=True)
-    )
+def _is_same(seen: Any, value: object) -> bool:  # noqa: ANN401 - what `_seen` returns
+    return value is not None and value is seen() if type(seen) is weakref.ref else seen is type(value)
 
 
 def _placeholder(
