@@ -22,7 +22,7 @@ from zeroshard.join import Call, JoinState
 from zeroshard.local.optimizer import Closure, LocalOptimizer, sync_groups
 from zeroshard.local.train_mode import call_on_all_ranks
 from zeroshard.param_buffers import ParamBuffers, broadcast_all
-from zeroshard.plan.eligibility import name_of
+from zeroshard.plan.group_classes import GroupClass, names_of
 from zeroshard.plan.groups import ParamGroup, active_mask, check_capture, check_members, parameters_of, same_place
 from zeroshard.plan.hyperparameters import Hyperparameters, settings_of
 from zeroshard.plan.layout import Layout, Policy, first_layout, next_layout, renamed, same_shards, with_settings
@@ -44,15 +44,15 @@ class Engine:
 
     Args:
         ranks: the group.
-        policy: how tensors are partitioned.
-        defaults: the user's keyword arguments for the optimizer class.
-        read: reads and checks the user's arguments; returns the public param groups.
+        policy: how tensors are partitioned; without classes.
+        name: of the constructor's optimizer class.
+        read: reads and checks the user's arguments; returns the public param groups, and the class of each.
 
     Attributes:
         groups: the public param groups.
         coordinator: the channel of the ranks' agreements.
         traffic: bytes, calls and waiting so far.
-        policy: as given; also with the names of parameters.
+        policy: as given, with the class of each group, and the names of parameters.
         layout: who owns what, and which tensors are active.
         params: all parameters, by tensor index.
         local: the local optimizer.
@@ -73,18 +73,25 @@ class Engine:
     """
 
     def __init__(
-        self, ranks: RankGroup, policy: Policy, defaults: Mapping[str, Any], read: Callable[[], list[ParamGroup]]
+        self,
+        ranks: RankGroup,
+        policy: Policy,
+        name: str,
+        read: Callable[[], tuple[list[ParamGroup], Sequence[GroupClass]]],
     ) -> None:
         self.traffic, self.policy = Traffic(), policy
         self.coordinator = coordinator = Coordinator(ranks, self.traffic)
         self.exchange: GradExchange | None = None
         self.broken: RuntimeError | None = None
         self.refused = self.suspended = self.last_mode = ""
-        name = name_of(policy.factory)
         with agreed(coordinator, "ZeroRedundancyOptimizer()") as proposal:
-            groups = self.groups = read()
-            self.layout = first_layout(policy, groups)
-            self.local = LocalOptimizer(policy, groups, self.layout.plan, ranks.rank, defaults)
+            self.groups, classes = read()
+            groups, policy = self.groups, replace(policy, classes=classes)
+            self.policy, self.layout = policy, first_layout(policy, groups)
+            self.local = LocalOptimizer(policy, groups, self.layout.plan, ranks.rank)
+            if policy.has_several:
+                # Each class fills in its own.
+                sync_groups(self.local.optim.param_groups, groups)
             proposal.set(with_settings(self.layout, settings_of(groups, self.local.optim.defaults)))
             proposal.flag = bool(self.local.optim.state)
         begins_with_state = coordinator.flagged
@@ -99,7 +106,7 @@ class Engine:
         if begins_with_state:
             self.metadata.exchange("ZeroRedundancyOptimizer()")
         self.debugging = step_debugging(weak)
-        self._schema = StateSchema(policy, defaults)
+        self._schema = StateSchema()
         if _logger.isEnabledFor(logging.INFO):
             _logger.info("%s", describe(self).summary)
 
@@ -197,7 +204,7 @@ class Engine:
             return
         _logger.debug("rank %d takes over another layout", self.coordinator.ranks.rank)
         if not same_shards(layout.plan, self.layout.plan) or len(self.groups) != len(self.local.optim.param_groups):
-            self.local.rebuild(self.groups, layout.plan)
+            self.local.rebuild(self.groups, layout.plan, self.policy.classes)
         self.layout = layout
         self.params = parameters_of(self.groups)
         self._lay_out()
@@ -228,9 +235,9 @@ class Engine:
         buffers.lay_out(self.params, self.layout.plan, [index in fixed for index in range(len(self.params))])
         broadcast_all([buffers.broadcast])
 
-    def add_param_group(self, append: Callable[[], None]) -> None:
-        """Take in a new param group, which ``append`` checks and appends, on all ranks, or on none. Collective."""
-        exchange, early, before = self.exchange, self.early_steps, len(self.groups)
+    def add_param_group(self, append: Callable[[], GroupClass]) -> None:
+        """Take in a param group, which ``append`` checks, and appends, on all ranks, or on none. Collective."""
+        exchange, early, before, policy = self.exchange, self.early_steps, len(self.groups), self.policy
         is_accepted = early is not None and early.has_same_hyperparameters()
         with self.collective():
             layout = self.layout
@@ -238,10 +245,10 @@ class Engine:
                 with agreed(self.coordinator, "add_param_group()") as proposal:
                     proposal.set(layout.config)
                     self.check_allowed()
-                    append()
-                    layout = next_layout(self.policy, layout, self.groups)
+                    policy = replace(self.policy, classes=[*self.policy.classes, append()])
+                    layout = next_layout(policy, layout, self.groups)
                     self.local.check_not_converted(self.layout.plan, layout.plan)
-                    self.local.dry_run(self.groups, layout.plan)
+                    self.local.dry_run(self.groups, layout.plan, policy.classes)
                     if exchange is not None:
                         exchange.buckets.check_layout(parameters_of(self.groups), layout)
                     settings = settings_of(self.groups[before:], self.local.optim.defaults, first=before)
@@ -249,6 +256,7 @@ class Engine:
             except BaseException:
                 del self.groups[before:]
                 raise
+            self.policy = policy
             self.adopt(layout)
             # Only the new group: edits of the others since the last step are not in the local optimizer yet.
             sync_groups(self.local.optim.param_groups[before:], self.groups[before:])
@@ -269,6 +277,10 @@ class Engine:
     def step(self, closure: Closure | None, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as the inner step
         """Make a step, or check the one that backward has made."""
         exchange, early = self.exchange, self.early_steps
+        if arguments and self.policy.has_several:
+            raise TypeError(
+                f"step() takes no keyword arguments with several optimizer classes, but got {', '.join(arguments)}"
+            )
         may_be_torchs = exchange is not None and not closure and not (early is not None and early.has_stepped)
         if may_be_torchs and self.metadata.is_empty and is_torchs_own_step(self):
             return self.init_state()
@@ -325,7 +337,9 @@ class Engine:
         inner = self.local.optim
         if not callable(getattr(inner, name, None)):
             # Frameworks use hasattr().
-            raise AttributeError(f"the local optimizer, of class {type(inner).__name__}, has no method {name}()")
+            raise AttributeError(
+                f"the local optimizer, of class {names_of(self.policy.classes)}, has no method {name}()"
+            )
 
         def call() -> Any:  # noqa: ANN401 - what the local optimizer's returns
             with self.collective():

@@ -6,6 +6,7 @@ frameworks copy the attributes of this object.
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import cache
@@ -26,12 +27,15 @@ from zeroshard.engine import Engine
 from zeroshard.grads.exchange import GradExchange, StepMode
 from zeroshard.join import JoinState
 from zeroshard.local.optimizer import Closure, sync_groups
-from zeroshard.plan.eligibility import Coupled, OptimizerFactory, check_shardable
+from zeroshard.plan.eligibility import Coupled, OptimizerFactory, check_shardable, name_of
+from zeroshard.plan.group_classes import GroupClass, assign, names_of, take_class
 from zeroshard.plan.groups import ParamGroup, read_group, read_groups
 from zeroshard.plan.layout import Objects, Policy
 from zeroshard.state.listing import StateDict, list_state
 from zeroshard.state.names import Keys, check_keys, key_by_index, key_by_name
 from zeroshard.state.view import StateView
+
+_logger = logging.getLogger(__name__)
 
 
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
@@ -114,8 +118,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         policy = Policy(
             partition,
             cost,
-            optimizer_class,
-            elementwise,
             views,
             ranks.world_size,
             objects,
@@ -124,16 +126,22 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             by_messages=("cpu",) if ranks.sends_tagged(torch.device("cpu")) else (),
         )
 
-        def read() -> list[ParamGroup]:
-            check_shardable(optimizer_class)
-            Optimizer.__init__(self, read_groups(params), dict(defaults))
-            Joinable.__init__(self)
-            return self.param_groups
+        self._constructors = constructors = GroupClass(optimizer_class, dict(defaults), elementwise)
 
-        self._engine = Engine(ranks, policy, defaults, read)
+        def read() -> tuple[list[ParamGroup], list[GroupClass]]:
+            check_shardable(optimizer_class)
+            taken = [take_class(group, constructors) for group in read_groups(params)]
+            classes = [found for _, found in taken]
+            filled = [{**found.reached_by(constructors), **group} for group, found in taken]
+            Optimizer.__init__(self, filled, {})
+            Joinable.__init__(self)
+            return self.param_groups, classes
+
+        self._engine = Engine(ranks, policy, name_of(optimizer_class), read)
         self._state_view = StateView(self._engine)
-        sync_groups(self.optim.param_groups, self.param_groups)
-        self.defaults = self.optim.defaults  # as the class fills them in: schedulers look values up there
+        local = self._engine.local
+        sync_groups(local.optim.param_groups, self.param_groups)
+        self.defaults = local.optim.defaults  # as the class fills them in: schedulers look values up there
         self.initialized = True
 
     def step(self, closure: Closure | None = None, **kwargs: Any) -> Any:  # noqa: ANN401 - what the inner step takes and returns
@@ -206,11 +214,28 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             RuntimeError: with a hook, between a backward that reduces and its step().
             DisagreementError: if ranks add different groups; none does then.
         """
-        register = super().add_param_group
-        if self.initialized:
-            self._engine.add_param_group(lambda: register(read_group(param_group)))
-        else:
+        register, constructors = super().add_param_group, self._constructors
+        if not self.initialized:
             register(param_group)
+            return
+        engine = self._engine
+
+        def append() -> GroupClass:
+            group, found = take_class(read_group(param_group), constructors)
+            defaults = self.defaults
+            if engine.policy.has_several or found is not constructors:
+                # Else torch would write what the other classes have into a group that may not know it.
+                self.defaults = {}
+                group = {**found.reached_by(constructors), **group}
+                _logger.info("add_param_group(): %d parameters for %s", len(group["params"]), found.name)
+            try:
+                register(group)
+            finally:
+                self.defaults = defaults
+            return found
+
+        engine.add_param_group(append)
+        self.defaults = engine.local.optim.defaults
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Gather the state of all shards in the CPU memory of one rank, for :meth:`state_dict`. Collective.
@@ -296,8 +321,28 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     @property
     def optim(self) -> Optimizer:
-        """The local optimizer, over this rank's shards."""
-        return self._engine.local.optim
+        """The local optimizer, over this rank's shards.
+
+        Raises:
+            AttributeError: if there are several, see :attr:`local_optimizers`.
+        """
+        first, *others = self.local_optimizers
+        if others:
+            raise AttributeError(
+                f"this optimizer has {1 + len(others)} local optimizers, for {names_of(self._engine.policy.classes)}: "
+                f"they are in local_optimizers"
+            )
+        return first
+
+    @property
+    def local_optimizers(self) -> tuple[Optimizer, ...]:
+        """The local optimizers, over this rank's shards: one for each class and its arguments."""
+        return tuple(self._engine.local.members)
+
+    @property
+    def group_assignment(self) -> list[int]:
+        """For each param group the place of its local optimizer in :attr:`local_optimizers`."""
+        return list(assign(self._engine.policy.classes))
 
     @property
     def plan(self) -> Plan:

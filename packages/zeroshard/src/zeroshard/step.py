@@ -17,7 +17,6 @@ from zeroshard_comm import DifferentCallsError, PeerLostError, check_config, exp
 
 from zeroshard.local.optimizer import sync_groups
 from zeroshard.param_buffers import broadcast_all
-from zeroshard.plan.eligibility import may_step_in_parts
 from zeroshard.plan.layout import Layout
 
 if TYPE_CHECKING:
@@ -129,7 +128,7 @@ def _agree_to_begin(engine: Engine, under_way: GradExchange | None, layout: Layo
 
 def _update(engine: Engine, under_way: GradExchange | None, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as the inner step
     local, exchange = engine.local, engine.exchange
-    if under_way is not None and may_step_in_parts(local.optim):
+    if under_way is not None and local.may_step_in_parts:
         return under_way.step_rest(arguments)
     with record_function("zeroshard::update"):
         return local.step(arguments, exchange.buckets.bind() if exchange is not None else None)

@@ -10,6 +10,7 @@ import torch
 from zeroshard_comm import KINDS, Volume
 from zeroshard_core import Plan
 
+from zeroshard.plan.group_classes import names_of
 from zeroshard.state.placeholder import leaves
 
 if TYPE_CHECKING:
@@ -189,13 +190,15 @@ def describe(engine: Engine) -> OptimizerDescription:
     updated = {index for index, is_active in enumerate(active) if is_active}
     reduced = {index for bucket in buckets for index in bucket.tensors}
     return OptimizerDescription(
-        type(local.optim).__name__,
+        names_of(engine.policy.classes),
         ranks.rank,
         ranks.world_size,
         engine.policy.name,
         tuple(
-            f"{len(group['params'])} tensors" + (f", lr {group['lr']}" if "lr" in group else "")
-            for group in engine.groups
+            f"{len(group['params'])} tensors"
+            + (f", {each.name}" if engine.policy.has_several else "")
+            + (f", lr {group['lr']}" if "lr" in group else "")
+            for group, each in zip(engine.groups, engine.policy.classes, strict=True)
         ),
         _owned_bytes(plan, ranks.rank, range(len(tensors))),
         sum(map(_nbytes, [*state.values(), *others])),

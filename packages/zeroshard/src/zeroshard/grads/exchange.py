@@ -37,7 +37,6 @@ from zeroshard.grads.norms import GradOperations, norm_orders
 from zeroshard.grads.stream import ReductionQueue
 from zeroshard.join import Call, JoinState
 from zeroshard.param_buffers import ParamBroadcast
-from zeroshard.plan.eligibility import may_step_in_parts
 from zeroshard.plan.groups import active_mask, check_capture
 from zeroshard.step import Seen, look
 
@@ -411,7 +410,7 @@ class GradExchange:
             except Exception as error:  # noqa: BLE001 - the step that ends this backward raises it on every rank
                 seen = replace(seen, error=seen.error or error)
         is_alike = seen.error is None and seen.layout is engine.layout
-        self._may_step = is_alike and self.uses_all and may_step_in_parts(engine.local.optim)
+        self._may_step = is_alike and self.uses_all and engine.local.may_step_in_parts
         self._steps_buckets = not engine.coordinator.agree("backward()", self._backwards, flag=not self._may_step)
         self._seen = replace(seen, is_agreed=self._steps_buckets)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -15,52 +14,73 @@ from zeroshard_core import Plan
 from zeroshard._torch_private import step_post_hooks, step_pre_hooks
 from zeroshard.local.extra_state import ExtraState
 from zeroshard.local.master_weights import MasterWeights
+from zeroshard.local.several import SeveralOptimizers
 from zeroshard.local.shard import LocalShard, gradient_of
-from zeroshard.plan.eligibility import check_differentiable, check_uncoupled
+from zeroshard.plan.eligibility import check_differentiable, check_uncoupled, may_step_in_parts
+from zeroshard.plan.group_classes import GroupClass, assign, check_hyperparameters
 from zeroshard.plan.groups import MEMBERS, ParamGroup, hyperparameters_of, parameters_of, same_place
 from zeroshard.plan.layout import Policy, label_in
 
 Closure = Callable[[], Any]
 
+_ADDED = frozenset({"param_names", "name", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"})
+"""Keys that users and schedulers of torch add to param groups."""
+
 
 class LocalOptimizer:
-    """Owns the inner optimizer and the shards it works on.
+    """Owns the inner optimizers, one for each class of the param groups, and the shards they work on.
 
-    Only this class changes the members of the inner optimizer's param groups; hyperparameters are synced by
+    Only this class changes the members of the inner optimizers' param groups; hyperparameters are synced by
     :func:`sync_groups`. The state changes in a step, ``train()`` or ``eval()`` of the inner optimizer; in a load and in
     ``init_state()``, by :meth:`Engine.take_over_state`; when shards come and go, by :meth:`rebuild`; in
     :class:`AveragedParameters`; and where the user writes to this rank's entries of ``optimizer.state``.
 
     Attributes:
+        members: the inner optimizers, in the order in which their classes appear in the param groups.
+        optim: the only one, or all as one.
         extra: state that is not the class's own.
         masters: the master weights; none without ``master_weights``.
         shards: this rank's, by tensor index, ascending; replaced, never changed in place.
     """
 
-    def __init__(
-        self, policy: Policy, groups: Sequence[ParamGroup], plan: Plan, rank: int, defaults: Mapping[str, Any]
-    ) -> None:
-        self._policy, self._rank, self._defaults = policy, rank, dict(defaults)
+    def __init__(self, policy: Policy, groups: Sequence[ParamGroup], plan: Plan, rank: int) -> None:
+        self._policy, self._rank = policy, rank
         self.masters, self.extra = MasterWeights(), ExtraState()
         if policy.master_weights:
             self.extra.add(self.masters)
         self.shards: dict[int, LocalShard] = {}
         self._is_detached = False
         members, self._plan = self._members(groups, plan), plan
-        self.optim = self.build([_local_group(*group) for group in zip(groups, members, strict=True)])
+        local = [_local_group(*group) for group in zip(groups, members, strict=True)]
+        self.members = self._built(local, policy.classes)
+        self._check_hyperparameters(groups, policy.classes, self.members)
+        self._join(policy.classes)
         self._accept(chain.from_iterable(members))
 
-    def dry_run(self, groups: Sequence[ParamGroup], plan: Plan) -> None:
-        """Build another optimizer for this rank's shards of the last group, so that errors of the class occur now."""
-        self.build([_local_group(groups[-1], self._members(groups, plan)[-1])])
+    @property
+    def may_step_in_parts(self) -> bool:
+        """Whether some shards may be stepped at a time."""
+        return all(map(may_step_in_parts, self.members))
 
-    def rebuild(self, groups: Sequence[ParamGroup], plan: Plan) -> None:
+    def dry_run(self, groups: Sequence[ParamGroup], plan: Plan, classes: Sequence[GroupClass]) -> None:
+        """Build another optimizer for this rank's shards of the last group, so that errors of the class occur now."""
+        built = self._built([_local_group(groups[-1], self._members(groups, plan)[-1])], classes[-1:])
+        known = [*self.members, *built] if assign(classes)[-1] == len(self.members) else self.members
+        self._check_hyperparameters(groups, classes, known, first=len(groups) - 1)
+
+    def rebuild(self, groups: Sequence[ParamGroup], plan: Plan, classes: Sequence[GroupClass]) -> None:
         """Take over a plan that adds groups, or gives tensors without state on any rank another owner."""
         members, self._plan = self._members(groups, plan), plan
         known = {shard.tensor for shard in self.shards.values()}
         arrived = [shard for of_group in members for shard in of_group if shard.tensor not in known]
+        assignment = assign(classes)
         for number in range(len(self.optim.param_groups), len(groups)):
-            self.optim.add_param_group(_local_group(groups[number], members[number]))
+            added = _local_group(groups[number], members[number])
+            if assignment[number] < len(self.members):
+                self.members[assignment[number]].add_param_group(added)
+            else:
+                self.members += self._built([added], [classes[number]])
+        self._join(classes)
         for local, group, of_group in zip(self.optim.param_groups, groups, members, strict=True):
             local.update(_membership(group, of_group))
         self._accept(chain.from_iterable(members))
@@ -70,8 +90,10 @@ class LocalOptimizer:
         # Some classes (Adagrad) make state in their constructor, so new shards get it from one more of the class.
         missing = [shard for shard in arrived if not self.optim.state.get(shard.tensor)]
         if missing:
-            built = self.build([_local_group(groups[plan.tensors[shard.index].group], [shard]) for shard in missing])
-            self.optim.state.update({tensor: state for tensor, state in built.state.items() if state})
+            numbers = [plan.tensors[shard.index].group for shard in missing]
+            alone = [_local_group(groups[number], [shard]) for number, shard in zip(numbers, missing, strict=True)]
+            for built in self._built(alone, [classes[number] for number in numbers]):
+                self.optim.state.update({tensor: state for tensor, state in built.state.items() if state})
 
     def rebind(self) -> None:
         """Point detached shards at their parameters' present storage, after a parameter's ``.data`` was rebound."""
@@ -114,21 +136,10 @@ class LocalOptimizer:
                 )
 
     def step(self, arguments: Mapping[str, Any], unbound: Sequence[LocalShard] | None = None) -> Any:  # noqa: ANN401 - as the inner step
-        """Step the inner optimizer, and call its own hooks; ``unbound`` shards take their parameters' gradients."""
-        inner, unbound = self.optim, self._detached if unbound is None else unbound
-        with bound_gradients(unbound), self.extra.stepped(inner.state, self.shards.values()):
-            if "step" in vars(inner):
-                return inner.step(**arguments)
-            positional: tuple[Any, ...] = (inner,)
-            keywords = dict(arguments)
-            for pre_hook in list(step_pre_hooks(inner).values()):
-                changed = pre_hook(inner, positional, keywords)
-                if changed is not None:
-                    positional, keywords = changed
-            # Without the wrapper, so that hooks for all optimizers are called once per step.
-            result = unwrapped_step(type(inner))(*positional, **keywords)
-            for post_hook in list(step_post_hooks(inner).values()):
-                post_hook(inner, positional, keywords)
+        """Step the inner optimizers, and call their own hooks; ``unbound`` shards take their parameters' gradients."""
+        unbound = self._detached if unbound is None else unbound
+        with bound_gradients(unbound), self.extra.stepped(self.optim.state, self.shards.values()):
+            result, *_ = [_step(member, arguments) for member in self.members]
             return result
 
     def state_of(self, shard: LocalShard) -> Any:  # noqa: ANN401 - a class may keep anything
@@ -136,14 +147,47 @@ class LocalOptimizer:
         own, extra = self.optim.state.get(shard.tensor), self.extra.entries(shard)
         return {**(own or {}), **extra} if extra else own
 
-    def build(self, groups: list[ParamGroup]) -> optim.Optimizer:
-        """Build an optimizer of the user's class, with the user's defaults."""
-        factory = self._policy.factory
-        built = factory(groups, **self._defaults)
-        keywords = factory.keywords if isinstance(factory, partial) else {}
-        check_uncoupled(built, {**keywords, **self._defaults}, self._policy.coupled)
-        check_differentiable(built)
+    def state_after_a_step(
+        self, groups: Sequence[ParamGroup], step: Callable[[optim.Optimizer], None]
+    ) -> dict[Any, Any]:
+        """Build other optimizers of the same classes, let a function step each, and return their state."""
+        built = self._built(groups, self._classes)
+        for each in built:
+            step(each)
+        return {key: entries for each in built for key, entries in each.state.items()}
+
+    def _built(self, groups: Sequence[ParamGroup], classes: Sequence[GroupClass]) -> list[optim.Optimizer]:
+        """Build an optimizer for each class, over its groups, with the user's arguments."""
+        built = []
+        assignment = assign(classes)
+        for number in range(max(assignment) + 1):
+            own = [group for group, of_group in zip(groups, assignment, strict=True) if of_group == number]
+            chosen = classes[assignment.index(number)]
+            # Some classes take no keys but their own.
+            made = chosen.factory([{k: group[k] for k in group if k not in _ADDED} for group in own], **chosen.defaults)
+            for inside, group in zip(made.param_groups, own, strict=True):
+                inside.update({key: value for key, value in group.items() if key in _ADDED})
+            check_uncoupled(made, chosen.arguments, self._policy.coupled)
+            check_differentiable(made)
+            built.append(made)
         return built
+
+    def _join(self, classes: Sequence[GroupClass]) -> None:
+        self._classes = classes
+        several = len(self.members) > 1
+        self.optim: Any = SeveralOptimizers(self.members, assign(classes)) if several else self.members[0]
+
+    def _check_hyperparameters(
+        self,
+        groups: Sequence[ParamGroup],
+        classes: Sequence[GroupClass],
+        members: Sequence[optim.Optimizer],
+        first: int = 0,
+    ) -> None:
+        known = [(type(member).__name__, member.defaults) for member in members]
+        for number, own in enumerate(assign(classes)):
+            if number >= first:
+                check_hyperparameters(number, groups[number], known, own)
 
     def _members(self, groups: Sequence[ParamGroup], plan: Plan) -> list[list[LocalShard]]:
         """Return the shards of this rank for each group, and keep shards that exist already."""
@@ -165,31 +209,35 @@ class LocalOptimizer:
 
 
 class PartialStepper:
-    """Steps some shards of a local optimizer, on a copy that shares its state and has only these in its groups."""
+    """Steps some shards of a local optimizer, on copies that share its state and have only these in their groups."""
 
     def __init__(self, local: LocalOptimizer, shards: Sequence[LocalShard]) -> None:
-        self._inner, self._extra, self._shards = local.optim, local.extra, shards
+        self._extra, self._shards = local.extra, shards
         chosen = {shard.tensor for shard in shards}
-        self._groups: list[tuple[int, ParamGroup]] = []
-        for number, group in enumerate(self._inner.param_groups):
-            places = [place for place, tensor in enumerate(group["params"]) if tensor in chosen]
-            if places:
-                narrowed = {key: [group[key][place] for place in places] for key in MEMBERS if key in group}
-                self._groups.append((number, narrowed))
-        self._copy: optim.Optimizer = object.__new__(type(self._inner))
+        self._parts: list[tuple[optim.Optimizer, optim.Optimizer, list[tuple[int, ParamGroup]]]] = []
+        for inner in local.members:
+            groups: list[tuple[int, ParamGroup]] = []
+            for number, group in enumerate(inner.param_groups):
+                places = [place for place, tensor in enumerate(group["params"]) if tensor in chosen]
+                if places:
+                    narrowed = {key: [group[key][place] for place in places] for key in MEMBERS if key in group}
+                    groups.append((number, narrowed))
+            if groups:
+                self._parts.append((inner, object.__new__(type(inner)), groups))
 
     def step(self, arguments: Mapping[str, Any]) -> None:
-        """Step the shards that have a gradient, with the hyperparameters that the inner optimizer has now."""
-        if not self._groups:
+        """Step the shards that have a gradient, with the hyperparameters that the inner optimizers have now."""
+        for inner, copied, groups in self._parts:
+            for number, narrowed in groups:
+                narrowed.update(hyperparameters_of(inner.param_groups[number]))
+            vars(copied).update(vars(inner))
+            copied.param_groups = [narrowed for _, narrowed in groups]
+        if not self._parts:
             return
-        inner, copied = self._inner, self._copy
-        for number, narrowed in self._groups:
-            narrowed.update(hyperparameters_of(inner.param_groups[number]))
-        vars(copied).update(vars(inner))
-        copied.param_groups = [narrowed for _, narrowed in self._groups]
         # Grad mode is per thread: the worker thread would record a graph.
-        with torch.no_grad(), self._extra.stepped(inner.state, self._shards):
-            unwrapped_step(type(inner))(copied, **arguments)
+        with torch.no_grad(), self._extra.stepped(self._parts[0][0].state, self._shards):
+            for inner, copied, _ in self._parts:
+                unwrapped_step(type(inner))(copied, **arguments)
 
 
 def sync_groups(source: Sequence[Mapping[str, Any]], target: Sequence[ParamGroup]) -> None:
@@ -220,6 +268,22 @@ def unwrapped_step(kind: type[optim.Optimizer]) -> Callable[..., Any]:
     """The step function under the wrapper that calls hooks and profiles; torch marks that wrapper with ``hooked``."""
     step = kind.step
     return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
+
+
+def _step(inner: optim.Optimizer, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - what it returns
+    if "step" in vars(inner):
+        return inner.step(**arguments)
+    positional: tuple[Any, ...] = (inner,)
+    keywords = dict(arguments)
+    for pre_hook in list(step_pre_hooks(inner).values()):
+        changed = pre_hook(inner, positional, keywords)
+        if changed is not None:
+            positional, keywords = changed
+    # Without the wrapper, so that hooks for all optimizers are called once per step.
+    result = unwrapped_step(type(inner))(*positional, **keywords)
+    for post_hook in list(step_post_hooks(inner).values()):
+        post_hook(inner, positional, keywords)
+    return result
 
 
 def _local_group(group: ParamGroup, shards: Sequence[LocalShard]) -> ParamGroup:

@@ -68,13 +68,13 @@ def check_shardable(factory: OptimizerFactory) -> None:
         )
 
 
-def check_elementwise(factory: OptimizerFactory, partition: str, *, declared: bool) -> None:
-    """Raise a ValueError for a partition that cuts tensors, unless :func:`is_elementwise`."""
-    if not is_elementwise(factory, declared=declared):
-        raise ValueError(
-            f"partition={partition!r} cuts tensors, but {name_of(factory)} is not known to be elementwise: it may look "
-            f"at a whole tensor to update one element. Use partition='whole', or pass elementwise=True if it is."
-        )
+def not_elementwise(name: str, partition: str, group: int | None) -> ValueError:
+    """Return the error for a partition that cuts tensors of a class; ``group`` says where, if there are several."""
+    which, instead = (name, "whole") if group is None else (f"{name}, the class of param group {group},", "level")
+    return ValueError(
+        f"partition={partition!r} cuts tensors, but {which} is not known to be elementwise: it may look at a whole "
+        f"tensor to update one element. Use partition={instead!r}, or pass elementwise=True if it is."
+    )
 
 
 Coupled = Literal["refuse", "allow"]

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from zeroshard_comm import ShardingConfig
 from zeroshard_core import SMALLEST_PART, Cost, Plan, Strategy, TensorSpec, partition, repartition
 
-from zeroshard.plan.eligibility import Coupled, OptimizerFactory, check_elementwise, name_of
+from zeroshard.plan.eligibility import Coupled, name_of, not_elementwise
+from zeroshard.plan.group_classes import GroupClass, assign, names_of
 from zeroshard.plan.groups import ParamGroup, active_mask, check_memory, parameters_of, specs_of
 
 Objects = Literal["refuse", "leave out"]
@@ -29,8 +30,7 @@ class Policy:
     Attributes:
         strategy: ``"whole"``, ``"split"``, ``"hybrid"`` or a callable.
         cost: what a tensor weighs.
-        factory: the optimizer class, which decides whether tensors may be cut.
-        elementwise: whether the user declared the class elementwise.
+        classes: the optimizer class of each param group, which decides whether its tensors may be cut.
         as_bucket_view: whether parameters become views of flat buffers, which changes the messages.
         world_size: number of ranks.
         objects: whether state may hold objects that cannot be sent; checkpoints omit them.
@@ -43,13 +43,12 @@ class Policy:
 
     strategy: str | Strategy
     cost: Cost
-    factory: OptimizerFactory
-    elementwise: bool
     as_bucket_view: bool
     world_size: int
     objects: Objects = "refuse"
     coupled: Coupled = "refuse"
     master_weights: bool = False
+    classes: Sequence[GroupClass] = ()
     names: Mapping[torch.Tensor, str] = field(default_factory=dict)
     # torch documents this function, but does not list it.
     debug_level: str = field(default_factory=lambda: dist.get_debug_level().name)  # type: ignore[attr-defined]
@@ -59,6 +58,20 @@ class Policy:
     def name(self) -> str:
         """The strategy's name, for messages."""
         return self.strategy if isinstance(self.strategy, str) else name_of(self.strategy)
+
+    @property
+    def has_several(self) -> bool:
+        """Whether there are several local optimizers."""
+        return len(set(assign(self.classes))) > 1
+
+    @property
+    def class_names(self) -> str:
+        """The name of the class, or the classes of all groups."""
+        return ", ".join(each.name for each in self.classes) if self.has_several else names_of(self.classes)
+
+    def weigh(self, spec: TensorSpec) -> float:
+        """What a tensor weighs when tensors are partitioned."""
+        return (self.classes[spec.group].cost or self.cost)(spec)
 
     def smallest_part(self, specs: Sequence[TensorSpec]) -> int:
         """Return the least number of elements of a part of a cut tensor.
@@ -104,7 +117,7 @@ def next_layout(policy: Policy, layout: Layout | None, groups: Sequence[ParamGro
     check_memory(groups, active)
     how: dict[str, Any] = {
         "strategy": policy.strategy,
-        "cost": policy.cost,
+        "cost": policy.weigh if any(each.cost for each in policy.classes) else policy.cost,
         "smallest_part": policy.smallest_part(specs),
     }
     if layout is None:
@@ -118,10 +131,9 @@ def next_layout(policy: Policy, layout: Layout | None, groups: Sequence[ParamGro
                 )
         place = [index for index, spec in enumerate(specs) if spec.trainable and index not in fixed]
         plan = repartition(layout.plan, specs, place=place, **how)
-    if any(len(ranks) > 1 for ranks in plan.owners):
-        check_elementwise(policy.factory, policy.name, declared=policy.elementwise)
+    _check_cuts(policy, plan)
     settings: dict[str, str | bool] = {
-        "optimizer": name_of(policy.factory),
+        "optimizer": policy.class_names,
         "parameters_as_bucket_view": policy.as_bucket_view,
         "objects": policy.objects,
         "coupled": policy.coupled,
@@ -130,6 +142,15 @@ def next_layout(policy: Policy, layout: Layout | None, groups: Sequence[ParamGro
     }
     fixed = frozenset(index for index, weighed in enumerate(weighs) if weighed)
     return Layout(plan, active, fixed, ShardingConfig(plan, settings, active))
+
+
+def _check_cuts(policy: Policy, plan: Plan) -> None:
+    """Raise a ValueError if a tensor is cut whose class may not be elementwise, or would be if it were larger."""
+    cut = {plan.tensors[index].group for index, ranks in enumerate(plan.owners) if len(ranks) > 1}
+    cuts_any = policy.has_several and policy.strategy in ("split", "hybrid")
+    for number, each in enumerate(policy.classes):
+        if not each.may_be_cut and (cuts_any or number in cut):
+            raise not_elementwise(each.name, policy.name, number if policy.has_several else None)
 
 
 def renamed(policy: Policy, layout: Layout, groups: Sequence[ParamGroup]) -> Layout:

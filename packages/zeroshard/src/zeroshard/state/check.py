@@ -12,10 +12,10 @@ from torch import optim
 from zeroshard_core import Plan, Shard, StateEntry, TensorSpec, cut_state, probe
 
 from zeroshard.local.extra_state import ADVICE
-from zeroshard.plan.eligibility import class_of, is_elementwise
+from zeroshard.plan.eligibility import class_of
+from zeroshard.plan.group_classes import GroupClass
 from zeroshard.plan.groups import hyperparameters_of, parameters_of
 from zeroshard.plan.hyperparameters import to_text
-from zeroshard.plan.layout import Policy
 from zeroshard.state.placeholder import StatePlaceholder, has_placeholder, leaves
 
 if TYPE_CHECKING:
@@ -33,20 +33,19 @@ class StateSchema:
     Known for elementwise classes and torch.optim; other classes are not checked, nor are classes that cannot be probed.
     """
 
-    def __init__(self, policy: Policy, defaults: Mapping[str, Any]) -> None:
-        self._build = lambda params, **group: policy.factory([{**group, "params": params}], **defaults)
-        is_torchs = class_of(policy.factory) in vars(optim).values()
-        self._applies = is_torchs or is_elementwise(policy.factory, declared=policy.elementwise)
-        self._known: dict[tuple[str, tuple[int, ...], torch.dtype], Mapping[str, StateEntry] | None] = {}
+    def __init__(self) -> None:
+        self._known: dict[tuple[object, str, tuple[int, ...], torch.dtype], Mapping[str, StateEntry] | None] = {}
 
-    def check(self, entries: Mapping[str, Any], spec: TensorSpec, group: Mapping[str, Any], where: str) -> None:
+    def check(
+        self, entries: Mapping[str, Any], spec: TensorSpec, group: Mapping[str, Any], chosen: GroupClass, where: str
+    ) -> None:
         """Raise a ValueError that names an entry of a tensor that is missing, extra or misshapen."""
-        required = self._entries(group, spec)
+        required = self._entries(group, chosen, spec)
         if required is None:
             return
         # Some state outlives the setting that it belongs to: SGD keeps its buffers when momentum becomes 0.
         switched_on = {key: value for key, value in _STATEFUL.items() if key in group}
-        allowed = {**(self._entries({**group, **switched_on}, spec) or {}), **required}
+        allowed = {**(self._entries({**group, **switched_on}, chosen, spec) or {}), **required}
         missing = sorted(required.keys() - entries.keys())
         extra = sorted(str(key) for key, value in entries.items() if key not in allowed and value is not None)
         if missing or extra:
@@ -70,15 +69,21 @@ class StateSchema:
             if not fits:
                 raise ValueError(f"{where}: entry {key!r} {found}, expected {wanted}")
 
-    def _entries(self, group: Mapping[str, Any], spec: TensorSpec) -> Mapping[str, StateEntry] | None:
+    def _entries(
+        self, group: Mapping[str, Any], chosen: GroupClass, spec: TensorSpec
+    ) -> Mapping[str, StateEntry] | None:
         """The entries for a tensor; None if nothing is known."""
-        if not self._applies:
+        if not (chosen.may_be_cut or class_of(chosen.factory) in vars(optim).values()):
             return None
         settings = hyperparameters_of(group)
-        key = (repr(sorted((name, repr(value)) for name, value in settings.items())), spec.shape, spec.dtype)
+        key = (chosen, repr(sorted((name, repr(value)) for name, value in settings.items())), spec.shape, spec.dtype)
         if key not in self._known:
+
+            def build(params: Any, **group: Any) -> optim.Optimizer:  # noqa: ANN401 - of any class
+                return chosen.factory([{**group, "params": params}], **chosen.defaults)
+
             try:
-                self._known[key] = probe(self._build, settings, [spec])[spec.shape, spec.dtype]
+                self._known[key] = probe(build, settings, [spec])[spec.shape, spec.dtype]
             except Exception:  # noqa: BLE001 - an unsupported class may raise any exception
                 self._known[key] = None
         return self._known[key]
@@ -212,7 +217,7 @@ def check_state_dict(
             _check_entries(by_tensor[index], param, where)
             if by_tensor[index]:
                 entries = engine.local.extra.checked(by_tensor[index], spec.shape, where)
-                schema.check(entries, spec, saved_groups[spec.group], where)
+                schema.check(entries, spec, saved_groups[spec.group], engine.policy.classes[spec.group], where)
         elif spec.trainable and spec.group in stateful_groups and not (is_partial or by_name or is_unstepped):
             # By name they come from torch.distributed.checkpoint, which has refused this unless `strict` is False.
             raise ValueError(

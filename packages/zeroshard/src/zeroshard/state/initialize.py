@@ -6,6 +6,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import optim
 from zeroshard_comm import agreed
 
 from zeroshard.local.optimizer import LocalOptimizer, unwrapped_step
@@ -55,10 +56,13 @@ def _state_after_a_step(local: LocalOptimizer) -> dict[torch.Tensor, Any]:
         {**hyperparameters_of(group), "params": [copies[tensor] for tensor in group["params"] if tensor in copies]}
         for group in local.optim.param_groups
     ]
-    built = local.build(groups)
-    for group in built.param_groups:
-        if "lr" in group:
-            group["lr"] = torch.tensor(0.0) if isinstance(group["lr"], torch.Tensor) else 0.0
-    with torch.no_grad():
+
+    def step(built: optim.Optimizer) -> None:
+        for group in built.param_groups:
+            if "lr" in group:
+                group["lr"] = torch.tensor(0.0) if isinstance(group["lr"], torch.Tensor) else 0.0
         unwrapped_step(type(built))(built)
-    return {tensor: built.state[copied] for tensor, copied in copies.items() if copied in built.state}
+
+    with torch.no_grad():
+        state = local.state_after_a_step(groups, step)
+    return {tensor: state[copied] for tensor, copied in copies.items() if copied in state}

@@ -1,0 +1,140 @@
+"""Which optimizer class each param group has: the constructor's, or one that the group names itself."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from zeroshard_core import Cost
+
+from zeroshard.plan.eligibility import OptimizerFactory, check_shardable, class_of, is_elementwise, name_of
+from zeroshard.plan.groups import MEMBERS, ParamGroup
+from zeroshard.plan.hyperparameters import to_text
+
+OPTIONS = ("optimizer_class", "optimizer_defaults", "cost", "elementwise")
+"""Keys of a param group that say how it is stepped and partitioned; they are in no ``param_groups`` and state dict."""
+
+
+@dataclass(frozen=True, eq=False)
+class GroupClass:
+    """The optimizer class of a param group.
+
+    Attributes:
+        factory: the class, or a ``functools.partial`` of it.
+        defaults: keyword arguments that its constructor gets beside those of the partial.
+        elementwise: whether the user declared it elementwise, for this group.
+        cost: what a tensor of this group weighs; None for that of the optimizer.
+    """
+
+    factory: OptimizerFactory
+    defaults: Mapping[str, Any]
+    elementwise: bool = False
+    cost: Cost | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of the class."""
+        return name_of(self.factory)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """All keyword arguments of the constructor."""
+        keywords: dict[str, Any] = {}
+        factory = self.factory
+        while isinstance(factory, functools.partial):
+            keywords, factory = {**factory.keywords, **keywords}, factory.func
+        return {**keywords, **self.defaults}
+
+    @property
+    def may_be_cut(self) -> bool:
+        """Whether tensors of this group may be cut."""
+        return is_elementwise(self.factory, declared=self.elementwise)
+
+    def reached_by(self, constructors: GroupClass) -> dict[str, Any]:
+        """Return the constructor's keyword arguments as far as they are for this class."""
+        is_constructors = class_of(self.factory) is class_of(constructors.factory)
+        return {key: self.defaults[key] for key in constructors.defaults} if is_constructors else {}
+
+    def is_stepped_with(self, other: GroupClass) -> bool:
+        """Whether one local optimizer steps the groups of both: the class and its arguments are equal."""
+        if self is other:
+            return True
+        is_alike = class_of(self.factory) is class_of(other.factory)
+        return is_alike and to_text(self.arguments) == to_text(other.arguments)
+
+
+def take_class(group: ParamGroup, constructors: GroupClass) -> tuple[ParamGroup, GroupClass]:
+    """Return a param group without its :data:`OPTIONS`, and the class that it has by them.
+
+    Raises:
+        TypeError: if an option is of another kind.
+        ValueError: if its class cannot be sharded.
+    """
+    options = {key: group[key] for key in OPTIONS if key in group}
+    if not options:
+        return group, constructors
+    factory, given = options.get("optimizer_class", constructors.factory), options.get("optimizer_defaults", {})
+    check_shardable(factory)
+    if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
+        raise TypeError(f"`optimizer_defaults` of a param group must be a dict of keyword arguments, but is {given!r}")
+    if MEMBERS & given.keys():
+        raise TypeError(f"`optimizer_defaults` of a param group has the key {min(MEMBERS & given.keys())!r}")
+    cost, elementwise = options.get("cost"), options.get("elementwise", False)
+    if cost is not None and not callable(cost):
+        raise TypeError(f"`cost` of a param group must be a function from a tensor's spec to a number, but is {cost!r}")
+    if not isinstance(elementwise, bool):
+        raise TypeError(f"`elementwise` of a param group must be True or False, but is {elementwise!r}")
+    is_constructors = class_of(factory) is class_of(constructors.factory)
+    found = GroupClass(
+        factory if "optimizer_class" in options else constructors.factory,
+        {**(constructors.defaults if is_constructors else {}), **given},
+        elementwise or (is_constructors and constructors.elementwise),
+        cost,
+    )
+    return {key: value for key, value in group.items() if key not in OPTIONS}, found
+
+
+def assign(classes: Iterable[GroupClass]) -> tuple[int, ...]:
+    """Return for each group the number of its local optimizer, by first appearance."""
+    firsts: list[GroupClass] = []
+    numbers = []
+    for each in classes:
+        number = next((n for n, first in enumerate(firsts) if each.is_stepped_with(first)), len(firsts))
+        if number == len(firsts):
+            firsts.append(each)
+        numbers.append(number)
+    return tuple(numbers)
+
+
+def names_of(classes: Sequence[GroupClass]) -> str:
+    """Return the names of the classes, each once, e.g. ``"Muon + AdamW"``."""
+    return " + ".join(dict.fromkeys(each.name for each in classes))
+
+
+def undeclared(classes: Sequence[GroupClass]) -> GroupClass | None:
+    """Return the first class of which tensors may not be cut; None if all may be."""
+    return next((each for each in classes if not each.may_be_cut), None)
+
+
+def check_hyperparameters(
+    number: int, group: Mapping[str, Any], known: Sequence[tuple[str, Mapping[str, Any]]], own: int
+) -> None:
+    """Raise a ValueError if a group has a hyperparameter that its class does not take, but another group's does.
+
+    Args:
+        number: of the group.
+        group: as the user has written it.
+        known: the name and the default hyperparameters of each local optimizer.
+        own: which of these steps the group.
+    """
+    name, taken = known[own]
+    for other, of_other in known:
+        foreign = sorted((group.keys() & of_other.keys()) - taken.keys())
+        # Some classes list none.
+        if taken and foreign:
+            raise ValueError(
+                f"param group {number} has {foreign[0]!r}, which {name} does not take, but {other} does: write it into "
+                f"a group of that class"
+            )

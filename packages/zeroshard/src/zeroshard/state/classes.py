@@ -1,0 +1,73 @@
+"""State dicts of several optimizers as one, and back: those of plain optimizers, one for each class."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+StateDict = dict[str, Any]
+
+
+def split_state_dict(state_dict: Mapping[str, Any], assignment: Sequence[int]) -> tuple[StateDict, ...]:
+    """Return the state dict of each plain optimizer that together do what one of several classes does.
+
+    >>> groups = [{"lr": 0.1, "params": [0]}, {"lr": 0.2, "params": [1]}]
+    >>> split_state_dict({"state": {1: {"step": 1}}, "param_groups": groups}, [0, 1])[1]
+    {'state': {0: {'step': 1}}, 'param_groups': [{'lr': 0.2, 'params': [0]}]}
+
+    Args:
+        state_dict: of the whole state, with integers as keys.
+        assignment: for each group the number of its optimizer: ``optimizer.group_assignment``.
+
+    Returns:
+        State dicts by number; they share tensors with ``state_dict``.
+
+    Raises:
+        ValueError: if there are not as many groups, or no groups for a number.
+    """
+    groups, state = _checked(state_dict["param_groups"], assignment), state_dict["state"]
+    parts: list[StateDict] = []
+    for number in range(1 + max(assignment)):
+        own = [group for group, owner in zip(groups, assignment, strict=True) if owner == number]
+        keys = [key for group in own for key in group["params"]]
+        position = {key: place for place, key in enumerate(keys)}
+        parts.append(
+            {
+                "state": {position[key]: entries for key, entries in state.items() if key in position},
+                "param_groups": [{**group, "params": [position[key] for key in group["params"]]} for group in own],
+            }
+        )
+    return tuple(parts)
+
+
+def join_state_dicts(state_dicts: Sequence[Mapping[str, Any]], assignment: Sequence[int]) -> StateDict:
+    """Return the state dict of one optimizer of several classes: the inverse of :func:`split_state_dict`.
+
+    Args:
+        state_dicts: of the plain optimizers, by number.
+        assignment: for each group of the one optimizer the number of its plain one; the groups of each in order.
+
+    Raises:
+        ValueError: if a state dict has another number of groups than it is named in ``assignment``.
+    """
+    rest = [
+        iter(_checked(part["param_groups"], [n for n in assignment if n == number]))
+        for number, part in enumerate(state_dicts)
+    ]
+    joined: StateDict = {"state": {}, "param_groups": []}
+    count = 0
+    for number in assignment:
+        group, state = next(rest[number]), state_dicts[number]["state"]
+        keys = range(count, count + len(group["params"]))
+        joined["state"].update(
+            {new: state[old] for new, old in zip(keys, group["params"], strict=True) if old in state}
+        )
+        joined["param_groups"].append({**group, "params": [*keys]})
+        count += len(keys)
+    return joined
+
+
+def _checked(groups: Sequence[Mapping[str, Any]], assignment: Sequence[int]) -> Sequence[Mapping[str, Any]]:
+    if len(groups) != len(assignment):
+        raise ValueError(f"a state dict has {len(groups)} param groups, but the assignment names {len(assignment)}")
+    return groups

@@ -1,0 +1,168 @@
+"""A class per param group: one sharded optimizer does what a plain optimizer for each class does in one process."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+from training import assert_bitwise_equal, assert_same_state, set_gradients, twins
+from zeroshard import ZeroRedundancyOptimizer, join_state_dicts, split_state_dict
+from zeroshard_testing import assert_replicas_equal
+
+pytestmark = pytest.mark.usefixtures("tensors_on_the_device")
+
+
+def language_model() -> nn.Sequential:
+    """An embedding, three matrices, norms and biases, in about the proportions of a language model."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(24, 24), nn.LayerNorm(24)) for _ in range(3)]
+    return nn.Sequential(nn.Embedding(40, 24), *layers, nn.Linear(24, 40))
+
+
+def parted(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]:
+    """Hidden matrices, embedding and output head, and the rest."""
+    params = dict(model.named_parameters())
+    outer = [params["0.weight"], params["4.weight"]]
+    hidden = [param for param in params.values() if param.dim() == 2 and all(param is not each for each in outer)]
+    return hidden, outer, [param for param in params.values() if param.dim() < 2]
+
+
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    hidden, outer, rest = parted(model)
+    return [
+        {"params": hidden, "optimizer_class": optim.Muon, "lr": 0.02, "name": "matrices"},
+        {"params": outer, "lr": 0.6},
+        {"params": rest, "lr": 0.04},
+    ]
+
+
+def separate(model: nn.Module) -> list[optim.Optimizer]:
+    hidden, outer, rest = parted(model)
+    groups = [{"params": outer, "lr": 0.6}, {"params": rest, "lr": 0.04}]
+    muon = optim.Muon([{"params": hidden, "lr": 0.02, "name": "matrices"}])
+    return [muon, optim.AdamW(groups, betas=(0.8, 0.95))]
+
+
+def sharded(model: nn.Module, **settings: Any) -> ZeroRedundancyOptimizer:
+    return ZeroRedundancyOptimizer(groups_of(model), optim.AdamW, betas=(0.8, 0.95), **settings)
+
+
+def step_all(model: nn.Module, optimizers: Iterable[optim.Optimizer], seed: int) -> None:
+    set_gradients(model.parameters(), seed)
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+@pytest.mark.exhaustive_at(1, 4)
+@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("as_bucket_view", [False, True], ids=["params", "views"])
+def test_muon_and_adamw(rank: int, as_bucket_view: bool) -> None:
+    model, reference = twins(language_model)
+    optimizer, plain = sharded(model, parameters_as_bucket_view=as_bucket_view), separate(reference)
+    assert optimizer.group_assignment == [0, 1, 1]
+    assert [type(each) for each in optimizer.local_optimizers] == [optim.Muon, optim.AdamW]
+    for step in range(4):
+        step_all(model, [optimizer], step)
+        step_all(reference, plain, step)
+        assert_bitwise_equal(model, reference, f"after step {step}")
+    assert_replicas_equal(model.parameters())
+    optimizer.consolidate_state_dict(to=0)
+    if rank == 0:
+        parts = split_state_dict(optimizer.state_dict(), optimizer.group_assignment)
+        for part, each in zip(parts, plain, strict=True):
+            assert_same_state(part, each.state_dict())
+        assert join_state_dicts(parts, [0, 1, 1])["param_groups"] == optimizer.state_dict()["param_groups"]
+
+
+@pytest.mark.ranks(2)
+def test_a_checkpoint_goes_to_and_from_separate_optimizers(rank: int) -> None:
+    model, reference = twins(language_model)
+    optimizer, plain = sharded(model), separate(reference)
+    step_all(model, [optimizer], 0)
+    step_all(reference, plain, 0)
+    optimizer.consolidate_state_dict(to=0)
+    buffer = io.BytesIO()
+    torch.save(join_state_dicts([each.state_dict() for each in plain], optimizer.group_assignment), buffer)
+    buffer.seek(0)
+    other = sharded(copied := copy.deepcopy(reference))
+    other.load_state_dict(torch.load(buffer, weights_only=True))
+    if rank == 0:
+        for each, part in zip(plain, split_state_dict(optimizer.state_dict(), [0, 1, 1]), strict=True):
+            each.load_state_dict(part)
+    for step in range(1, 3):
+        step_all(model, [optimizer], step)
+        step_all(copied, [other], step)
+        step_all(reference, plain, step)
+        assert_bitwise_equal(model, reference, f"after step {step}")
+        assert_bitwise_equal(copied, reference, f"after step {step}")
+
+
+@pytest.mark.ranks(2)
+def test_a_group_of_a_third_class_is_added() -> None:
+    model, reference = twins(language_model)
+    optimizer, plain = sharded(model), separate(reference)
+    step_all(model, [optimizer], 0)
+    step_all(reference, plain, 0)
+    one, other = (nn.Parameter(torch.ones(8, device=next(model.parameters()).device)) for _ in range(2))
+    optimizer.add_param_group({"params": [one], "optimizer_class": partial(optim.SGD, momentum=0.9), "lr": 0.1})
+    plain.append(optim.SGD([other], lr=0.1, momentum=0.9))
+    assert optimizer.group_assignment == [0, 1, 1, 2]
+    assert set(optimizer.defaults) == {"lr", "weight_decay"}
+    for step in range(1, 4):
+        one.grad, other.grad = (torch.full_like(each, step) for each in (one, other))
+        step_all(model, [optimizer], step)
+        step_all(reference, plain, step)
+    assert_bitwise_equal(model, reference, "in the end")
+    assert torch.equal(one, other)
+
+
+@pytest.mark.ranks(2)
+def test_groups_of_one_class_with_other_arguments_of_the_constructor_have_local_optimizers_of_their_own() -> None:
+    model = language_model()
+    hidden, outer, rest = parted(model)
+    groups = [
+        {"params": hidden, "optimizer_defaults": {"amsgrad": True}},
+        {"params": outer},
+        {"params": rest, "optimizer_class": optim.AdamW},
+    ]
+    optimizer = ZeroRedundancyOptimizer(groups, optim.AdamW, lr=0.5)
+    assert optimizer.group_assignment == [0, 1, 1]
+    assert [group["amsgrad"] for group in optimizer.param_groups] == [True, False, False]
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5, 0.5]
+
+
+@pytest.mark.ranks(2)
+def test_what_is_refused(rank: int) -> None:
+    model = language_model()
+    hidden, outer, rest = parted(model)
+    optimizer = sharded(model)
+    with pytest.raises(AttributeError, match=r"2 local optimizers, for Muon \+ AdamW: they are in local_optimizers"):
+        _ = optimizer.optim
+    with pytest.raises(TypeError, match="takes no keyword arguments with several optimizer classes, but got grads"):
+        optimizer.step(grads=None)
+    with pytest.raises(ValueError, match="param group 0 has 'betas', which Muon does not take, but AdamW does"):
+        ZeroRedundancyOptimizer(
+            [{"params": hidden, "optimizer_class": optim.Muon, "betas": (0, 0)}, {"params": rest}], optim.AdamW
+        )
+    with pytest.raises(ValueError, match=r"Muon, the class of param group 0, is not known .* Use partition='level'"):
+        sharded(model, partition="split")
+    with pytest.raises(ValueError, match="only supports 2D"):
+        ZeroRedundancyOptimizer([{"params": rest, "optimizer_class": optim.Muon}, {"params": outer}], optim.AdamW)
+    with pytest.raises(TypeError, match="must be an optimizer class, but got SGD"):
+        ZeroRedundancyOptimizer([{"params": rest, "optimizer_class": optim.SGD(rest)}, {"params": outer}], optim.AdamW)
+    with pytest.raises(ValueError, match="cannot be sharded"):
+        ZeroRedundancyOptimizer([{"params": rest, "optimizer_class": optim.LBFGS}, {"params": outer}], optim.AdamW)
+    other = [optim.Muon, optim.SGD][rank]
+    with pytest.raises(RuntimeError, match="optimizer is 'Muon, AdamW, AdamW' on rank 0 and 'SGD, AdamW, AdamW' on"):
+        ZeroRedundancyOptimizer([{**groups_of(model)[0], "optimizer_class": other}, *groups_of(model)[1:]], optim.AdamW)
+    groups = len(optimizer.param_groups)
+    with pytest.raises(ValueError, match="param group 3 has 'ns_steps', which AdamW does not take, but Muon does"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))], "ns_steps": 5})
+    assert len(optimizer.param_groups) == groups
+    step_all(model, [optimizer], 0)
