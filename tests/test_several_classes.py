@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from ddp_training import HOOKS, register
 from torch import nn, optim
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.nn.parallel import DistributedDataParallel
 from training import assert_bitwise_equal, assert_same_state, set_gradients, twins
-from zeroshard import ZeroRedundancyOptimizer, join_state_dicts, split_state_dict
+from zeroshard import AveragedParameters, ZeroRedundancyOptimizer, join_state_dicts, split_state_dict
 from zeroshard_testing import assert_replicas_equal
 
 pytestmark = pytest.mark.usefixtures("tensors_on_the_device")
@@ -161,8 +171,110 @@ def test_what_is_refused(rank: int) -> None:
     other = [optim.Muon, optim.SGD][rank]
     with pytest.raises(RuntimeError, match="optimizer is 'Muon, AdamW, AdamW' on rank 0 and 'SGD, AdamW, AdamW' on"):
         ZeroRedundancyOptimizer([{**groups_of(model)[0], "optimizer_class": other}, *groups_of(model)[1:]], optim.AdamW)
+    muon, adamw = separate(model)
+    for state_dict in (muon.state_dict(), adamw.state_dict()):
+        with pytest.raises(ValueError, match="the assignment names"):
+            join_state_dicts([state_dict, state_dict], [0, 1, 1])
+    swapped = join_state_dicts([adamw.state_dict(), muon.state_dict()], [0, 0, 1])
+    with pytest.raises(ValueError, match="loaded state dict: group 0 has 'amsgrad', which Muon does not take"):
+        optimizer.load_state_dict(swapped)
+    with pytest.raises(ValueError, match="there is no param group 3: there are 3"):
+        optimizer.load_state_dict(muon.state_dict(), group=3)
     groups = len(optimizer.param_groups)
     with pytest.raises(ValueError, match="param group 3 has 'ns_steps', which AdamW does not take, but Muon does"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))], "ns_steps": 5})
     assert len(optimizer.param_groups) == groups
     step_all(model, [optimizer], 0)
+
+
+@pytest.mark.exhaustive_at(1, 3)
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("hook", HOOKS)
+def test_hooks(hook: str, rank: int) -> None:
+    # Muon orthogonalises in bfloat16: equal only where gradients are equal to the bit, as at 2 ranks.
+    model, reference = twins(language_model)
+    ddp, plain_ddp = (DistributedDataParallel(each, bucket_cap_mb=0.01) for each in (model, reference))
+    optimizer, plain = sharded(model, overlap_with_ddp=hook != "owner"), separate(reference)
+    register(hook, ddp, optimizer)
+    rates: list[Callable[[int], float]] = [lambda step: 0.9**step, lambda step: 1.0, lambda step: 0.5**step]
+    schedulers = [optim.lr_scheduler.LambdaLR(optimizer, rates)]
+    schedulers += [optim.lr_scheduler.LambdaLR(plain[0], rates[:1]), optim.lr_scheduler.LambdaLR(plain[1], rates[1:])]
+    device = next(model.parameters()).device
+    for step in range(5):
+        torch.manual_seed(10 * step + rank)
+        tokens = torch.randint(40, (8,), device=device)
+        for each in (ddp, plain_ddp):
+            nn.functional.cross_entropy(each(tokens), tokens.roll(1)).backward()
+        if hook == "owner":
+            # Norms differ in their last bits, so no gradient is scaled here.
+            norm, expected = optimizer.clip_grad_norm_(1e9), nn.utils.clip_grad_norm_(reference.parameters(), 1e9)
+            torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
+        for each in (optimizer, *plain):
+            each.step()
+            each.zero_grad()
+        for scheduler in schedulers:
+            scheduler.step()
+        assert_replicas_equal(model.parameters())
+        if dist.get_world_size() <= 2:
+            assert_bitwise_equal(model, reference, f"after step {step}")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
+def test_distributed_checkpoint(flat: bool, ranks_tmp_path: Path) -> None:
+    model, reference = twins(language_model)
+    optimizer, plain = sharded(model), separate(reference)
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    step_all(model, [optimizer], 0)
+    step_all(reference, plain, 0)
+    dcp.save(get_optimizer_state_dict(model, optimizer, options=options), checkpoint_id=ranks_tmp_path / "checkpoint")
+    other = sharded(copied := copy.deepcopy(reference))
+    found = get_optimizer_state_dict(copied, other, options=options)
+    dcp.load(found, checkpoint_id=ranks_tmp_path / "checkpoint")
+    set_optimizer_state_dict(copied, other, found, options=options)
+    for step in range(1, 3):
+        step_all(copied, [other], step)
+        step_all(reference, plain, step)
+        assert_bitwise_equal(copied, reference, f"after step {step}")
+
+
+@pytest.mark.ranks(3)
+def test_master_weights_and_averages(rank: int) -> None:
+    model = language_model().bfloat16()
+    optimizer = sharded(model, master_weights=True)
+    AveragedParameters(optimizer)
+    copied = copy.deepcopy(model).float()
+    plain = separate(copied)
+    for step in range(3):
+        set_gradients(model.parameters(), step)
+        for param, master in zip(model.parameters(), copied.parameters(), strict=True):
+            assert param.grad is not None
+            master.grad = param.grad.float()
+        for each in (optimizer, *plain):
+            each.step()
+        assert_replicas_equal(model.parameters())
+        for param, master in zip(model.parameters(), copied.parameters(), strict=True):
+            assert torch.equal(param, master.bfloat16())
+    optimizer.consolidate_state_dict(to=0)
+    if rank == 0:
+        state = optimizer.state_dict()["state"]
+        assert all({"master_param", "average_param"} <= entries.keys() for entries in state.values())
+
+
+@pytest.mark.ranks(2)
+def test_a_plain_checkpoint_is_loaded_into_the_groups_of_one_class() -> None:
+    model, reference = twins(language_model)
+    optimizer, plain = sharded(model), separate(reference)
+    step_all(model, [optimizer], 0)
+    step_all(reference, plain, 0)
+    # The others keep their state.
+    other = separate(copy.deepcopy(reference))[1]
+    other.load_state_dict(plain[1].state_dict())
+    for entries in other.state.values():
+        entries["exp_avg"].mul_(0.5)
+    optimizer.load_state_dict(other.state_dict(), group=1)
+    plain[1].load_state_dict(other.state_dict())
+    for step in range(1, 3):
+        step_all(model, [optimizer], step)
+        step_all(reference, plain, step)
+        assert_bitwise_equal(model, reference, f"after step {step}")

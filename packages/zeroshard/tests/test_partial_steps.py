@@ -9,6 +9,7 @@ import torch
 from torch import nn, optim
 from zeroshard.local.optimizer import LocalOptimizer, PartialStepper
 from zeroshard.plan.eligibility import may_step_in_parts
+from zeroshard.plan.group_classes import GroupClass
 from zeroshard.plan.layout import Policy
 from zeroshard_core import TensorSpec, numel, partition
 
@@ -19,8 +20,8 @@ def local_optimizer(params: list[nn.Parameter], kind: Any = optim.AdamW) -> Loca
         TensorSpec(str(index), tuple(param.shape), param.dtype, group=int(index >= 2))
         for index, param in enumerate(params)
     ]
-    policy = Policy("whole", numel, kind, elementwise=False, as_bucket_view=False, world_size=1)
-    local = LocalOptimizer(policy, groups, partition(specs, 1), 0, {})
+    policy = Policy("whole", numel, as_bucket_view=False, world_size=1, classes=[GroupClass(kind, {})] * 2)
+    local = LocalOptimizer(policy, groups, partition(specs, 1), 0)
     local.detach_shards()
     return local
 

@@ -31,6 +31,7 @@ from zeroshard.plan.eligibility import Coupled, OptimizerFactory, check_shardabl
 from zeroshard.plan.group_classes import GroupClass, assign, names_of, take_class
 from zeroshard.plan.groups import ParamGroup, read_group, read_groups
 from zeroshard.plan.layout import Objects, Policy
+from zeroshard.state.classes import with_part
 from zeroshard.state.listing import StateDict, list_state
 from zeroshard.state.names import Keys, check_keys, key_by_index, key_by_name
 from zeroshard.state.view import StateView
@@ -289,7 +290,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             state_dict = state_dict if changed is None else changed
         return key_by_name(state_dict, self.param_groups) if check_keys(keys) == "names" else state_dict
 
-    def load_state_dict(self, state_dict: StateDict, *, from_rank: int | None = None, keys: Keys = "indices") -> None:
+    def load_state_dict(
+        self,
+        state_dict: StateDict,
+        *,
+        from_rank: int | None = None,
+        keys: Keys = "indices",
+        group: int | None = None,
+    ) -> None:
         """Load a checkpoint: every rank takes what it owns. Collective.
 
         Args:
@@ -300,6 +308,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             from_rank: the group rank whose state dict all ranks load; it sends each rank its part. The other ranks pass
                 an empty one.
             keys: ``"names"`` if its keys are names of parameters, which may be in another order then.
+            group: loads the checkpoint of a plain optimizer into the groups that share this group's local optimizer;
+                the others keep their state. Without ``from_rank``, and with integers as keys.
 
         Raises:
             TypeError, ValueError: if groups, parameters or entries do not fit this optimizer.
@@ -313,6 +323,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             for pre_hook in self._optimizer_load_state_dict_pre_hooks.values() if state_dict else ():
                 changed = pre_hook(self, given)
                 given = given if changed is None else changed
+            if group is not None:
+                if from_rank is not None or keys != "indices":
+                    raise ValueError("load_state_dict(group=...) takes neither from_rank nor keys")
+                return with_part(self.state_dict(), given, self.group_assignment, group)
             return key_by_index(given, self.param_groups) if check_keys(keys) == "names" and given else given
 
         if self._engine.load(read, from_rank):

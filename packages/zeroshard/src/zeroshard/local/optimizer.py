@@ -187,7 +187,7 @@ class LocalOptimizer:
         known = [(type(member).__name__, member.defaults) for member in members]
         for number, own in enumerate(assign(classes)):
             if number >= first:
-                check_hyperparameters(number, groups[number], known, own)
+                check_hyperparameters(f"param group {number}", groups[number], known, own)
 
     def _members(self, groups: Sequence[ParamGroup], plan: Plan) -> list[list[LocalShard]]:
         """Return the shards of this rank for each group, and keep shards that exist already."""

@@ -119,13 +119,13 @@ def undeclared(classes: Sequence[GroupClass]) -> GroupClass | None:
 
 
 def check_hyperparameters(
-    number: int, group: Mapping[str, Any], known: Sequence[tuple[str, Mapping[str, Any]]], own: int
+    what: str, group: Mapping[str, Any], known: Sequence[tuple[str, Mapping[str, Any]]], own: int
 ) -> None:
     """Raise a ValueError if a group has a hyperparameter that its class does not take, but another group's does.
 
     Args:
-        number: of the group.
-        group: as the user has written it.
+        what: names the group in the error.
+        group: as the user has written it, or as it was saved.
         known: the name and the default hyperparameters of each local optimizer.
         own: which of these steps the group.
     """
@@ -135,6 +135,6 @@ def check_hyperparameters(
         # Some classes list none.
         if taken and foreign:
             raise ValueError(
-                f"param group {number} has {foreign[0]!r}, which {name} does not take, but {other} does: write it into "
-                f"a group of that class"
+                f"{what} has {foreign[0]!r}, which {name} does not take, but {other} does: its class and its "
+                f"hyperparameters must fit"
             )

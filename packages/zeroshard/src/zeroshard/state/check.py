@@ -13,7 +13,7 @@ from zeroshard_core import Plan, Shard, StateEntry, TensorSpec, cut_state, probe
 
 from zeroshard.local.extra_state import ADVICE
 from zeroshard.plan.eligibility import class_of
-from zeroshard.plan.group_classes import GroupClass
+from zeroshard.plan.group_classes import GroupClass, assign, check_hyperparameters
 from zeroshard.plan.groups import hyperparameters_of, parameters_of
 from zeroshard.plan.hyperparameters import to_text
 from zeroshard.state.placeholder import StatePlaceholder, has_placeholder, leaves
@@ -189,6 +189,9 @@ def check_state_dict(
             f"loaded state dict has a different number of parameter groups: {len(saved_groups)}, but this optimizer "
             f"has {len(groups)}"
         )
+    known = [(type(member).__name__, member.defaults) for member in engine.local.members]
+    for number, own in enumerate(assign(engine.policy.classes)):
+        check_hyperparameters(f"loaded state dict: group {number}", saved_groups[number], known, own)
     index_of: dict[Any, int] = {}
     for number, (saved, group) in enumerate(zip(saved_groups, groups, strict=True)):
         _check_type(saved, dict, f"group {number}")
