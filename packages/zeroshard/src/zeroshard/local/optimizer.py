@@ -23,9 +23,6 @@ from zeroshard.plan.layout import Policy, label_in
 
 Closure = Callable[[], Any]
 
-_ADDED = frozenset({"param_names", "name", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"})
-"""Keys that users and schedulers of torch add to param groups."""
-
 
 class LocalOptimizer:
     """Owns the inner optimizers, one for each class of the param groups, and the shards they work on.
@@ -163,10 +160,7 @@ class LocalOptimizer:
         for number in range(max(assignment) + 1):
             own = [group for group, of_group in zip(groups, assignment, strict=True) if of_group == number]
             chosen = classes[assignment.index(number)]
-            # Some classes take no keys but their own.
-            made = chosen.factory([{k: group[k] for k in group if k not in _ADDED} for group in own], **chosen.defaults)
-            for inside, group in zip(made.param_groups, own, strict=True):
-                inside.update({key: value for key, value in group.items() if key in _ADDED})
+            made = chosen.build(own)
             check_uncoupled(made, chosen.arguments, self._policy.coupled)
             check_differentiable(made)
             built.append(made)

@@ -7,14 +7,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import optim
 from zeroshard_core import Cost
 
 from zeroshard.plan.eligibility import OptimizerFactory, check_shardable, class_of, is_elementwise, name_of
 from zeroshard.plan.groups import MEMBERS, ParamGroup
-from zeroshard.plan.hyperparameters import to_text
 
 OPTIONS = ("optimizer_class", "optimizer_defaults", "cost", "elementwise")
 """Keys of a param group that say how it is stepped and partitioned; they are in no ``param_groups`` and state dict."""
+
+_ADDED = frozenset({"param_names", "name", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"})
+"""Keys that users and schedulers of torch add to param groups."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,8 +64,21 @@ class GroupClass:
         """Whether one local optimizer steps the groups of both: the class and its arguments are equal."""
         if self is other:
             return True
-        is_alike = class_of(self.factory) is class_of(other.factory)
-        return is_alike and to_text(self.arguments) == to_text(other.arguments)
+        mine, others = self.arguments, other.arguments
+        return (
+            class_of(self.factory) is class_of(other.factory)
+            and mine.keys() == others.keys()
+            and all(mine[key] is others[key] or _are_equal(mine[key], others[key]) for key in mine)
+        )
+
+    def build(self, groups: Iterable[ParamGroup]) -> optim.Optimizer:
+        """Build an optimizer over param groups of this class."""
+        given = list(groups)
+        # Some classes take no keys but their own.
+        built = self.factory([{k: group[k] for k in group if k not in _ADDED} for group in given], **self.defaults)
+        for inside, group in zip(built.param_groups, given, strict=True):
+            inside.update({key: value for key, value in group.items() if key in _ADDED})
+        return built
 
 
 def take_class(group: ParamGroup, constructors: GroupClass) -> tuple[ParamGroup, GroupClass]:
@@ -113,11 +129,6 @@ def names_of(classes: Sequence[GroupClass]) -> str:
     return " + ".join(dict.fromkeys(each.name for each in classes))
 
 
-def undeclared(classes: Sequence[GroupClass]) -> GroupClass | None:
-    """Return the first class of which tensors may not be cut; None if all may be."""
-    return next((each for each in classes if not each.may_be_cut), None)
-
-
 def check_hyperparameters(
     what: str, group: Mapping[str, Any], known: Sequence[tuple[str, Mapping[str, Any]]], own: int
 ) -> None:
@@ -138,3 +149,8 @@ def check_hyperparameters(
                 f"{what} has {foreign[0]!r}, which {name} does not take, but {other} does: its class and its "
                 f"hyperparameters must fit"
             )
+
+
+def _are_equal(one: object, other: object) -> bool:
+    plain = (bool, int, float, str, tuple, list, dict)
+    return isinstance(one, plain) and isinstance(other, plain) and one == other

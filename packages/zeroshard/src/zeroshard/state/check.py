@@ -80,7 +80,7 @@ class StateSchema:
         if key not in self._known:
 
             def build(params: Any, **group: Any) -> optim.Optimizer:  # noqa: ANN401 - of any class
-                return chosen.factory([{**group, "params": params}], **chosen.defaults)
+                return chosen.build([{**group, "params": params}])
 
             try:
                 self._known[key] = probe(build, settings, [spec])[spec.shape, spec.dtype]
