@@ -22,6 +22,7 @@ from zeroshard.join import Call, JoinState
 from zeroshard.local.optimizer import Closure, LocalOptimizer, sync_groups
 from zeroshard.local.train_mode import call_on_all_ranks
 from zeroshard.param_buffers import ParamBuffers, broadcast_all
+from zeroshard.plan.costs import with_classes
 from zeroshard.plan.group_classes import GroupClass, names_of
 from zeroshard.plan.groups import ParamGroup, active_mask, check_capture, check_members, parameters_of, same_place
 from zeroshard.plan.hyperparameters import Hyperparameters, settings_of
@@ -86,7 +87,7 @@ class Engine:
         self.refused = self.suspended = self.last_mode = ""
         with agreed(coordinator, "ZeroRedundancyOptimizer()") as proposal:
             self.groups, classes = read()
-            groups, policy = self.groups, replace(policy, classes=classes)
+            groups, policy = self.groups, with_classes(policy, classes, self.groups)
             self.policy, self.layout = policy, first_layout(policy, groups)
             self.local = LocalOptimizer(policy, groups, self.layout.plan, ranks.rank)
             if policy.has_several:
@@ -245,7 +246,8 @@ class Engine:
                 with agreed(self.coordinator, "add_param_group()") as proposal:
                     proposal.set(layout.config)
                     self.check_allowed()
-                    policy = replace(self.policy, classes=[*self.policy.classes, append()])
+                    classes = [*self.policy.classes, append()]
+                    policy = with_classes(self.policy, classes, self.groups)
                     layout = next_layout(policy, layout, self.groups)
                     self.local.check_not_converted(self.layout.plan, layout.plan)
                     self.local.dry_run(self.groups, layout.plan, policy.classes)

@@ -19,7 +19,7 @@ from torch.distributed.algorithms.join import Joinable
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from zeroshard_comm import RankGroup, Traffic
-from zeroshard_core import Cost, Plan, Strategy, numel
+from zeroshard_core import Cost, Level, Plan, Strategy, numel
 
 from zeroshard._torch_private import disable_dynamo
 from zeroshard.debug.describe import OptimizerDescription, describe
@@ -52,22 +52,26 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     The algorithm is stage 1 of `ZeRO <https://arxiv.org/abs/1910.02054>`_.
 
     Args:
-        params: tensors, ``(name, tensor)`` pairs, or dicts of param groups, in the same order on every rank.
+        params: tensors, ``(name, tensor)`` pairs, or dicts of param groups, in the same order on every rank. A group
+            may have an ``optimizer_class`` of its own, with ``optimizer_defaults`` for its constructor, and a ``cost``
+            and ``elementwise`` of its own.
         optimizer_class: the class of the local optimizer, or a ``functools.partial`` of it.
         process_group: the ranks that share the work; the default group if None.
         parameters_as_bucket_view: pack parameters into flat buffers, so that a step sends few large messages without
             copying. ``param.data`` then points into a buffer.
         overlap_with_ddp: whether a communication hook of ``zeroshard_integrations.ddp`` steps it during backward.
         partition: ``"whole"`` (each tensor has one owner), ``"split"`` (large tensors are cut evenly; elementwise
-            optimizers only), ``"hybrid"`` (whole, except tensors larger than a fair share; elementwise only), or a
-            function of your own, see :data:`zeroshard_core.Strategy`.
-        cost: what a tensor weighs when tensors are partitioned; its number of elements by default.
+            optimizers only), ``"hybrid"`` (whole, except tensors larger than a fair share; elementwise only),
+            ``"level"`` or :func:`zeroshard_core.level` (tensors of classes that are not elementwise whole, by work; the
+            others cut where state is missing), or a function of your own, see :data:`zeroshard_core.Strategy`.
+        cost: what a tensor weighs when tensors are partitioned. By default its number of elements; with several
+            classes, or ``"level"``, the work of its update, where its class is known.
         elementwise: declares that ``optimizer_class`` is elementwise, if zeroshard does not know it.
         objects: ``"leave out"`` omits state entries that are not tensors, numbers, strings, lists or dicts from
             checkpoints; by default the step that adds one raises.
         coupled: ``"allow"`` accepts an optimizer class that couples tensors; each rank then sees only its own tensors.
         master_weights: step float32 copies of float16 and bfloat16 parameters; entry ``"master_param"`` of the state.
-        **defaults: arguments of ``optimizer_class``.
+        **defaults: arguments of ``optimizer_class``, for groups of this class.
 
     Attributes:
         process_group, parameters_as_bucket_view: as given, or the default group.
@@ -102,7 +106,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         parameters_as_bucket_view: bool = False,
         overlap_with_ddp: bool = False,
         *,
-        partition: Literal["whole", "split", "hybrid"] | Strategy = "whole",
+        partition: Literal["whole", "split", "hybrid", "level"] | Strategy | Level = "whole",
         cost: Cost = numel,
         elementwise: bool = False,
         objects: Objects = "refuse",

@@ -14,7 +14,18 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 from zeroshard_comm import ShardingConfig
-from zeroshard_core import SMALLEST_PART, Cost, Plan, Strategy, TensorSpec, partition, repartition
+from zeroshard_core import (
+    SMALLEST_PART,
+    Cost,
+    GroupCost,
+    Level,
+    Plan,
+    Strategy,
+    TensorSpec,
+    numel,
+    partition,
+    repartition,
+)
 
 from zeroshard.plan.eligibility import Coupled, name_of, not_elementwise
 from zeroshard.plan.group_classes import GroupClass, assign, names_of
@@ -28,9 +39,11 @@ class Policy:
     """How this optimizer is partitioned; fixed at construction, but for the names.
 
     Attributes:
-        strategy: ``"whole"``, ``"split"``, ``"hybrid"`` or a callable.
+        strategy: ``"whole"``, ``"split"``, ``"hybrid"``, ``"level"``, or what :func:`zeroshard_core.level` returns, or a
+            callable.
         cost: what a tensor weighs.
         classes: the optimizer class of each param group, which decides whether its tensors may be cut.
+        costs: what the tensors of each param group cost.
         as_bucket_view: whether parameters become views of flat buffers, which changes the messages.
         world_size: number of ranks.
         objects: whether state may hold objects that cannot be sent; checkpoints omit them.
@@ -41,7 +54,7 @@ class Policy:
         by_messages: types of devices whose tensors travel by messages; others do by collectives.
     """
 
-    strategy: str | Strategy
+    strategy: str | Strategy | Level
     cost: Cost
     as_bucket_view: bool
     world_size: int
@@ -49,6 +62,7 @@ class Policy:
     coupled: Coupled = "refuse"
     master_weights: bool = False
     classes: Sequence[GroupClass] = ()
+    costs: Sequence[GroupCost] = ()
     names: Mapping[torch.Tensor, str] = field(default_factory=dict)
     # torch documents this function, but does not list it.
     debug_level: str = field(default_factory=lambda: dist.get_debug_level().name)  # type: ignore[attr-defined]
@@ -57,6 +71,8 @@ class Policy:
     @property
     def name(self) -> str:
         """The strategy's name, for messages."""
+        if isinstance(self.strategy, Level):
+            return "level"
         return self.strategy if isinstance(self.strategy, str) else name_of(self.strategy)
 
     @property
@@ -69,9 +85,13 @@ class Policy:
         """The name of the class, or the classes of all groups."""
         return ", ".join(each.name for each in self.classes) if self.has_several else names_of(self.classes)
 
-    def weigh(self, spec: TensorSpec) -> float:
-        """What a tensor weighs when tensors are partitioned."""
-        return (self.classes[spec.group].cost or self.cost)(spec)
+    @property
+    def weights(self) -> dict[str, Any]:
+        """What tensors weigh, as arguments of :func:`zeroshard_core.partition`."""
+        if self.name == "level":
+            return {"groups": self.costs}
+        is_by_group = any(each.cost for each in self.classes) or (self.has_several and self.cost is numel)
+        return {"cost": (lambda spec: self.costs[spec.group].work(spec)) if is_by_group else self.cost}
 
     def smallest_part(self, specs: Sequence[TensorSpec]) -> int:
         """Return the least number of elements of a part of a cut tensor.
@@ -117,8 +137,8 @@ def next_layout(policy: Policy, layout: Layout | None, groups: Sequence[ParamGro
     check_memory(groups, active)
     how: dict[str, Any] = {
         "strategy": policy.strategy,
-        "cost": policy.weigh if any(each.cost for each in policy.classes) else policy.cost,
         "smallest_part": policy.smallest_part(specs),
+        **policy.weights,
     }
     if layout is None:
         plan = partition(specs, policy.world_size, **how)
@@ -164,7 +184,7 @@ def renamed(policy: Policy, layout: Layout, groups: Sequence[ParamGroup]) -> Lay
 def same_shards(one: Plan, other: Plan) -> bool:
     """Whether the same ranks own the same rows of the same tensors."""
     here, there = ([(spec.shape, spec.cut_dim) for spec in plan.tensors] for plan in (one, other))
-    return one.owners == other.owners and here == there
+    return (one.owners, one.starts) == (other.owners, other.starts) and here == there
 
 
 def label_in(plan: Plan, index: int) -> str:

@@ -189,9 +189,6 @@ def check_state_dict(
             f"loaded state dict has a different number of parameter groups: {len(saved_groups)}, but this optimizer "
             f"has {len(groups)}"
         )
-    known = [(type(member).__name__, member.defaults) for member in engine.local.members]
-    for number, own in enumerate(assign(engine.policy.classes)):
-        check_hyperparameters(f"loaded state dict: group {number}", saved_groups[number], known, own)
     index_of: dict[Any, int] = {}
     for number, (saved, group) in enumerate(zip(saved_groups, groups, strict=True)):
         _check_type(saved, dict, f"group {number}")
@@ -207,6 +204,9 @@ def check_state_dict(
             if key in index_of:
                 raise ValueError(f"loaded state dict names parameter {key!r} twice in its param_groups")
             index_of[key] = len(index_of)
+    known = [(type(member).__name__, member.defaults) for member in engine.local.members]
+    for number, own in enumerate(assign(engine.policy.classes)):
+        check_hyperparameters(f"loaded state dict: group {number}", saved_groups[number], known, own)
     by_tensor = {index_of[key]: entries for key, entries in state.items() if key in index_of}
     others = {key: value for key, value in state.items() if key not in index_of}
     _check_other_keys(others, (int, *{type(key) for key in index_of}))
