@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ddp_training import HOOKS, register
+from example_scripts import script
 from torch import nn, optim
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -33,6 +34,11 @@ def language_model() -> nn.Sequential:
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(24, 24), nn.LayerNorm(24)) for _ in range(3)]
     return nn.Sequential(nn.Embedding(40, 24), *layers, nn.Linear(24, 40))
+
+
+def large_language_model() -> nn.Sequential:
+    """One whose embedding may be cut."""
+    return nn.Sequential(nn.Embedding(3000, 24), *list(language_model())[1:])
 
 
 def parted(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]:
@@ -190,12 +196,13 @@ def test_what_is_refused(rank: int) -> None:
 
 @pytest.mark.exhaustive_at(1, 3)
 @pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("partition", ["whole", "level"])
 @pytest.mark.parametrize("hook", HOOKS)
-def test_hooks(hook: str, rank: int) -> None:
+def test_hooks(hook: str, partition: str, rank: int) -> None:
     # Muon orthogonalises in bfloat16: equal only where gradients are equal to the bit, as at 2 ranks.
-    model, reference = twins(language_model)
+    model, reference = twins(large_language_model)
     ddp, plain_ddp = (DistributedDataParallel(each, bucket_cap_mb=0.01) for each in (model, reference))
-    optimizer, plain = sharded(model, overlap_with_ddp=hook != "owner"), separate(reference)
+    optimizer, plain = sharded(model, overlap_with_ddp=hook != "owner", partition=partition), separate(reference)
     register(hook, ddp, optimizer)
     rates: list[Callable[[int], float]] = [lambda step: 0.9**step, lambda step: 1.0, lambda step: 0.5**step]
     schedulers = [optim.lr_scheduler.LambdaLR(optimizer, rates)]
@@ -279,3 +286,35 @@ def test_a_plain_checkpoint_is_loaded_into_the_groups_of_one_class() -> None:
         step_all(model, [optimizer], step)
         step_all(reference, plain, step)
         assert_bitwise_equal(model, reference, f"after step {step}")
+
+
+@pytest.mark.exhaustive_at(4)
+@pytest.mark.ranks(2, 3, 4)
+def test_level(rank: int) -> None:
+    model, reference = twins(large_language_model)
+    optimizer, plain = sharded(model, partition="level"), separate(reference)
+    plan = optimizer.plan
+    assert plan.is_cut(3)
+    assert not any(map(plan.is_cut, (0, 1, 2)))
+    for step in range(3):
+        step_all(model, [optimizer], step)
+        step_all(reference, plain, step)
+        assert_bitwise_equal(model, reference, f"after step {step}")
+    optimizer.consolidate_state_dict(to=0)
+    if rank == 0:
+        for part, each in zip(split_state_dict(optimizer.state_dict(), [0, 1, 1]), plain, strict=True):
+            assert_same_state(part, each.state_dict())
+
+
+@pytest.mark.ranks(2)
+def test_the_example_selects_the_matrices_of_blocks() -> None:
+    model = script("small_gpt").SmallGPT()
+    groups = script("muon").param_groups(model, model.head)
+    names, rest = ([name for name, _ in group["params"]] for group in groups)
+    assert len(names) == 8
+    assert all(name.startswith("blocks.layers") and name.endswith("weight") for name in names)
+    assert {"bytes.weight", "positions.weight", "head.weight"} <= set(rest)
+    assert len(names) + len(rest) == len(list(model.parameters()))
+    optimizer = ZeroRedundancyOptimizer(groups, optim.AdamW, partition="level")
+    assert [group["name"] for group in optimizer.param_groups] == ["matrices", "rest"]
+    assert optimizer.param_groups[0]["param_names"] == names

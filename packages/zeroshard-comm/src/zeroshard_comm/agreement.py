@@ -459,11 +459,16 @@ def explain_configs(reference: str, other: str, reference_rank: int, other_rank:
     here, there = ShardingConfig.from_json(reference), ShardingConfig.from_json(other)
     difference = here.plan.difference(there.plan)
     if difference is not None:
-        return f"{difference} (here: rank {reference_rank}, there: rank {other_rank})"
+        difference = f"{difference} (here: rank {reference_rank}, there: rank {other_rank})"
+    if here.plan.tensors != there.plan.tensors:
+        return difference
     for name in dict.fromkeys([*here.settings, *there.settings]):
         left, right = here.settings.get(name), there.settings.get(name)
         if left != right:
             return f"{name} is {left!r} on rank {reference_rank} and {right!r} on rank {other_rank}"
+    # Who owns what may follow from the settings.
+    if difference is not None:
+        return difference
     for index, (left, right) in enumerate(zip(here.active, there.active, strict=False)):
         if left != right:
             yes, no = (reference_rank, other_rank) if left else (other_rank, reference_rank)

@@ -39,8 +39,7 @@ class Policy:
     """How this optimizer is partitioned; fixed at construction, but for the names.
 
     Attributes:
-        strategy: ``"whole"``, ``"split"``, ``"hybrid"``, ``"level"``, or what :func:`zeroshard_core.level` returns, or a
-            callable.
+        strategy: ``"whole"``, ``"split"``, ``"hybrid"``, ``"level"``, a :class:`zeroshard_core.Level` or a callable.
         cost: what a tensor weighs.
         classes: the optimizer class of each param group, which decides whether its tensors may be cut.
         costs: what the tensors of each param group cost.
