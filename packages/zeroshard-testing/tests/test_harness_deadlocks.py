@@ -20,14 +20,20 @@ if TYPE_CHECKING:
 KEY = "0:0,1"
 SLOWLY_MADE = """
     import os, time
-    from functools import partial
 
     import pytest
-    from torch.distributed import ProcessGroupGloo
+    from torch.distributed import distributed_c10d
+
+    make = distributed_c10d._new_process_group_helper
+
+    def slowly(*args, **kwargs):
+        made = make(*args, **kwargs)
+        # When the other ranks have left theirs.
+        time.sleep(3)
+        return made
 
     if os.environ.get("RANK") == "0":
-        # It is called at the end of the constructor, when the other ranks have left theirs.
-        ProcessGroupGloo._set_sequence_number_for_group = staticmethod(partial(time.sleep, 3))
+        distributed_c10d._new_process_group_helper = slowly
 
     @pytest.mark.ranks(COUNT)
     def test_ends_at_once():
@@ -39,16 +45,19 @@ MADE_BY_ALL = """
     import os, pathlib, time
 
     import pytest
-    from torch.distributed import ProcessGroupGloo
+    from torch.distributed import distributed_c10d
 
     made = pathlib.Path(__file__).with_name("made by rank 0")
+    make = distributed_c10d._new_process_group_helper
 
-    def slowly(*_):
+    def slowly(*args, **kwargs):
+        group = make(*args, **kwargs)
         time.sleep(1)
         made.touch()
+        return group
 
     if os.environ.get("RANK") == "0":
-        ProcessGroupGloo._set_sequence_number_for_group = staticmethod(slowly)
+        distributed_c10d._new_process_group_helper = slowly
 
     @pytest.mark.ranks(2)
     def test_begins_when_all_have_made_the_group():

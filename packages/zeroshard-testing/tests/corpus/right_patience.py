@@ -11,14 +11,13 @@ import threading
 import time
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from datetime import timedelta
-from functools import partial
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import ones
-from torch.distributed import ProcessGroupGloo
+from torch.distributed import distributed_c10d
 from torch.distributed.algorithms.join import Join
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.nn.parallel import DistributedDataParallel
@@ -156,8 +155,15 @@ def test_a_process_group_made_anew(rank):
 @pytest.fixture
 def late_out_of_its_group(rank, monkeypatch):
     """Keep rank 0 in the constructor of a group when the others have left it, asleep in C as in a wait of gloo's."""
+    make = distributed_c10d._new_process_group_helper
+
+    def slowly(*args, **kwargs):
+        made = make(*args, **kwargs)
+        time.sleep(3)
+        return made
+
     if rank == 0:
-        monkeypatch.setattr(ProcessGroupGloo, "_set_sequence_number_for_group", staticmethod(partial(time.sleep, 3)))
+        monkeypatch.setattr(distributed_c10d, "_new_process_group_helper", slowly)
 
 
 @pytest.mark.ranks(1, 2, 3)
