@@ -165,6 +165,30 @@ def test_numbers_that_do_not_fit_are_refused(fields, message):
         replace(EVEN, **fields)
 
 
+def test_the_lower_bound_is_the_mean_or_a_tensor_or_what_their_number_forces():
+    def bound(*sizes, world_size=2):
+        return partition([TensorSpec("t", (size,), torch.float32) for size in sizes], world_size).lower_bound
+
+    assert bound(1, 1, 1, 1) == 2
+    assert bound(9, 1, 1) == 9
+    assert bound(5, 4, 4) == 8
+    assert bound(3, 3, 3, 3, 3) == 9
+    assert bound(5, 4, 4, 4, 3, 3, 3, world_size=3) == 9
+    assert bound() == 0
+
+
+@given(plans())
+def test_no_load_is_below_the_lower_bound_of_the_largest(plan):
+    assert max(plan.loads) >= plan.lower_bound * (1 - 1e-9)
+    assert plan.lower_bound >= max(plan.loads) / (1 + plan.optimality_gap) * (1 - 1e-9)
+
+
+def test_the_heaviest_tensors_are_named():
+    plan = partition([TensorSpec(f"t{size}", (size,), torch.float32) for size in (3, 9, 5, 9, 1)], 2)
+    assert plan.heaviest_tensors == (1, 3, 2)
+    assert plan.useful_ranks == 3
+
+
 @pytest.mark.parametrize("loads", [(1.0,), (1.0, -1.0), (1.0, float("nan")), (1.0, float("inf"))])
 def test_loads_are_one_finite_number_per_rank(loads):
     with pytest.raises(ValueError, match="load"):

@@ -26,6 +26,7 @@ True
 from zeroshard_core.bucket import BucketLayout, Run, Slot, bucket_layouts
 from zeroshard_core.cost import Cost, GroupCost, adam, nbytes, newton_schulz, numel, shampoo, state_bytes, table
 from zeroshard_core.flat import FlatBuffer, is_dense, storage_view
+from zeroshard_core.level import Level, level
 from zeroshard_core.partition import (
     SMALLEST_PART,
     STRATEGIES,
@@ -50,6 +51,7 @@ __all__ = [
     "Cost",
     "FlatBuffer",
     "GroupCost",
+    "Level",
     "Owners",
     "Plan",
     "Probed",
@@ -66,6 +68,7 @@ __all__ = [
     "cut_state",
     "hybrid",
     "is_dense",
+    "level",
     "nbytes",
     "newton_schulz",
     "numel",
