@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from zeroshard_core import TensorSpec, state_bytes
+from torch.utils.flop_counter import FlopCounterMode
+from zeroshard_core import TensorSpec, adam, newton_schulz, partition, shampoo, state_bytes, table
 
 SHAPES = [(), (9,), (4, 6), (2, 3, 4), (2, 3, 4, 5), (2, 1, 3, 2, 2), (2, 1, 3, 2, 2, 2)]
 
@@ -62,3 +63,53 @@ def test_measuring_is_done_once_per_shape_and_dtype():
     for size in (3, 4, 3, 4, 4):
         weigh(TensorSpec("weight", (size, 3), torch.float32))
     assert len(made) == 2
+
+
+def work(cost, *shape):
+    return cost(TensorSpec("weight", shape, torch.float32))
+
+
+def test_adam_counts_elements_and_calls():
+    assert work(adam(100), 10, 20) - work(adam(100)) == 100 * 199
+    assert work(adam(100), 0) > 0
+    assert work(adam(), 1000) > work(adam(140), 1000)
+
+
+@pytest.mark.parametrize("shape", [(30, 50), (50, 30), (30, 5, 10), (30, 2, 5, 5)])
+def test_newton_schulz_counts_the_products_of_its_iterations(shape):
+    # Three dimensions are a stack of matrices; four are a convolution, which is a matrix of (out, rest).
+    matrix, count = ((5, 10), 30) if len(shape) == 3 else ((30, 50), 1)
+    short = torch.zeros(matrix)
+    with FlopCounterMode(display=False) as counter:
+        gram = short @ short.T
+        (gram + gram @ gram) @ short
+    per_step = work(newton_schulz(3), *shape) - work(newton_schulz(2), *shape)
+    assert per_step - work(newton_schulz(1), 0, 0) == count * counter.get_total_flops()
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (0, 3), (3, 0, 2), (0, 2, 2)])
+def test_newton_schulz_takes_what_is_no_matrix(shape):
+    assert work(newton_schulz(), *shape) >= work(newton_schulz(), 0, 0) > 0
+
+
+def test_shampoo_counts_blocks_and_decompositions():
+    calls = work(shampoo(8, 1), 0, 0)
+    often, seldom = (work(shampoo(8, every), 16, 24) - calls for every in (1, 10))
+    # Six blocks of 8 x 8, each with two products and two decompositions.
+    assert often == 6 * (4 * 64 * 16 + 18 * 2 * 8**3)
+    assert seldom == pytest.approx(6 * (4 * 64 * 16 + 18 * 2 * 8**3 / 10))
+    assert work(shampoo(1024, 1), 16, 24) - calls == pytest.approx(4 * 384 * 40 + 18 * (16**3 + 24**3))
+    assert work(shampoo(8, 1)) == 0
+
+
+@pytest.mark.parametrize("arguments", [(0, 1), (1, 0), (-3, 5)])
+def test_shampoo_without_blocks_or_steps_is_refused(arguments):
+    with pytest.raises(ValueError, match="`block` and `every` should be at least 1, but are"):
+        shampoo(*arguments)
+
+
+def test_a_table_gives_its_numbers_and_names_what_it_lacks():
+    specs = [TensorSpec(name, (3,), torch.float32) for name in ("a", "b")]
+    assert partition(specs, 2, cost=table({"a": 2, "b": 5})).loads == (5.0, 2.0)
+    with pytest.raises(ValueError, match="the table of costs has no tensor 'b'"):
+        partition(specs, 2, cost=table({"a": 2}))

@@ -245,13 +245,15 @@ def test_frozen_tensors_weigh_nothing_but_have_an_owner(name):
 
 
 def test_an_unknown_strategy_is_refused_with_the_choices():
-    with pytest.raises(ValueError, match="unknown strategy 'best'; choose one of 'whole', 'split', 'hybrid'"):
+    with pytest.raises(
+        ValueError, match="unknown strategy 'best'; choose one of 'whole', 'split', 'hybrid', 'level', or a f"
+    ):
         partition([], 1, strategy="best")
 
 
 @pytest.mark.parametrize("strategy", [3, None, ["whole"]])
 def test_a_strategy_that_is_neither_a_name_nor_a_function_is_refused_with_the_choices(strategy):
-    with pytest.raises(TypeError, match="must be one of 'whole', 'split', 'hybrid', or a function, but is"):
+    with pytest.raises(TypeError, match="must be one of 'whole', 'split', 'hybrid', 'level', or a function, but is"):
         partition(vectors(3), 2, strategy=strategy)
 
 

@@ -69,6 +69,126 @@ def test_a_plan_prints_as_a_short_table(world_size):
     assert max(map(len, lines)) <= 120
 
 
+ROWS = TensorSpec("w", (10, 32), torch.float32, group=1)
+"""Cut at multiples of two rows."""
+EVEN = Plan(2, (WEIGHT, ROWS), ((0,), (1, 0)), (0.0, 0.0))
+UNEVEN = replace(EVEN, starts=((), (0, 2)))
+
+
+def test_parts_begin_at_the_rows_of_the_plan():
+    assert EVEN.of_tensor(1) == (Shard(1, 1, 0, 0, 6, 32), Shard(1, 0, 0, 6, 10, 32))
+    assert UNEVEN.of_tensor(1) == (Shard(1, 1, 0, 0, 2, 32), Shard(1, 0, 0, 2, 10, 32))
+    assert UNEVEN.of_rank(0) == (Shard(0, 0, 0, 0, 4, 1), Shard(1, 0, 0, 2, 10, 32))
+    assert UNEVEN.is_cut(1)
+
+
+def test_rows_of_even_parts_are_no_rows():
+    again = replace(EVEN, starts=((0,), (0, 6)))
+    assert again == EVEN
+    assert again.starts == ()
+    assert again.fingerprint() == EVEN.fingerprint()
+    assert replace(UNEVEN, starts=((0,), (0, 2))) == UNEVEN
+
+
+@pytest.mark.parametrize(
+    ("starts", "message"),
+    [
+        (((),), "there are 2 tensors, but first rows of 1"),
+        (((), (0, 2, 4)), "tensor 1 'w' has 2 owners, but first rows of 3 parts"),
+        (((), (2, 4)), r"tensor 1 'w' should be cut at ascending multiples of 2 from 0 to 10, not \(2, 4\)"),
+        (((), (0, 3)), r"ascending multiples of 2 from 0 to 10, not \(0, 3\)"),
+        (((), (0, 0)), r"not \(0, 0\)"),
+        (((), (0, 10)), r"not \(0, 10\)"),
+        (((), (0, -2)), r"not \(0, -2\)"),
+        (((1,), ()), r"tensor 0 'weight' should be cut .* from 0 to 4, not \(1,\)"),
+    ],
+)
+def test_rows_where_a_tensor_cannot_be_cut_are_refused(starts, message):
+    with pytest.raises(ValueError, match=message):
+        replace(EVEN, starts=starts)
+
+
+def test_rows_make_another_plan():
+    assert UNEVEN.fingerprint() != EVEN.fingerprint()
+    assert UNEVEN.fingerprint() == "d508c14f4fda08aec49aa55109226c9cc0013f99cd8035218b4f962165476d08"
+    assert EVEN.difference(UNEVEN) == "tensor 1 'w' is cut at even rows here, at rows 0, 2 there"
+    assert UNEVEN.difference(EVEN) == "tensor 1 'w' is cut at rows 0, 2 here, at even rows there"
+    other = replace(EVEN, starts=((), (0, 8)))
+    assert UNEVEN.difference(other) == "tensor 1 'w' is cut at rows 0, 2 here, at rows 0, 8 there"
+    assert UNEVEN.difference(replace(UNEVEN)) is None
+
+
+VERSION_2 = (
+    '{"format": "zeroshard-plan", "version": 2, "world_size": 2, "tensors": [{"name": "w", "shape": [300, 128], '
+    '"dtype": "float32", "device": "cpu", "trainable": true, "group": 0, "stride": null}, {"name": "b", "shape": [4], '
+    '"dtype": "bfloat16", "device": "cpu", "trainable": false, "group": 1, "stride": null}], "owners": [[0, 1], [0]], '
+    '"loads": [19200.0, 19200.0], "heaviest": 0.0}'
+)
+"""Written before plans had rows, bytes of state, weights and classes."""
+
+
+def test_the_text_of_an_older_release_is_read_and_keeps_its_fingerprint():
+    plan = Plan.from_json(VERSION_2)
+    assert json.loads(plan.to_json()) == json.loads(VERSION_2)
+    assert plan.fingerprint() == "c3fb4292529b3868675488e57aa2320bf101e5b8f2d8f0cbca5a177c7cff4ef2"
+    specs = [
+        TensorSpec("w", (300, 128), torch.float32),
+        TensorSpec("b", (4,), torch.bfloat16, trainable=False, group=1),
+    ]
+    now = partition(specs, 2, strategy="split")
+    assert now.fingerprint() == plan.fingerprint()
+    assert (plan.imbalances, plan.lower_bound, plan.heaviest_tensors) == ({"work": 1.0}, 19200.0, ())
+    assert plan.useful_ranks is None
+
+
+def test_only_a_plan_with_rows_has_a_version_that_older_releases_refuse():
+    assert json.loads(UNEVEN.to_json())["version"] == 3
+    assert Plan.from_json(UNEVEN.to_json()) == UNEVEN
+    known = replace(EVEN, state_loads=(1.0, 2.0), weights=(3.0, 4.0), classes=("A", "B"))
+    assert json.loads(known.to_json())["version"] == 2
+    assert Plan.from_json(known.to_json()) == known
+    assert known.fingerprint() == EVEN.fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"state_loads": (1.0,)}, "for every rank and a weight for every tensor"),
+        ({"weights": (1.0, 2.0, 3.0)}, "for every rank and a weight for every tensor"),
+        ({"state_loads": (1.0, -1.0)}, "finite and not negative"),
+        ({"weights": (1.0, float("nan"))}, "finite and not negative"),
+        ({"heaviest": float("inf")}, "finite and not negative"),
+    ],
+)
+def test_numbers_that_do_not_fit_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        replace(EVEN, **fields)
+
+
+def test_the_lower_bound_is_the_mean_or_a_tensor_or_what_their_number_forces():
+    def bound(*sizes, world_size=2):
+        return partition([TensorSpec("t", (size,), torch.float32) for size in sizes], world_size).lower_bound
+
+    assert bound(1, 1, 1, 1) == 2
+    assert bound(9, 1, 1) == 9
+    assert bound(5, 4, 4) == 8
+    assert bound(3, 3, 3, 3, 3) == 9
+    assert bound(5, 4, 4, 4, 3, 3, 3, world_size=3) == 9
+    assert bound() == 0
+
+
+@given(plans())
+def test_no_load_is_below_the_lower_bound_of_the_largest(plan):
+    assert max(plan.loads) >= plan.lower_bound * (1 - 1e-9)
+    assert plan.lower_bound >= max(plan.loads) / (1 + plan.optimality_gap) * (1 - 1e-9)
+
+
+def test_the_heaviest_tensors_are_named():
+    plan = partition([TensorSpec(f"t{size}", (size,), torch.float32) for size in (3, 9, 5, 9, 1)], 2)
+    assert plan.heaviest_tensors == (1, 3, 2)
+    assert plan.useful_ranks == 3
+
+
 @pytest.mark.parametrize("loads", [(1.0,), (1.0, -1.0), (1.0, float("nan")), (1.0, float("inf"))])
 def test_loads_are_one_finite_number_per_rank(loads):
     with pytest.raises(ValueError, match="load"):
@@ -147,6 +267,11 @@ def test_damaged_json_is_refused_or_read_as_a_valid_plan(plan, data):
         ({"loads": [1.0, "x"]}, r"loads\[1\] should be a number"),
         ({"loads": [1.0, 10**400]}, r"loads\[1\] should be a finite number"),
         ({"heaviest": None}, "heaviest should be a number"),
+        ({"version": 4}, "version 4, but this release reads version 2 and 3"),
+        ({"starts": [[], ["x"]]}, r"starts\[1\]\[0\] should be an integer"),
+        ({"state_loads": 3}, "state_loads should be a list"),
+        ({"weights": [1, None]}, r"weights\[1\] should be a number"),
+        ({"classes": [1]}, r"classes\[0\] should be a text"),
     ],
 )
 def test_foreign_json_is_refused_by_the_name_of_the_field(change, message):

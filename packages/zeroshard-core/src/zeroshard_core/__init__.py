@@ -24,8 +24,9 @@ True
 """
 
 from zeroshard_core.bucket import BucketLayout, Run, Slot, bucket_layouts
-from zeroshard_core.cost import Cost, nbytes, numel, state_bytes
+from zeroshard_core.cost import Cost, GroupCost, adam, nbytes, newton_schulz, numel, shampoo, state_bytes, table
 from zeroshard_core.flat import FlatBuffer, is_dense, storage_view
+from zeroshard_core.level import Level, level
 from zeroshard_core.partition import (
     SMALLEST_PART,
     STRATEGIES,
@@ -40,12 +41,7 @@ from zeroshard_core.partition import (
 from zeroshard_core.plan import Plan
 from zeroshard_core.probe import Probed, StateEntry, probe
 from zeroshard_core.spec import ALIGNMENT, Shard, TensorSpec, contiguous_strides, strides_are_dense
-from zeroshard_core.state import (
-    StateMapError,
-    cut_state,
-    to_indices,
-    to_names,
-)
+from zeroshard_core.state import StateMapError, cut_state, to_indices, to_names
 
 __all__ = [
     "ALIGNMENT",
@@ -54,6 +50,8 @@ __all__ = [
     "BucketLayout",
     "Cost",
     "FlatBuffer",
+    "GroupCost",
+    "Level",
     "Owners",
     "Plan",
     "Probed",
@@ -64,20 +62,25 @@ __all__ = [
     "StateMapError",
     "Strategy",
     "TensorSpec",
+    "adam",
     "bucket_layouts",
     "contiguous_strides",
     "cut_state",
     "hybrid",
     "is_dense",
+    "level",
     "nbytes",
+    "newton_schulz",
     "numel",
     "partition",
     "probe",
     "repartition",
+    "shampoo",
     "split",
     "state_bytes",
     "storage_view",
     "strides_are_dense",
+    "table",
     "to_indices",
     "to_names",
     "whole",

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import heapq
 import math
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, repeat
 from types import MappingProxyType
 
-from zeroshard_core.cost import Cost, numel
+from zeroshard_core.cost import Cost, GroupCost, numel
+from zeroshard_core.level import Level, fill_ranks, least_rows
 from zeroshard_core.plan import Plan, cuts
 from zeroshard_core.spec import TensorSpec
 
@@ -23,16 +26,17 @@ Strategy = Callable[[Sequence[TensorSpec], Sequence[float], Cost], Sequence[Owne
 """A function of (tensors to place, loads so far per rank, cost) that returns the owners of each of these tensors."""
 
 SMALLEST_PART = 16_384
-"""``split`` and ``hybrid`` make no part of fewer elements: it would cost more in calls than it evens out."""
+"""Strategies that cut make no part of fewer elements: it would cost more in calls than it evens out."""
 
 
 def partition(
     tensors: Sequence[TensorSpec],
     world_size: int,
     *,
-    strategy: str | Strategy = "whole",
+    strategy: str | Strategy | Level = "whole",
     cost: Cost = numel,
     smallest_part: int = SMALLEST_PART,
+    groups: Sequence[GroupCost] = (),
 ) -> Plan:
     """Choose an owner for every element of every tensor.
 
@@ -44,25 +48,31 @@ def partition(
     Args:
         tensors: what to place.
         world_size: number of ranks.
-        strategy: ``"whole"``, ``"split"``, ``"hybrid"`` (see the functions of these names), or a function.
-        cost: what a tensor weighs; frozen tensors do not count. A part of a cut tensor weighs its
-            share of the elements.
-        smallest_part: least number of elements of a part of a cut tensor, for ``"split"`` and ``"hybrid"``.
+        strategy: ``"whole"``, ``"split"``, ``"hybrid"``, ``"level"`` (see the functions of these names), the value of
+            :func:`level`, or a function.
+        cost: what a tensor weighs; frozen ones do not count. A part of a cut tensor weighs its share of the elements.
+        smallest_part: least number of elements of a part of a cut tensor, but for ``"whole"`` and functions.
+        groups: instead of ``cost``, what the tensors of each :attr:`TensorSpec.group` cost; ``"level"`` needs it.
 
     Returns:
-        The plan. It takes O(T log N) for T tensors on N ranks with ``"whole"``.
+        The plan. It takes O(T log N) for T tensors on N ranks with ``"whole"``. ``"level"`` warns if N is more than
+        :attr:`Plan.useful_ranks`.
 
     Raises:
         ValueError: if ``world_size`` or ``smallest_part`` is less than 1, the strategy's name is unknown, a cost is
-            negative or not finite, or the strategy's owners make no valid plan.
+            negative or not finite, the strategy's owners make no valid plan, both ``cost`` and ``groups`` are given, a
+            tensor's group is not there, or ``"level"`` has no ``groups`` or a cap that cannot be met.
         TypeError: if the strategy is neither a name nor a function, or one that does not return a sequence of ranks for
             each tensor, or the cost is no function, or one that does not return numbers.
     """
-    if world_size < 1:
-        raise ValueError(f"a partition needs at least one rank, but world_size is {world_size}")
-    specs = tuple(tensors)
-    weight = _weight(cost)
-    return _plan(world_size, specs, _placed(strategy, specs, (0.0,) * world_size, weight, smallest_part), weight)
+    empty = Plan(world_size, (), (), (0.0,) * max(0, world_size))
+    plan = repartition(
+        empty, tensors, place=(), strategy=strategy, cost=cost, smallest_part=smallest_part, groups=groups
+    )
+    if (strategy == "level" or isinstance(strategy, Level)) and (plan.useful_ranks or world_size) < world_size:
+        text = f"only {plan.useful_ranks} of {world_size} ranks are useful: an uncut tensor costs more than the mean"
+        warnings.warn(text, stacklevel=2)
+    return plan
 
 
 def repartition(
@@ -70,9 +80,10 @@ def repartition(
     tensors: Sequence[TensorSpec],
     *,
     place: Collection[int],
-    strategy: str | Strategy = "whole",
+    strategy: str | Strategy | Level = "whole",
     cost: Cost = numel,
     smallest_part: int = SMALLEST_PART,
+    groups: Sequence[GroupCost] = (),
 ) -> Plan:
     """Place some tensors again, on top of the loads of the others, which keep their owners.
 
@@ -84,6 +95,7 @@ def repartition(
         strategy: as for :func:`partition`; it sees only the tensors to place, in order.
         cost: as for :func:`partition`.
         smallest_part: as for :func:`partition`.
+        groups: as for :func:`partition`.
 
     Returns:
         The plan for ``tensors``.
@@ -106,14 +118,50 @@ def repartition(
             raise ValueError(
                 f"tensor {index} {now.name!r} keeps its owners, but has {now.numel} elements instead of {before.numel}"
             )
-    weight = _weight(cost)
-    owners = [() if index in chosen else ranks for index, ranks in enumerate(plan.owners)] + [()] * (len(specs) - known)
+    if groups and cost is not numel:
+        raise ValueError("costs are given twice: leave out `cost`, or `groups`")
+    for index, spec in enumerate(specs if groups else ()):
+        if not 0 <= spec.group < len(groups):
+            raise ValueError(f"tensor {index} {spec.name!r} is of group {spec.group}, but `groups` are {len(groups)}")
+    work = _weight((lambda spec: groups[spec.group].work(spec)) if groups else cost)
+    state = _weight(lambda spec: groups[spec.group].state(spec), "state")
+    weights, states = [float(work(spec)) for spec in specs], [float(state(spec)) for spec in specs if groups]
+
+    def loads(values: Sequence[float]) -> tuple[float, ...]:
+        return _loads(plan, [0.0 if index in chosen else values[index] for index in range(known)])
+
     placed = sorted(chosen)
-    loads = _loads(specs, owners, plan.world_size, weight)
-    found = _placed(strategy, [specs[index] for index in placed], loads, weight, smallest_part)
-    for index, ranks in zip(placed, found, strict=True):
-        owners[index] = ranks
-    return _plan(plan.world_size, specs, owners, weight)
+    to_place = [specs[index] for index in placed]
+    if strategy == "level" or isinstance(strategy, Level):
+        if not groups:
+            raise ValueError('the strategy "level" needs `groups`: what the tensors of each param group cost')
+        # If no class has state, the bytes of the parameters stand for it.
+        sizes = states if any(states) else [float(spec.nbytes * spec.trainable) for spec in specs]
+        may_cut = [sizes[index] > 0 and groups[specs[index].group].elementwise for index in placed]
+        found = fill_ranks(
+            to_place,
+            [weights[index] for index in placed],
+            [sizes[index] for index in placed],
+            [least_rows(spec, smallest_part) if cut else None for spec, cut in zip(to_place, may_cut, strict=True)],
+            loads(weights),
+            loads(sizes),
+            strategy.state_cap if isinstance(strategy, Level) else Level.state_cap,
+        )
+    else:
+        found = [(ranks, ()) for ranks in _placed(strategy, to_place, loads(weights), work, smallest_part)]
+    owners, starts = ([*kept, *[()] * (len(specs) - len(kept))] for kept in (plan.owners, plan.starts))
+    for index, (ranks, rows) in zip(placed, found, strict=True):
+        owners[index], starts[index] = ranks, rows
+    # Checked before it is weighed: a strategy of the caller's may return ranks that are not there.
+    after = Plan(plan.world_size, specs, tuple(owners), (0.0,) * plan.world_size, starts=tuple(starts))
+    return replace(
+        after,
+        loads=_loads(after, weights),
+        heaviest=max((weight for weight, ranks in zip(weights, owners, strict=True) if len(ranks) == 1), default=0.0),
+        state_loads=_loads(after, states) if groups else (),
+        weights=tuple(weights),
+        classes=tuple(f"{group.name} (cost assumed)" if group.is_assumed else group.name for group in groups),
+    )
 
 
 def whole(tensors: Sequence[TensorSpec], loads: Sequence[float], cost: Cost) -> list[Owners]:
@@ -172,7 +220,7 @@ def split(
     """
     heap = [(load, rank) for rank, load in enumerate(loads)]
     heapq.heapify(heap)
-    return [_deal(spec, heap, cost(spec), _parts(spec, len(loads), smallest_part)) for spec in tensors]
+    return [_deal(spec, heap, cost(spec), smallest_part) for spec in tensors]
 
 
 def hybrid(
@@ -203,9 +251,8 @@ def hybrid(
     for position in sorted(range(len(tensors)), key=weights.__getitem__, reverse=True):
         if heap[0][0] + weights[position] <= mean:
             break
-        parts = _parts(tensors[position], len(loads), smallest_part)
-        if parts > 1:
-            owners[position] = _deal(tensors[position], heap, weights[position], parts)
+        if least_rows(tensors[position], smallest_part) and len(loads) > 1:
+            owners[position] = _deal(tensors[position], heap, weights[position], smallest_part)
     rest = [position for position, ranks in enumerate(owners) if not ranks]
     reached = [load for load, _ in sorted(heap, key=lambda item: item[1])]
     for position, ranks in zip(rest, whole([tensors[position] for position in rest], reached, cost), strict=True):
@@ -214,60 +261,44 @@ def hybrid(
 
 
 STRATEGIES: Mapping[str, Strategy] = MappingProxyType({"whole": whole, "split": split, "hybrid": hybrid})
-"""The strategies that have names."""
+"""The strategies that have names, except ``"level"``, which places by more than one cost: see :func:`level`."""
 
 
-def _parts(spec: TensorSpec, world_size: int, smallest_part: int) -> int:
-    """Into how many parts a tensor is cut."""
-    if smallest_part < 1:
-        raise ValueError(f"the smallest part of a cut tensor should have at least 1 element, but has {smallest_part}")
-    if spec.numel < 2 * smallest_part or spec.numel == 0:
-        return 1
-    step = spec.cut_step
-    return max(1, min(world_size, spec.rows // step // math.ceil(smallest_part / (spec.numel // spec.rows * step))))
-
-
-def _deal(spec: TensorSpec, heap: list[tuple[float, int]], weight: float, parts: int) -> Owners:
+def _deal(spec: TensorSpec, heap: list[tuple[float, int]], weight: float, smallest_part: int) -> Owners:
     """Give a tensor to the ranks with the least load, adding to the loads in the heap."""
+    least = least_rows(spec, smallest_part)
+    parts = min(len(heap), spec.rows // least) if least else 1
     if parts == 1:
         load, rank = heap[0]
         heapq.heapreplace(heap, (load + weight, rank))
         return (rank,)
-    least = [heapq.heappop(heap) for _ in range(parts)]
-    shares = _shares(spec, parts, weight)
+    ranks = [heapq.heappop(heap) for _ in range(parts)]
+    shares = _shares(spec, weight, parts)
     owners = [0] * parts
     # The larger the part, the less its rank holds so far.
-    for place, (load, rank) in zip(sorted(range(parts), key=shares.__getitem__, reverse=True), least, strict=True):
+    for place, (load, rank) in zip(sorted(range(parts), key=shares.__getitem__, reverse=True), ranks, strict=True):
         owners[place] = rank
         heapq.heappush(heap, (load + shares[place], rank))
     return tuple(owners)
 
 
-def _shares(spec: TensorSpec, parts: int, weight: float) -> list[float]:
+def _shares(spec: TensorSpec, weight: float, parts: int, starts: Sequence[int] = ()) -> list[float]:
     """What each part of a tensor weighs, in the order of the rows."""
-    if parts == 1:
-        return [float(weight)]
-    rows = cuts(spec, parts)
-    return [weight * (stop - start) / spec.rows for start, stop in pairwise(rows)]
+    return [weight * (stop - start) / spec.rows for start, stop in pairwise(cuts(spec, parts, starts))]
 
 
-def _loads(tensors: Sequence[TensorSpec], owners: Sequence[Owners], world_size: int, weight: Cost) -> tuple[float, ...]:
-    loads = [0.0] * world_size
-    for spec, ranks in zip(tensors, owners, strict=True):
-        if ranks:
-            for rank, share in zip(ranks, _shares(spec, len(ranks), weight(spec)), strict=True):
+def _loads(plan: Plan, weights: Sequence[float]) -> tuple[float, ...]:
+    loads = [0.0] * plan.world_size
+    for spec, ranks, starts, weight in zip(plan.tensors, plan.owners, plan.starts or repeat(()), weights, strict=False):
+        if len(ranks) == 1:
+            loads[ranks[0]] += weight
+        else:
+            for rank, share in zip(ranks, _shares(spec, weight, len(ranks), starts), strict=True):
                 loads[rank] += share
     return tuple(loads)
 
 
-def _plan(world_size: int, specs: tuple[TensorSpec, ...], owners: Sequence[Owners], weight: Cost) -> Plan:
-    # Checked before it is weighed: a strategy of the caller's may return ranks that are not there.
-    plan = Plan(world_size, specs, tuple(owners), (0.0,) * world_size)
-    alone = (float(weight(spec)) for spec, ranks in zip(specs, owners, strict=True) if len(ranks) == 1)
-    return Plan(world_size, specs, plan.owners, _loads(specs, owners, world_size, weight), max(alone, default=0.0))
-
-
-def _weight(cost: Cost) -> Cost:
+def _weight(cost: Cost, name: str = "cost") -> Cost:
     if cost is numel:
         # The default needs no check, and is called often.
         return lambda spec: spec.numel if spec.trainable else 0
@@ -282,10 +313,10 @@ def _weight(cost: Cost) -> Cost:
             is_weight = 0 <= weighed < math.inf
         except TypeError as error:
             raise TypeError(
-                f"the cost of tensor {spec.name!r} should be a number, but is {_described(weighed)}"
+                f"the {name} of tensor {spec.name!r} should be a number, but is {_described(weighed)}"
             ) from error
         if not is_weight:
-            raise ValueError(f"the cost of tensor {spec.name!r} should be finite and not negative, but is {weighed}")
+            raise ValueError(f"the {name} of tensor {spec.name!r} should be finite and not negative, but is {weighed}")
         return weighed
 
     return weight
@@ -295,32 +326,22 @@ def _placed(
     strategy: str | Strategy, tensors: Sequence[TensorSpec], loads: Sequence[float], cost: Cost, smallest_part: int
 ) -> list[Owners]:
     """Ask a strategy, and make sure that one of the caller's own returns owners."""
+    choices = ", ".join(map(repr, [*STRATEGIES, "level"]))
     if isinstance(strategy, str):
         if strategy not in STRATEGIES:
-            raise ValueError(
-                f"unknown strategy {strategy!r}; choose one of {', '.join(map(repr, STRATEGIES))}, or a function"
-            )
+            raise ValueError(f"unknown strategy {strategy!r}; choose one of {choices}, or a function")
         cutting = {"split": split, "hybrid": hybrid}.get(strategy)
         named = whole if cutting is None else partial(cutting, smallest_part=smallest_part)
         return list(named(tensors, loads, cost))
     if not callable(strategy):
-        raise TypeError(
-            f"a strategy must be one of {', '.join(map(repr, STRATEGIES))}, or a function, but is "
-            f"{_described(strategy)}"
-        )
-    name = getattr(strategy, "__name__", repr(strategy))
+        raise TypeError(f"a strategy must be one of {choices}, or a function, but is {_described(strategy)}")
+    name = f"the strategy {getattr(strategy, '__name__', repr(strategy))!r} should return"
     returned: object = strategy(tensors, loads, cost)
     if not isinstance(returned, Sequence) or len(returned) != len(tensors):
-        raise TypeError(
-            f"the strategy {name!r} should return the owners of each of {len(tensors)} tensors, but returned "
-            f"{_described(returned)}"
-        )
+        raise TypeError(f"{name} the owners of each of {len(tensors)} tensors, but returned {_described(returned)}")
     for ranks in returned:
         if not isinstance(ranks, Sequence) or not all(isinstance(rank, int) for rank in ranks):
-            raise TypeError(
-                f"the strategy {name!r} should return a tuple of ranks for each tensor, but one of them is "
-                f"{_described(ranks)}"
-            )
+            raise TypeError(f"{name} a tuple of ranks for each tensor, but one of them is {_described(ranks)}")
     return [tuple(ranks) for ranks in returned]
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, pairwise
 
 from zeroshard_core.plan_text import (
     canonical_bytes,
@@ -29,7 +31,7 @@ class Plan:
 
     A tensor has one owner, or is cut between rows (see :class:`Shard`) into one part for each of several owners. The
     parts differ by at most one row, where a row is a multiple of :data:`ALIGNMENT` elements, else by at most
-    :attr:`TensorSpec.cut_step` rows; the first owners have the larger parts.
+    :attr:`TensorSpec.cut_step` rows; the first owners have the larger parts. Or ``starts`` says where they begin.
 
     >>> import torch
     >>> plan = Plan(2, (TensorSpec("weight", (3, 64), torch.float32),), ((1, 0),), (64.0, 128.0))
@@ -49,10 +51,15 @@ class Plan:
         owners: for each tensor the ranks that own it, in the order of their rows.
         loads: cost per rank, as the partition counted it.
         heaviest: cost of the heaviest tensor that has one owner, as the partition counted it.
+        starts: for each tensor the first row of each part, or ``()`` if it is cut evenly; ``()`` if all are. Even rows
+            are replaced by ``()``, so that plans with equal parts are equal.
+        state_loads: bytes of optimizer state per rank; ``()`` if not known.
+        weights: cost of each tensor, as the partition counted it; ``()`` if not known.
+        classes: optimizer class of each param group, and whether its cost is only assumed; ``()`` if not known.
 
     Raises:
-        ValueError: if a tensor has no owner, one twice, one out of range or more than it can be cut for, or a load is
-            negative or not finite; the message names the tensor and the rank.
+        ValueError: if a tensor has no owner, one twice, one out of range or more than it can be cut for, is cut where
+            it cannot be, or a number is negative or not finite; the message names the tensor and the rank.
     """
 
     world_size: int
@@ -60,6 +67,10 @@ class Plan:
     owners: tuple[tuple[int, ...], ...]
     loads: tuple[float, ...]
     heaviest: float = 0.0
+    starts: tuple[tuple[int, ...], ...] = ()
+    state_loads: tuple[float, ...] = ()
+    weights: tuple[float, ...] = ()
+    classes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
@@ -69,13 +80,20 @@ class Plan:
         for rank, load in enumerate(self.loads):
             if not 0 <= load < math.inf:
                 raise ValueError(f"the load of rank {rank} should be finite and not negative, but is {load}")
-        if not 0 <= self.heaviest < math.inf:
-            raise ValueError(f"the heaviest cost should be finite and not negative, but is {self.heaviest}")
+        if len(self.state_loads) not in (0, self.world_size) or len(self.weights) not in (0, len(self.tensors)):
+            raise ValueError("a plan has bytes of state for every rank and a weight for every tensor, or for none")
+        if not all(0 <= number < math.inf for number in (self.heaviest, *self.state_loads, *self.weights)):
+            raise ValueError("the heaviest cost, the weights and bytes of state should be finite and not negative")
         if len(self.owners) != len(self.tensors):
             raise ValueError(f"there are {len(self.tensors)} tensors, but owners of {len(self.owners)}")
         for index, (spec, ranks) in enumerate(zip(self.tensors, self.owners, strict=True)):
             if len(ranks) != 1 or not 0 <= ranks[0] < self.world_size:
                 _check_owners(index, spec, ranks, self.world_size)
+        if self.starts:
+            if len(self.starts) != len(self.tensors):
+                raise ValueError(f"there are {len(self.tensors)} tensors, but first rows of {len(self.starts)}")
+            uneven = tuple(map(_uneven, range(len(self.tensors)), self.tensors, self.owners, self.starts))
+            object.__setattr__(self, "starts", uneven if any(uneven) else ())
 
     @property
     def shards(self) -> tuple[Shard, ...]:
@@ -111,8 +129,30 @@ class Plan:
     @cached_property
     def imbalance(self) -> float:
         """The largest load over the mean load; 1.0 when nothing weighs anything."""
-        mean = math.fsum(self.loads) / self.world_size
-        return max(self.loads) / mean if mean > 0 else 1.0
+        return self.imbalances["work"]
+
+    @property
+    def imbalances(self) -> Mapping[str, float]:
+        """The largest over the mean of ``"work"``, which are the loads, and of ``"state"``, if its bytes are known."""
+        known = {"work": self.loads, "state": self.state_loads}
+        means = {name: math.fsum(loads) / len(loads) for name, loads in known.items() if loads}
+        return {name: max(known[name]) / mean if mean > 0 else 1.0 for name, mean in means.items()}
+
+    @cached_property
+    def lower_bound(self) -> float:
+        """The largest load is at least this: the mean, an uncut tensor, or k + 1 of the k N + 1 heaviest uncut ones."""
+        whole = [weight for weight, ranks in zip(self.weights, self.owners, strict=False) if len(ranks) == 1]
+        return max(math.fsum(self.loads) / self.world_size, self.heaviest, least_largest(whole, self.world_size))
+
+    @property
+    def heaviest_tensors(self) -> tuple[int, ...]:
+        """Indices of the three heaviest tensors, the heaviest first; empty if ``weights`` are not known."""
+        return tuple(sorted(range(len(self.weights)), key=self.weights.__getitem__, reverse=True)[:3])
+
+    @property
+    def useful_ranks(self) -> int | None:
+        """How many ranks are useful: with more, the heaviest uncut tensor costs more than the mean. None if it is 0."""
+        return int(math.fsum(self.loads) / self.heaviest) if self.heaviest else None
 
     @cached_property
     def optimality_gap(self) -> float:
@@ -127,7 +167,7 @@ class Plan:
         return max(0.0, max(self.loads) / bound - 1) if bound > 0 else 0.0
 
     def fingerprint(self) -> str:
-        """Return 64 hex digits (SHA-256) that are equal for plans of equal world size, tensors and owners.
+        """Return 64 hex digits (SHA-256) that are equal for plans of equal world size, tensors, owners and rows.
 
         Loads do not count: they follow from the cost, and change nothing about who owns what. The value depends on
         neither process, hash seed nor Python version.
@@ -137,13 +177,11 @@ class Plan:
     def difference(self, other: Plan) -> str | None:
         """Describe the first difference, from this plan's point of view; ``None`` if the fingerprints are equal.
 
-        The order of comparison is world size, tensors, owners.
+        The order of comparison is world size, tensors, owners, rows where tensors are cut.
         """
         if self.world_size != other.world_size:
             return f"world size {self.world_size} here, {other.world_size} there"
-        return tensor_difference(self.tensors, other.tensors) or owner_difference(
-            self.tensors, self.owners, other.owners
-        )
+        return tensor_difference(self.tensors, other.tensors) or owner_difference(self, other)
 
     def to_json(self) -> str:
         """Return the plan as JSON text, which :meth:`from_json` reads back to an equal plan."""
@@ -179,7 +217,14 @@ class Plan:
         if len(shown) < self.world_size:
             lines.append(f"  ({self.world_size - len(shown)} ranks between these in load)")
         largest = sorted(range(count), key=lambda index: (-self.tensors[index].numel, index))[:_TENSORS_SHOWN]
-        lines += ["  largest tensors"] if largest else []
+        if self.classes:
+            bound, state = self.lower_bound or 1.0, self.imbalances.get("state", math.nan)
+            lines.append(f"  largest load / lower bound {max(self.loads) / bound:.3f}, imbalance of state {state:.3f}")
+            lines.append(f"  classes: {', '.join(dict.fromkeys(self.classes))}"[:120])
+            if (self.useful_ranks or math.inf) < self.world_size:
+                lines.append(f"  useful ranks: {self.useful_ranks}; a tensor that stays whole costs more than the mean")
+            largest = list(self.heaviest_tensors)
+        lines += [f"  {'heaviest' if self.classes else 'largest'} tensors"] if largest else []
         for index in largest:
             spec = self.tensors[index]
             lines.append(f"    {spec.name} {spec.shape} {spec.dtype}: {ranks_to_text(self.owners[index])}")
@@ -187,7 +232,7 @@ class Plan:
 
     @cached_property
     def _fingerprint(self) -> str:
-        return hashlib.sha256(canonical_bytes(self.world_size, self.tensors, self.owners)).hexdigest()
+        return hashlib.sha256(canonical_bytes(self)).hexdigest()
 
     def _owners_of(self, tensor: int) -> tuple[int, ...]:
         if not 0 <= tensor < len(self.tensors):
@@ -198,17 +243,28 @@ class Plan:
         spec, ranks = self.tensors[tensor], self.owners[tensor]
         if len(ranks) == 1:
             return spec.shard(tensor=tensor, rank=ranks[0])
-        start, stop = cuts(spec, len(ranks))[place : place + 2]
+        start, stop = cuts(spec, len(ranks), self.starts[tensor] if self.starts else ())[place : place + 2]
         return spec.shard(tensor=tensor, rank=ranks[place], start=start, stop=stop)
 
 
-def cuts(spec: TensorSpec, parts: int) -> list[int]:
+def least_largest(weights: Sequence[float], world_size: int) -> float:
+    """Return what the largest load is at least: of the k N + 1 heaviest tensors, k + 1 share one of N ranks."""
+    sums = [0.0, *accumulate(sorted(weights, reverse=True))]
+    shared = range((len(weights) - 1) // world_size + 1)
+    return max((sums[k * world_size + 1] - sums[k * world_size - k] for k in shared), default=0.0)
+
+
+def cuts(spec: TensorSpec, parts: int, starts: Sequence[int] = ()) -> list[int]:
     """Return where a tensor is cut for so many owners: the first row of each part, and the number of rows at the end.
+
+    At ``starts``, or evenly if there are none.
 
     >>> import torch
     >>> cuts(TensorSpec("weight", (100, 64), torch.float32), 3), cuts(TensorSpec("bias", (200,), torch.float32), 3)
     ([0, 34, 67, 100], [0, 64, 128, 200])
     """
+    if starts:
+        return [*starts, spec.rows]
     step = spec.cut_step
     least, larger = divmod(spec.rows // step, parts)
     return [*[(place * least + min(place, larger)) * step for place in range(parts)], spec.rows]
@@ -229,3 +285,16 @@ def _check_owners(index: int, spec: TensorSpec, ranks: tuple[int, ...], world_si
             f"{named} of shape {spec.shape} belongs to {len(ranks)} ranks, but can be cut into {possible} parts only: "
             f"between rows, and at multiples of {ALIGNMENT} elements"
         )
+
+
+def _uneven(index: int, spec: TensorSpec, ranks: tuple[int, ...], starts: tuple[int, ...]) -> tuple[int, ...]:
+    """Check where a tensor is cut, and return it; () if the parts are even."""
+    if not starts:
+        return ()
+    named, step = f"tensor {index} {spec.name!r}", spec.cut_step
+    if len(starts) != len(ranks):
+        raise ValueError(f"{named} has {len(ranks)} owners, but first rows of {len(starts)} parts")
+    ascend = all(start < stop for start, stop in pairwise([*starts, max(1, spec.rows)]))
+    if starts[0] != 0 or not ascend or any(start % step for start in starts):
+        raise ValueError(f"{named} should be cut at ascending multiples of {step} from 0 to {spec.rows}, not {starts}")
+    return () if [*starts, spec.rows] == cuts(spec, len(ranks)) else tuple(starts)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,32 +20,28 @@ FORMAT = "zeroshard-plan"
 VERSION = 2
 """Version 1 listed ranges of elements, whose bounds could lie inside rows; such a plan is refused by its version."""
 
+UNEVEN = 3
+"""The version of plans with ``starts``, which older releases must refuse, as they would cut evenly. Other plans keep
+version 2: what it has gained besides may be ignored."""
+
 _FIELDS = tuple(field.name for field in fields(TensorSpec) if field.compare and field.name != "name")
 
 
-def canonical_bytes(world_size: int, tensors: Sequence[TensorSpec], owners: Sequence[tuple[int, ...]]) -> bytes:
-    """Return one byte string per value of the arguments: ASCII JSON without spaces, every field in fixed order."""
-    content = [
-        FORMAT,
-        VERSION,
-        world_size,
-        [[*_fields(spec).values()] for spec in tensors],
-        owners,
-    ]
+def canonical_bytes(plan: Plan) -> bytes:
+    """Return one byte string per value of who owns what: ASCII JSON without spaces, every field in fixed order."""
+    tensors = [[*_fields(spec).values()] for spec in plan.tensors]
+    content = [FORMAT, VERSION, plan.world_size, tensors, plan.owners]
+    if plan.starts:
+        content[1:] = [UNEVEN, *content[2:], plan.starts]
     return json.dumps(content, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode("ascii")
 
 
 def write_json(plan: Plan) -> str:
     """Return a plan as JSON text; :func:`read_json` gives its fields back exactly."""
-    content = {
-        "format": FORMAT,
-        "version": VERSION,
-        "world_size": plan.world_size,
-        "tensors": [*map(_fields, plan.tensors)],
-        "owners": plan.owners,
-        "loads": plan.loads,
-        "heaviest": plan.heaviest,
-    }
+    content: dict[str, Any] = {"format": FORMAT, "version": UNEVEN if plan.starts else VERSION}
+    content |= {"world_size": plan.world_size, "heaviest": plan.heaviest}
+    content |= {name: getattr(plan, name) for name in _LISTS if name in _ALWAYS or getattr(plan, name)}
+    content["tensors"] = [*map(_fields, plan.tensors)]
     return json.dumps(content, ensure_ascii=True, allow_nan=False)
 
 
@@ -56,14 +53,13 @@ def read_json(text: str) -> dict[str, Any]:
         raise ValueError(f"this is no plan: the text is not valid JSON ({error})") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f'this is no plan: it lacks "format": "{FORMAT}"')
-    if content.get("version") != VERSION:
-        raise ValueError(f"this plan has version {content.get('version')!r}, but this release reads version {VERSION}")
+    if (version := content.get("version")) not in (VERSION, UNEVEN):
+        raise ValueError(f"this plan has version {version!r}, but this release reads version {VERSION} and {UNEVEN}")
+    lists = {name: read for name, read in _LISTS.items() if name in _ALWAYS or name in content}
     return {
         "world_size": _integer(content.get("world_size"), "world_size"),
-        "tensors": tuple([_spec(item, where) for item, where in _items(content, "tensors")]),
-        "owners": tuple([_integers(item, where) for item, where in _items(content, "owners")]),
-        "loads": tuple([_number(item, where) for item, where in _items(content, "loads")]),
         "heaviest": _number(content.get("heaviest"), "heaviest"),
+        **{name: tuple([read(item, where) for item, where in _items(content, name)]) for name, read in lists.items()},
     }
 
 
@@ -85,14 +81,16 @@ def tensor_difference(here: Sequence[TensorSpec], there: Sequence[TensorSpec]) -
     return None
 
 
-def owner_difference(
-    tensors: Sequence[TensorSpec], here: Sequence[tuple[int, ...]], there: Sequence[tuple[int, ...]]
-) -> str | None:
-    """Name the first tensor whose owners differ between two plans for the same tensors."""
-    for index, (ours, theirs) in enumerate(zip(here, there, strict=True)):
+def owner_difference(here: Plan, there: Plan) -> str | None:
+    """Name the first tensor whose owners, or the rows of whose parts, differ between two plans for the same tensors."""
+    for index, (ours, theirs) in enumerate(zip(here.owners, there.owners, strict=True)):
         if ours != theirs:
-            named = f"tensor {index} {tensors[index].name!r}"
+            named = f"tensor {index} {here.tensors[index].name!r}"
             return f"{named} belongs to {ranks_to_text(ours)} here, to {ranks_to_text(theirs)} there"
+    for index, rows in enumerate(zip_longest(here.starts, there.starts, fillvalue=())):
+        if rows[0] != rows[1]:
+            ours_at, theirs_at = (f"rows {str([*starts[:8]])[1:-1]}" if starts else "even rows" for starts in rows)
+            return f"tensor {index} {here.tensors[index].name!r} is cut at {ours_at} here, at {theirs_at} there"
     return None
 
 
@@ -207,3 +205,8 @@ def _field_difference(here: TensorSpec, there: TensorSpec) -> str | None:
         if ours != theirs:
             return f"{name} {ours} here, {theirs} there"
     return None
+
+
+_ALWAYS: Mapping[str, Callable[[Any, str], Any]] = {"tensors": _spec, "owners": _integers, "loads": _number}
+_LISTS = {**_ALWAYS, "starts": _integers, "state_loads": _number, "weights": _number, "classes": _text}
+"""The lists of a plan, of which older ones do not have all, and how an item of each is read."""

@@ -32,7 +32,7 @@ def cut_state(state: Mapping[str, Any], spec: TensorSpec, shard: Shard) -> dict[
     Raises:
         StateMapError: if an entry has another shape, is not strided, or is a container that holds tensors.
     """
-    if _is_whole(shard, spec):
+    if shard.stop - shard.start == spec.rows:
         return dict(state)
     cut: dict[str, Any] = {}
     for key, value in state.items():
@@ -92,10 +92,6 @@ def to_indices(state_dict: Mapping[str, Any], names: Sequence[str]) -> dict[str,
     return _rekeyed(
         state_dict, lambda key: key in positions, lambda key: positions[key], f"one of the {len(names)} names given"
     )
-
-
-def _is_whole(shard: Shard, spec: TensorSpec) -> bool:
-    return shard.stop - shard.start == spec.rows
 
 
 def _is_per_element(value: object, spec: TensorSpec) -> bool:

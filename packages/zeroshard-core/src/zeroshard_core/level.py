@@ -1,0 +1,136 @@
+"""The strategy for several optimizer classes: whole tensors by work, then rows of the others where state is missing."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zeroshard_core.plan import least_largest
+from zeroshard_core.spec import TensorSpec
+
+
+@dataclass(frozen=True)
+class Level:
+    """The strategy that :func:`level` returns, with its argument."""
+
+    state_cap: float = 1.02
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.state_cap < math.inf:
+            raise ValueError(f"state_cap should be finite and at least 1, but is {self.state_cap}")
+
+
+def level(state_cap: float = 1.02) -> Level:
+    """Balance the work of tensors that stay whole, and fill the ranks with state by those that may be cut.
+
+    Tensors of groups that are not elementwise or have no state stay whole: the heaviest first, each to the rank with
+    the least work among those with room. Then each elementwise tensor, the largest first, is poured into the rank with
+    the least state, up to the level to which all of them fill the ranks, and cut between rows there. Those that
+    cannot be cut come last, each to the rank with the least state, even beyond the cap.
+
+    >>> level(state_cap=1.1)
+    Level(state_cap=1.1)
+
+    Args:
+        state_cap: bytes of state that a rank has room for, as a multiple of the mean, or of what whole tensors force if
+            that is more: the largest, or k + 1 of the k N + 1 largest on one of N ranks. Without room, whole tensors
+            are placed by state instead of work; if that exceeds the cap too, :func:`partition` raises ValueError.
+
+    Returns:
+        The strategy, for :func:`partition` and :func:`repartition`. ``"level"`` means ``level()``.
+
+    Raises:
+        ValueError: if ``state_cap`` is less than 1 or not finite.
+    """
+    return Level(state_cap)
+
+
+Parts = tuple[tuple[int, ...], tuple[int, ...]]
+"""The owners of a tensor, and the first row of each part; no rows if it is whole."""
+
+
+def fill_ranks(
+    specs: Sequence[TensorSpec],
+    works: Sequence[float],
+    sizes: Sequence[float],
+    least: Sequence[int | None],
+    loads: Sequence[float],
+    held: Sequence[float],
+    state_cap: float,
+) -> list[Parts]:
+    """Place tensors; ``least`` says how many rows a part has at least: 0 if it is too small for two, None if whole."""
+    whole = [index for index, rows in enumerate(least) if rows is None]
+    forced = min(held) + least_largest([sizes[index] for index in whole], len(held))
+    # Sums in another order may differ in the last digits.
+    limit = state_cap * max((math.fsum(held) + math.fsum(sizes)) / len(held), forced) * (1 + 1e-9)
+    parts: list[Parts] = [((), ())] * len(specs)
+    filled, full = list(held), list[tuple[float, float, int]]()
+    ready = sorted((load, rank) for rank, load in enumerate(loads))
+    for index in sorted(whole, key=works.__getitem__, reverse=True):
+        size = sizes[index]
+        while full and full[0][0] + size <= limit:
+            heapq.heappush(ready, heapq.heappop(full)[1:])
+        while ready and filled[ready[0][1]] + size > limit:
+            load, rank = heapq.heappop(ready)
+            heapq.heappush(full, (filled[rank], load, rank))
+        if not ready and works is not sizes:
+            return fill_ranks(specs, sizes, sizes, least, held, held, state_cap)
+        if not ready:
+            least_cap = math.ceil(state_cap * (full[0][0] + size) / limit * 1e3) / 1e3
+            text = f"{full[0][0] + size:,.0f} bytes of state on a rank, which may hold {limit:,.0f}"
+            raise ValueError(f"tensors that stay whole put {text}; use level(state_cap={least_cap}) or more")
+        load, rank = ready[0]
+        heapq.heapreplace(ready, (load + works[index], rank))
+        filled[rank] += size
+        parts[index] = (rank,), ()
+    by_size = sorted(range(len(specs)), key=sizes.__getitem__, reverse=True)
+    ranks = sorted((fill, rank) for rank, fill in enumerate(filled))
+    water, total, count = math.inf, math.fsum(sizes[index] for index in by_size if least[index]), 0
+    while count < len(ranks) and ranks[count][0] < water:
+        total, count = total + ranks[count][0], count + 1
+        water = total / count
+    heap = ranks[:count]
+    for index in by_size:
+        if rows := least[index]:
+            parts[index] = _pour(specs[index], sizes[index], rows, heap, water, limit)
+    heap += ranks[count:]
+    heapq.heapify(heap)
+    for index in by_size:
+        if least[index] == 0:
+            fill, rank = heap[0]
+            heapq.heapreplace(heap, (fill + sizes[index], rank))
+            parts[index] = (rank,), ()
+    return parts
+
+
+def _pour(spec: TensorSpec, size: float, least: int, heap: list[tuple[float, int]], water: float, cap: float) -> Parts:
+    """Cut a tensor for the ranks that hold the least, up to the level, but into no part that is too small."""
+    row, rows, step, start = size / spec.rows, spec.rows, spec.cut_step, 0
+    starts, after = list[int](), list[tuple[float, int]]()
+    while start < rows:
+        fill, rank = heapq.heappop(heap)
+        left = rows - start
+        take = max(least, math.ceil((water - fill) / row / step) * step)
+        if not heap or left - take < least:
+            # What is left makes no part: it is taken too, if that stays under the cap, or this part is made smaller.
+            fits = not heap or left < 2 * least or fill + left * row <= cap
+            take = left if fits else (left - least) // step * step
+        after.append((fill + take * row, rank))
+        starts.append(start)
+        start += take
+    for each in after:
+        heapq.heappush(heap, each)
+    return tuple([rank for _, rank in after]), tuple(starts)
+
+
+def least_rows(spec: TensorSpec, smallest_part: int) -> int:
+    """Return how many rows a part of a tensor has at least, a multiple of the step of cuts; 0 if it cannot be cut."""
+    if smallest_part < 1:
+        raise ValueError(f"the smallest part of a cut tensor should have at least 1 element, but has {smallest_part}")
+    if spec.numel < 2 * smallest_part:
+        return 0
+    step = spec.cut_step
+    least = step * math.ceil(smallest_part / (spec.numel // spec.rows * step))
+    return least if 2 * least <= spec.rows else 0
