@@ -189,8 +189,10 @@ def test_a_cap_that_nothing_can_meet_says_what_would():
     with pytest.raises(
         ValueError, match=r"put 2,048 bytes of state .* hold 1,958; use level\(state_cap=1.067\) or more"
     ):
-        leveled(tensors, 2, "level")
+        leveled(tensors, 2, level())
     assert max(leveled(tensors, 2, level(1.067)).state_loads) == 2_048
+    # By its name, the default cap is exceeded.
+    assert max(leveled(tensors, 2, "level").state_loads) == 2_048
 
 
 def test_one_tensor_larger_than_the_mean_meets_every_cap():

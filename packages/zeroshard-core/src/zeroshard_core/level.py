@@ -39,7 +39,8 @@ def level(state_cap: float = 1.02) -> Level:
             are placed by state instead of work; if that exceeds the cap too, :func:`partition` raises ValueError.
 
     Returns:
-        The strategy, for :func:`partition` and :func:`repartition`. ``"level"`` means ``level()``.
+        The strategy, for :func:`partition` and :func:`repartition`. ``"level"`` means ``level()``, with a cap that is
+        exceeded, and not an error, if tensors that stay whole do not fit under it.
 
     Raises:
         ValueError: if ``state_cap`` is less than 1 or not finite.
@@ -59,6 +60,7 @@ def fill_ranks(
     loads: Sequence[float],
     held: Sequence[float],
     state_cap: float,
+    must_fit: bool,
 ) -> list[Parts]:
     """Place tensors; ``least`` says how many rows a part has at least: 0 if it is too small for two, None if whole."""
     whole = [index for index, rows in enumerate(least) if rows is None]
@@ -76,7 +78,9 @@ def fill_ranks(
             load, rank = heapq.heappop(ready)
             heapq.heappush(full, (filled[rank], load, rank))
         if not ready and works is not sizes:
-            return fill_ranks(specs, sizes, sizes, least, held, held, state_cap)
+            return fill_ranks(specs, sizes, sizes, least, held, held, state_cap, must_fit)
+        if not ready and not must_fit:
+            return fill_ranks(specs, sizes, sizes, least, held, held, math.inf, must_fit)
         if not ready:
             least_cap = math.ceil(state_cap * (full[0][0] + size) / limit * 1e3) / 1e3
             text = f"{full[0][0] + size:,.0f} bytes of state on a rank, which may hold {limit:,.0f}"

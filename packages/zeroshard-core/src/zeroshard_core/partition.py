@@ -146,6 +146,7 @@ def repartition(
             loads(weights),
             loads(sizes),
             strategy.state_cap if isinstance(strategy, Level) else Level.state_cap,
+            must_fit=isinstance(strategy, Level),
         )
     else:
         found = [(ranks, ()) for ranks in _placed(strategy, to_place, loads(weights), work, smallest_part)]

@@ -31,7 +31,7 @@ from zeroshard.plan.eligibility import Coupled, OptimizerFactory, check_shardabl
 from zeroshard.plan.group_classes import GroupClass, assign, names_of, take_class
 from zeroshard.plan.groups import ParamGroup, read_group, read_groups
 from zeroshard.plan.layout import Objects, Policy
-from zeroshard.state.classes import with_part
+from zeroshard.state.classes import join_state_dicts, split_state_dict
 from zeroshard.state.listing import StateDict, list_state
 from zeroshard.state.names import Keys, check_keys, key_by_index, key_by_name
 from zeroshard.state.view import StateView
@@ -330,7 +330,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             if group is not None:
                 if from_rank is not None or keys != "indices":
                     raise ValueError("load_state_dict(group=...) takes neither from_rank nor keys")
-                return with_part(self.state_dict(), given, self.group_assignment, group)
+                parts: list[Mapping[str, Any]] = [*split_state_dict(self.state_dict(), self.group_assignment)]
+                parts[self.group_assignment[group]] = given
+                return join_state_dicts(parts, self.group_assignment)
             return key_by_index(given, self.param_groups) if check_keys(keys) == "names" and given else given
 
         if self._engine.load(read, from_rank):

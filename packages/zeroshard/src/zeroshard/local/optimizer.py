@@ -50,7 +50,8 @@ class LocalOptimizer:
         members, self._plan = self._members(groups, plan), plan
         local = [_local_group(*group) for group in zip(groups, members, strict=True)]
         self.members = self._built(local, policy.classes)
-        self._check_hyperparameters(groups, policy.classes, self.members)
+        for number, own in enumerate(assign(policy.classes)):
+            check_hyperparameters(f"param group {number}", groups[number], self.members, self.members[own])
         self._join(policy.classes)
         self._accept(chain.from_iterable(members))
 
@@ -62,8 +63,7 @@ class LocalOptimizer:
     def dry_run(self, groups: Sequence[ParamGroup], plan: Plan, classes: Sequence[GroupClass]) -> None:
         """Build another optimizer for this rank's shards of the last group, so that errors of the class occur now."""
         built = self._built([_local_group(groups[-1], self._members(groups, plan)[-1])], classes[-1:])
-        known = [*self.members, *built] if assign(classes)[-1] == len(self.members) else self.members
-        self._check_hyperparameters(groups, classes, known, first=len(groups) - 1)
+        check_hyperparameters(f"param group {len(groups) - 1}", groups[-1], [*self.members, *built], built[0])
 
     def rebuild(self, groups: Sequence[ParamGroup], plan: Plan, classes: Sequence[GroupClass]) -> None:
         """Take over a plan that adds groups, or gives tensors without state on any rank another owner."""
@@ -170,18 +170,6 @@ class LocalOptimizer:
         self._classes = classes
         several = len(self.members) > 1
         self.optim: Any = SeveralOptimizers(self.members, assign(classes)) if several else self.members[0]
-
-    def _check_hyperparameters(
-        self,
-        groups: Sequence[ParamGroup],
-        classes: Sequence[GroupClass],
-        members: Sequence[optim.Optimizer],
-        first: int = 0,
-    ) -> None:
-        known = [(type(member).__name__, member.defaults) for member in members]
-        for number, own in enumerate(assign(classes)):
-            if number >= first:
-                check_hyperparameters(f"param group {number}", groups[number], known, own)
 
     def _members(self, groups: Sequence[ParamGroup], plan: Plan) -> list[list[LocalShard]]:
         """Return the shards of this rank for each group, and keep shards that exist already."""

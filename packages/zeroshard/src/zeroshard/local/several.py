@@ -80,8 +80,3 @@ class SeveralOptimizers:
                 call()
 
         return call_all
-
-
-def members_of(optimizer: optim.Optimizer | SeveralOptimizers) -> Sequence[optim.Optimizer]:
-    """Return the optimizers that step."""
-    return optimizer._members if isinstance(optimizer, SeveralOptimizers) else (optimizer,)

@@ -130,24 +130,16 @@ def names_of(classes: Sequence[GroupClass]) -> str:
 
 
 def check_hyperparameters(
-    what: str, group: Mapping[str, Any], known: Sequence[tuple[str, Mapping[str, Any]]], own: int
+    what: str, group: Mapping[str, Any], optimizers: Sequence[optim.Optimizer], own: optim.Optimizer
 ) -> None:
-    """Raise a ValueError if a group has a hyperparameter that its class does not take, but another group's does.
-
-    Args:
-        what: names the group in the error.
-        group: as the user has written it, or as it was saved.
-        known: the name and the default hyperparameters of each local optimizer.
-        own: which of these steps the group.
-    """
-    name, taken = known[own]
-    for other, of_other in known:
-        foreign = sorted((group.keys() & of_other.keys()) - taken.keys())
+    """Raise a ValueError if a group, as it was written or saved, has a hyperparameter of another class than its own."""
+    for other in optimizers:
+        foreign = sorted((group.keys() & other.defaults.keys()) - own.defaults.keys())
         # Some classes list none.
-        if taken and foreign:
+        if own.defaults and foreign:
             raise ValueError(
-                f"{what} has {foreign[0]!r}, which {name} does not take, but {other} does: its class and its "
-                f"hyperparameters must fit"
+                f"{what} has {foreign[0]!r}, which {type(own).__name__} does not take, but {type(other).__name__} "
+                f"does: its class and its hyperparameters must fit"
             )
 
 

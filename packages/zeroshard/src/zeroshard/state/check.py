@@ -204,9 +204,9 @@ def check_state_dict(
             if key in index_of:
                 raise ValueError(f"loaded state dict names parameter {key!r} twice in its param_groups")
             index_of[key] = len(index_of)
-    known = [(type(member).__name__, member.defaults) for member in engine.local.members]
+    members = engine.local.members
     for number, own in enumerate(assign(engine.policy.classes)):
-        check_hyperparameters(f"loaded state dict: group {number}", saved_groups[number], known, own)
+        check_hyperparameters(f"loaded state dict: group {number}", saved_groups[number], members, members[own])
     by_tensor = {index_of[key]: entries for key, entries in state.items() if key in index_of}
     others = {key: value for key, value in state.items() if key not in index_of}
     _check_other_keys(others, (int, *{type(key) for key in index_of}))

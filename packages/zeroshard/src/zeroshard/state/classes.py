@@ -67,21 +67,6 @@ def join_state_dicts(state_dicts: Sequence[Mapping[str, Any]], assignment: Seque
     return joined
 
 
-def with_part(
-    state_dict: Mapping[str, Any], part: Mapping[str, Any], assignment: Sequence[int], group: int
-) -> StateDict:
-    """Return a state dict in which that of one plain optimizer stands in place of what its groups have.
-
-    Raises:
-        ValueError: if there is no such group, or the plain optimizer has another number of groups.
-    """
-    if not 0 <= group < len(assignment):
-        raise ValueError(f"there is no param group {group}: there are {len(assignment)}")
-    parts: list[Mapping[str, Any]] = list(split_state_dict(state_dict, assignment))
-    parts[assignment[group]] = part
-    return join_state_dicts(parts, assignment)
-
-
 def _checked(groups: Sequence[Mapping[str, Any]], assignment: Sequence[int]) -> Sequence[Mapping[str, Any]]:
     if len(groups) != len(assignment):
         raise ValueError(f"a state dict has {len(groups)} param groups, but the assignment names {len(assignment)}")
