@@ -95,7 +95,7 @@ def adam(per_element: float = 800.0) -> Cost:
             to 140 with ``fused=True`` (0.65 ns, where :class:`torch.optim.Muon` makes 190 GFLOP/s).
 
     Returns:
-        The cost, in FLOP-equivalents, with 5e6 for each tensor: the calls of its operators.
+        The cost, in FLOP-equivalents, with 5e6 for each tensor for the calls of its operators.
     """
     return lambda spec: per_element * spec.numel + 5 * _CALL
 
@@ -114,7 +114,7 @@ def newton_schulz(steps: int = 5) -> Cost:
         steps: number of iterations.
 
     Returns:
-        The cost, steps x 2 s^2 (2 l + s) FLOP-equivalents, with 3e6 for each step: the calls of its operators.
+        The cost, steps x 2 s^2 (2 l + s) FLOP-equivalents, with 3e6 for each step for the calls of its operators.
     """
 
     def work(spec: TensorSpec) -> float:
@@ -141,7 +141,7 @@ def shampoo(block: int, every: int) -> Cost:
         every: steps from one decomposition to the next.
 
     Returns:
-        The cost, in FLOP-equivalents, with 1e7 for each dimension: the calls of operators.
+        The cost, in FLOP-equivalents, with 1e7 for each dimension for the calls of operators.
 
     Raises:
         ValueError: if ``block`` or ``every`` is less than 1.

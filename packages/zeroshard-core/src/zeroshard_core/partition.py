@@ -52,7 +52,7 @@ def partition(
             :func:`level`, or a function.
         cost: what a tensor weighs; frozen ones do not count. A part of a cut tensor weighs its share of the elements.
         smallest_part: least number of elements of a part of a cut tensor, but for ``"whole"`` and functions.
-        groups: instead of ``cost``, what the tensors of each :attr:`TensorSpec.group` cost; ``"level"`` needs it.
+        groups: instead of ``cost``, what the tensors of each ``TensorSpec.group`` cost; ``"level"`` needs it.
 
     Returns:
         The plan. It takes O(T log N) for T tensors on N ranks with ``"whole"``. ``"level"`` warns if N is more than

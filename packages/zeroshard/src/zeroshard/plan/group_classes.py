@@ -26,9 +26,9 @@ class GroupClass:
 
     Attributes:
         factory: the class, or a ``functools.partial`` of it.
-        defaults: keyword arguments that its constructor gets beside those of the partial.
+        defaults: keyword arguments that its constructor gets beside the partial's.
         elementwise: whether the user declared it elementwise, for this group.
-        cost: what a tensor of this group weighs; None for that of the optimizer.
+        cost: what a tensor of this group weighs; None for the optimizer's.
     """
 
     factory: OptimizerFactory

@@ -1,4 +1,4 @@
-"""State dicts of several optimizers as one, and back: those of plain optimizers, one for each class."""
+"""State dicts of plain optimizers, one for each class, as one of all classes, and back."""
 
 from __future__ import annotations
 
