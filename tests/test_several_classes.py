@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.nn.parallel import DistributedDataParallel
-from training import assert_bitwise_equal, assert_same_state, set_gradients, twins
+from training import EVERYWHERE, assert_bitwise_equal, assert_same_state, set_gradients, twins
 from zeroshard import AveragedParameters, ZeroRedundancyOptimizer, join_state_dicts, split_state_dict
 from zeroshard_testing import assert_replicas_equal
 
@@ -76,7 +76,7 @@ def step_all(model: nn.Module, optimizers: Iterable[optim.Optimizer], seed: int)
 
 
 @pytest.mark.exhaustive_at(1, 4)
-@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.ranks(1, 2, 3, 4, backend=EVERYWHERE)
 @pytest.mark.parametrize("as_bucket_view", [False, True], ids=["params", "views"])
 def test_muon_and_adamw(rank: int, as_bucket_view: bool) -> None:
     model, reference = twins(language_model)
@@ -96,7 +96,7 @@ def test_muon_and_adamw(rank: int, as_bucket_view: bool) -> None:
         assert join_state_dicts(parts, [0, 1, 1])["param_groups"] == optimizer.state_dict()["param_groups"]
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_a_checkpoint_goes_to_and_from_separate_optimizers(rank: int) -> None:
     model, reference = twins(language_model)
     optimizer, plain = sharded(model), separate(reference)
@@ -119,7 +119,7 @@ def test_a_checkpoint_goes_to_and_from_separate_optimizers(rank: int) -> None:
         assert_bitwise_equal(copied, reference, f"after step {step}")
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_a_group_of_a_third_class_is_added() -> None:
     model, reference = twins(language_model)
     optimizer, plain = sharded(model), separate(reference)
@@ -138,7 +138,7 @@ def test_a_group_of_a_third_class_is_added() -> None:
     assert torch.equal(one, other)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_groups_of_one_class_with_other_arguments_of_the_constructor_have_local_optimizers_of_their_own() -> None:
     model = language_model()
     hidden, outer, rest = parted(model)
@@ -153,7 +153,7 @@ def test_groups_of_one_class_with_other_arguments_of_the_constructor_have_local_
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5, 0.5]
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_what_is_refused(rank: int) -> None:
     model = language_model()
     hidden, outer, rest = parted(model)
@@ -195,7 +195,7 @@ def test_what_is_refused(rank: int) -> None:
 
 
 @pytest.mark.exhaustive_at(1, 3)
-@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.ranks(1, 2, 3, backend=EVERYWHERE)
 @pytest.mark.parametrize("partition", ["whole", "level"])
 @pytest.mark.parametrize("hook", HOOKS)
 def test_hooks(hook: str, partition: str, rank: int) -> None:
@@ -227,7 +227,7 @@ def test_hooks(hook: str, partition: str, rank: int) -> None:
             assert_bitwise_equal(model, reference, f"after step {step}")
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 @pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
 def test_distributed_checkpoint(flat: bool, ranks_tmp_path: Path) -> None:
     model, reference = twins(language_model)
@@ -246,7 +246,7 @@ def test_distributed_checkpoint(flat: bool, ranks_tmp_path: Path) -> None:
         assert_bitwise_equal(copied, reference, f"after step {step}")
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, backend=EVERYWHERE)
 def test_master_weights_and_averages(rank: int) -> None:
     model = language_model().bfloat16()
     optimizer = sharded(model, master_weights=True)
@@ -269,7 +269,7 @@ def test_master_weights_and_averages(rank: int) -> None:
         assert all({"master_param", "average_param"} <= entries.keys() for entries in state.values())
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_a_plain_checkpoint_is_loaded_into_the_groups_of_one_class() -> None:
     model, reference = twins(language_model)
     optimizer, plain = sharded(model), separate(reference)
@@ -289,7 +289,7 @@ def test_a_plain_checkpoint_is_loaded_into_the_groups_of_one_class() -> None:
 
 
 @pytest.mark.exhaustive_at(4)
-@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.ranks(2, 3, 4, backend=EVERYWHERE)
 def test_level(rank: int) -> None:
     model, reference = twins(large_language_model)
     optimizer, plain = sharded(model, partition="level"), separate(reference)
@@ -306,7 +306,7 @@ def test_level(rank: int) -> None:
             assert_same_state(part, each.state_dict())
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, backend=EVERYWHERE)
 def test_the_example_selects_the_matrices_of_blocks() -> None:
     model = script("small_gpt").SmallGPT()
     groups = script("muon").param_groups(model, model.head)
