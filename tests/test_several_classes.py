@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.nn.parallel import DistributedDataParallel
 from training import EVERYWHERE, assert_bitwise_equal, assert_same_state, set_gradients, twins
 from zeroshard import AveragedParameters, ZeroRedundancyOptimizer, join_state_dicts, split_state_dict
+from zeroshard_core import adam, newton_schulz
 from zeroshard_testing import assert_replicas_equal
 
 pytestmark = pytest.mark.usefixtures("tensors_on_the_device")
@@ -318,3 +319,55 @@ def test_the_example_selects_the_matrices_of_blocks() -> None:
     optimizer = ZeroRedundancyOptimizer(groups, optim.AdamW, partition="level")
     assert [group["name"] for group in optimizer.param_groups] == ["matrices", "rest"]
     assert optimizer.param_groups[0]["param_names"] == names
+
+
+class StandInMuonWithAuxAdam(optim.Optimizer):
+    """As classes that treat groups differently by a flag: exact keys, another order of the parameters, no defaults."""
+
+    def __init__(self, param_groups: list[dict[str, Any]]) -> None:
+        for group in param_groups:
+            if group["use_muon"]:
+                group["params"] = sorted(group["params"], key=lambda param: tuple(param.shape), reverse=True)
+            group["lr"] = group.get("lr", 0.02)
+            assert set(group) == {"params", "lr", "use_muon"}
+        super().__init__(param_groups, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in (each for each in group["params"] if each.grad is not None):
+                momentum = self.state[param].setdefault("momentum", torch.zeros_like(param))
+                momentum.lerp_(param.grad, 0.1)
+                scale = momentum.norm() if group["use_muon"] else momentum.abs() + 1e-8
+                param.sub_(group["lr"] * momentum / scale)
+
+
+@pytest.mark.ranks(3, backend=EVERYWHERE)
+def test_a_class_that_treats_groups_differently_by_a_flag(rank: int) -> None:
+    model, reference = twins(large_language_model)
+
+    def groups(of: nn.Module, **options: Any) -> list[dict[str, Any]]:
+        hidden, outer, rest = parted(of)
+        costs = {"cost": newton_schulz()} if options else {}
+        return [
+            {"params": hidden, "use_muon": True, **costs},
+            {"params": [*outer, *rest], "use_muon": False, "lr": 0.01, **options},
+        ]
+
+    optimizer = ZeroRedundancyOptimizer(
+        groups(model, elementwise=True, cost=adam()), StandInMuonWithAuxAdam, partition="level"
+    )
+    plain = StandInMuonWithAuxAdam(groups(reference))
+    assert optimizer.group_assignment == [0, 0]
+    assert optimizer.plan.is_cut(3)
+    scheduler = optim.lr_scheduler.LambdaLR(optimizer, [lambda step: 0.9**step, lambda step: 0.8**step])
+    expected = optim.lr_scheduler.LambdaLR(plain, [lambda step: 0.9**step, lambda step: 0.8**step])
+    for step in range(3):
+        step_all(model, [optimizer], step)
+        step_all(reference, [plain], step)
+        for each in (scheduler, expected):
+            each.step()
+        assert_bitwise_equal(model, reference, f"after step {step}")
+    optimizer.consolidate_state_dict(to=0)
+    if rank == 0:
+        assert len(optimizer.state_dict()["state"]) == len(plain.state_dict()["state"])
