@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.nn.parallel import DistributedDataParallel
 from training import EVERYWHERE, assert_bitwise_equal, assert_same_state, set_gradients, twins
 from zeroshard import AveragedParameters, ZeroRedundancyOptimizer, join_state_dicts, split_state_dict
+from zeroshard_comm import DisagreementError
 from zeroshard_core import adam, newton_schulz
 from zeroshard_testing import assert_replicas_equal
 
@@ -371,3 +372,98 @@ def test_a_class_that_treats_groups_differently_by_a_flag(rank: int) -> None:
     optimizer.consolidate_state_dict(to=0)
     if rank == 0:
         assert len(optimizer.state_dict()["state"]) == len(plain.state_dict()["state"])
+
+
+class StandInLookingAtItsState(optim.Optimizer):
+    """Makes buffers while it has no state, halves all that it has, and may keep a count that is no parameter's."""
+
+    def __init__(self, params: Any, lr: float = 0.1, counts: bool = False) -> None:
+        super().__init__(params, {"lr": lr})
+        self.counts = counts
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if not self.state:
+            for param in [param for group in self.param_groups for param in group["params"]]:
+                self.state[param]["buffer"] = torch.ones_like(param)
+        for param, entries in self.state.items():
+            if param.grad is not None:
+                param.sub_(self.param_groups[0]["lr"] * entries["buffer"] * param.grad)
+            entries["buffer"].mul_(0.5)
+        if self.counts:
+            self.state["count"] = 1  # type: ignore[index] # that is what is tried
+
+
+@pytest.mark.ranks(2, backend=EVERYWHERE)
+def test_each_class_sees_its_own_state_alone() -> None:
+    model, reference = twins(language_model)
+    (hidden, outer, rest), (first, *others) = parted(model), parted(reference)
+    groups = [{"params": hidden, "optimizer_class": optim.Muon}, {"params": [*outer, *rest]}]
+    optimizer = ZeroRedundancyOptimizer(groups, StandInLookingAtItsState)
+    plain = [optim.Muon(first), StandInLookingAtItsState([param for params in others for param in params])]
+    for step in range(3):
+        step_all(model, [optimizer], step)
+        step_all(reference, plain, step)
+        assert_bitwise_equal(model, reference, f"after step {step}")
+    for each in optimizer.local_optimizers:
+        assert set(each.state_dict()) == {"state", "param_groups"}
+    counting = ZeroRedundancyOptimizer(groups, StandInLookingAtItsState, counts=True)
+    set_gradients(model.parameters(), 0)
+    with pytest.raises(RuntimeError, match="state under the key 'count', which belongs to no parameter"):
+        counting.step()
+
+
+@pytest.mark.ranks(2)
+def test_what_differs_between_ranks_is_told_on_both(rank: int) -> None:
+    model = language_model()
+    hidden, outer, rest = parted(model)
+    groups = [{"params": hidden, "optimizer_class": optim.Muon}, {"params": [*outer, *rest]}]
+    optimizer = ZeroRedundancyOptimizer(groups, optim.AdamW)
+    set_gradients(model.parameters(), 0)
+    with pytest.raises(TypeError, match=r"rank 1: step\(\) takes no keyword arguments with several optimizer classes"):
+        optimizer.step(**({"grads": None} if rank else {}))
+    optimizer.step()
+    groups[0]["optimizer_class"], groups[0]["optimizer_defaults"] = StandInLookingAtItsState, {"counts": bool(rank)}
+    with pytest.raises(DisagreementError, match=r"optimizer_defaults is .*False.* on rank 0 and .*True"):
+        ZeroRedundancyOptimizer(groups, optim.AdamW)
+
+
+@pytest.mark.ranks(1)
+def test_what_a_group_says_itself_goes_before_the_constructors_arguments() -> None:
+    hidden, outer, rest = parted(language_model())
+    groups = [
+        {"params": hidden, "optimizer_class": partial(optim.AdamW, lr=0.1)},
+        {"params": outer, "optimizer_defaults": {"lr": 0.2}},
+        {"params": rest, "lr": 0.3, "optimizer_defaults": {"lr": 0.2}},
+    ]
+    optimizer = ZeroRedundancyOptimizer(groups, optim.AdamW, lr=0.5, weight_decay=0.7)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2, 0.3]
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.7] * 3
+
+
+@pytest.mark.ranks(1)
+def test_a_constructor_sees_the_names_of_its_parameters() -> None:
+    class ByName(optim.SGD):
+        def __init__(self, params: Any, lr: float = 0.1) -> None:
+            super().__init__(params, lr=lr)
+            for group in self.param_groups:
+                group["weight_decay"] = 0.0 if "norm" in group["param_names"][0] else 0.5
+
+    groups = [{"params": [(name, nn.Parameter(torch.ones(2)))]} for name in ("norm", "weight")]
+    optimizer = ZeroRedundancyOptimizer(groups, ByName)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.5]
+
+
+@pytest.mark.ranks(2)
+def test_level_counts_the_state_of_master_weights_and_takes_classes_that_cannot_be_tried(rank: int) -> None:
+    model = large_language_model().bfloat16()
+    optimizer = sharded(model, partition="level", master_weights=True)
+    step_all(model, [optimizer], 0)
+    here = optimizer.describe().state_bytes_here
+    assert here == pytest.approx(optimizer.plan.state_loads[rank], rel=0.01)
+
+    class Untried(optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            raise RuntimeError("call train() first")
+
+    assert ZeroRedundancyOptimizer([*model.parameters()], Untried, partition="level").plan.imbalances["state"] >= 1

@@ -4,9 +4,10 @@ The *ring* is one collective of gloo, at a fraction of the processor time of mes
 it needs between the same ranks. It is a fast path, for few ranks, and waits for a late rank as long as the process
 group does. It may end well on some ranks and fail on others, which then cannot go on together: so a rank gives it up
 only where another one is lost, and never for a rank that is only late. A rank that gives up leaves a notice in the
-store, since gloo does not report that the receiver of a send is gone, and closes its connections. All ranks raise then;
-rounds of messages find out which rank was lost, and tell the others (:mod:`zeroshard_comm.rounds`). The first one that
-knows writes it into the notice, for ranks that come after the rounds, or could only blame one that is late.
+store, since gloo does not report that the receiver of a send is gone, and closes its connections. All ranks raise then.
+After a timeout they sign in at the store, and the late one is that which has not; else rounds of messages find out
+which rank was lost, and tell the others (:mod:`zeroshard_comm.rounds`). The first rank that knows writes it into the
+notice, for ranks that come after the rounds, or could only blame one that is late.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # torch exports it unseen
 
 from zeroshard_comm._torch_private import group_of
-from zeroshard_comm.errors import PeerLostError, unconnected
+from zeroshard_comm.errors import PeerLostError, peer_lost, unconnected
 from zeroshard_comm.process_group import RankGroup
 from zeroshard_comm.rounds import combine_in_rounds, lost_by_another
 from zeroshard_comm.traffic import Traffic
@@ -65,7 +66,7 @@ class Connections:
         self._notice = Notice(self._store)
         if self._rank == 0:
             # No rank has connected before this rank does.
-            self._notice.remove()
+            self._notice.remove(self._size)
         group = group_of(self._connect("messages"), self._store, f"{self._name} zeroshard")
         self.channel = RankGroup(group, self._rank, self._size, self._timeout)
         has_ring = self._size <= MOST_RANKS
@@ -81,13 +82,18 @@ class Connections:
             return numbers
         # Dropped, so that the others' fails too.
         self._ring = None
-        # A rank for which no ring has waited as long as the group does may be late, and alive.
-        late_is_lost = self._notice.leave(_LOST) == _TIMED_OUT
+        has_timed_out = self._notice.leave(_LOST) == _TIMED_OUT
         lost = lost or self._notice.named(self._rank, operation)
+        absent = self._notice.absent(self._rank, self._size) if has_timed_out and lost is None else None
+        if absent is not None:
+            # Not by messages: gloo closes a rank's connections when it has waited for the late one in vain.
+            self._notice.name(absent)
+            raise peer_lost(RuntimeError("it is not in the store"), absent, self._rank, operation)
         ranks = replace(self.channel, wait=_TO_NAME)
         try:
             # No numbers: another rank may have lost one in a later agreement, which has more of them.
-            combine_in_rounds(ranks, numbers[:0], _TAG_LOST, operation, traffic, lost, late_is_lost=late_is_lost)
+            # A rank for which no ring has waited as long as the group does may be late, and alive.
+            combine_in_rounds(ranks, numbers[:0], _TAG_LOST, operation, traffic, lost, late_is_lost=False)
             raise lost_by_another(self._rank, None, operation)
         except PeerLostError as error:
             self._notice.name(error.peer)
@@ -120,9 +126,9 @@ class Notice:
     def __init__(self, store: Store) -> None:
         self._store = PrefixStore("zeroshard notice", store)
 
-    def remove(self) -> None:
+    def remove(self, size: int) -> None:
         """Remove the notice of an earlier group with the same store."""
-        for key in ("why", "who"):
+        for key in ("why", "who", *[f"is here: {rank}" for rank in range(size)]):
             with suppress(RuntimeError):
                 self._store.delete_key(key)
 
@@ -137,6 +143,16 @@ class Notice:
         with suppress(RuntimeError):
             return bool(self._store.check(["why"]))
         return True
+
+    def absent(self, rank: int, size: int) -> int | None:
+        """Sign in, wait until all ranks have, and return the first one that has not; None if all have."""
+        keys = [f"is here: {other}" for other in range(size)]
+        with suppress(RuntimeError):
+            self._store.set(keys[rank], "")
+            with suppress(RuntimeError):
+                self._store.wait(keys, _TO_NAME)
+            return next((other for other, key in enumerate(keys) if not self._store.check([key])), None)
+        return None
 
     def name(self, peer: int | None) -> None:
         """Say who was lost; None, if this rank could not find out, stands until another rank knows."""

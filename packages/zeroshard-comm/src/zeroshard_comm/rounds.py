@@ -67,7 +67,7 @@ def combine_in_rounds(
     # gloo starts a send only once its receive is posted. When a rank has heard of all, theirs are posted, then, and
     # its own sends do not wait.
     receives = [issued(receive, torch.empty_like(mine), (rank - distance) % size, errors) for distance in ahead]
-    for distance, arriving in zip(ahead, receives, strict=True):
+    for number, (distance, arriving) in enumerate(zip(ahead, receives, strict=True)):
         target, source = (rank + distance) % size, (rank - distance) % size
         if errors and not gone:
             gone = mine[0] = next(1 + peer for peer in errors)
@@ -78,9 +78,12 @@ def combine_in_rounds(
         waiting = time.perf_counter()
         try:
             # The ranks that this one has yet to send to hear of the rank that refused before they wait for this one.
-            arriving.wait(operation, _TELLING if refused else None)
-        except PeerLostError as error:
             limit = _TELLING if refused else channel.timeout
+            if limit is not None and not refused:
+                # The rank that is waited for may wait as long, in the round before.
+                limit += number * _TELLING
+            arriving.wait(operation, limit)
+        except PeerLostError as error:
             is_late = limit is not None and time.perf_counter() - waiting >= limit.total_seconds()
             unnamed = {} if late_is_lost else {size: lost_by_another(rank, None, operation)}
             errors.update((refused or unnamed or {source: error}) if is_late else {source: error})

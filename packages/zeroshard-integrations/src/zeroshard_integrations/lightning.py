@@ -128,21 +128,22 @@ class FabricZeroShardStrategy(FabricDDPStrategy):
 def _describe_state(optimizer: ZeroRedundancyOptimizer) -> str:
     """Say how large the optimizer state will be, on the rank that has most of it, and unsharded. Not collective."""
     plan = optimizer.plan
-    kind: Any = type(optimizer.optim)
+    kinds: list[Any] = [type(optimizer.local_optimizers[number]) for number in optimizer.group_assignment]
+    names = " + ".join(dict.fromkeys(kind.__name__ for kind in kinds))
 
-    def cost_of(group: dict[str, Any]) -> Cost:
+    def cost_of(group: dict[str, Any], kind: Any) -> Cost:  # noqa: ANN401 - a class
         # A group has all hyperparameters, as the class has filled them in.
         return state_bytes(lambda params: kind([{**group, "params": params}]))
 
-    costs = [*map(cost_of, optimizer.param_groups)]
+    costs = [*map(cost_of, optimizer.param_groups, kinds)]
     try:
         # The same owners, weighed by their state.
         loads = repartition(plan, plan.tensors, place=(), cost=lambda spec: costs[spec.group](spec)).loads
     except ValueError:
-        return f"Optimizer state, sharded by zeroshard: unknown before the first step of {kind.__name__}"
+        return f"Optimizer state, sharded by zeroshard: unknown before the first step of {names}"
     return (
         f"Optimizer state, sharded by zeroshard: {max(loads) / 1e6:,.3f} MB per rank at most, on {plan.world_size} "
-        f"ranks; {sum(loads) / 1e6:,.3f} MB unsharded ({kind.__name__})"
+        f"ranks; {sum(loads) / 1e6:,.3f} MB unsharded ({names})"
     )
 
 

@@ -279,10 +279,6 @@ class Engine:
     def step(self, closure: Closure | None, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as the inner step
         """Make a step, or check the one that backward has made."""
         exchange, early = self.exchange, self.early_steps
-        if arguments and self.policy.has_several:
-            raise TypeError(
-                f"step() takes no keyword arguments with several optimizer classes, but got {', '.join(arguments)}"
-            )
         may_be_torchs = exchange is not None and not closure and not (early is not None and early.has_stepped)
         if may_be_torchs and self.metadata.is_empty and is_torchs_own_step(self):
             return self.init_state()
@@ -294,7 +290,12 @@ class Engine:
                     "closure nor arguments; call step() without them, or not at all, or use reduce_to_owner_hook"
                 )
             return early.check_step()
-        error, inner = None, arguments
+        error: Exception | None = None
+        inner = arguments
+        if arguments and self.policy.has_several:
+            error = TypeError(
+                f"step() takes no keyword arguments with several optimizer classes, but got {', '.join(arguments)}"
+            )
         if closure is not None:
             if exchange is None:
                 self._announce(Call.REFUSED)
@@ -397,8 +398,7 @@ class Engine:
         ``install`` replaces state and param groups of the local optimizer, and does not change the old ones, which are
         there again after an error.
         """
-        inner = self.local.optim
-        before = (inner.state, inner.param_groups)
+        before = [(member, member.state, member.param_groups) for member in self.local.members]
         try:
             with agreed(self.coordinator, f"the end of {operation}"):
                 self.adopt(layout)
@@ -406,6 +406,7 @@ class Engine:
             self.metadata.exchange(f"the state after {operation}")
             self.metadata.drop_consolidated()
         except BaseException:
-            inner.state, inner.param_groups = before
+            for member, state, groups in before:
+                member.state, member.param_groups = state, groups
             self.local.extra.end_load(failed=True)
             raise

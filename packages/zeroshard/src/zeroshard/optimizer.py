@@ -327,7 +327,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             for pre_hook in self._optimizer_load_state_dict_pre_hooks.values() if state_dict else ():
                 changed = pre_hook(self, given)
                 given = given if changed is None else changed
-            if group is not None:
+            if group is not None and given:
                 if from_rank is not None or keys != "indices":
                     raise ValueError("load_state_dict(group=...) takes neither from_rank nor keys")
                 parts: list[Mapping[str, Any]] = [*split_state_dict(self.state_dict(), self.group_assignment)]

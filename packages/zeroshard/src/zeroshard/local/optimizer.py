@@ -82,8 +82,9 @@ class LocalOptimizer:
             local.update(_membership(group, of_group))
         self._accept(chain.from_iterable(members))
         kept = {shard.tensor for shard in self.shards.values()}
-        for key in [key for key in self.optim.state if isinstance(key, torch.Tensor) and key not in kept]:
-            del self.optim.state[key]
+        for state in [member.state for member in self.members]:
+            for key in [key for key in state if isinstance(key, torch.Tensor) and key not in kept]:
+                del state[key]
         # Some classes (Adagrad) make state in their constructor, so new shards get it from one more of the class.
         missing = [shard for shard in arrived if not self.optim.state.get(shard.tensor)]
         if missing:
@@ -104,10 +105,10 @@ class LocalOptimizer:
         before, self._is_detached = self.shards.values(), True
         self._accept([s if s.is_detached else LocalShard.of(s.shard, s.param, detached=True) for s in before])
         moved = {shard.tensor: self.shards[shard.index].tensor for shard in before}
-        state = self.optim.state
-        for old, new in moved.items():
-            if old is not new and old in state:
-                state[new] = state.pop(old)
+        for state in [member.state for member in self.members]:
+            for old, new in moved.items():
+                if old is not new and old in state:
+                    state[new] = state.pop(old)
         for group in self.optim.param_groups:
             group["params"] = [moved[tensor] for tensor in group["params"]]
 
@@ -137,6 +138,8 @@ class LocalOptimizer:
         unbound = self._detached if unbound is None else unbound
         with bound_gradients(unbound), self.extra.stepped(self.optim.state, self.shards.values()):
             result, *_ = [_step(member, arguments) for member in self.members]
+            if isinstance(self.optim, SeveralOptimizers):
+                self.optim.check_keys()
             return result
 
     def state_of(self, shard: LocalShard) -> Any:  # noqa: ANN401 - a class may keep anything
@@ -194,7 +197,7 @@ class PartialStepper:
     """Steps some shards of a local optimizer, on copies that share its state and have only these in their groups."""
 
     def __init__(self, local: LocalOptimizer, shards: Sequence[LocalShard]) -> None:
-        self._extra, self._shards = local.extra, shards
+        self._local, self._shards = local, shards
         chosen = {shard.tensor for shard in shards}
         self._parts: list[tuple[optim.Optimizer, optim.Optimizer, list[tuple[int, ParamGroup]]]] = []
         for inner in local.members:
@@ -217,7 +220,7 @@ class PartialStepper:
         if not self._parts:
             return
         # Grad mode is per thread: the worker thread would record a graph.
-        with torch.no_grad(), self._extra.stepped(self._parts[0][0].state, self._shards):
+        with torch.no_grad(), self._local.extra.stepped(self._local.optim.state, self._shards):
             for inner, copied, _ in self._parts:
                 unwrapped_step(type(inner))(copied, **arguments)
 

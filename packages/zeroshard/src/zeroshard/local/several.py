@@ -1,21 +1,63 @@
-"""Local optimizers of several classes as one: their groups in the order of the public ones, and one state."""
+"""Local optimizers of several classes as one: their groups in the order of the public ones, and their state."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from itertools import chain
 from typing import Any
 
+import torch
 from torch import optim
 
 from zeroshard.plan.groups import ParamGroup, pack_groups
+
+
+class JoinedState(MutableMapping[Any, Any]):
+    """The state of several optimizers, by parameter. Each keeps a dict of its own, which it may look through."""
+
+    def __init__(self, members: Sequence[optim.Optimizer]) -> None:
+        self._members = members
+
+    def _of(self, key: object) -> Any:  # noqa: ANN401 - as torch annotates it
+        """Return the state in which a key is, or would be."""
+        for member in self._members:
+            if key in member.state or any(key is param for group in member.param_groups for param in group["params"]):
+                return member.state
+        raise KeyError(key)
+
+    def __contains__(self, key: object) -> bool:
+        return any(key in member.state for member in self._members)
+
+    def __getitem__(self, key: Any) -> Any:  # noqa: ANN401 - state holds anything
+        return self._of(key)[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:  # noqa: ANN401 - state holds anything
+        self._of(key)[key] = value
+
+    def __delitem__(self, key: Any) -> None:  # noqa: ANN401 - state holds anything
+        del self._of(key)[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return chain.from_iterable([*member.state] for member in self._members)
+
+    def __len__(self) -> int:
+        return sum(len(member.state) for member in self._members)
+
+    def get(self, key: Any, default: Any = None) -> Any:  # noqa: ANN401 - state holds anything
+        """Return what a key has, or ``default``; adds nothing."""
+        return next((member.state[key] for member in self._members if key in member.state), default)
+
+    def pop(self, key: Any, *default: Any) -> Any:  # noqa: ANN401 - state holds anything
+        """Remove and return what a key has, or return ``default``."""
+        return self._of(key).pop(key, *default)
 
 
 class SeveralOptimizers:
     """What :class:`~zeroshard.local.optimizer.LocalOptimizer` and the modules of state use of one optimizer.
 
     Args:
-        members: the optimizers, which share one dict of state from now on.
+        members: the optimizers.
         assignment: for each group the number of the member that has it.
 
     Attributes:
@@ -28,17 +70,28 @@ class SeveralOptimizers:
         self.defaults = {
             key: value for key, value in first.defaults.items() if all(key in other.defaults for other in others)
         }
-        self.state = self._joined()
+        self._state = JoinedState(members)
 
     @property
-    def state(self) -> Any:  # noqa: ANN401 - as torch annotates it
-        """The state of all members; replacing it replaces theirs."""
-        return self._members[0].state
+    def state(self) -> MutableMapping[Any, Any]:
+        """The state of all members. What replaces it is handed out to them."""
+        return self._state
 
     @state.setter
-    def state(self, state: Any) -> None:  # noqa: ANN401 - as torch annotates it
+    def state(self, state: Mapping[Any, Any]) -> None:
         for member in self._members:
-            member.state = state
+            own = [param for group in member.param_groups for param in group["params"] if param in state]
+            member.state = defaultdict(dict, {param: state[param] for param in own})
+
+    def check_keys(self) -> None:
+        """Raise a RuntimeError if a member keeps state that is no parameter's: a checkpoint could not tell whose."""
+        for member in self._members:
+            for key in member.state:
+                if not isinstance(key, torch.Tensor):
+                    raise RuntimeError(
+                        f"{type(member).__name__} keeps state under the key {key!r}, which belongs to no parameter: "
+                        f"that is not supported with several optimizer classes"
+                    )
 
     @property
     def param_groups(self) -> list[ParamGroup]:
@@ -60,14 +113,6 @@ class SeveralOptimizers:
             places = [place for group in own for place in group["params"]]
             part = {position: state[place] for position, place in enumerate(places) if place in state}
             member.load_state_dict({"state": part, "param_groups": pack_groups(own)})
-        others = {key: value for key, value in state.items() if not isinstance(key, int)}
-        self.state = self._joined() | others
-
-    def _joined(self) -> Any:  # noqa: ANN401 - as torch annotates it
-        joined: defaultdict[Any, Any] = defaultdict(dict)
-        for member in self._members:
-            joined.update(member.state)
-        return joined
 
     def __getattr__(self, name: str) -> Callable[[], Any]:
         """Return ``train`` or ``eval`` of all members that have it."""

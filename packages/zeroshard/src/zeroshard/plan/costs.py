@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
 from torch import optim
-from zeroshard_core import Cost, GroupCost, adam, newton_schulz, numel, state_bytes
+from zeroshard_core import Cost, GroupCost, TensorSpec, adam, newton_schulz, numel, state_bytes
 
 from zeroshard.plan.eligibility import ELEMENTWISE, class_of
 from zeroshard.plan.group_classes import GroupClass
@@ -27,7 +28,17 @@ def _cost_of(policy: Policy, chosen: GroupClass, group: ParamGroup) -> GroupCost
     known = _known_work(class_of(chosen.factory), settings)
     # A copy: steps and schedulers write to the group.
     written = hyperparameters_of(group)
-    state = state_bytes(lambda params: chosen.build([{**written, "params": params}]))
+    measured = state_bytes(lambda params: chosen.build([{**written, "params": params}]))
+
+    def state(spec: TensorSpec) -> float:
+        has_master = policy.master_weights and spec.dtype in (torch.float16, torch.bfloat16)
+        stepped = replace(spec, dtype=torch.float32) if has_master else spec
+        try:
+            return measured(stepped) + has_master * stepped.nbytes
+        except ValueError:
+            # It could not be stepped: as much as the tensor.
+            return (1 + has_master) * stepped.nbytes
+
     return GroupCost(
         chosen.name, given or known or numel, state, chosen.may_be_cut, is_assumed=given is None and known is None
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,7 +59,11 @@ class GroupClass:
     def reached_by(self, constructors: GroupClass) -> dict[str, Any]:
         """Return the constructor's keyword arguments as far as they are for this class."""
         is_constructors = class_of(self.factory) is class_of(constructors.factory)
-        return {key: self.defaults[key] for key in constructors.defaults} if is_constructors else {}
+        return (
+            {key: self.defaults[key] for key in constructors.defaults if key in self.defaults}
+            if is_constructors
+            else {}
+        )
 
     def is_stepped_with(self, other: GroupClass) -> bool:
         """Whether one local optimizer steps the groups of both: the class and its arguments are equal."""
@@ -74,11 +79,19 @@ class GroupClass:
     def build(self, groups: Iterable[ParamGroup]) -> optim.Optimizer:
         """Build an optimizer over param groups of this class."""
         given = list(groups)
-        # Some classes take no keys but their own.
-        built = self.factory([{k: group[k] for k in group if k not in _ADDED} for group in given], **self.defaults)
-        for inside, group in zip(built.param_groups, given, strict=True):
-            inside.update({key: value for key, value in group.items() if key in _ADDED})
-        return built
+        try:
+            return self.factory([dict(group) for group in given], **self.defaults)
+        except Exception:
+            own = [{key: group[key] for key in group if key not in _ADDED} for group in given]
+            if own == given:
+                raise
+            # Some classes take no keys but their own.
+            with suppress(Exception):
+                built = self.factory(own, **self.defaults)
+                for inside, group in zip(built.param_groups, given, strict=True):
+                    inside.update({key: value for key, value in group.items() if key in _ADDED})
+                return built
+            raise
 
 
 def take_class(group: ParamGroup, constructors: GroupClass) -> tuple[ParamGroup, GroupClass]:
@@ -103,9 +116,12 @@ def take_class(group: ParamGroup, constructors: GroupClass) -> tuple[ParamGroup,
     if not isinstance(elementwise, bool):
         raise TypeError(f"`elementwise` of a param group must be True or False, but is {elementwise!r}")
     is_constructors = class_of(factory) is class_of(constructors.factory)
+    # What the group says itself goes before.
+    written = GroupClass(options.get("optimizer_class", class_of(factory)), given).arguments
+    inherited = {key: value for key, value in constructors.defaults.items() if is_constructors and key not in written}
     found = GroupClass(
         factory if "optimizer_class" in options else constructors.factory,
-        {**(constructors.defaults if is_constructors else {}), **given},
+        {**inherited, **given},
         elementwise or (is_constructors and constructors.elementwise),
         cost,
     )

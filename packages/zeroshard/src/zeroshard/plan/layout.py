@@ -30,6 +30,7 @@ from zeroshard_core import (
 from zeroshard.plan.eligibility import Coupled, name_of, not_elementwise
 from zeroshard.plan.group_classes import GroupClass, assign, names_of
 from zeroshard.plan.groups import ParamGroup, active_mask, check_memory, parameters_of, specs_of
+from zeroshard.plan.hyperparameters import to_text
 
 Objects = Literal["refuse", "leave out"]
 
@@ -87,7 +88,7 @@ class Policy:
     @property
     def weights(self) -> dict[str, Any]:
         """What tensors weigh, as arguments of :func:`zeroshard_core.partition`."""
-        if self.name == "level":
+        if self.strategy == "level" or isinstance(self.strategy, Level):
             return {"groups": self.costs}
         is_by_group = any(each.cost for each in self.classes) or (self.has_several and self.cost is numel)
         return {"cost": (lambda spec: self.costs[spec.group].work(spec)) if is_by_group else self.cost}
@@ -153,6 +154,7 @@ def next_layout(policy: Policy, layout: Layout | None, groups: Sequence[ParamGro
     _check_cuts(policy, plan)
     settings: dict[str, str | bool] = {
         "optimizer": policy.class_names,
+        **({"optimizer_defaults": to_text([each.arguments for each in policy.classes])} if policy.has_several else {}),
         "parameters_as_bucket_view": policy.as_bucket_view,
         "objects": policy.objects,
         "coupled": policy.coupled,

@@ -23,9 +23,12 @@ def split_state_dict(state_dict: Mapping[str, Any], assignment: Sequence[int]) -
         State dicts by number; they share tensors with ``state_dict``.
 
     Raises:
-        ValueError: if there are not as many groups, or no groups for a number.
+        ValueError: if there are not as many groups, or state that belongs to no parameter.
     """
     groups, state = _checked(state_dict["param_groups"], assignment), state_dict["state"]
+    known = {key for group in groups for key in group["params"]}
+    if state.keys() - known:
+        raise ValueError(f"the state has {min(map(str, state.keys() - known))!r}, which is no parameter of its groups")
     parts: list[StateDict] = []
     for number in range(1 + max(assignment)):
         own = [group for group, owner in zip(groups, assignment, strict=True) if owner == number]
