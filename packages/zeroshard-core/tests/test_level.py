@@ -125,7 +125,7 @@ def test_the_cap_holds_or_is_said_not_to_and_one_piece_is_the_most_beyond_the_me
     try:
         plan = leveled(tensors, world_size, level(cap))
     except ValueError as error:
-        assert "tensors that stay whole need" in str(error)  # noqa: PT017 - most draws raise none
+        assert "tensors that stay whole put" in str(error)  # noqa: PT017 - most draws raise none
         return
     limit = cap * max(mean, forced(whole, world_size))
     assert max(plan.state_loads) <= max(limit, mean + piece) * (1 + 1e-6)
