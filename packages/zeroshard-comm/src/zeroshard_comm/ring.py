@@ -88,7 +88,7 @@ class Connections:
         if absent is not None:
             # Not by messages: gloo closes a rank's connections when it has waited for the late one in vain.
             self._notice.name(absent)
-            raise peer_lost(RuntimeError("it is not in the store"), absent, self._rank, operation)
+            raise peer_lost(RuntimeError("nothing; it has not signed in at the store"), absent, self._rank, operation)
         ranks = replace(self.channel, wait=_TO_NAME)
         try:
             # No numbers: another rank may have lost one in a later agreement, which has more of them.

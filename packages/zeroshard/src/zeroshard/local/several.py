@@ -22,7 +22,11 @@ class JoinedState(MutableMapping[Any, Any]):
     def _of(self, key: object) -> Any:  # noqa: ANN401 - as torch annotates it
         """Return the state in which a key is, or would be."""
         for member in self._members:
-            if key in member.state or any(key is param for group in member.param_groups for param in group["params"]):
+            if key in member.state:
+                return member.state
+        # Only a key that is new is looked for among the parameters.
+        for member in self._members:
+            if any(key is param for group in member.param_groups for param in group["params"]):
                 return member.state
         raise KeyError(key)
 
