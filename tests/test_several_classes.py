@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -22,10 +23,12 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from training import EVERYWHERE, assert_bitwise_equal, assert_same_state, set_gradients, twins
 from zeroshard import AveragedParameters, ZeroRedundancyOptimizer, join_state_dicts, split_state_dict
 from zeroshard_comm import DisagreementError
-from zeroshard_core import adam, newton_schulz
+from zeroshard_core import adam, newton_schulz, numel
 from zeroshard_testing import assert_replicas_equal
 
 pytestmark = pytest.mark.usefixtures("tensors_on_the_device")
@@ -467,3 +470,115 @@ def test_level_counts_the_state_of_master_weights_and_takes_classes_that_cannot_
             raise RuntimeError("call train() first")
 
     assert ZeroRedundancyOptimizer([*model.parameters()], Untried, partition="level").plan.imbalances["state"] >= 1
+
+
+class StandInThatCounts(optim.SGD):
+    """Counts steps in its groups, as schedule-free classes do, but only in those of which it steps a tensor."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr=lr)
+        for group in self.param_groups:
+            group.setdefault("k", 0)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.sub_(group["lr"] / (1 + group["k"]) * param.grad)
+            group["k"] += bool(group["params"])
+
+
+@pytest.mark.ranks(3, backend=EVERYWHERE)
+def test_what_a_class_writes_into_a_group_is_taken_from_the_lowest_rank_that_steps_it(rank: int) -> None:
+    model, reference = twins(language_model)
+
+    def groups(of: nn.Module) -> list[dict[str, Any]]:
+        hidden, outer, rest = parted(of)
+        return [{"params": rest}, {"params": hidden[:1], "lr": 0.01}, {"params": outer, "optimizer_class": optim.AdamW}]
+
+    def last_rank_first(tensors: Any, loads: Any, cost: Any) -> list[tuple[int, ...]]:
+        return [(2 - spec.group,) for spec in tensors]
+
+    def plain() -> list[optim.Optimizer]:
+        *counted, outer = groups(reference)
+        return [StandInThatCounts(counted), optim.AdamW(outer["params"])]
+
+    def steps(optimizer: optim.Optimizer, expected: list[optim.Optimizer], seeds: range) -> None:
+        for step in seeds:
+            step_all(model, [optimizer], step)
+            step_all(reference, expected, step)
+        assert_bitwise_equal(model, reference, f"after step {seeds[-1]}")
+
+    optimizer, expected = ZeroRedundancyOptimizer(groups(model), StandInThatCounts, partition=last_rank_first), plain()
+    steps(optimizer, expected, range(3))
+    assert optimizer.param_groups[0]["k"] == (3 if rank == 2 else 0)
+    optimizer.consolidate_state_dict(to=0)
+    saved = optimizer.state_dict() if rank == 0 else {}
+    if rank == 0:
+        assert [group.get("k") for group in saved["param_groups"]] == [3, 3, None]
+    resumed = ZeroRedundancyOptimizer(groups(model), StandInThatCounts)
+    resumed.load_state_dict(saved, from_rank=0)
+    steps(resumed, expected, range(3, 5))
+
+
+@pytest.mark.ranks(2, backend=EVERYWHERE)
+def test_a_checkpoint_is_loaded_after_a_class_with_a_name_of_an_older_group_was_added() -> None:
+    model = language_model()
+    hidden, outer, rest = parted(model)
+    optimizer = ZeroRedundancyOptimizer(
+        [{"params": hidden, "optimizer_class": optim.Muon, "momentum_decay": 0.5}, {"params": outer}], optim.AdamW
+    )
+    optimizer.add_param_group({"params": rest, "optimizer_class": optim.NAdam})
+    step_all(model, [optimizer], 0)
+    assert optimizer.param_groups[0]["momentum_decay"] == 0.5
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.ranks(2)
+def test_the_group_of_a_load_is_the_same_on_all_ranks(rank: int) -> None:
+    model = language_model()
+    optimizer = sharded(model)
+    with pytest.raises(DisagreementError, match=r"group of load_state_dict\(\) is 0 on rank 0 and 1 on rank 1"):
+        optimizer.load_state_dict(separate(language_model())[rank].state_dict(), group=rank)
+    step_all(model, [optimizer], 0)
+
+
+@pytest.mark.ranks(1)
+def test_a_cost_of_the_user_is_taken_for_all_classes_also_if_it_is_the_usual_one_of_one() -> None:
+    model = language_model()
+    elements = sum(param.numel() for param in model.parameters())
+    assert sharded(model, cost=numel).plan.loads == (elements,)
+    assert sharded(model).plan.loads[0] > 100 * elements
+
+
+class LiveBytes(TorchDispatchMode):
+    """Notes how many bytes of new tensors live at once at most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = {each.untyped_storage().data_ptr() for each in tree_leaves(args) if isinstance(each, torch.Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for each in tree_leaves(result):
+            if isinstance(each, torch.Tensor) and not each.is_meta and each.untyped_storage().data_ptr() not in before:
+                self.live += each.nbytes
+                self.peak = max(self.peak, self.live)
+                weakref.finalize(each.untyped_storage(), self._freed, each.nbytes)
+        return result
+
+    def _freed(self, nbytes: int) -> None:
+        self.live -= nbytes
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("partition", ["whole", "level"])
+def test_a_class_that_makes_state_in_its_constructor_makes_it_for_this_ranks_shards_alone(partition: Any) -> None:
+    matrices, others = ([nn.Parameter(torch.ones(256, 256)) for _ in range(4)] for _ in range(2))
+    groups = [{"params": matrices, "optimizer_class": optim.Muon}, {"params": others}]
+    with LiveBytes() as here:
+        optimizer = ZeroRedundancyOptimizer(groups, optim.Adagrad, partition=partition)
+    share = 2 * others[0].nbytes
+    assert optimizer.describe().state_bytes_here == pytest.approx(share, rel=0.01)
+    assert share <= here.peak <= 1.1 * share

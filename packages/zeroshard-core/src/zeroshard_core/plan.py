@@ -129,14 +129,22 @@ class Plan:
     @cached_property
     def imbalance(self) -> float:
         """The largest load over the mean load; 1.0 when nothing weighs anything."""
-        return self.imbalances["work"]
+        return _imbalance(self.loads)
 
     @property
     def imbalances(self) -> Mapping[str, float]:
-        """The largest over the mean of ``"work"``, which are the loads, and of ``"state"``, if its bytes are known."""
-        known = {"work": self.loads, "state": self.state_loads}
-        means = {name: math.fsum(loads) / len(loads) for name, loads in known.items() if loads}
-        return {name: max(known[name]) / mean if mean > 0 else 1.0 for name, mean in means.items()}
+        """The largest over the mean of ``"work"``, the loads; of ``"state"``, if its bytes are known; of ``"sent"``."""
+        known = {"work": self.loads, "state": self.state_loads, "sent": self.sent_loads}
+        return {name: _imbalance(loads) for name, loads in known.items() if loads}
+
+    @cached_property
+    def sent_loads(self) -> tuple[int, ...]:
+        """Bytes of trainable parameters that each rank owns, whose new values it sends in every step."""
+        loads = [0] * self.world_size
+        for index, spec in enumerate(self.tensors):
+            for shard in self.of_tensor(index) if spec.trainable else ():
+                loads[shard.rank] += shard.numel * spec.dtype.itemsize
+        return tuple(loads)
 
     @cached_property
     def lower_bound(self) -> float:
@@ -218,8 +226,9 @@ class Plan:
             lines.append(f"  ({self.world_size - len(shown)} ranks between these in load)")
         largest = sorted(range(count), key=lambda index: (-self.tensors[index].numel, index))[:_TENSORS_SHOWN]
         if self.classes:
-            bound, state = self.lower_bound or 1.0, self.imbalances.get("state", math.nan)
-            lines.append(f"  largest load / lower bound {max(self.loads) / bound:.3f}, imbalance of state {state:.3f}")
+            shown_loads = [f"{name} {value:.3f}" for name, value in self.imbalances.items() if name != "work"]
+            at_bound = max(self.loads) / (self.lower_bound or 1.0)
+            lines.append(f"  largest load / lower bound {at_bound:.3f}, imbalance of {', of '.join(shown_loads)}")
             lines.append(f"  classes: {', '.join(dict.fromkeys(self.classes))}"[:120])
             if (self.useful_ranks or math.inf) < self.world_size:
                 lines.append(f"  useful ranks: {self.useful_ranks}; a tensor that stays whole costs more than the mean")
@@ -245,6 +254,11 @@ class Plan:
             return spec.shard(tensor=tensor, rank=ranks[0])
         start, stop = cuts(spec, len(ranks), self.starts[tensor] if self.starts else ())[place : place + 2]
         return spec.shard(tensor=tensor, rank=ranks[place], start=start, stop=stop)
+
+
+def _imbalance(loads: Sequence[float]) -> float:
+    mean = math.fsum(loads) / len(loads)
+    return max(loads) / mean if mean > 0 else 1.0
 
 
 def least_largest(weights: Sequence[float], world_size: int) -> float:

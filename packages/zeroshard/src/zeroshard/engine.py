@@ -382,10 +382,10 @@ class Engine:
         with self.collective():
             init_state(self)
 
-    def load(self, read: Callable[[], Mapping[str, Any]], from_rank: int | None) -> bool:
+    def load(self, read: Callable[[], Mapping[str, Any]], from_rank: int | None, group: int | None = None) -> bool:
         """Load a state dict on all ranks, or on none; False if there was nothing to load."""
         with self.collective():
-            is_loaded = load(self, self._schema, read, from_rank)
+            is_loaded = load(self, self._schema, read, from_rank, group)
         if is_loaded:
             self.refused = ""
             if self.early_steps is not None:

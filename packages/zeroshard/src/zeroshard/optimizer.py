@@ -19,7 +19,7 @@ from torch.distributed.algorithms.join import Joinable
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from zeroshard_comm import RankGroup, Traffic
-from zeroshard_core import Cost, Level, Plan, Strategy, numel
+from zeroshard_core import Cost, Level, Plan, Strategy
 
 from zeroshard._torch_private import disable_dynamo
 from zeroshard.debug.describe import OptimizerDescription, describe
@@ -107,7 +107,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         overlap_with_ddp: bool = False,
         *,
         partition: Literal["whole", "split", "hybrid", "level"] | Strategy | Level = "whole",
-        cost: Cost = numel,
+        cost: Cost | None = None,
         elementwise: bool = False,
         objects: Objects = "refuse",
         coupled: Coupled = "refuse",
@@ -335,7 +335,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 return join_state_dicts(parts, self.group_assignment)
             return key_by_index(given, self.param_groups) if check_keys(keys) == "names" and given else given
 
-        if self._engine.load(read, from_rank):
+        if self._engine.load(read, from_rank, group):
             for post_hook in self._optimizer_load_state_dict_post_hooks.values():
                 post_hook(self)
 

@@ -75,6 +75,7 @@ class SeveralOptimizers:
             key: value for key, value in first.defaults.items() if all(key in other.defaults for other in others)
         }
         self._state = JoinedState(members)
+        self._checked: list[int] = []
 
     @property
     def state(self) -> MutableMapping[Any, Any]:
@@ -89,6 +90,9 @@ class SeveralOptimizers:
 
     def check_keys(self) -> None:
         """Raise a RuntimeError if a member keeps state that is no parameter's: a checkpoint could not tell whose."""
+        counts = [len(member.state) for member in self._members]
+        if counts == self._checked:
+            return
         for member in self._members:
             for key in member.state:
                 if not isinstance(key, torch.Tensor):
@@ -96,6 +100,7 @@ class SeveralOptimizers:
                         f"{type(member).__name__} keeps state under the key {key!r}, which belongs to no parameter: "
                         f"that is not supported with several optimizer classes"
                     )
+        self._checked = counts
 
     @property
     def param_groups(self) -> list[ParamGroup]:

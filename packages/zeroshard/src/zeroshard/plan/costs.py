@@ -24,7 +24,7 @@ def with_classes(policy: Policy, classes: Sequence[GroupClass], groups: Sequence
 
 def _cost_of(policy: Policy, chosen: GroupClass, group: ParamGroup) -> GroupCost:
     settings = {**chosen.arguments, **hyperparameters_of(group)}
-    given = chosen.cost or (policy.cost if policy.cost is not numel else None)
+    given = chosen.cost or policy.cost
     known = _known_work(class_of(chosen.factory), settings)
     # A copy: steps and schedulers write to the group.
     written = hyperparameters_of(group)

@@ -41,7 +41,7 @@ class Policy:
 
     Attributes:
         strategy: ``"whole"``, ``"split"``, ``"hybrid"``, ``"level"``, a :class:`zeroshard_core.Level` or a callable.
-        cost: what a tensor weighs.
+        cost: what a tensor weighs; None for what is usual.
         classes: the optimizer class of each param group, which decides whether its tensors may be cut.
         costs: what the tensors of each param group cost.
         as_bucket_view: whether parameters become views of flat buffers, which changes the messages.
@@ -55,7 +55,7 @@ class Policy:
     """
 
     strategy: str | Strategy | Level
-    cost: Cost
+    cost: Cost | None
     as_bucket_view: bool
     world_size: int
     objects: Objects = "refuse"
@@ -90,8 +90,8 @@ class Policy:
         """What tensors weigh, as arguments of :func:`zeroshard_core.partition`."""
         if self.strategy == "level" or isinstance(self.strategy, Level):
             return {"groups": self.costs}
-        is_by_group = any(each.cost for each in self.classes) or (self.has_several and self.cost is numel)
-        return {"cost": (lambda spec: self.costs[spec.group].work(spec)) if is_by_group else self.cost}
+        is_by_group = any(each.cost for each in self.classes) or (self.has_several and self.cost is None)
+        return {"cost": (lambda spec: self.costs[spec.group].work(spec)) if is_by_group else self.cost or numel}
 
     def smallest_part(self, specs: Sequence[TensorSpec]) -> int:
         """Return the least number of elements of a part of a cut tensor.

@@ -206,7 +206,9 @@ def check_state_dict(
             index_of[key] = len(index_of)
     members = engine.local.members
     for number, own in enumerate(assign(engine.policy.classes)):
-        check_hyperparameters(f"loaded state dict: group {number}", saved_groups[number], members, members[own])
+        # What this group has is its own, also if a class that was added later has the same name.
+        new = {key: value for key, value in saved_groups[number].items() if key not in groups[number]}
+        check_hyperparameters(f"loaded state dict: group {number}", new, members, members[own])
     by_tensor = {index_of[key]: entries for key, entries in state.items() if key in index_of}
     others = {key: value for key, value in state.items() if key not in index_of}
     _check_other_keys(others, (int, *{type(key) for key in index_of}))

@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from zeroshard_comm import Manifest, agreed, gather
 from zeroshard_core import Plan, Shard, StateMapError, contiguous_strides, storage_view
 
-from zeroshard.local.optimizer import LocalOptimizer, sync_groups
+from zeroshard.local.optimizer import sync_groups
 from zeroshard.plan.groups import ParamGroup, pack_groups
 from zeroshard.plan.layout import label_in
 from zeroshard.state.serialization import Described, Key, describe_entries, part_dtype, read_value, write_value
@@ -20,7 +22,20 @@ if TYPE_CHECKING:
     from zeroshard.engine import Engine
 
 
-def consolidate(engine: Engine, target: int, to: object) -> dict[Any, Any] | None:
+@dataclass(frozen=True)
+class Consolidated:
+    """What one rank was sent by all ranks.
+
+    Attributes:
+        state: by tensor index, and what belongs to no tensor by its own keys.
+        written: by param group, what its local optimizer has written to it, on the lowest rank with a tensor of it.
+    """
+
+    state: Mapping[Any, Any]
+    written: Mapping[int, Mapping[str, Any]]
+
+
+def consolidate(engine: Engine, target: int, to: object) -> Consolidated | None:
     """Return the state of all ranks on rank ``target`` (-1 if ``to`` is none), None on the others. Collective."""
     operation, plan, coordinator = f"consolidate_state_dict(to={target})", engine.layout.plan, engine.coordinator
     groups, drops_objects = engine.groups, engine.policy.objects == "leave out"
@@ -31,25 +46,36 @@ def consolidate(engine: Engine, target: int, to: object) -> dict[Any, Any] | Non
                 f"consolidate_state_dict(to={to!r}): `to` must be a group rank from 0 to {plan.world_size - 1}"
             )
         sync_groups(groups, engine.local.optim.param_groups)
-        manifest = _describe(engine.local, plan, drops_objects=drops_objects)
+        manifest = _describe(engine, plan, drops_objects=drops_objects)
         # state_dict() does so on the target alone.
         copy_groups(pack_groups(groups))
     engine.metadata.drop_consolidated()
     assembler = _Assembler(plan)
     gather(coordinator, manifest, target, assembler.receive_buffers, operation=operation)
-    return assembler.state() if coordinator.ranks.rank == target else None
+    return assembler.consolidated() if coordinator.ranks.rank == target else None
 
 
-def _describe(local: LocalOptimizer, plan: Plan, *, drops_objects: bool) -> Manifest:
-    """Describe all state of this rank: the entries of each of its shards, and what belongs to no parameter."""
-    tensors, owned, state = list[torch.Tensor](), [], local.optim.state
+def _describe(engine: Engine, plan: Plan, *, drops_objects: bool) -> Manifest:
+    """Describe all state of this rank: of each of its shards, of no parameter, and what was written to groups."""
+    local, tensors, owned = engine.local, list[torch.Tensor](), []
     for index, shard in local.shards.items():
         entries, name = local.state_of(shard) or {}, plan.tensors[index].name
         owned.append(describe_entries(shard, entries, name, tensors, drops_objects=drops_objects))
     others = {
-        key: write_value(value, tensors, f"state entry {key!r}") for key, value in state.items() if isinstance(key, str)
+        key: write_value(value, tensors, f"state entry {key!r}")
+        for key, value in local.optim.state.items()
+        if isinstance(key, str)
     }
-    return Manifest([owned, others], tensors)
+    lowest = dict[int, int]()
+    for spec, owners in zip(plan.tensors, plan.owners, strict=True):
+        lowest[spec.group] = min(lowest.get(spec.group, plan.world_size), *owners)
+    written = []
+    for number in [number for number, rank in lowest.items() if rank == engine.coordinator.ranks.rank]:
+        for key, value in engine.hyperparameters.written(number, engine.groups[number]).items():
+            # What cannot be sent stays as the receiver has it.
+            with suppress(StateMapError):
+                written.append((number, key, write_value(value, tensors, key)))
+    return Manifest([owned, others, written], tensors)
 
 
 def copy_groups(groups: Sequence[Mapping[str, Any]]) -> list[ParamGroup]:
@@ -68,6 +94,7 @@ class _Assembler:
         self._plan = plan
         self._state: defaultdict[int, dict[Key, Any]] = defaultdict(dict)
         self._others: dict[str, Any] = {}
+        self._written: defaultdict[int, dict[str, Any]] = defaultdict(dict)
         self._first: dict[int, tuple[int, set[tuple[Key, str]]]] = {}
         """By cut tensor, the first rank that owns a part, and the keys of its entries with the dtypes of parts."""
 
@@ -80,7 +107,7 @@ class _Assembler:
             buffers.append(storage_view(made))
             return made
 
-        owned, others = description
+        owned, others, of_groups = description
         for shard, written in zip(self._plan.of_rank(rank), owned, strict=True):
             spec = self._plan.tensors[shard.tensor]
             if self._plan.is_cut(shard.tensor):
@@ -96,6 +123,8 @@ class _Assembler:
                 buffers.append(storage_view(entries[key])[shard.flat])
         for key, entry in others.items():
             self._others.setdefault(key, read_value(entry, make))
+        for number, key, entry in of_groups:
+            self._written[number][key] = read_value(entry, make)
         return buffers
 
     def _check_alike(self, shard: Shard, written: Described) -> None:
@@ -110,13 +139,13 @@ class _Assembler:
                 f"that succeeds, or load a checkpoint, before you consolidate"
             )
 
-    def state(self) -> dict[Any, Any]:
-        """Return the state by tensor, and what belongs to no tensor; complete only after the transfer."""
+    def consolidated(self) -> Consolidated:
+        """Return what has arrived; complete only after the transfer."""
         tensors = self._plan.tensors
         # Also of tensors that were never stepped, so that a load can tell them from lost ones.
         stateful_groups = {tensors[index].group for index in self._state}
         by_tensor = {i: self._state.get(i, {}) for i, spec in enumerate(tensors) if spec.group in stateful_groups}
-        return {**by_tensor, **self._others}
+        return Consolidated({**by_tensor, **self._others}, self._written)
 
 
 def _empty(dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int] | None, _: str) -> torch.Tensor:

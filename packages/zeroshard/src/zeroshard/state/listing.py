@@ -76,9 +76,10 @@ def list_state(engine: Engine) -> StateDict:
     # As they are now: as without sharding, and as the other ranks list them.
     packed = pack_groups(engine.groups)
     if metadata.consolidated is not None:
-        whole = metadata.consolidated.items()
+        whole, written = metadata.consolidated.state.items(), metadata.consolidated.written
         state = {key: dict(value) if isinstance(value, dict) else value for key, value in whole}
-        return {"state": state, "param_groups": copy_groups(packed)}
+        groups = [{**group, **written.get(number, {})} for number, group in enumerate(packed)]
+        return {"state": state, "param_groups": copy_groups(groups)}
     lists_own = metadata.consolidated_to is None
     state = {}
     # A rank with the consolidated state lists what was never stepped as empty: the others list the same keys.

@@ -20,8 +20,17 @@ if TYPE_CHECKING:
 _DIFFERENT = "they were handed different checkpoints"
 
 
-def load(engine: Engine, schema: StateSchema, read: Callable[[], Mapping[str, Any]], from_rank: int | None) -> bool:
-    """Load what ``read`` returns on all ranks, or on none; False if every rank was handed an empty dict. Collective."""
+def load(
+    engine: Engine,
+    schema: StateSchema,
+    read: Callable[[], Mapping[str, Any]],
+    from_rank: int | None,
+    group: int | None = None,
+) -> bool:
+    """Load what ``read`` returns on all ranks, or on none; False if every rank was handed an empty dict. Collective.
+
+    ``from_rank`` and ``group`` are the arguments of ``load_state_dict()``, which ranks compare.
+    """
     coordinator, groups, metadata, extra = engine.coordinator, engine.groups, engine.metadata, engine.local.extra
     rank, parts, holder = coordinator.ranks.rank, dict[int, ShardState](), metadata.consolidated_to
     is_whole, lacks_owned, checksums = False, False, [0] * (1 + len(engine.params))
@@ -46,6 +55,7 @@ def load(engine: Engine, schema: StateSchema, read: Callable[[], Mapping[str, An
                 parts[rank] = ShardState(**copy_value(vars(parts[rank])))
         structure = checked.structure if checked is not None and from_rank is None else ""
         kind = {"from_rank of load_state_dict()": from_rank, "its state dict": "given" if structure else "empty"}
+        kind["group of load_state_dict()"] = group
         kind["added state"] = ", ".join(sorted(extra.names))
         proposal.set(with_settings(layout, kind))
         proposal.digest ^= int.from_bytes(hashlib.sha256(structure.encode()).digest()[:8], "big") >> 1

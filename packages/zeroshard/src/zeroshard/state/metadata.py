@@ -17,6 +17,7 @@ from zeroshard.state.serialization import Described, Key, describe_entries, part
 
 if TYPE_CHECKING:
     from zeroshard.engine import Engine
+    from zeroshard.state.consolidate import Consolidated
 
 
 class StateMetadata:
@@ -24,7 +25,7 @@ class StateMetadata:
 
     Attributes:
         consolidated_to: the rank to which the state was consolidated since the last step, if it was.
-        consolidated: the whole state, on that rank.
+        consolidated: the whole state, and what was written to param groups, on that rank.
         keeps_none: whether init_state() has found that the optimizer keeps no state.
     """
 
@@ -39,7 +40,7 @@ class StateMetadata:
     def drop_consolidated(self) -> None:
         """Forget what was consolidated: something is about to change."""
         self.consolidated_to: int | None = None
-        self.consolidated: dict[Any, Any] | None = None
+        self.consolidated: Consolidated | None = None
 
     @property
     def is_empty(self) -> bool:
