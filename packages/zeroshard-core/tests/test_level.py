@@ -219,7 +219,7 @@ def test_without_any_state_parameters_are_leveled():
     plan = leveled(matrices(30, 10, group=2), 2)
     assert plan.loads == (1_280.0, 1_280.0)
     assert plan.state_loads == (0.0, 0.0)
-    assert plan.imbalances == {"work": 1.0, "state": 1.0}
+    assert plan.imbalances == {"work": 1.0, "state": 1.0, "sent": 1.0}
 
 
 def test_a_tensor_without_state_among_others_with_state_is_placed_by_work():
@@ -230,7 +230,7 @@ def test_a_tensor_without_state_among_others_with_state_is_placed_by_work():
 def test_frozen_tensors_cost_nothing_but_have_an_owner():
     frozen = [replace(spec, trainable=False) for spec in [*matrices(640), *matrices(64, group=0)]]
     plan = leveled([*frozen, *matrices(8)], 2)
-    assert plan.imbalances == {"work": 2.0, "state": 2.0}
+    assert plan.imbalances == {"work": 2.0, "state": 2.0, "sent": 2.0}
     assert plan.of_tensor(0)
     assert plan.weights[:2] == (0.0, 0.0)
 

@@ -137,7 +137,7 @@ def test_the_text_of_an_older_release_is_read_and_keeps_its_fingerprint():
     ]
     now = partition(specs, 2, strategy="split")
     assert now.fingerprint() == plan.fingerprint()
-    assert (plan.imbalances, plan.lower_bound, plan.heaviest_tensors) == ({"work": 1.0}, 19200.0, ())
+    assert (plan.imbalances, plan.lower_bound, plan.heaviest_tensors) == ({"work": 1.0, "sent": 1.0}, 19200.0, ())
     assert plan.useful_ranks is None
 
 
@@ -187,6 +187,17 @@ def test_the_heaviest_tensors_are_named():
     plan = partition([TensorSpec(f"t{size}", (size,), torch.float32) for size in (3, 9, 5, 9, 1)], 2)
     assert plan.heaviest_tensors == (1, 3, 2)
     assert plan.useful_ranks == 3
+
+
+def test_a_rank_sends_the_bytes_of_its_trainable_parts():
+    specs = (
+        TensorSpec("cut", (3, 64), torch.bfloat16),
+        TensorSpec("whole", (5,), torch.float32),
+        TensorSpec("frozen", (7,), torch.float32, trainable=False),
+    )
+    plan = Plan(2, specs, ((1, 0), (0,), (0,)), (1.0, 1.0))
+    assert plan.sent_loads == (2 * 64 + 4 * 5, 2 * 128)
+    assert plan.imbalances["sent"] == 256 / ((148 + 256) / 2)
 
 
 @pytest.mark.parametrize("loads", [(1.0,), (1.0, -1.0), (1.0, float("nan")), (1.0, float("inf"))])
