@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import math
 import sysconfig
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ import torch
 import torch.distributed as dist
 from byte_gpt import ByteGPT, Shape
 from corpus import Batches, read_corpus
+from example_scripts import script
 from torch import nn, optim
 from torch.utils.data import Dataset
-from training import assert_bitwise_equal
+from training import assert_bitwise_equal, assert_same_state
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_testing import assert_replicas_equal
 
@@ -42,12 +44,16 @@ class Run:
     losses: list[float]
 
 
-def assert_equal_to_unsharded(train: Callable[[bool], Run], steps: int = STEPS) -> None:
-    """Train sharded and plainly, by ``train(is_sharded)``, and compare losses and parameters bitwise."""
+def assert_equal_to_unsharded(train: Callable[[bool], Run], steps: int = STEPS, rounding: float = 0.0) -> None:
+    """Train sharded and plainly, by ``train(is_sharded)``, and compare losses and parameters: bitwise by default."""
     ours, theirs = train(True), train(False)
     assert len(ours.losses) == steps
-    assert ours.losses == theirs.losses
-    assert_bitwise_equal(ours.model, theirs.model, f"after {steps} steps")
+    if rounding:
+        torch.testing.assert_close(ours.losses, theirs.losses, rtol=0, atol=rounding)
+        torch.testing.assert_close(ours.model.state_dict(), theirs.model.state_dict(), rtol=0, atol=rounding)
+    else:
+        assert ours.losses == theirs.losses
+        assert_bitwise_equal(ours.model, theirs.model, f"after {steps} steps")
     assert_replicas_equal(ours.model.parameters())
 
 
@@ -68,6 +74,61 @@ def adamw(model: nn.Module, is_sharded: bool) -> optim.Optimizer:
     others = [param for name, param in model.named_parameters() if "blocks" not in name]
     groups = [{"params": blocks, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     return ZeroRedundancyOptimizer(groups, optim.AdamW, lr=3e-3) if is_sharded else optim.AdamW(groups, lr=3e-3)
+
+
+MUON_ROUNDING = {"whole": 0.0, "level": 1e-12}
+"""How far training with Muon may be from plain training, by partition. A norm adds up parts in another order."""
+
+
+def muon_model(partition: str) -> ByteGPT:
+    """One whose embedding of positions ``"level"`` cuts; it is then in float64."""
+    model = ByteGPT(replace(SHAPE, context=1024), seed=0)
+    return model.double() if MUON_ROUNDING[partition] else model
+
+
+def muon_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """The param groups of the page about Muon; the head is tied to the embedding."""
+    groups: list[dict[str, Any]] = script("muon").param_groups(model, model.get_submodule("bytes"))
+    return groups
+
+
+def assert_shared(optimizer: ZeroRedundancyOptimizer, partition: str) -> None:
+    """Check that Muon and AdamW share the optimizer as the partition says."""
+    assert [type(each) for each in optimizer.local_optimizers] == [optim.Muon, optim.AdamW]
+    assert any(map(optimizer.plan.is_cut, range(len(optimizer.plan.tensors)))) == (partition == "level")
+
+
+def assert_same_muon_state(ours: dict[str, Any], theirs: dict[str, Any], partition: str) -> None:
+    """Compare what two optimizers have saved."""
+    assert len(theirs["param_groups"]) == 2
+    if not MUON_ROUNDING[partition]:
+        return assert_same_state(ours, theirs)
+    assert ours["param_groups"] == theirs["param_groups"]
+    return torch.testing.assert_close(ours["state"], theirs["state"], rtol=0, atol=MUON_ROUNDING[partition])
+
+
+class MuonAndAdamW(optim.Optimizer):
+    """Two plain optimizers, for the first group and the others, that a framework holds as one."""
+
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
+        plain = [{key: value for key, value in group.items() if key != "optimizer_class"} for group in groups]
+        self.both = optim.Muon(plain[:1]), optim.AdamW(plain[1:])
+        super().__init__([group for each in self.both for group in each.param_groups], {"lr": math.nan})
+        self._share()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._share()
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = None if closure is None else closure()
+        for each in self.both:
+            each.step()
+        return loss
+
+    def _share(self) -> None:
+        for each, groups in zip(self.both, (self.param_groups[:1], self.param_groups[1:]), strict=True):
+            each.param_groups, each.state = groups, self.state
 
 
 def warmup(optimizer: optim.Optimizer) -> optim.lr_scheduler.LRScheduler:

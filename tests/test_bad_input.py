@@ -84,6 +84,7 @@ BAD_PARAMS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "one kind",
     ),
     "an exhausted generator": (lambda: (p for p in ()), ValueError, "empty parameter list"),
+    "a generator that raises": (lambda: (len(3) for _ in "x"), TypeError, "no len"),  # type: ignore[arg-type]
     "a set": (lambda: set(small_model().parameters()), TypeError, "order"),
     "a set in a group": (lambda: [{"params": set(small_model().parameters())}], TypeError, "order"),
     "a number for a group's params": (lambda: [{"params": 3}], TypeError, "int"),

@@ -9,15 +9,21 @@ from typing import Any
 
 import pytest
 import torch
-from example_scripts import Trained, assert_equal, lines_that_differ, sharded, train
+from example_scripts import Trained, assert_equal, lines_that_differ, script, sharded, train
 from framework_training import (
+    MUON_ROUNDING,
     SEQUENCES,
     STEPS,
+    MuonAndAdamW,
     Run,
     Windows,
     adamw,
     assert_equal_to_unsharded,
+    assert_same_muon_state,
+    assert_shared,
     assert_unreadable,
+    muon_groups,
+    muon_model,
     needs,
     new_model,
     warmup,
@@ -67,14 +73,20 @@ def train_script(kind: str, *arguments: Any, hook: bool = True, partition: str =
 class Training:
     """A plain loop around what ``prepare()`` returned."""
 
-    def __init__(self, is_sharded: bool, **options: Any) -> None:
+    def __init__(self, is_sharded: bool, muon: str = "", **options: Any) -> None:
         from accelerate import Accelerator
+        from zeroshard_integrations.accelerate import ZeroShardPlugin
 
-        self.accelerator = Accelerator(cpu=True, **options)
-        self.model, self.losses = new_model(), []
-        self.built = adamw(self.model, is_sharded)
+        preparing = self.accelerator = Accelerator(cpu=True, **options)
+        self.model, self.losses = muon_model(muon) if muon else new_model(), []
+        if muon and is_sharded:
+            preparing = ZeroShardPlugin(self.accelerator)
+            self.built = preparing.create_optimizer(self.model, muon_groups, optim.AdamW, partition=muon)
+            assert_shared(self.built, muon)
+        else:
+            self.built = MuonAndAdamW(muon_groups(self.model)) if muon else adamw(self.model, is_sharded)
         batches = DataLoader(Windows(), batch_size=SEQUENCES)
-        prepared = self.accelerator.prepare(self.model, self.built, batches, warmup(self.built))
+        prepared = preparing.prepare(self.model, self.built, batches, warmup(self.built))
         self.ddp, self.optimizer, self.batches, self.scheduler = prepared
         assert isinstance(self.ddp, DistributedDataParallel)
 
@@ -132,6 +144,52 @@ def test_a_state_consolidated_before_it_is_saved_is_the_unsharded_one_and_resume
         return training.run(range(half, STEPS))
 
     assert_equal_to_unsharded(resume, steps=half)
+
+
+@two_ranks
+@pytest.mark.parametrize("accumulated", [1, 2])
+@pytest.mark.parametrize("partition", MUON_ROUNDING)
+def test_muon_and_adamw_train_save_and_resume_as_two_plain_optimizers(tmp_path, partition, accumulated):
+    folders, half = {True: tmp_path / "ours", False: tmp_path / "theirs"}, STEPS // 2
+    options = {"muon": partition, "gradient_accumulation_steps": accumulated}
+    compared = {"steps": half, "rounding": MUON_ROUNDING[partition]}
+
+    def save(is_sharded: bool) -> Run:
+        training = Training(is_sharded, **options)
+        run = training.run(range(half))
+        training.accelerator.save_state(folders[is_sharded])
+        training.accelerator.wait_for_everyone()
+        return run
+
+    def resume(is_sharded: bool) -> Run:
+        training = Training(is_sharded, **options)
+        training.accelerator.load_state(folders[True])
+        return training.run(range(half, STEPS))
+
+    assert_equal_to_unsharded(save, **compared)
+    saved = [torch.load(folder / OPTIMIZER_FILE) for folder in folders.values()]
+    assert_same_muon_state(*saved, partition)
+    assert_equal_to_unsharded(resume, **compared)
+
+
+@two_ranks
+def test_param_groups_that_are_no_function_to_a_list_are_refused_on_every_rank(rank):
+    from accelerate import Accelerator
+    from zeroshard_integrations.accelerate import ZeroShardPlugin
+
+    plugin, model = ZeroShardPlugin(Accelerator(cpu=True)), new_model()
+
+    def refused(error: type[Exception], message: str, given: Any) -> None:
+        with raises_on(error, ranks=[0, 1], match=message):
+            plugin.create_optimizer(model, given, optim.AdamW)
+
+    refused(TypeError, "returns a list of dicts, but it is a list", muon_groups(model))
+    refused(TypeError, "but its result is a NoneType", lambda _: None)
+    refused(TypeError, "but its result is a dict", lambda of: muon_groups(of)[1])
+    refused(TypeError, "but its result is a list", lambda of: list(of.parameters()))
+    # What goes wrong on one rank.
+    refused(TypeError, "rank 1: .*NoneType", lambda of: None if rank else muon_groups(of))
+    refused(TypeError, "missing 1 required positional argument: 'head'", lambda of, head: muon_groups(of))
 
 
 @two_ranks
@@ -280,7 +338,8 @@ def test_two_optimizers_of_one_model_step_at_different_times():
 
 @two_ranks
 @pytest.mark.parametrize("clip", [True, False])
-def test_a_gradient_scaler_skips_the_steps_that_it_skips_unsharded(clip):
+@pytest.mark.parametrize("muon", [True, False])
+def test_a_gradient_scaler_skips_the_steps_that_it_skips_unsharded(clip, muon):
     from accelerate import Accelerator
     from zeroshard_integrations.accelerate import ZeroShardPlugin
 
@@ -291,7 +350,11 @@ def test_a_gradient_scaler_skips_the_steps_that_it_skips_unsharded(clip):
         accelerator.scaler = torch.amp.GradScaler("cpu", growth_interval=3)
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
-        ours, plain = (build(model.parameters(), lr=1e-2) for build in (sharded_adam, optim.Adam))
+        if muon:
+            groups = script("muon").param_groups(model, model[2])
+            ours, plain = ZeroRedundancyOptimizer(groups, optim.AdamW, partition="level"), MuonAndAdamW(groups)
+        else:
+            ours, plain = (build(model.parameters(), lr=1e-2) for build in (sharded_adam, optim.Adam))
         preparing = ZeroShardPlugin(accelerator) if is_sharded else accelerator
         prepared, optimizer = preparing.prepare(model, ours if is_sharded else plain)
         skipped = []

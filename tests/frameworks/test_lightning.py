@@ -8,27 +8,45 @@ from typing import Any
 import pytest
 import torch
 from framework_training import (
+    MUON_ROUNDING,
     SEQUENCES,
     STEPS,
+    MuonAndAdamW,
     Run,
     Windows,
     adamw,
     assert_equal_to_unsharded,
+    assert_same_muon_state,
+    assert_shared,
     call_our_methods,
+    muon_groups,
+    muon_model,
     needs,
     new_model,
     warmup,
 )
+from torch import nn, optim
 from torch.utils.data import DataLoader
 from training import assert_same_state
+from zeroshard import ZeroRedundancyOptimizer
 
 pytestmark = [needs("lightning"), pytest.mark.ranks(2, backend="gloo")]
+
+
+def muon(model: nn.Module, is_sharded: bool, partition: str) -> optim.Optimizer:
+    """Muon for matrices and AdamW for the rest: sharded, or two plain optimizers."""
+    if not is_sharded:
+        return MuonAndAdamW(muon_groups(model))
+    optimizer = ZeroRedundancyOptimizer(muon_groups(model), optim.AdamW, partition=partition)
+    assert_shared(optimizer, partition)
+    return optimizer
 
 
 def fit(
     is_sharded: bool,
     *,
     strategy: str = "ddp",
+    partition: str = "",
     steps: int = STEPS,
     manual: bool = False,
     resume_from: Path | None = None,
@@ -40,7 +58,7 @@ def fit(
     class Module(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.model = new_model()
+            self.model = muon_model(partition) if partition else new_model()
             self.losses: list[float] = []
             self.automatic_optimization = not manual
 
@@ -59,7 +77,7 @@ def fit(
             return loss
 
         def configure_optimizers(self) -> Any:
-            optimizer = adamw(self.model, is_sharded)
+            optimizer = muon(self.model, is_sharded, partition) if partition else adamw(self.model, is_sharded)
             return [optimizer], [{"scheduler": warmup(optimizer), "interval": "step"}]
 
     module = Module()
@@ -99,6 +117,48 @@ def test_a_checkpoint_is_the_unsharded_one_and_resumes(strategy, tmp_path):
         return fit(is_sharded, strategy=strategy, resume_from=ours)
 
     assert_equal_to_unsharded(resume, steps=STEPS // 2)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_zeroshard"])
+@pytest.mark.parametrize("partition", MUON_ROUNDING)
+def test_muon_and_adamw_train_save_and_resume_as_two_plain_optimizers(partition, strategy, tmp_path):
+    files, half = {True: tmp_path / "ours.ckpt", False: tmp_path / "theirs.ckpt"}, STEPS // 2
+    options = {"strategy": strategy, "partition": partition}
+    compared = {"steps": half, "rounding": MUON_ROUNDING[partition]}
+    assert_equal_to_unsharded(lambda ours: fit(ours, steps=half, save_to=files[ours], **options), **compared)
+    saved = [torch.load(path)["optimizer_states"][0] for path in files.values()]
+    assert_same_muon_state(*saved, partition)
+    assert_equal_to_unsharded(lambda ours: fit(ours, resume_from=files[True], **options), **compared)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_zeroshard"])
+@pytest.mark.parametrize("partition", MUON_ROUNDING)
+def test_fabric_trains_muon_and_adamw_as_two_plain_optimizers(partition, strategy, tmp_path):
+    import zeroshard_integrations.lightning  # noqa: F401 - it registers the strategy
+    from lightning.fabric import Fabric
+
+    def train(is_sharded: bool) -> Run:
+        fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy if is_sharded else "ddp")
+        fabric.launch()
+        model, losses = muon_model(partition), []
+        ddp, optimizer = fabric.setup(model, muon(model, is_sharded, partition))
+        batches = fabric.setup_dataloaders(DataLoader(Windows(), batch_size=SEQUENCES))
+        for step, batch in enumerate(batches):
+            loss = ddp(**batch)
+            losses.append(loss.item())
+            fabric.backward(loss)
+            fabric.clip_gradients(ddp, optimizer, max_norm=0.5, error_if_nonfinite=False)
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == STEPS // 2:
+                fabric.save(tmp_path / f"{is_sharded}.ckpt", {"optimizer": optimizer})
+                # Both take what the sharded one has saved.
+                fabric.load(tmp_path / "True.ckpt", {"optimizer": optimizer})
+        return Run(model, losses)
+
+    assert_equal_to_unsharded(train, rounding=MUON_ROUNDING[partition])
+    saved = [torch.load(tmp_path / f"{is_sharded}.ckpt")["optimizer"] for is_sharded in (True, False)]
+    assert_same_muon_state(*saved, partition)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_zeroshard"])

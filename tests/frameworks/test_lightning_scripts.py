@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 from example_scripts import lines_that_differ
 from framework_training import Run, assert_equal_to_unsharded, needs
 from lightning_training import TWENTY, recorded, script, train
+from torch import nn
+from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_testing import raises_on, run_on_ranks
 
 pytestmark = needs("lightning")
@@ -151,17 +154,27 @@ def test_fabric_sets_up_model_and_optimizer_together(tmp_path):
         fabric.setup_optimizers(optimizer)
 
 
+def muon_and_adamw(params: Iterable[nn.Parameter], optimizer_class: Any, **options: Any) -> ZeroRedundancyOptimizer:
+    params = list(params)
+    matrices = {"params": [param for param in params if param.dim() == 2], "optimizer_class": torch.optim.Muon}
+    rest = {"params": [param for param in params if param.dim() != 2]}
+    return ZeroRedundancyOptimizer([matrices, rest], optimizer_class, **options)
+
+
 @pytest.mark.ranks(2, backend="gloo")
-def test_the_size_of_the_state_is_logged_where_the_model_summary_is(tmp_path):
+@pytest.mark.parametrize("classes", ["AdamW", "Muon + AdamW"])
+def test_the_size_of_the_state_is_logged_where_the_model_summary_is(tmp_path, classes, monkeypatch):
     import lightning.pytorch as pl
     import torch.distributed as dist
 
+    if "Muon" in classes:
+        monkeypatch.setattr("lightning_training.ZeroRedundancyOptimizer", muon_and_adamw)
     sizes = torch.zeros(2, dtype=torch.int64)
 
     class Measure(pl.Callback):
         def on_train_end(self, trainer, module):
-            state = trainer.optimizers[0].optim.state
-            mine = sum(value.nbytes for entries in state.values() for value in entries.values())
+            states = [entries for each in trainer.optimizers[0].local_optimizers for entries in each.state.values()]
+            mine = sum(value.nbytes for entries in states for value in entries.values())
             sizes[dist.get_rank()] = mine
             dist.all_reduce(sizes)
 
@@ -170,7 +183,7 @@ def test_the_size_of_the_state_is_logged_where_the_model_summary_is(tmp_path):
     shown = [line for line in said if line.startswith(SUMMARY)]
     expected = (
         f"{SUMMARY}{sizes.max() / 1e6:,.3f} MB per rank at most, on 2 ranks; {sizes.sum() / 1e6:,.3f} MB unsharded "
-        f"(AdamW)"
+        f"({classes})"
     )
     assert shown == ([expected] if dist.get_rank() == 0 else [])
     with recorded() as said:

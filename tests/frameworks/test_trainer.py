@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -11,13 +11,19 @@ import torch.distributed as dist
 from example_scripts import Trained, assert_equal, lines_that_differ, script
 from example_scripts import train as train_script
 from framework_training import (
+    MUON_ROUNDING,
     SEQUENCES,
     STEPS,
+    MuonAndAdamW,
     Run,
     Windows,
     adamw,
     assert_equal_to_unsharded,
+    assert_same_muon_state,
+    assert_shared,
     assert_unreadable,
+    muon_groups,
+    muon_model,
     needs,
     new_model,
     warmup,
@@ -48,9 +54,9 @@ OPTIMIZER_FILE = "optimizer.pt"
 class WithLoss(nn.Module):
     """Gives the loss as the Trainer wants it."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module | None = None) -> None:
         super().__init__()
-        self.model = new_model()
+        self.model = model or new_model()
         self.losses: list[float] = []
 
     def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -85,6 +91,84 @@ def new_trainer(folder: Path, is_sharded: bool, *, is_built_by_trainer: bool = F
         return Trainer(module, arguments, train_dataset=Windows(), optimizer_cls_and_kwargs=built)
     pair = optimizer, warmup(optimizer)
     return Trainer(module, arguments, train_dataset=Windows(), optimizers=pair, callbacks=[Consolidate()])
+
+
+def muon_trainer(folder: Path, is_sharded: bool, partition: str, max_steps: int):
+    from transformers import Trainer, TrainingArguments
+    from zeroshard_integrations.transformers import ZeroShardTrainer
+
+    class Sharded(ZeroShardTrainer):
+        sharding_options: ClassVar[dict[str, Any]] = {"partition": partition}
+
+    module = WithLoss(muon_model(partition))
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        use_cpu=True,
+        optim="adamw_torch",
+        per_device_train_batch_size=SEQUENCES,
+        max_grad_norm=0.5,
+        lr_scheduler_type="constant_with_warmup",
+        warmup_steps=4,
+        report_to=[],
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        max_steps=max_steps,
+        save_strategy="steps",
+        save_steps=STEPS // 2,
+    )
+    if is_sharded:
+        groups = {"param_groups": lambda trained: muon_groups(trained.model)}
+        return Sharded(module, arguments, train_dataset=Windows(), **groups)
+    plain = MuonAndAdamW(muon_groups(module.model))
+    return Trainer(module, arguments, train_dataset=Windows(), optimizers=(plain, None))
+
+
+@two_ranks
+@pytest.mark.parametrize("partition", MUON_ROUNDING)
+def test_muon_and_adamw_train_save_and_resume_as_two_plain_optimizers(tmp_path, partition):
+    skip_where_the_trainer_cannot_resume_on_cpus()
+    folders, half = {True: tmp_path / "ours", False: tmp_path / "theirs"}, STEPS // 2
+    checkpoint = folders[True] / f"checkpoint-{half}"
+    compared = {"steps": half, "rounding": MUON_ROUNDING[partition]}
+
+    def save(is_sharded: bool) -> Run:
+        trainer = muon_trainer(folders[is_sharded], is_sharded, partition, half)
+        trainer.train()
+        if is_sharded:
+            assert_shared(trainer.optimizer.optimizer, partition)
+        return Run(trainer.model.model, trainer.model.losses)
+
+    def resume(is_sharded: bool) -> Run:
+        trainer = muon_trainer(tmp_path / "resumed", is_sharded, partition, STEPS)
+        trainer.train(resume_from_checkpoint=str(checkpoint))
+        return Run(trainer.model.model, trainer.model.losses)
+
+    assert_equal_to_unsharded(save, **compared)
+    saved = [torch.load(folder / f"checkpoint-{half}" / OPTIMIZER_FILE) for folder in folders.values()]
+    assert_same_muon_state(*saved, partition)
+    assert_equal_to_unsharded(resume, **compared)
+
+
+@two_ranks
+def test_param_groups_take_the_place_of_the_trainers_and_of_no_optimizer(tmp_path, monkeypatch, rank):
+    def groups(model: nn.Module) -> list[dict[str, Any]]:
+        return [{"params": model.parameters(), "weight_decay": 0.25, "name": "all"}]
+
+    trainer = small_trainer(tmp_path, is_sharded=True, given={"param_groups": groups}, weight_decay=0.5)
+    trainer.train()
+    assert [group["name"] for group in trainer.optimizer.param_groups] == ["all"]
+    assert [group["weight_decay"] for group in trainer.optimizer.param_groups] == [0.25]
+    assert trainer.optimizer.optimizer.defaults["lr"] == 1e-2
+    with raises_on(TypeError, ranks=[0, 1], match="rank 1: .*but its result is a NoneType"):
+        small_trainer(tmp_path, True, given={"param_groups": lambda of: None if rank else groups(of)}).train()
+    optimizer = ZeroRedundancyOptimizer(Line().parameters(), optim.SGD)
+    with pytest.raises(ValueError, match="builds an optimizer of param_groups: pass no other one"):
+        small_trainer(tmp_path, True, given={"param_groups": groups, "optimizers": (optimizer, None)})
+    forget_accelerator()
+    monkeypatch.delenv("LOCAL_RANK")
+    monkeypatch.delenv("WORLD_SIZE")
+    with pytest.raises(ValueError, match="start it with torchrun"):
+        small_trainer(tmp_path, True, given={"param_groups": groups})
 
 
 def train(folder: Path, is_sharded: bool, resume_from: Path | None = None, **options: Any) -> Run:

@@ -5,18 +5,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from zeroshard import ZeroRedundancyOptimizer, check_whole
 
 from zeroshard_integrations.ddp import register_reduce_to_owner
 
 __all__ = ["ZeroRedundancyOptimizer", "ZeroShardPlugin"]
+
+ParamGroups = Callable[[nn.Module], Sequence[Mapping[str, Any]]]
 
 
 class ZeroShardPlugin:
@@ -46,6 +49,28 @@ class ZeroShardPlugin:
         self._accelerator, self._norms = accelerator, norms
         self._optimizers: list[ZeroRedundancyOptimizer] = []
         accelerator.register_save_state_pre_hook(self._before_saving)
+
+    def create_optimizer(
+        self,
+        model: nn.Module,
+        param_groups: ParamGroups,
+        optimizer_class: Callable[..., Optimizer],
+        **options: Any,  # noqa: ANN401 - passed on
+    ) -> ZeroRedundancyOptimizer:
+        """Move a model to the accelerator's device, and build its sharded optimizer. Collective.
+
+        Args:
+            model: not prepared yet.
+            param_groups: takes the model and returns its param groups, each of which may name an ``optimizer_class``.
+            optimizer_class: of groups that name none.
+            **options: more of :class:`~zeroshard.ZeroRedundancyOptimizer`.
+
+        Raises:
+            TypeError: if ``param_groups`` is not a function, or does not return a list of dicts.
+        """
+        if self._accelerator.device_placement:
+            model.to(self._accelerator.device)
+        return ZeroRedundancyOptimizer(call_param_groups(param_groups, model), optimizer_class, **options)
 
     def prepare(self, *objects: Any, **options: Any) -> Any:  # noqa: ANN401 - as Accelerate's
         """Call ``accelerator.prepare()``, and register the communication hooks.
@@ -94,6 +119,15 @@ def reduce_to_owners(
     # Under torch.compile, DistributedDataParallel is a child of the model.
     for ddp in [module for module in model.modules() if isinstance(module, DistributedDataParallel)] if owners else []:
         register_reduce_to_owner(ddp, owners, norms=norms)
+
+
+def call_param_groups(function: ParamGroups, model: nn.Module) -> Iterator[Mapping[str, Any]]:
+    """Call the function once an optimizer reads its groups, so that every rank raises an error of one rank."""
+    groups = function(model) if callable(function) else function
+    if not (callable(function) and isinstance(groups, Sequence) and all(isinstance(each, Mapping) for each in groups)):
+        name = f"{'its result' if callable(function) else 'it'} is a {type(groups).__name__}"
+        raise TypeError(f"param_groups must be a function that takes the model and returns a list of dicts, but {name}")
+    yield from groups
 
 
 def check_parallelism(accelerator: Accelerator) -> None:

@@ -11,7 +11,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.training_args import ParallelMode
 from zeroshard import ZeroRedundancyOptimizer, check_whole
 
-from zeroshard_integrations.accelerate import check_parallelism, reduce_to_owners
+from zeroshard_integrations.accelerate import ParamGroups, call_param_groups, check_parallelism, reduce_to_owners
 
 
 class ZeroShardTrainerMixin:
@@ -24,6 +24,8 @@ class ZeroShardTrainerMixin:
 
     Args:
         *arguments: of the Trainer. An optimizer passed as ``optimizers`` is a ``ZeroRedundancyOptimizer``.
+        param_groups: takes the model and returns param groups, each of which may name an ``optimizer_class``; they
+            replace the Trainer's, with its ``weight_decay``.
         **options: of the Trainer.
 
     Attributes:
@@ -31,8 +33,9 @@ class ZeroShardTrainerMixin:
             them in a subclass.
 
     Raises:
-        ValueError: if a plain optimizer was passed, or for another parallelism, ``save_on_each_node``, or when training
-            begins, an optimizer that cannot be sharded.
+        ValueError: if a plain optimizer was passed, or any with ``param_groups``, or for another parallelism,
+            ``save_on_each_node``, or when training begins, an optimizer that cannot be sharded.
+        TypeError: when training begins, if ``param_groups`` is not a function, or does not return a list of dicts.
 
     Example::
 
@@ -49,7 +52,7 @@ class ZeroShardTrainerMixin:
     optimizer: Optimizer | None
     optimizer_cls_and_kwargs: tuple[type[Optimizer], dict[str, Any]] | None
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:  # noqa: ANN401 - the Trainer's
+    def __init__(self, *arguments: Any, param_groups: ParamGroups | None = None, **options: Any) -> None:  # noqa: ANN401 - the Trainer's
         super().__init__(*arguments, **options)
         check_parallelism(self.accelerator)  # type: ignore[attr-defined]  # of the Trainer, whose type is unknown here
         if self.args.save_on_each_node:
@@ -62,6 +65,11 @@ class ZeroShardTrainerMixin:
                 f"ZeroShardTrainer was given an optimizer that is not sharded, {type(self.optimizer).__name__}: pass a "
                 f"ZeroRedundancyOptimizer, or let the Trainer build the optimizer"
             )
+        if param_groups is not None and (self.optimizer is not None or not self._is_distributed):
+            raise ValueError(
+                "ZeroShardTrainer builds an optimizer of param_groups: pass no other one, and start it with torchrun"
+            )
+        self._param_groups = param_groups
         self.add_callback(_RegisterHook(self))  # type: ignore[attr-defined]  # as above
 
     def create_optimizer(self, *arguments: Any) -> Optimizer:  # noqa: ANN401 - one since transformers 5.2, none before
@@ -111,9 +119,13 @@ class ZeroShardTrainerMixin:
         if reason is not None:
             name = getattr(optimizer_class, "__name__", optimizer_class)
             raise ValueError(f"ZeroShardTrainer cannot shard {name}: it {reason}. Choose another optim, or use Trainer")
+        options = {**self.sharding_options, **options}
+        if self._param_groups is not None:
+            # The Trainer takes these in place of its own.
+            options["params"] = call_param_groups(self._param_groups, self.model)
         if issubclass(optimizer_class, ZeroRedundancyOptimizer):
-            return optimizer_class, {**self.sharding_options, **options}
-        return ZeroRedundancyOptimizer, {"optimizer_class": optimizer_class, **self.sharding_options, **options}
+            return optimizer_class, options
+        return ZeroRedundancyOptimizer, {"optimizer_class": optimizer_class, **options}
 
 
 class ZeroShardTrainer(ZeroShardTrainerMixin, Trainer):

@@ -182,6 +182,7 @@ def _listed(given: Any, what: str) -> list[Any]:  # noqa: ANN401 - checked by tr
     if isinstance(given, (set, frozenset)):
         raise TypeError(f"{what} must have an order that is the same on every rank; a set has none, use a list")
     try:
-        return list(given)
+        items = iter(given)
     except TypeError as error:
         raise TypeError(f"{what} must be an iterable of tensors or dicts, but got {torch.typename(given)}") from error
+    return list(items)
