@@ -1,61 +1,150 @@
-"""Which optimizers can be chosen, and with which partition."""
+"""Which optimizers can be chosen, with which partition, and what they train."""
 
 from __future__ import annotations
 
 import difflib
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeGuard
 
 import torch
+from byte_gpt import ByteGPT, Shape
 from errors import InputError
+from optimizer_choice import assign, matrix_names, parse
 from zeroshard import ELEMENTWISE
 
-PARTITIONS = ("whole", "split", "hybrid")
+PARTITIONS = ("whole", "split", "hybrid", "level")
+
+LEARNING_RATES: dict[object, float] = {torch.optim.Muon: 0.02}
+"""Where the class's own default is not what it is used with."""
 
 _REFUSED = {
-    "LBFGS": "LBFGS cannot be sharded: its direction and line search couple all parameters",
-    "SparseAdam": "SparseAdam takes sparse gradients alone, and this model has none",
+    torch.optim.LBFGS: "cannot be sharded: its direction and line search couple all parameters",
+    torch.optim.SparseAdam: "takes sparse gradients alone, and this model has none",
 }
+
+
+@dataclass(frozen=True)
+class Group:
+    """What one optimizer class trains.
+
+    Attributes:
+        optimizer_class: the class.
+        arguments: for its constructor.
+        params: names and parameters.
+    """
+
+    optimizer_class: type[torch.optim.Optimizer]
+    arguments: dict[str, Any]
+    params: list[tuple[str, torch.nn.Parameter]]
+
+
+def groups_of(model: ByteGPT, text: str, lr: float | None = None) -> list[Group]:
+    """Return the param groups of a model.
+
+    Args:
+        model: to be trained.
+        text: one class or several, see :mod:`optimizer_choice`.
+        lr: learning rate, for one class alone.
+
+    Raises:
+        InputError: naming what can be chosen instead.
+    """
+    params = dict(model.named_parameters())
+    try:
+        choices = parse(text)
+        taken = assign(choices, list(params), matrix_names(model, head=model.bytes.weight))
+    except ValueError as error:
+        raise InputError(f"--optimizer {text!r}: {error}") from None
+    found = []
+    for choice, names in zip(choices, taken, strict=True):
+        kind = optimizer_class(choice.name)
+        arguments = {"lr": LEARNING_RATES[kind]} if kind in LEARNING_RATES else {}
+        arguments |= dict(choice.arguments)
+        if lr is not None:
+            if len(choices) > 1 or "lr" in dict(choice.arguments):
+                raise InputError(f"--lr is for one class without a rate of its own; write {choice.name}(lr={lr})")
+            arguments["lr"] = lr
+        found.append(Group(kind, arguments, [(name, params[name]) for name in names]))
+    return found
+
+
+def assignment_of(groups: Sequence[Group]) -> list[int]:
+    """Return for each group which local optimizer steps it: those equal in class and arguments share one."""
+    kinds: list[tuple[object, dict[str, Any]]] = []
+    for group in groups:
+        if (kind := (group.optimizer_class, group.arguments)) not in kinds:
+            kinds.append(kind)
+    return [kinds.index((group.optimizer_class, group.arguments)) for group in groups]
+
+
+def plain_optimizers(groups: Sequence[Group]) -> list[torch.optim.Optimizer]:
+    """Return an unsharded optimizer for each number of :func:`assignment_of`."""
+    assignment = assignment_of(groups)
+    found = []
+    for number in sorted(set(assignment)):
+        own = [group for group, other in zip(groups, assignment, strict=True) if other == number]
+        params = [{"params": [param for _, param in group.params]} for group in own]
+        found.append(own[0].optimizer_class(params, **own[0].arguments))
+    return found
 
 
 def optimizer_names() -> list[str]:
     """Return the names of all classes of ``torch.optim`` that can be chosen."""
     found = vars(torch.optim).items()
-    return sorted(
-        name
-        for name, value in found
-        if isinstance(value, type)
-        and issubclass(value, torch.optim.Optimizer)
-        and value is not torch.optim.Optimizer
-        and name not in _REFUSED
-    )
+    return sorted(name for name, value in found if _is_optimizer(value) and value not in _REFUSED)
 
 
-def check_optimizer(name: str, partition: str) -> None:
-    """Raise if an optimizer cannot be chosen, or not with this partition.
+def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
+    """Return a class of ``torch.optim``, or of another package by its full name.
 
     Raises:
         InputError: naming what can be chosen instead.
     """
+    module, _, last = name.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module or "torch.optim"), last, None)
+    except ImportError as error:
+        raise InputError(f"{name} cannot be imported ({error}); install its package") from None
     names = optimizer_names()
-    if name in _REFUSED:
-        raise InputError(f"{_REFUSED[name]}; choose one of {', '.join(names)}")
-    if name not in names:
+    for refused, why in _REFUSED.items():
+        if isinstance(found, type) and issubclass(found, refused):
+            raise InputError(f"{name} {why}; choose one of {', '.join(names)}")
+    if not _is_optimizer(found):
         by_lower = {known.lower(): known for known in names}
-        close = difflib.get_close_matches(name.lower(), by_lower, n=1)
+        close = difflib.get_close_matches(last.lower(), by_lower, n=1)
         meant = f" (did you mean {by_lower[close[0]]!r}?)" if close else ""
-        raise InputError(f"torch.optim has no optimizer {name!r}{meant}; choose one of {', '.join(names)}")
-    check_partition(name, partition)
+        raise InputError(
+            f"{module or 'torch.optim'} has no optimizer {last!r}{meant}; choose one of {', '.join(names)}"
+        )
+    return found
 
 
-def check_partition(name: str, partition: str) -> None:
-    """Raise if there is no such partition, or if it cuts tensors that this optimizer must see whole.
+def check_optimizer(text: str, partition: str | None, lr: float | None = None) -> str:
+    """Return the partition to use, which is ``"level"`` for several classes and else ``"whole"`` if None is given.
 
     Raises:
-        InputError: naming what can be chosen instead.
+        InputError: if the optimizers cannot be chosen, or not with this partition, naming what can be.
     """
-    if partition not in PARTITIONS:
-        raise InputError(f"there is no partition {partition!r}; choose one of {', '.join(PARTITIONS)}")
-    if partition != "whole" and getattr(torch.optim, name) not in ELEMENTWISE:
-        raise InputError(
-            f"--partition {partition} cuts tensors, but {name} looks at a whole tensor to update one element; "
-            f"choose --partition whole"
-        )
+    with torch.device("meta"):
+        groups = groups_of(ByteGPT(Shape(), seed=0), text, lr)
+    try:
+        plain_optimizers(groups)
+    except Exception as error:  # noqa: BLE001 - whatever a constructor raises
+        raise InputError(f"--optimizer {text!r}: {' '.join(str(error).split()) or type(error).__name__}") from None
+    chosen = partition or ("level" if len(groups) > 1 else "whole")
+    if chosen not in PARTITIONS:
+        raise InputError(f"there is no partition {chosen!r}; choose one of {', '.join(PARTITIONS)}")
+    for group in groups:
+        name = group.optimizer_class.__name__
+        if chosen in ("split", "hybrid") and group.optimizer_class not in ELEMENTWISE:
+            raise InputError(
+                f"--partition {chosen} cuts tensors, but {name} may look at a whole tensor to update one element; "
+                f"choose --partition {'level' if len(groups) > 1 else 'whole'}"
+            )
+    return chosen
+
+
+def _is_optimizer(value: object) -> TypeGuard[type[torch.optim.Optimizer]]:
+    return isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer

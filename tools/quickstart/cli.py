@@ -18,6 +18,7 @@ from corpus import read_corpus
 from errors import InputError, RankFailedError
 from job import Job, read_continuation, read_training
 from launch import launch
+from optimizer_choice import class_names
 from picture import draw
 from progress import Stages
 from report import show
@@ -42,16 +43,29 @@ def quickstart(
     resume_ranks: Annotated[int, typer.Option(min=1, max=16, help="Processes that resume from the checkpoint.")] = 3,
     steps: Annotated[int, typer.Option(min=1, help="Steps before the checkpoint.")] = 24,
     resume_steps: Annotated[int, typer.Option(min=1, help="Steps after the checkpoint.")] = 4,
-    optimizer: Annotated[str, typer.Option(help="Class of torch.optim, any but LBFGS and SparseAdam.")] = "AdamW",
-    lr: Annotated[
-        float | None, typer.Option(min=0.0, help="Learning rate.", show_default="the optimizer's own")
-    ] = None,
-    partition: Annotated[
+    optimizer: Annotated[
         str,
         typer.Option(
-            help="whole: each tensor has one owner. split: each is cut evenly. hybrid: only large ones are cut."
+            "--optimizer",
+            "-o",
+            metavar="CLASS[:PATTERN][+...]",
+            help="Class of torch.optim, any but LBFGS and SparseAdam, or package.Class; with arguments: "
+            "SGD(momentum=0.9). Several, each for some parameters: Muon:matrices+AdamW:rest; a pattern is a glob "
+            "over names, such as blocks.0.*, and the first that matches counts.",
         ),
-    ] = "whole",
+    ] = "AdamW",
+    lr: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="Learning rate, for one class.", show_default="the class's own, 0.02 for Muon"),
+    ] = None,
+    partition: Annotated[
+        str | None,
+        typer.Option(
+            help="whole: each tensor has one owner. split: each is cut evenly. hybrid: only large ones are cut. "
+            "level: whole by work of the update, or cut to even out the state, as each class allows.",
+            show_default="whole; level with several classes",
+        ),
+    ] = None,
     bucket_views: Annotated[
         bool, typer.Option(help="Pack parameters into flat buffers, so that a step sends few large messages.")
     ] = True,
@@ -66,9 +80,9 @@ def quickstart(
     """Train a small language model with its optimizer state sharded, beside the unsharded optimizer, and compare.
 
     A byte-level GPT of 10.7 million parameters learns Python's standard library with DDP on gloo ranks of this machine.
-    Then its consolidated state is saved, and training goes on from it on another number of ranks and with the plain
-    optimizer. It takes about a minute on two cores. The exit code is 0 if all agree, 1 if they do not or a rank fails,
-    2 for bad input.
+    Then its consolidated state is saved, and training goes on from it on another number of ranks and with a plain
+    optimizer for each class. It takes about a minute on two cores. The exit code is 0 if all agree, 1 if they do not
+    or a rank fails, 2 for bad input.
     """
     started = time.perf_counter()
     console, progress = Console(), Console(stderr=True)
@@ -76,7 +90,7 @@ def quickstart(
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         text = read_corpus(data or Path(sysconfig.get_path("stdlib")), least=CONTEXT + 1)
-        check_optimizer(optimizer, partition)
+        chosen = check_optimizer(optimizer, partition, lr)
         checkpoint = _folder(out) / "checkpoint.pt"
         with tempfile.TemporaryDirectory(prefix="quickstart-") as folder:
             (Path(folder) / CORPUS).write_bytes(text)
@@ -91,7 +105,7 @@ def quickstart(
                 seed=seed,
                 optimizer=optimizer,
                 lr=lr,
-                partition=partition,
+                partition=chosen,
                 bucket_views=bucket_views,
             )
             found = _run(job, ranks, resume_ranks, progress, started)
@@ -133,7 +147,7 @@ def _run(job: Job, ranks: int, resume_ranks: int, console: Console, started: flo
         launch(job, ranks, told)
     with stages.stage(f"Resuming on {resume_ranks} ranks", job.more_steps) as told:
         launch(dataclasses.replace(job, task="resume-sharded"), resume_ranks, told)
-    with stages.stage(f"Resuming with plain {job.optimizer}", job.more_steps) as told:
+    with stages.stage(f"Resuming with plain {class_names(job.optimizer)}", job.more_steps) as told:
         launch(dataclasses.replace(job, task="resume-plain"), 1, told)
     folder = Path(job.folder)
     return Found(

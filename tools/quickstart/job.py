@@ -23,9 +23,9 @@ class Job:
         sequences: of the global batch.
         context: bytes per sequence.
         seed: of weights and batches.
-        optimizer: name of a class of ``torch.optim``.
-        lr: learning rate; None for the class's own default.
-        partition: "whole", "split" or "hybrid".
+        optimizer: classes and their parameters, see :mod:`optimizer_choice`.
+        lr: learning rate of the only class; None for the default.
+        partition: "whole", "split", "hybrid" or "level".
         bucket_views: whether parameters are packed into flat buffers.
     """
 
@@ -93,7 +93,7 @@ class Training:
 
     Attributes:
         parameters: number of elements of the model.
-        plain: the unsharded optimizer.
+        plain: the unsharded optimizers.
         sharded: the sharded one.
         difference: largest difference of any parameter between the two, over all steps.
         relative: the difference in the end as L2 norm, relative to how far the unsharded run moved.

@@ -22,14 +22,14 @@ def draw(found: Found, file: Path) -> None:
     figure, (loss, memory) = plt.subplots(1, 2, figsize=(12, 4.6), width_ratios=(2, 1), layout="constrained")
     steps = range(1, len(first.plain.losses) + 1)
     # The lines lie on each other: a wide one beneath a thin one shows both.
-    loss.plot(steps, first.plain.losses, color=PLAIN, linewidth=7, alpha=0.8, label=f"unsharded {found.optimizer}")
+    loss.plot(steps, first.plain.losses, color=PLAIN, linewidth=7, alpha=0.8, label=f"unsharded {found.classes}")
     loss.plot(steps, first.sharded.losses, color=SHARDED, linewidth=1.6, label=f"zeroshard, {found.ranks} ranks")
     later = range(found.steps + 1, found.steps + 1 + len(found.plain.losses))
     loss.plot(
         later, found.resumed.losses, "o", color=RESUMED, markersize=9, fillstyle="none", markeredgewidth=1.8,
         label=f"resumed on {found.resume_ranks} ranks",
     )  # fmt: skip
-    loss.plot(later, found.plain.losses, "x", color="black", markersize=6, label=f"resumed by plain {found.optimizer}")
+    loss.plot(later, found.plain.losses, "x", color="black", markersize=6, label=f"resumed by plain {found.classes}")
     loss.axvline(found.steps + 0.5, color="grey", linewidth=1, linestyle=":")
     loss.annotate(
         "checkpoint", (found.steps + 0.5, 0.4), xycoords=("data", "axes fraction"), xytext=(-4, 0),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from verdict import Found
 
@@ -22,7 +23,7 @@ def show(found: Found, console: Console) -> None:
     console.print(_resume_table(found))
     console.print(
         "Resumed from the consolidated state, on the same batches. Another number of ranks sums gradients in another "
-        "order, so there values agree up to rounding of float32, not bit for bit. The difference is the largest of any "
+        "order, so there values agree up to rounding, not bit for bit. The difference is the largest of any "
         "parameter, and as L2 norm relative to the distance that training moved since the checkpoint.",
         highlight=False,
         style="dim",
@@ -34,7 +35,7 @@ def show(found: Found, console: Console) -> None:
 def _training_table(found: Found) -> Table:
     first = found.training[0]
     table = Table(
-        title=f"{found.optimizer}, {first.parameters / MEGA:.1f} M parameters, {found.ranks} ranks, "
+        title=f"{escape(found.optimizer)}, {first.parameters / MEGA:.1f} M parameters, {found.ranks} ranks, "
         f"partition {found.partition}, {len(first.sharded.losses)} steps",
         title_justify="left",
     )
@@ -71,7 +72,7 @@ def _resume_table(found: Found) -> Table:
     table = Table(title=f"Training on from the checkpoint after step {found.steps}: loss", title_justify="left")
     table.add_column("step", justify="right")
     continuations = (found.again, found.resumed, found.plain)
-    for title in ("uninterrupted", f"{found.ranks} ranks", f"{found.resume_ranks} ranks", f"plain {found.optimizer}"):
+    for title in ("uninterrupted", f"{found.ranks} ranks", f"{found.resume_ranks} ranks", f"plain {found.classes}"):
         table.add_column(title, justify="right")
     uninterrupted = found.training[0].sharded.losses[found.steps :]
     for number, loss in enumerate(uninterrupted):

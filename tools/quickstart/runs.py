@@ -1,4 +1,4 @@
-"""One model and its optimizer as a rank trains them, and what can be measured of it."""
+"""One model and its optimizers as a rank trains them, and what can be measured of it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from byte_gpt import ByteGPT, Shape
+from choices import assignment_of, groups_of, plain_optimizers
 from job import Job
 from torch.nn.parallel import DistributedDataParallel
-from zeroshard import ZeroRedundancyOptimizer
-from zeroshard_core import STRATEGIES
+from zeroshard import ZeroRedundancyOptimizer, split_state_dict
 from zeroshard_integrations.ddp import register_reduce_to_owner
 
 
@@ -26,7 +26,7 @@ class Iteration:
 
 
 class Run:
-    """A model under DDP and its optimizer; only :meth:`iterate` and :meth:`load` change them.
+    """A model under DDP and its optimizers; only :meth:`iterate` and :meth:`load` change them.
 
     Args:
         job: what to build.
@@ -35,21 +35,28 @@ class Run:
 
     def __init__(self, job: Job, *, sharded: bool) -> None:
         self.model = ByteGPT(Shape(context=job.context), job.seed)
-        chosen: type[torch.optim.Optimizer] = getattr(torch.optim, job.optimizer)
-        settings: dict[str, Any] = {} if job.lr is None else {"lr": job.lr}
+        groups = groups_of(self.model, job.optimizer, job.lr)
+        self._assignment = assignment_of(groups)
         self.zero: ZeroRedundancyOptimizer | None = None
-        self.optimizer: torch.optim.Optimizer
+        self.optimizers: list[torch.optim.Optimizer]
         if sharded:
+            partition: Any = job.partition
             self.zero = ZeroRedundancyOptimizer(
-                self.model.named_parameters(),
-                chosen,
+                [
+                    {
+                        "params": group.params,
+                        "optimizer_class": group.optimizer_class,
+                        "optimizer_defaults": group.arguments,
+                    }
+                    for group in groups
+                ],
+                groups[-1].optimizer_class,
                 parameters_as_bucket_view=job.bucket_views,
-                partition=STRATEGIES[job.partition],
-                **settings,
+                partition=partition,
             )
-            self.optimizer = self.zero
+            self.optimizers = [self.zero]
         else:
-            self.optimizer = chosen(self.model.parameters(), **settings)
+            self.optimizers = plain_optimizers(groups)
         self._ddp = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
         if self.zero is not None:
             register_reduce_to_owner(self._ddp, self.zero)
@@ -59,11 +66,12 @@ class Run:
         # Ranks start together, so that no run is charged for what a rank did before it.
         dist.barrier()
         started = time.perf_counter()
-        self.optimizer.zero_grad()
+        self.model.zero_grad()
         loss = self._ddp(inputs, targets)
         loss.backward()
         updating = time.perf_counter()
-        self.optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
         ended = time.perf_counter()
         return Iteration(loss.detach(), ended - started, ended - updating)
 
@@ -73,10 +81,10 @@ class Run:
 
     def state_bytes(self) -> int:
         """Return the bytes of optimizer state that this rank holds."""
-        inner = self.optimizer if self.zero is None else self.zero.optim
         return sum(
             value.numel() * value.element_size()
-            for entries in inner.state.values()
+            for optimizer in (self.optimizers if self.zero is None else self.zero.local_optimizers)
+            for entries in optimizer.state.values()
             for value in entries.values()
             if isinstance(value, torch.Tensor)
         )
@@ -99,18 +107,24 @@ class Run:
         return gradients + parameters
 
     def save(self, file: str) -> None:
-        """Save the model and the consolidated state from rank 0, as a run without sharding would. Collective."""
-        if self.zero is not None:
-            self.zero.consolidate_state_dict(to=0)
+        """Save the model and the consolidated state of all its param groups from rank 0. Collective."""
+        assert self.zero is not None
+        self.zero.consolidate_state_dict(to=0)
         if dist.get_rank() == 0:
-            torch.save({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}, file)
+            torch.save({"model": self.model.state_dict(), "optimizer": self.zero.state_dict()}, file)
         dist.barrier()
 
     def load(self, file: str) -> None:
         """Take over model and optimizer state from a file of :meth:`save`. Collective."""
         found = torch.load(file, map_location="cpu", weights_only=True)
         self.model.load_state_dict(found["model"])
-        self.optimizer.load_state_dict(found["optimizer"])
+        if self.zero is not None:
+            self.zero.load_state_dict(found["optimizer"])
+            return
+        for optimizer, part in zip(
+            self.optimizers, split_state_dict(found["optimizer"], self._assignment), strict=True
+        ):
+            optimizer.load_state_dict(part)
 
 
 def global_mean(loss: torch.Tensor) -> float:

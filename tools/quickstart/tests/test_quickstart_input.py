@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from choices import check_optimizer, optimizer_names
+from byte_gpt import ByteGPT, Shape
+from choices import assignment_of, check_optimizer, groups_of, optimizer_names, plain_optimizers
 from cli import global_sequences
 from corpus import Batches, read_corpus
 from errors import InputError
@@ -65,8 +66,15 @@ def test_reading_ends_at_the_limit_even_within_a_character(tmp_path):
         ("adamw", "whole", "did you mean 'AdamW'"),
         ("LBFGS", "whole", "LBFGS cannot be sharded"),
         ("SparseAdam", "whole", "SparseAdam takes sparse gradients"),
+        ("pathlib.Path", "whole", "pathlib has no optimizer 'Path'"),
+        ("nowhere.AdamW", "whole", "nowhere.AdamW cannot be imported"),
         ("Muon", "split", "choose --partition whole"),
-        ("AdamW", "halves", "choose one of whole, split, hybrid"),
+        ("Muon:matrices+AdamW:rest", "hybrid", "Muon may look at a whole tensor .* choose --partition level"),
+        ("AdamW", "halves", "choose one of whole, split, hybrid, level"),
+        ("AdamW(lr=-1.0)", None, "Invalid learning rate"),
+        ("AdamW(speed=1)", None, "unexpected keyword argument 'speed'"),
+        ("AdamW:*.bias+SGD", None, r"AdamW:\*.bias matches no parameter; there are bytes.weight, positions.weight, "),
+        ("Muon:matrices", None, "no class takes bytes.weight, positions.weight; add"),
     ],
 )
 def test_a_choice_that_cannot_be_is_refused_with_what_can_be(name, partition, told):
@@ -76,7 +84,27 @@ def test_a_choice_that_cannot_be_is_refused_with_what_can_be(name, partition, to
 
 def test_every_optimizer_that_is_offered_can_be_chosen():
     for name in optimizer_names():
-        check_optimizer(name, "whole")
+        assert check_optimizer(name, None) == "whole"
+
+
+def test_a_learning_rate_is_for_one_class():
+    model = ByteGPT(Shape(layers=1), seed=0)
+    assert [group.arguments for group in groups_of(model, "AdamW")] == [{}]
+    assert [group.arguments for group in groups_of(model, "Muon:matrices+SGD(lr=1.0)")] == [{"lr": 0.02}, {"lr": 1.0}]
+    assert [group.arguments for group in groups_of(model, "Muon", lr=0.5)] == [{"lr": 0.5}]
+    for text in ("AdamW(lr=1e-3)", "Muon:matrices+AdamW"):
+        with pytest.raises(InputError, match="--lr is for one class without a rate of its own"):
+            groups_of(model, text, lr=0.5)
+
+
+def test_groups_of_equal_class_and_arguments_share_a_plain_optimizer():
+    groups = groups_of(ByteGPT(Shape(layers=1), seed=0), "AdamW:bytes.*+Muon:matrices+torch.optim.AdamW")
+
+    assert assignment_of(groups) == [0, 1, 0]
+    assert [(type(each).__name__, len(each.param_groups)) for each in plain_optimizers(groups)] == [
+        ("AdamW", 2),
+        ("Muon", 1),
+    ]
 
 
 def test_the_global_batch_can_be_shared_by_all_world_sizes():
@@ -90,6 +118,15 @@ def test_a_rank_that_is_not_a_number_is_the_worst():
 
     assert found.difference != found.difference
     assert found.relative == 0.2
+
+
+def test_optimizers_that_cannot_be_chosen_are_one_line_and_exit_code_2(tmp_path):
+    command = [sys.executable, str(PROGRAM), "-o", "Muon:matrices+LBFGS:rest"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path)
+
+    assert ended.returncode == 2
+    assert "LBFGS cannot be sharded" in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize(

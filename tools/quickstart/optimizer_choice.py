@@ -1,0 +1,161 @@
+"""What ``--optimizer`` says: a class for each part of a model, as text, and which parameters each class gets.
+
+``Muon(lr=0.02):matrices+AdamW:rest`` is a list of choices. A choice is a class, keyword arguments that are literals,
+and the parameters that it takes: a glob over their names, ``matrices`` or ``rest``. Nothing is imported or evaluated.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+MATRICES, REST = "matrices", "rest"
+_CLASS = re.compile(r"\s*([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)\s*")
+_PATTERN = re.compile(r"\s*(?::\s*([^\s:+]+))?\s*")
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """An optimizer class for some parameters.
+
+    Attributes:
+        name: of a class of ``torch.optim``, or ``package.Class``.
+        arguments: names and values of keyword arguments.
+        pattern: glob over names of parameters, ``"matrices"``, or ``"rest"``: what no other choice takes.
+    """
+
+    name: str
+    arguments: tuple[tuple[str, Any], ...] = ()
+    pattern: str = REST
+
+
+def parse(text: str) -> tuple[Choice, ...]:
+    """Read choices, which ``+`` separates; one without a pattern takes the rest.
+
+    >>> [choice.pattern for choice in parse("SGD(momentum=0.9):*.bias + AdamW")]
+    ['*.bias', 'rest']
+    >>> parse("Muon(lr=0.02):matrices")
+    (Choice(name='Muon', arguments=(('lr', 0.02),), pattern='matrices'),)
+
+    Raises:
+        ValueError: naming the part that is no choice.
+    """
+    choices = []
+    end = -1
+    while end < len(text):
+        choice, end = _read(text, end + 1)
+        choices.append(choice)
+    return tuple(choices)
+
+
+def class_names(text: str) -> str:
+    """Return the classes of choices without arguments and patterns, for people to read.
+
+    >>> class_names("Muon(lr=0.02):matrices+AdamW:rest")
+    'Muon + AdamW'
+    """
+    return " + ".join(dict.fromkeys(choice.name.rpartition(".")[-1] for choice in parse(text)))
+
+
+def assign(choices: Sequence[Choice], names: Sequence[str], matrices: Collection[str]) -> tuple[tuple[str, ...], ...]:
+    """Return the names of the parameters that each choice takes: the first that matches, and ``rest`` after all others.
+
+    >>> assign(parse("AdamW:rest+Muon:matrices"), ["embedding", "linear", "bias"], {"linear"})
+    (('embedding', 'bias'), ('linear',))
+
+    Args:
+        choices: as :func:`parse` returns them.
+        names: of all parameters.
+        matrices: names of those that ``matrices`` means, see :func:`matrix_names`.
+
+    Raises:
+        ValueError: if a choice takes no parameter, or a parameter is taken by none.
+    """
+    left = list(names)
+    taken: list[tuple[str, ...]] = [()] * len(choices)
+    for index in sorted(range(len(choices)), key=lambda index: choices[index].pattern == REST):
+        choice = choices[index]
+        found = [name for name in left if _matches(choice.pattern, name, matrices)]
+        if not found:
+            fitting = any(_matches(choice.pattern, name, matrices) for name in names)
+            why = "takes no parameter: others take all that it matches" if fitting else "matches no parameter"
+            raise ValueError(f"{choice.name}:{choice.pattern} {why}; there are {_listed(names)}")
+        taken[index] = tuple(found)
+        left = [name for name in left if name not in found]
+    if left:
+        raise ValueError(f"no class takes {_listed(left)}; add one for the rest, such as +AdamW:rest")
+    return tuple(taken)
+
+
+def matrix_names(model: nn.Module, head: torch.Tensor | None = None) -> frozenset[str]:
+    """Return the names of the 2-D parameters that belong to no :class:`torch.nn.Embedding` and are not the head.
+
+    Args:
+        model: whose ``named_parameters`` are looked at: a tied parameter is there once.
+        head: weight of the output head.
+    """
+    outer = {param for module in model.modules() if isinstance(module, nn.Embedding) for param in module.parameters()}
+    return frozenset(
+        name for name, param in model.named_parameters() if param.ndim == 2 and param not in outer and param is not head
+    )
+
+
+def _read(text: str, start: int) -> tuple[Choice, int]:
+    """Read the choice that begins at ``start``, and return it with the place of the ``+`` after it, or of the end."""
+    named = _CLASS.match(text, start)
+    if named is None:
+        raise ValueError(f"a class such as AdamW or SGD(momentum=0.9):*.bias is expected, but got {text[start:]!r}")
+    end, call = named.end(), None
+    if text[end : end + 1] == "(":
+        call, end = _call(text, named.start(1), end)
+    matched = _PATTERN.match(text, end)
+    pattern, end = (matched[1], matched.end()) if matched else (None, end)
+    if text[end : end + 1] not in ("", "+"):
+        raise ValueError(f"after a class come :PATTERN and + with another class, but got {text[end:]!r}")
+    return Choice(named[1], () if call is None else _literals(named[1], call), pattern or REST), end
+
+
+def _call(text: str, start: int, opening: int) -> tuple[ast.Call, int]:
+    """Read the call that begins at ``start``, and return it with the place after it."""
+    # It ends at the first parenthesis that completes an expression: others are within strings or tuples.
+    for closing in (place for place in range(opening, len(text)) if text[place] == ")"):
+        with suppress(SyntaxError):
+            found = ast.parse(text[start : closing + 1], mode="eval").body
+            if isinstance(found, ast.Call):
+                return found, closing + 1
+    raise ValueError(f"{text[start:]!r} is no call: write arguments in parentheses, such as SGD(momentum=0.9)")
+
+
+def _literals(name: str, call: ast.Call) -> tuple[tuple[str, Any], ...]:
+    found: dict[str, Any] = {}
+    if call.args:
+        raise ValueError(f"{name}({ast.unparse(call.args[0])}) has no name: write arguments as {name}(lr=0.01)")
+    for keyword in call.keywords:
+        written = ast.unparse(keyword.value)
+        if keyword.arg is None or keyword.arg in found:
+            why = "is not supported" if keyword.arg is None else "is given twice"
+            raise ValueError(f"{name}({keyword.arg or '**'}{'=' if keyword.arg else ''}{written}) {why}")
+        try:
+            found[keyword.arg] = ast.literal_eval(keyword.value)
+        except (ValueError, TypeError):
+            raise ValueError(
+                f"{name}({keyword.arg}={written}) is no literal: write a number, text, or a tuple"
+            ) from None
+    return tuple(found.items())
+
+
+def _matches(pattern: str, name: str, matrices: Collection[str]) -> bool:
+    return pattern == REST or (name in matrices if pattern == MATRICES else fnmatchcase(name, pattern))
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:4])
+    return f"{shown} and {len(names) - 4} more" if len(names) > 4 else shown
