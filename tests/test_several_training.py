@@ -118,9 +118,10 @@ class Sides:
             (self.reference(*batch(step, rank)) / ranks).backward()
         return float(loss.detach())
 
-    def clip(self) -> None:
+    def clip(self) -> float:
+        """Clip the norm of all gradients, and return what it was."""
         norms = [nn.utils.clip_grad_norm_(each.parameters(), MAX_NORM) for each in (self.ddp, self.reference)]
-        assert norms[1] > MAX_NORM
+        return float(norms[0])
 
     def step(self) -> None:
         for optimizer in self.optimizers:
@@ -145,16 +146,17 @@ class Sides:
 
 
 def train(sides: Sides, steps: int, *, exact: bool = True, replicated: bool = False) -> None:
-    schedulers = sides.schedule()
+    schedulers, norms = sides.schedule(), list[float]()
     for step in range(steps):
         sides.begin(step)
         sides.backward(step, replicated=replicated)
         if sides.hook in LOOPS[:2]:
-            sides.clip()
+            norms.append(sides.clip())
         sides.step()
         for scheduler in schedulers:
             scheduler.step()
         sides.check(f"after step {step}", exact=exact)
+    assert not norms or max(norms) > MAX_NORM
 
 
 @pytest.mark.exhaustive_at(3, 4)
@@ -171,10 +173,10 @@ def test_each_rank_has_batches_of_its_own(hook: str, partition: str, steps: int,
 
 
 @pytest.mark.exhaustive
-@pytest.mark.ranks(3, 4, backend=EVERYWHERE)
+@pytest.mark.ranks(4, backend=EVERYWHERE)
 @EVERY_LOOP
 def test_all_ranks_have_the_same_batches(hook: str) -> None:
-    # The sum of equal gradients has no order, at any number of ranks.
+    # A quarter is exact, and so is the sum of four equal ones, in any order.
     train(Sides(hook, dtype=torch.float64), 50, replicated=True)
 
 

@@ -52,9 +52,7 @@ def separate(model: nn.Module, matrices: type[optim.Optimizer] = optim.Muon) -> 
     ]
 
 
-def sharded(
-    model: nn.Module, matrices: type[optim.Optimizer] = optim.Muon, **settings: Any
-) -> ZeroRedundancyOptimizer:
+def sharded(model: nn.Module, matrices: type[optim.Optimizer] = optim.Muon, **settings: Any) -> ZeroRedundancyOptimizer:
     return ZeroRedundancyOptimizer(groups_of(model, matrices), optim.AdamW, betas=(0.8, 0.95), **settings)
 
 
