@@ -223,11 +223,12 @@ def test_saved_at_three_ranks_and_resumed_at_two_and_by_separate_optimizers(
 
     steps(model, [optimizer], 0)
     steps(reference, plain, 0)
-    optimizer.consolidate_state_dict(to=2)
-    if way != "consolidated":
+    if way == "consolidated":
+        optimizer.consolidate_state_dict(to=2)
+        if rank == 2:
+            torch.save(optimizer.state_dict(), path)
+    else:
         dcp.save(get_optimizer_state_dict(model, optimizer, options=options), checkpoint_id=path)
-    elif rank == 2:
-        torch.save(optimizer.state_dict(), path)
     dist.barrier()
 
     def resume(of: nn.Module, optimizers: list[Any], group: dist.ProcessGroup) -> None:
