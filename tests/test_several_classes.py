@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from training import EVERYWHERE, assert_bitwise_equal, assert_same_state, set_gradients, twins
+from two_classes import groups_of, language_model, parted, separate, sharded, step_all
 from zeroshard import AveragedParameters, ZeroRedundancyOptimizer, join_state_dicts, split_state_dict
 from zeroshard_comm import DisagreementError
 from zeroshard_core import adam, newton_schulz, numel
@@ -34,50 +35,9 @@ from zeroshard_testing import assert_replicas_equal
 pytestmark = pytest.mark.usefixtures("tensors_on_the_device")
 
 
-def language_model() -> nn.Sequential:
-    """An embedding, three matrices, norms and biases, in about the proportions of a language model."""
-    torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(24, 24), nn.LayerNorm(24)) for _ in range(3)]
-    return nn.Sequential(nn.Embedding(40, 24), *layers, nn.Linear(24, 40))
-
-
 def large_language_model() -> nn.Sequential:
     """One whose embedding may be cut."""
     return nn.Sequential(nn.Embedding(3000, 24), *list(language_model())[1:])
-
-
-def parted(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]:
-    """Hidden matrices, embedding and output head, and the rest."""
-    params = dict(model.named_parameters())
-    outer = [params["0.weight"], params["4.weight"]]
-    hidden = [param for param in params.values() if param.dim() == 2 and all(param is not each for each in outer)]
-    return hidden, outer, [param for param in params.values() if param.dim() < 2]
-
-
-def groups_of(model: nn.Module) -> list[dict[str, Any]]:
-    hidden, outer, rest = parted(model)
-    return [
-        {"params": hidden, "optimizer_class": optim.Muon, "lr": 0.02, "name": "matrices"},
-        {"params": outer, "lr": 0.6},
-        {"params": rest, "lr": 0.04},
-    ]
-
-
-def separate(model: nn.Module) -> list[optim.Optimizer]:
-    hidden, outer, rest = parted(model)
-    groups = [{"params": outer, "lr": 0.6}, {"params": rest, "lr": 0.04}]
-    muon = optim.Muon([{"params": hidden, "lr": 0.02, "name": "matrices"}])
-    return [muon, optim.AdamW(groups, betas=(0.8, 0.95))]
-
-
-def sharded(model: nn.Module, **settings: Any) -> ZeroRedundancyOptimizer:
-    return ZeroRedundancyOptimizer(groups_of(model), optim.AdamW, betas=(0.8, 0.95), **settings)
-
-
-def step_all(model: nn.Module, optimizers: Iterable[optim.Optimizer], seed: int) -> None:
-    set_gradients(model.parameters(), seed)
-    for optimizer in optimizers:
-        optimizer.step()
 
 
 @pytest.mark.exhaustive_at(1, 4)
