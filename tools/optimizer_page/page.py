@@ -44,8 +44,8 @@ of `torch.optim`.
 | partition | what it means |
 | --- | --- |
 | `"split"` | it is elementwise: `"split"`, `"hybrid"` and `"level"` may cut its tensors |
-| `"level"` | it needs whole tensors: `"level"` and `"whole"` do not cut them; several classes are balanced by `"level"` |
-| `"whole"` | it needs whole tensors, and has state that belongs to none, so it cannot be one of several classes |
+| `"level"` | it needs whole tensors: `"level"` and `"whole"` do not cut them; `"level"` balances several classes |
+| `"whole"` | it has state that belongs to no tensor, so it is not cut, and cannot be one of several classes |
 | refused | it couples tensors |
 
 Matrices are often given to one class and the rest to AdamW: a param group may [name its own class](muon.md), and

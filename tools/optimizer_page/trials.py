@@ -30,8 +30,10 @@ PACKAGES: Mapping[str, str] = {
 }
 """Modules with optimizers, each with the name of the distribution that it comes from."""
 
+_RATE = ({"lr": 0.1, "momentum": 0.9},)
 _SHARP = ({"base_optimizer": torch.optim.SGD},)
 ARGUMENTS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
+    **{f"bitsandbytes.optim.{name}{bits}": _RATE for name in ("LARS", "SGD") for bits in ("", "8bit", "32bit")},
     "heavyball.AdamW": ({}, {"gradient_clipping": "global_l2norm_clip"}, {"update_clipping": "global_rmsnorm_clip"}),
     "pytorch_optimizer.Adan": ({}, {"max_grad_norm": 1.0}),
     "pytorch_optimizer.BSAM": ({"num_data": 10},),
@@ -115,7 +117,7 @@ def trials_of(package: str) -> list[Trial]:
         name
         for name, item in vars(importlib.import_module(package)).items()
         if isinstance(item, type) and issubclass(item, torch.optim.Optimizer) and item is not torch.optim.Optimizer
-        if item.__module__.partition(".")[0] == package.partition(".")[0]
+        if item.__module__.partition(".")[0] == package.partition(".")[0] and not name.startswith("_")
     ]
     return [
         Trial(package, name, number)

@@ -95,7 +95,7 @@ def test_the_partition_is_found_by_stepping_a_tensor_whole_and_in_parts(kind, ex
 
 
 def test_arguments_are_of_packages_that_are_tried():
-    assert {name.partition(".")[0] for name in ARGUMENTS} <= set(PACKAGES)
+    assert {name.rpartition(".")[0] for name in ARGUMENTS} <= set(PACKAGES)
     assert Trial("pytorch_optimizer", "Lamb", 1).title == "Lamb(pre_norm=True)"
     assert Trial("pytorch_optimizer", "SAM").title == "SAM(base_optimizer=SGD)"
 
