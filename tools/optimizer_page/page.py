@@ -69,8 +69,8 @@ optimizer = ZeroRedundancyOptimizer(
 ```
 
 8-bit classes scale blocks of elements together, so their tensors stay whole. torchao keeps state in tensors of its own
-kind: `consolidate_state_dict()` refuses to send these, and leaves them out with `objects="leave out"`. heavyball counts
-steps with the first tensor of each rank, so its checkpoints are for as many ranks as have saved them.
+kind: `consolidate_state_dict()` refuses to send these, and leaves them out with `objects="leave out"`. heavyball keeps
+counts outside of the state of its tensors, which checkpoints do not hold: a run that resumes may differ.
 """
 
 

@@ -73,7 +73,7 @@ def test_what_does_not_couple_is_not_refused(optimizer: optim.Optimizer, argumen
 
 def test_a_class_that_couples_with_any_arguments_is_refused_before_it_is_built() -> None:
     muon = named("muon", "Muon")
-    with pytest.raises(ValueError, match="muon.Muon couples tensors: it partitions its tensors over the ranks"):
+    with pytest.raises(ValueError, match=r"muon\.Muon couples tensors: it partitions its tensors over the ranks"):
         check_class_uncoupled(partial(muon, lr=0.1), "refuse")
     check_class_uncoupled(muon, "allow")
     check_class_uncoupled(LAMB, "refuse")

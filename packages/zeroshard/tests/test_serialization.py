@@ -29,7 +29,7 @@ def round_trip(value: object) -> Any:
 
 @pytest.mark.parametrize(
     "value",
-    [None, True, 0.1, float("inf"), "text", [1, (2, "x")], {"a": [None], "b": {"c": (1.5,)}}, {0: "a", "0": {1: {2, 3}}}],
+    [None, True, 0.1, float("inf"), [1, (2, "x")], {"a": [None], "b": {"c": (1.5,)}}, {0: "a", "0": {1: {2, 3}}}],
 )
 def test_plain_values_come_back_as_they_were(value: object) -> None:
     assert round_trip(value) == value
