@@ -54,7 +54,17 @@ PLUGIN_NEEDS = ["pytest-xdist", "pytest-cov", "pytest-timeout", "cloudpickle", "
 # Under which users train; only the frameworks session installs them, and tests of those that are missing are skipped.
 FRAMEWORKS = ["accelerate>=1.3", "transformers>=5.0", "lightning>=2.4"]
 TOOL_NEEDS = ["rich", "typer", "matplotlib"]
-OTHER_OPTIMIZERS = ["pytorch_optimizer", "heavyball", "schedulefree", "prodigyopt", "dadaptation"]
+# Distributions, each with the module of its optimizers.
+OTHER_OPTIMIZERS = {
+    "pytorch_optimizer": "pytorch_optimizer",
+    "heavyball": "heavyball",
+    "schedulefree": "schedulefree",
+    "prodigyopt": "prodigyopt",
+    "dadaptation": "dadaptation",
+    "muon-optimizer": "muon",
+    "torchao": "torchao.optim",
+    "bitsandbytes": "bitsandbytes.optim",
+}
 
 # What a package installed alone must be able to do; the wheels session runs it.
 SMOKE: dict[str, str] = {
@@ -277,12 +287,19 @@ def bench(session: nox.Session) -> None:
 
 @nox.session(tags=["nightly"])
 def optimizers(session: nox.Session) -> None:
-    """Try optimizers of other packages, and fail where one couples tensors and is not refused; options after ``--``."""
+    """Try optimizers of other packages, and fail where one couples tensors and is not refused; options after ``--``.
+
+    ``-- --require`` fails where a test of them is skipped, too.
+    """
+    require = "--require" in session.posargs
+    posargs = [argument for argument in session.posargs if argument != "--require"]
     _install_sources(session, list(PACKAGES), *TOOL_NEEDS, *PLUGIN_NEEDS, *OTHER_OPTIMIZERS)
     session.log("1 of 2: all of them on toy tensors, some 15 minutes")
-    session.run("python", "tools/optimizer_page", *session.posargs)
+    session.run("python", "tools/optimizer_page", *posargs)
     session.log("2 of 2: some of them on ranks")
-    _pytest(session, "tests/test_other_optimizers.py")
+    load = [argument for module in OTHER_OPTIMIZERS.values() for argument in ("-p", module)]
+    # timm imports torchvision, of which only the build for this very torch can be loaded.
+    _pytest(session, *load, "-rs", "-k", "not timm", "tests/test_other_optimizers.py", may_skip=not require)
 
 
 def _install_torch(session: nox.Session, torch: str = f"torch=={TORCH}") -> None:
@@ -313,7 +330,7 @@ class _Counts:
         return cls(*(sum(int(suite.get(name, "0")) for suite in suites) for name in ("tests", "skipped")))
 
 
-def _pytest(session: nox.Session, *arguments: str) -> None:
+def _pytest(session: nox.Session, *arguments: str, may_skip: bool = True) -> None:
     """Run pytest, and fail when no test was executed, be it that none was found or that all were skipped."""
     report = Path(session.create_tmp(), "report.xml").resolve()
     report.unlink(missing_ok=True)
@@ -326,6 +343,8 @@ def _pytest(session: nox.Session, *arguments: str) -> None:
     session.log(f"{executed} tests executed, {counts.skipped} skipped")
     if executed < 1:
         session.error(f"no test was executed; {counts.skipped} were skipped")
+    if counts.skipped and not may_skip:
+        session.error(f"{counts.skipped} tests were skipped, and --require allows none; the reasons are above")
 
 
 def _check_licence(session: nox.Session, package: str, dist: Path) -> None:

@@ -31,7 +31,7 @@ def optimizer_page(
     write: Annotated[Path | None, typer.Option(help="Write the page into this file.", dir_okay=False)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was seen as JSON on standard output.")] = False,
 ) -> None:
-    """Try whether the optimizers of well-known packages couple tensors, with zeroshard.check_optimizer.
+    """Try whether the optimizers of well-known packages couple tensors, with zeroshard.check_optimizer, and may be cut.
 
     This takes about 15 minutes on two cores. The exit code is 1 if one couples tensors that ZeroRedundancyOptimizer
     does not refuse, 2 for bad input, such as a package that is not installed.
@@ -90,9 +90,9 @@ def _seen(packages: Sequence[str], limit: float, jobs: int) -> Iterator[Seen]:
 
 
 def _show(seen: Sequence[Seen]) -> None:
-    table = Table("package", "class", "seen", "step", "sharded", "remark")
+    table = Table("package", "class", "seen", "step", "partition", "remark")
     for one in seen:
         table.add_row(
-            one.trial.package, one.trial.title, one.verdict, str(one.first_step or ""), one.sharded, one.reason
+            one.trial.package, one.trial.title, one.verdict, str(one.first_step or ""), one.partition, one.reason
         )
     Console().print(table)

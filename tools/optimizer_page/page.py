@@ -36,6 +36,41 @@ their source does, though toy tensors do not show it.
 | coupled | one did, from the step named on |
 | draws random numbers | equal if tensors get the same random numbers; sharded, they get other ones |
 | cannot tell | it could not be tried this way; the remark says why |
+
+The column *partition* names the one that fits. Each class was stepped with a tensor, and with two parts of it: it is
+elementwise if both gave the same bits and its state can be cut too. Then pass `elementwise=True`, unless the class is
+of `torch.optim`.
+
+| partition | what it means |
+| --- | --- |
+| `"split"` | it is elementwise: `"split"`, `"hybrid"` and `"level"` may cut its tensors |
+| `"level"` | it needs whole tensors: `"level"` and `"whole"` do not cut them; `"level"` balances several classes |
+| `"whole"` | it has state that belongs to no tensor, so it is not cut, and cannot be one of several classes |
+| refused | it couples tensors |
+
+Matrices are often given to one class and the rest to AdamW: a param group may [name its own class](muon.md), and
+`cost` says what its updates take. `"level"` balances these, and cuts AdamW's tensors where state is missing:
+
+```python
+optimizer = ZeroRedundancyOptimizer(
+    [{"params": matrices, "optimizer_class": pytorch_optimizer.SOAP, "lr": 3e-3, "cost": shampoo(block=1024, every=10)},
+     {"params": rest, "lr": 3e-4}],
+    torch.optim.AdamW, partition="level")
+```
+
+Some classes step matrices by Muon, and by AdamW the groups that a flag names. Declare these elementwise, and `"level"`
+cuts their tensors:
+
+```python
+optimizer = ZeroRedundancyOptimizer(
+    [{"params": matrices, "use_muon": True, "cost": newton_schulz()},
+     {"params": rest, "use_muon": False, "lr": 3e-4, "cost": adam(), "elementwise": True}],
+    muon.SingleDeviceMuonWithAuxAdam, partition="level")
+```
+
+8-bit classes scale blocks of elements together, so their tensors stay whole. torchao keeps state in tensors of its own
+kind: `consolidate_state_dict()` refuses to send these, and leaves them out with `objects="leave out"`. heavyball keeps
+counts outside of the state of its tensors, which checkpoints do not hold: a run that resumes may differ.
 """
 
 
@@ -55,7 +90,7 @@ def page_of(seen: Sequence[Seen], versions: Mapping[str, str]) -> str:
         counts = Counter(one.verdict for one in seen if one.trial.package == package)
         lines.append(f"| {package} | {version} | {' | '.join(str(counts[verdict]) for verdict in _VERDICTS)} |")
     for package, version in versions.items():
-        lines += ["", f"## {package} {version}", "", "| class | seen | step | sharded | remark |"]
+        lines += ["", f"## {package} {version}", "", "| class | seen | step | partition | remark |"]
         lines += ["| --- | --- | ---: | --- | --- |"]
         lines += [_row(one) for one in seen if one.trial.package == package]
     return "\n".join(lines) + "\n"
@@ -63,5 +98,6 @@ def page_of(seen: Sequence[Seen], versions: Mapping[str, str]) -> str:
 
 def _row(seen: Seen) -> str:
     remark = seen.reason.replace("|", "\\|").replace("<", "\\<")
-    cells = [f"`{seen.trial.title}`", seen.verdict, seen.first_step or "", seen.sharded, remark]
+    partition = f'`"{seen.partition}"`' if seen.partition not in ("", "refused") else seen.partition
+    cells = [f"`{seen.trial.title}`", seen.verdict, seen.first_step or "", partition, remark]
     return f"| {' | '.join(map(str, cells))} |"

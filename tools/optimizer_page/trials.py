@@ -14,6 +14,8 @@ from typing import Any, cast
 import torch
 from zeroshard import check_optimizer
 from zeroshard.plan.eligibility import COUPLED, check_shardable, check_uncoupled
+from zeroshard.state.placeholder import inner_tensors
+from zeroshard_core import StateMapError, TensorSpec, cut_state
 
 PACKAGES: Mapping[str, str] = {
     "torch.optim": "torch",
@@ -22,11 +24,16 @@ PACKAGES: Mapping[str, str] = {
     "schedulefree": "schedulefree",
     "prodigyopt": "prodigyopt",
     "dadaptation": "dadaptation",
+    "muon": "muon-optimizer",
+    "torchao.optim": "torchao",
+    "bitsandbytes.optim": "bitsandbytes",
 }
 """Modules with optimizers, each with the name of the distribution that it comes from."""
 
+_RATE = ({"lr": 0.1, "momentum": 0.9},)
 _SHARP = ({"base_optimizer": torch.optim.SGD},)
 ARGUMENTS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
+    **{f"bitsandbytes.optim.{name}{bits}": _RATE for name in ("LARS", "SGD") for bits in ("", "8bit", "32bit")},
     "heavyball.AdamW": ({}, {"gradient_clipping": "global_l2norm_clip"}, {"update_clipping": "global_rmsnorm_clip"}),
     "pytorch_optimizer.Adan": ({}, {"max_grad_norm": 1.0}),
     "pytorch_optimizer.BSAM": ({"num_data": 10},),
@@ -39,7 +46,14 @@ ARGUMENTS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
 """What a class is tried with, one after another, if that is not nothing."""
 
 _WRAPPERS = ("Lookahead", "OrthoGrad", "ScheduleFreeWrapper", "TRAC")
-_MARKED = ("AdaGO", "AdaMuon", "DistributedMuon", "Muon", "MuonClip", "NorMuon")
+_MARKED = {
+    "pytorch_optimizer": ("AdaGO", "AdaMuon", "DistributedMuon", "Muon", "MuonClip", "NorMuon"),
+    "muon": ("MuonWithAuxAdam", "SingleDeviceMuonWithAuxAdam"),
+}
+_STEPS = 5
+_WHOLE, _CUT_AT = (130, 128), 65
+"""The shape of a tensor that is stepped whole and in two parts, and the row where it is cut: inside a block of 256
+elements, which quantised optimizers scale together."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +86,7 @@ class Seen:
         trial: which.
         verdict, first_step, reason: as of :class:`zeroshard.OptimizerCheck`.
         refused: whether ZeroRedundancyOptimizer refuses it.
+        fits: the partition for it if it is not refused, see :func:`partition_of`.
     """
 
     trial: Trial
@@ -79,11 +94,12 @@ class Seen:
     first_step: int | None = None
     reason: str = ""
     refused: bool = False
+    fits: str = ""
 
     @property
-    def sharded(self) -> str:
-        """Whether it may be sharded, in a word; empty if that is not known."""
-        return "refused" if self.refused else "yes" if self.verdict != "cannot tell" else ""
+    def partition(self) -> str:
+        """The partition for it, or ``"refused"``; empty if that is not known."""
+        return "refused" if self.refused else self.fits if self.verdict != "cannot tell" else ""
 
     @property
     def is_missing(self) -> bool:
@@ -101,7 +117,7 @@ def trials_of(package: str) -> list[Trial]:
         name
         for name, item in vars(importlib.import_module(package)).items()
         if isinstance(item, type) and issubclass(item, torch.optim.Optimizer) and item is not torch.optim.Optimizer
-        if item.__module__.partition(".")[0] == package.partition(".")[0]
+        if item.__module__.partition(".")[0] == package.partition(".")[0] and not name.startswith("_")
     ]
     return [
         Trial(package, name, number)
@@ -116,14 +132,72 @@ def run(trial: Trial) -> Seen:
     build = builder_of(trial.package, kind)
     refused = _is_refused(kind, build, trial.arguments)
     check = check_optimizer(build, **trial.arguments)
-    return Seen(trial, check.verdict, check.first_step, check.reason, refused)
+    draws = check.verdict == "draws random numbers"
+    fits = "" if refused or check.verdict == "cannot tell" else partition_of(build, trial.arguments, draws=draws)
+    return Seen(trial, check.verdict, check.first_step, check.reason, refused, fits)
+
+
+def partition_of(
+    build: Callable[..., torch.optim.Optimizer], arguments: Mapping[str, Any], *, draws: bool = False
+) -> str:
+    """Step a tensor whole and in two parts, and return the name of the partition that fits.
+
+    ``"split"`` if both give the same bits and the state can be cut too, ``"whole"`` if there is state that belongs to
+    no tensor, which is not supported beside other classes, else ``"level"``: also if the class ``draws`` random
+    numbers, of which parts get others, or fails with such tensors.
+    """
+    try:
+        with torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
+            if _has_other_state(build, arguments):
+                return "whole"
+            return "split" if not draws and _may_be_cut(build, arguments) else "level"
+    except Exception:  # noqa: BLE001 - a class may raise any exception
+        return "level"
+
+
+def _has_other_state(build: Callable[..., torch.optim.Optimizer], arguments: Mapping[str, Any]) -> bool:
+    param = torch.nn.Parameter(torch.ones(4, 4))
+    optimizer = build([param], **arguments)
+    getattr(optimizer, "train", bool)()
+    param.grad = torch.ones(4, 4)
+    optimizer.step()
+    return not all(isinstance(key, torch.Tensor) for key in optimizer.state)
+
+
+def _may_be_cut(build: Callable[..., torch.optim.Optimizer], arguments: Mapping[str, Any]) -> bool:
+    spec = TensorSpec("tensor", _WHOLE, torch.float32)
+    for scale in (1.0, 1000.0):
+        generator = torch.Generator().manual_seed(0)
+        whole = torch.nn.Parameter(torch.randn(_WHOLE, generator=generator))
+        parts = [torch.nn.Parameter(part.clone()) for part in _parts_of(whole.detach())]
+        optimizers = [build(params, **arguments) for params in ([whole], parts)]
+        for optimizer in optimizers:
+            getattr(optimizer, "train", bool)()
+        for _ in range(_STEPS):
+            whole.grad = scale * torch.randn(_WHOLE, generator=generator)
+            for part, grad in zip(parts, _parts_of(whole.grad), strict=True):
+                part.grad = grad.clone()
+            for optimizer in optimizers:
+                optimizer.step()
+            if not torch.equal(whole, torch.cat([part.detach() for part in parts])):
+                return False
+        entries = optimizers[0].state[whole]
+        try:
+            cut_state(entries, spec, spec.shard(tensor=0, rank=0, stop=_CUT_AT))
+        except StateMapError:
+            return False
+    return not any(inner_tensors(entry) for entry in entries.values())
+
+
+def _parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return tensor[:_CUT_AT], tensor[_CUT_AT:]
 
 
 def builder_of(package: str, kind: type[torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
     """Return what builds an optimizer of a class from parameters and arguments: mostly the class itself."""
     if package == "pytorch_optimizer" and kind.__name__ in _WRAPPERS:
         return lambda params, **arguments: cast(Any, kind)(torch.optim.AdamW(params), **arguments)
-    if package == "pytorch_optimizer" and kind.__name__ in _MARKED:
+    if kind.__name__ in _MARKED.get(package, ()):
         return lambda params, **arguments: kind([{"params": list(params), "use_muon": True}], **arguments)
     return kind
 

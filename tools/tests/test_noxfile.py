@@ -57,6 +57,12 @@ def test_tests_that_were_executed_are_counted(noxfile: Any, tmp_path: Path) -> N
     assert session.logged == ["3 tests executed, 2 skipped"]
 
 
+def test_a_session_that_requires_all_fails_where_a_test_is_skipped(noxfile: Any, tmp_path: Path) -> None:
+    noxfile._pytest(Session(tmp_path, suite(5, 0)), "tests", may_skip=False)
+    with pytest.raises(RuntimeError, match="2 tests were skipped, and --require allows none"):
+        noxfile._pytest(Session(tmp_path, suite(5, 2)), "tests", may_skip=False)
+
+
 @pytest.mark.parametrize("tests", [0, 2])
 def test_a_session_that_executes_no_test_fails(noxfile: Any, tmp_path: Path, tests: int) -> None:
     with pytest.raises(RuntimeError, match=f"no test was executed; {tests} were skipped"):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from optimizer_page import cli
 from optimizer_page.page import page_of
-from optimizer_page.trials import ARGUMENTS, PACKAGES, Seen, Trial, run, trials_of
+from optimizer_page.trials import ARGUMENTS, PACKAGES, Seen, Trial, partition_of, run, trials_of
 from optimizer_page.workers import Worker
 from typer.testing import CliRunner
 
@@ -29,11 +29,39 @@ class Works(SGD):
         print("a class may print")
         super().step()
 """
+
+
+class CountsByItself(torch.optim.SGD):
+    def step(self):
+        super().step()
+        self.state["count"] = 1
+
+
+class ScalesBlocks(torch.optim.SGD):
+    def step(self):
+        for param in self.param_groups[0]["params"]:
+            blocks = param.grad.flatten().split(256)
+            param.grad = torch.cat([block / block.abs().max() for block in blocks]).view_as(param)
+        super().step()
+
+
+class KeepsAContainer(torch.optim.SGD):
+    def step(self):
+        super().step()
+        for param in self.param_groups[0]["params"]:
+            self.state[param] = {0: {"momentum": torch.zeros_like(param)}}
+
+
+class Fails(torch.optim.SGD):
+    def step(self):
+        raise RuntimeError
+
+
 COUPLED = Seen(Trial("heavyball", "New"), "coupled", 7)
 SEEN = [
-    Seen(Trial("torch.optim", "Adam"), "equal"),
+    Seen(Trial("torch.optim", "Adam"), "equal", fits="split"),
     Seen(Trial("torch.optim", "LBFGS"), "coupled", 1, "", refused=True),
-    Seen(Trial("heavyball", "Muon"), "draws random numbers"),
+    Seen(Trial("heavyball", "Muon"), "draws random numbers", fits="level"),
     Seen(Trial("heavyball", "Odd"), "cannot tell", None, "TypeError: a | b"),
 ]
 
@@ -45,13 +73,29 @@ def test_all_classes_of_torch_are_tried_but_not_what_they_derive_from():
 
 
 def test_a_trial_tells_what_is_seen_and_whether_it_is_refused():
-    assert run(Trial("torch.optim", "AdamW")) == Seen(Trial("torch.optim", "AdamW"), "equal")
+    assert run(Trial("torch.optim", "AdamW")) == Seen(Trial("torch.optim", "AdamW"), "equal", fits="split")
     found = run(Trial("torch.optim", "LBFGS"))
-    assert (found.verdict, found.refused, found.sharded, found.is_missing) == ("coupled", True, "refused", False)
+    assert (found.verdict, found.refused, found.partition, found.is_missing) == ("coupled", True, "refused", False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        (torch.optim.Adam, "split"),
+        (torch.optim.Adafactor, "level"),
+        (torch.optim.Muon, "level"),
+        (CountsByItself, "whole"),
+        (ScalesBlocks, "level"),
+        (KeepsAContainer, "level"),
+        (Fails, "level"),
+    ],
+)
+def test_the_partition_is_found_by_stepping_a_tensor_whole_and_in_parts(kind, expected):
+    assert partition_of(kind, {}) == expected
 
 
 def test_arguments_are_of_packages_that_are_tried():
-    assert {name.partition(".")[0] for name in ARGUMENTS} <= set(PACKAGES)
+    assert {name.rpartition(".")[0] for name in ARGUMENTS} <= set(PACKAGES)
     assert Trial("pytorch_optimizer", "Lamb", 1).title == "Lamb(pre_norm=True)"
     assert Trial("pytorch_optimizer", "SAM").title == "SAM(base_optimizer=SGD)"
 
@@ -64,7 +108,7 @@ def test_a_class_that_hangs_or_ends_its_process_cannot_be_told_and_others_are_tr
         ends, hangs, works = worker.ask("fake_optimizers")
         assert [ends.name, hangs.name, works.name] == ["Ends", "Hangs", "Works"]
         assert worker.ask(ends) == "its process has ended"
-        assert worker.ask(works) == Seen(works, "equal")
+        assert worker.ask(works) == Seen(works, "equal", fits="split")
         assert isinstance(worker.ask("no_such_package"), ImportError)
         worker.limit = 2
         assert worker.ask(hangs) == "no end within 2 s"
@@ -77,9 +121,9 @@ def test_the_page_has_a_row_for_each_and_counts():
     assert page.startswith("<!-- Written by tools/optimizer_page")
     assert "| torch.optim | 2.13.0 | 1 | 1 | 0 | 0 |" in page
     assert "| heavyball | 3.2.1 | 0 | 0 | 1 | 1 |" in page
-    assert "| `Adam` | equal |  | yes |  |" in page
+    assert '| `Adam` | equal |  | `"split"` |  |' in page
     assert "| `LBFGS` | coupled | 1 | refused |  |" in page
-    assert "| `Muon` | draws random numbers |  | yes |  |" in page
+    assert '| `Muon` | draws random numbers |  | `"level"` |  |' in page
     assert "| `Odd` | cannot tell |  |  | TypeError: a \\| b |" in page
 
 
@@ -93,7 +137,8 @@ def test_it_fails_on_what_the_table_lacks(monkeypatch, tmp_path, missing):
     told = json.loads(done.stdout)
     assert told["versions"]["torch.optim"] == torch.__version__.partition("+")[0]
     assert told["seen"][1] == {
-        "trial": "LBFGS", "package": "torch.optim", "verdict": "coupled", "first_step": 1, "reason": "", "refused": True
+        "trial": "LBFGS", "package": "torch.optim", "verdict": "coupled", "first_step": 1, "reason": "",
+        "refused": True, "fits": "",
     }  # fmt: skip
     assert "`LBFGS`" in (tmp_path / "page.md").read_text()
 

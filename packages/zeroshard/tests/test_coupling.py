@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn, optim
-from zeroshard.plan.eligibility import COUPLED, check_uncoupled
+from zeroshard.plan.eligibility import COUPLED, check_class_uncoupled, check_uncoupled
 
 
 def named(module: str, name: str, base: type = optim.Optimizer) -> type:
@@ -68,6 +69,15 @@ def test_what_couples_is_refused_unless_it_may(optimizer: optim.Optimizer, argum
 )
 def test_what_does_not_couple_is_not_refused(optimizer: optim.Optimizer, arguments: Any) -> None:
     check_uncoupled(optimizer, arguments, "refuse")
+
+
+def test_a_class_that_couples_with_any_arguments_is_refused_before_it_is_built() -> None:
+    muon = named("muon", "Muon")
+    with pytest.raises(ValueError, match=r"muon\.Muon couples tensors: it partitions its tensors over the ranks"):
+        check_class_uncoupled(partial(muon, lr=0.1), "refuse")
+    check_class_uncoupled(muon, "allow")
+    check_class_uncoupled(LAMB, "refuse")
+    check_class_uncoupled(lambda params: muon(params), "refuse")
 
 
 def test_a_choice_that_does_not_exist_is_refused() -> None:

@@ -29,7 +29,7 @@ def round_trip(value: object) -> Any:
 
 @pytest.mark.parametrize(
     "value",
-    [None, True, 3, 0.1, float("inf"), "text", [1, (2, "x")], {"a": [None], "b": {"c": (1.5,)}}, {0: "a", "0": {1: 2}}],
+    [None, True, 0.1, float("inf"), [1, (2, "x")], {"a": [None], "b": {"c": (1.5,)}}, {0: "a", "0": {1: {2, 3}}}],
 )
 def test_plain_values_come_back_as_they_were(value: object) -> None:
     assert round_trip(value) == value
@@ -42,7 +42,7 @@ def test_tensors_come_back_from_inside_lists_and_dicts() -> None:
     assert back["pair"][1][0].item() == 4
 
 
-@pytest.mark.parametrize("value", [object(), {True: "a"}, {(1, 2): 3}, {"a": {2}}, torch.nn.Linear(1, 1), b"bytes"])
+@pytest.mark.parametrize("value", [object(), {True: "a"}, {(1, 2): 3}, {"a": {(2,)}}, torch.nn.Linear(1, 1), b"bytes"])
 def test_anything_else_is_refused_by_the_name_of_the_entry(value: object) -> None:
     with pytest.raises(StateMapError, match="entry is a"):
         write_value(value, [], "entry")

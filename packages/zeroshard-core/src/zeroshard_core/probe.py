@@ -98,5 +98,8 @@ def _entry(value: object, stepped: tuple[int, ...], shape: tuple[int, ...]) -> S
     if isinstance(value, torch.Tensor):
         sizes = dict(zip(stepped[: len(_SMALL)], shape, strict=False)) if stepped != shape else {}
         own = shape if value.shape == stepped else tuple(sizes.get(size, size) for size in value.shape)
-        return StateEntry(own, value.dtype, math.prod(own) * value.element_size())
+        # A quantised tensor wraps others, which hold its bytes.
+        flatten = getattr(type(value), "__tensor_flatten__", None)
+        inner = [_entry(getattr(value, name), stepped, shape).nbytes for name in flatten(value)[0]] if flatten else []
+        return StateEntry(own, value.dtype, sum(inner) if inner else math.prod(own) * value.element_size())
     return StateEntry(() if isinstance(value, (int, float)) else None)

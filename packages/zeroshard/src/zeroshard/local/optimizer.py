@@ -16,7 +16,12 @@ from zeroshard.local.extra_state import ExtraState
 from zeroshard.local.master_weights import MasterWeights
 from zeroshard.local.several import SeveralOptimizers
 from zeroshard.local.shard import LocalShard, gradient_of
-from zeroshard.plan.eligibility import check_differentiable, check_uncoupled, may_step_in_parts
+from zeroshard.plan.eligibility import (
+    check_class_uncoupled,
+    check_differentiable,
+    check_uncoupled,
+    may_step_in_parts,
+)
 from zeroshard.plan.group_classes import GroupClass, assign, check_hyperparameters
 from zeroshard.plan.groups import MEMBERS, ParamGroup, hyperparameters_of, parameters_of, same_place
 from zeroshard.plan.layout import Policy, label_in
@@ -163,6 +168,8 @@ class LocalOptimizer:
         for number in range(max(assignment) + 1):
             own = [group for group, of_group in zip(groups, assignment, strict=True) if of_group == number]
             chosen = classes[assignment.index(number)]
+            # The constructor of such a class may raise an error that does not say why.
+            check_class_uncoupled(chosen.factory, self._policy.coupled)
             made = chosen.build(own)
             check_uncoupled(made, chosen.arguments, self._policy.coupled)
             check_differentiable(made)

@@ -127,7 +127,10 @@ COUPLED: Mapping[str, Coupling] = {
     "pytorch_optimizer.AliG": Coupling("computes its step size from the norm of all gradients"),
     "pytorch_optimizer.AvaGrad": Coupling("scales its step by the second moments of all tensors"),
     "pytorch_optimizer.DeMo": Coupling("sends gradients between the ranks by itself"),
-    "pytorch_optimizer.DistributedMuon": Coupling("deals its tensors out to the ranks by itself"),
+    **dict.fromkeys(
+        ["muon.Muon", "muon.MuonWithAuxAdam", "pytorch_optimizer.DistributedMuon"],
+        Coupling("partitions its tensors over the ranks by itself"),
+    ),
     "pytorch_optimizer.Lamb": Coupling("scales all gradients by one norm", {"pre_norm": bool}),
     "pytorch_optimizer.LoRARite": Coupling("updates tensors in pairs"),
     "pytorch_optimizer.Ranger21": Coupling("scales weight decay by the second moments of all tensors"),
@@ -144,10 +147,21 @@ def check_uncoupled(optimizer: optim.Optimizer, arguments: Mapping[str, Any], co
     wrapped = [value for value in vars(optimizer).values() if isinstance(value, optim.Optimizer)]
     for built in [optimizer, *wrapped] if coupled == "refuse" else []:
         given = [{**vars(built), **arguments, **group} for group in built.param_groups]
-        for kind in type(built).__mro__:
-            name = f"{kind.__module__.partition('.')[0]}.{kind.__qualname__}"
-            if name in COUPLED:
-                _check(name, COUPLED[name], given)
+        for name in _known_names(type(built)):
+            _check(name, COUPLED[name], given)
+
+
+def check_class_uncoupled(factory: OptimizerFactory, coupled: Coupled) -> None:
+    """Raise a ValueError if a class couples tensors whatever its arguments are, and may not; nothing is built."""
+    kind = class_of(factory)
+    for name in _known_names(kind) if isinstance(kind, type) and coupled == "refuse" else []:
+        if not COUPLED[name].arguments:
+            _check(name, COUPLED[name], [])
+
+
+def _known_names(kind: type) -> list[str]:
+    names = [f"{each.__module__.partition('.')[0]}.{each.__qualname__}" for each in kind.__mro__]
+    return [name for name in names if name in COUPLED]
 
 
 def _check(name: str, coupling: Coupling, given: list[dict[str, Any]]) -> None:

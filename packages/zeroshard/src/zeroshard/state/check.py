@@ -16,7 +16,7 @@ from zeroshard.plan.eligibility import class_of
 from zeroshard.plan.group_classes import GroupClass, assign, check_hyperparameters
 from zeroshard.plan.groups import hyperparameters_of, parameters_of
 from zeroshard.plan.hyperparameters import to_text
-from zeroshard.state.placeholder import StatePlaceholder, has_placeholder, leaves
+from zeroshard.state.placeholder import StatePlaceholder, has_placeholder, inner_tensors, leaves
 
 if TYPE_CHECKING:
     from zeroshard.engine import Engine
@@ -269,6 +269,7 @@ def _check_entries(entries: object, param: torch.Tensor, where: str) -> None:
 
 def _structure(value: object) -> str:
     """Describe names, shapes and dtypes; values and their placeholders give the same text."""
+    value = inner_tensors(value) or value
     if isinstance(value, Mapping):
         return str(sorted((str(key), _structure(item)) for key, item in value.items()))
     if isinstance(value, (list, tuple)):

@@ -12,7 +12,7 @@ import torch
 from zeroshard_comm import agreed, all_gather_text
 from zeroshard_core import TensorSpec
 
-from zeroshard.state.placeholder import StatePlaceholder, map_leaves
+from zeroshard.state.placeholder import StatePlaceholder, inner_tensors, map_leaves
 from zeroshard.state.serialization import Described, Key, describe_entries, part_dtype, read_value
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class StateMetadata:
         if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
             return torch.empty((), dtype=value.dtype, device=value.device).expand(value.shape)
         if value is None or isinstance(value, torch.Tensor):
-            return value
+            return inner_tensors(value) or value
         if isinstance(value, (bool, int, float)):
             return torch.tensor(value, device="cpu")
         is_kept = isinstance(value, str) or self._engine.policy.objects == "leave out"

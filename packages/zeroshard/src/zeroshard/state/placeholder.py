@@ -170,7 +170,8 @@ class StatePlaceholder(TensorWithoutValues):
 
 
 def leaves(value: object) -> Iterator[object]:
-    """Yield what is in an entry, or in containers of entries, however deep."""
+    """Yield what is in an entry, or in containers of entries, however deep; of a wrapper, the tensors in it."""
+    value = inner_tensors(value) or value
     if not isinstance(value, (Mapping, list, tuple)):
         yield value
         return
@@ -186,6 +187,12 @@ def map_leaves(value: Any, call: Callable[[Any], Any]) -> Any:  # noqa: ANN401 -
         made = [map_leaves(item, call) for item in value]
         return made if isinstance(value, list) else tuple(made)
     return call(value)
+
+
+def inner_tensors(value: object) -> dict[str, torch.Tensor]:
+    """Return the tensors of which a wrapper subclass consists, such as a quantised tensor; none of other values."""
+    flatten = getattr(type(value), "__tensor_flatten__", None)
+    return {name: getattr(value, name) for name in flatten(value)[0]} if flatten else {}
 
 
 def has_placeholder(value: object) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from zeroshard_comm import Coordinator, Manifest, receive_values, send_values
 from zeroshard_core import StateMapError, is_dense
 
 from zeroshard.local.shard import LocalShard
-from zeroshard.state.placeholder import map_leaves
+from zeroshard.state.placeholder import inner_tensors, leaves, map_leaves
 
 MakeTensor = Callable[[torch.dtype, Sequence[int], Sequence[int] | None, str], torch.Tensor]
 """Makes a tensor of a dtype, a shape and strides (None: contiguous), told the kind of device of the one described."""
@@ -26,7 +27,7 @@ def write_value(value: object, tensors: list[torch.Tensor], where: str) -> Any: 
     """Describe a state entry as JSON for :func:`read_value`; tensors in it are described, and appended to a list."""
     if isinstance(value, PLAIN):
         return value
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor) and not inner_tensors(value):
         if value.layout is torch.sparse_coo:
             held = value.detach().coalesce()
             parts = [write_value(part, tensors, where) for part in (held.indices(), held.values())]
@@ -39,12 +40,14 @@ def write_value(value: object, tensors: list[torch.Tensor], where: str) -> Any: 
     if isinstance(value, (list, tuple)):
         kind = "list" if isinstance(value, list) else "tuple"
         return {kind: [write_value(item, tensors, where) for item in value]}
+    if isinstance(value, set) and all(isinstance(item, PLAIN) for item in value):
+        return {"set": sorted(value, key=str)}
     if isinstance(value, dict) and all(map(is_key, value)):
         # As pairs: JSON would turn integers into text.
         return {"dict": [[key, write_value(item, tensors, where)] for key, item in value.items()]}
     raise StateMapError(
         f"{where} is a {type(value).__name__}, which cannot be moved without pickle; state may hold tensors, numbers, "
-        f"strings, None, and lists, tuples and dicts of these, with strings or integers as keys"
+        f"strings, None, sets of these, and lists, tuples and dicts, with strings or integers as keys"
     )
 
 
@@ -63,6 +66,8 @@ def read_value(written: Any, make: MakeTensor) -> Any:  # noqa: ANN401 - JSON in
     if isinstance(written, PLAIN):
         return written
     match written:
+        case {"set": items}:
+            return set(items)
         case {"tensor": [name, shape, stride, device]}:
             dtype = getattr(torch, name, None)
             if not isinstance(dtype, torch.dtype):
@@ -94,10 +99,15 @@ def describe_entries(
         if not is_key(key):
             raise StateMapError(f"the state of {name!r} has the key {key!r}; only strings and integers can be saved")
         where, found = f"state entry {key!r} of {name!r}", list[torch.Tensor]()
-        if shard.is_cut and isinstance(value, torch.Tensor) and value.dim() > 0:
+        if shard.is_cut and isinstance(value, torch.Tensor) and value.dim() > 0 and not inner_tensors(value):
             tensors.append(_laid_out_as(shard.tensor, value, where))
             described.append((key, {"part": dtype_name(value)}))
             continue
+        if shard.is_cut and any(isinstance(leaf, torch.Tensor) and leaf.dim() > 0 for leaf in leaves(value)):
+            raise StateMapError(
+                f"{where} consists of several tensors, so it is not elementwise and cannot be joined; use "
+                f"partition='whole' for this optimizer"
+            )
         try:
             described.append((key, write_value(value, found, where)))
         except StateMapError as error:
@@ -125,7 +135,7 @@ def _laid_out_as(part: torch.Tensor, value: torch.Tensor, where: str) -> torch.T
 
 def copy_value(value: Any) -> Any:  # noqa: ANN401 - a state entry
     """Copy a state entry, tensors included, so that nothing is shared with it."""
-    return map_leaves(value, lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf)
+    return map_leaves(value, lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else copy.copy(leaf))
 
 
 def send_value(coordinator: Coordinator, peer: int, value: object) -> None:
