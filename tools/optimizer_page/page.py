@@ -70,7 +70,8 @@ optimizer = ZeroRedundancyOptimizer(
 
 8-bit classes scale blocks of elements together, so their tensors stay whole. torchao keeps state in tensors of its own
 kind: `consolidate_state_dict()` refuses to send these, and leaves them out with `objects="leave out"`. heavyball keeps
-counts outside of the state of its tensors, which checkpoints do not hold: a run that resumes may differ.
+counts outside of the state of its tensors, which checkpoints do not hold: a warning says so, and a run that resumes
+may differ.
 """
 
 

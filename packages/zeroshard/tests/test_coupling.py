@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn, optim
-from zeroshard.plan.eligibility import COUPLED, check_class_uncoupled, check_uncoupled
+from zeroshard.plan.eligibility import COUPLED, check_class_uncoupled, check_uncoupled, warn_of_own_state
 
 
 def named(module: str, name: str, base: type = optim.Optimizer) -> type:
@@ -78,6 +78,19 @@ def test_a_class_that_couples_with_any_arguments_is_refused_before_it_is_built()
     check_class_uncoupled(muon, "allow")
     check_class_uncoupled(LAMB, "refuse")
     check_class_uncoupled(lambda params: muon(params), "refuse")
+
+
+def test_a_class_with_more_than_state_and_groups_in_its_state_dict_is_warned_of(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    class Counting(optim.SGD):
+        def state_dict(self) -> dict[str, Any]:
+            return {**super().state_dict(), "count": 3}
+
+    warn_of_own_state(optim.SGD([nn.Parameter(torch.zeros(1))]))
+    assert not recwarn
+    with pytest.warns(UserWarning, match="Counting adds 'count' to its state dict, which checkpoints .* do not hold"):
+        warn_of_own_state(Counting([nn.Parameter(torch.zeros(1))]))
 
 
 def test_a_choice_that_does_not_exist_is_refused() -> None:

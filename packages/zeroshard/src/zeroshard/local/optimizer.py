@@ -21,6 +21,7 @@ from zeroshard.plan.eligibility import (
     check_differentiable,
     check_uncoupled,
     may_step_in_parts,
+    warn_of_own_state,
 )
 from zeroshard.plan.group_classes import GroupClass, assign, check_hyperparameters
 from zeroshard.plan.groups import MEMBERS, ParamGroup, hyperparameters_of, parameters_of, same_place
@@ -173,6 +174,7 @@ class LocalOptimizer:
             made = chosen.build(own)
             check_uncoupled(made, chosen.arguments, self._policy.coupled)
             check_differentiable(made)
+            warn_of_own_state(made)
             built.append(made)
         return built
 

@@ -9,6 +9,7 @@ nothing of them is imported. :func:`zeroshard.check_optimizer` tries out any oth
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -203,4 +204,15 @@ def check_differentiable(optimizer: optim.Optimizer) -> None:
         raise ValueError(
             f"{type(optimizer).__name__}(differentiable=True) cannot be sharded: autograd does not pass from "
             f"one rank to another. Leave it out, or use the optimizer unsharded"
+        )
+
+
+def warn_of_own_state(optimizer: optim.Optimizer) -> None:
+    """Warn if an optimizer adds to its state dict what checkpoints of a sharded one do not hold."""
+    added = sorted(optimizer.state_dict().keys() - {"state", "param_groups"})
+    if added:
+        warnings.warn(
+            f"{type(optimizer).__name__} adds {added[0]!r} to its state dict, which checkpoints of a sharded optimizer "
+            f"do not hold: after a load it may step differently",
+            stacklevel=2,
         )
