@@ -167,7 +167,7 @@ class Refusing(optim.SGD):
 def test_a_group_whose_tensors_the_class_refuses_on_their_owner_alone(rank: int, as_bucket_view: bool) -> None:
     run = Run(Refusing, {"lr": 0.1}, parameters_as_bucket_view=as_bucket_view)
     before = run.local_state()
-    with pytest.raises(ValueError, match=r"rank \d: no tensors of three axes"):
+    with pytest.raises(ValueError, match=r"rank \d: Refusing: no tensors of three axes"):
         run.sharded.add_param_group({"params": [nn.Parameter(torch.ones(2, 2, 2))]})
     assert run.local_state() == before
     assert len(run.sharded.param_groups) == 1

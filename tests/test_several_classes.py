@@ -150,8 +150,6 @@ def test_what_is_refused(rank: int) -> None:
     swapped["param_groups"] = [{**group, "amsgrad": False} for group in swapped["param_groups"]]
     with pytest.raises(ValueError, match="loaded state dict: group 0 has 'amsgrad', which Muon does not take"):
         optimizer.load_state_dict(swapped)
-    with pytest.raises(IndexError):
-        optimizer.load_state_dict(muon.state_dict(), group=3)
     groups = len(optimizer.param_groups)
     with pytest.raises(ValueError, match="param group 3 has 'ns_steps', which AdamW does not take, but Muon does"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))], "ns_steps": 5})
@@ -433,19 +431,25 @@ def test_level_counts_the_state_of_master_weights_and_takes_classes_that_cannot_
 
 
 class StandInThatCounts(optim.SGD):
-    """Counts steps in its groups, as schedule-free classes do, but only in those of which it steps a tensor."""
+    """Counts steps in its groups, as schedule-free classes do, but only in those of which it steps a tensor.
+
+    As a number, in a tensor, and beside a tensor and an object, which cannot be sent; ``n`` keeps its first value.
+    """
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, lr=lr)
         for group in self.param_groups:
-            group.setdefault("k", 0)
+            group.update({"k": group.get("k", 0), "t": group.get("t", torch.zeros(())), "n": 1, "odd": None})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for param in group["params"]:
-                param.sub_(group["lr"] / (1 + group["k"]) * param.grad)
+                param.sub_(group["lr"] * group["n"] / (1 + group["k"] + group["t"].to(param.device)) * param.grad)
             group["k"] += bool(group["params"])
+            group["t"] = group["t"] + bool(group["params"])
+            group["n"] = int(bool(group["params"]))
+            group["odd"] = {"tensor": torch.ones(3), "object": object}
 
 
 @pytest.mark.ranks(3, backend=EVERYWHERE)
@@ -476,6 +480,10 @@ def test_what_a_class_writes_into_a_group_is_taken_from_the_lowest_rank_that_ste
     saved = optimizer.state_dict() if rank == 0 else {}
     if rank == 0:
         assert [group.get("k") for group in saved["param_groups"]] == [3, 3, None]
+        assert [group.get("n") for group in saved["param_groups"]] == [1, 1, None]
+        assert [group["t"].item() for group in saved["param_groups"][:2]] == [3, 3]
+        for group in saved["param_groups"]:
+            group.pop("odd", None)
     resumed = ZeroRedundancyOptimizer(groups(model), StandInThatCounts)
     resumed.load_state_dict(saved, from_rank=0)
     steps(resumed, expected, range(3, 5))
@@ -542,3 +550,65 @@ def test_a_class_that_makes_state_in_its_constructor_makes_it_for_this_ranks_sha
     share = 2 * others[0].nbytes
     assert optimizer.describe().state_bytes_here == pytest.approx(share, rel=0.01)
     assert share <= here.peak <= 1.1 * share
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("first", "added"),
+    [
+        ({"optimizer_class": optim.AdamW}, {}),
+        ({"optimizer_class": partial(optim.Adam, lr=0.5, amsgrad=True)}, {"lr": 0.1}),
+        ({"optimizer_class": optim.Muon}, {"lr": 0.2}),
+    ],
+    ids=["another class", "other arguments", "Muon"],
+)
+def test_a_group_that_is_added_without_a_class_has_the_defaults_of_the_constructors(first: Any, added: Any) -> None:
+    one, two, three = (nn.Parameter(torch.ones(4, 4)) for _ in range(3))
+    optimizer = ZeroRedundancyOptimizer([{"params": [one], **first}], optim.Adam, weight_decay=0.3)
+    optimizer.add_param_group({"params": [two], **added})
+    expected = optim.Adam([{"params": [three], **added}], weight_decay=0.3)
+    assert {**optimizer.param_groups[1], "params": ()} == {**expected.param_groups[0], "params": ()}
+    for step in range(1, 3):
+        for param in (one, two, three):
+            param.grad = torch.full_like(param, step)
+        optimizer.step()
+        expected.step()
+    assert torch.equal(two, three)
+
+
+class StandInWithPower(optim.SGD):
+    """Has an argument that is no hyperparameter."""
+
+    def __init__(self, params: Any, lr: float = 0.1, power: float = 1.0) -> None:
+        super().__init__(params, lr=lr)
+        self.power = power
+
+
+@pytest.mark.ranks(2)
+def test_arguments_of_constructors_that_are_no_hyperparameters_are_in_no_group() -> None:
+    hidden, *others = parted(language_model())
+    groups = [{"params": hidden, "optimizer_class": optim.Muon}, *[{"params": params} for params in others]]
+    optimizer = ZeroRedundancyOptimizer(groups, StandInWithPower, power=2.0)
+    assert vars(optimizer.local_optimizers[1])["power"] == 2.0
+    assert all("power" not in group for group in optimizer.param_groups)
+
+
+@pytest.mark.ranks(2)
+def test_loads_that_do_not_fit_the_classes_are_refused() -> None:
+    model = language_model()
+    optimizer, plain = sharded(model), separate(model)
+    step_all(model, [optimizer], 0)
+    whole: Any = optimizer.state_dict()
+    for group in (5, -1, True, "a"):
+        with pytest.raises(ValueError, match=r"load_state_dict\(group=.*\): there are groups 0 to 2"):
+            optimizer.load_state_dict(plain[0].state_dict(), group=group)  # type: ignore[arg-type] # that is tried
+    with pytest.raises(TypeError, match="has 'state' and 'param_groups'"):
+        optimizer.load_state_dict({"state": {}}, group=0)
+    with pytest.raises(ValueError, match="state under 'count', which belongs to no parameter"):
+        optimizer.load_state_dict({**whole, "state": {**whole["state"], "count": 3}})
+    whole["param_groups"][0]["optimizer_class"] = optim.Muon
+    with pytest.raises(ValueError, match="group 0 has 'optimizer_class', which no state dict holds"):
+        optimizer.load_state_dict(whole)
+    # A hook may return something else than the state.
+    optimizer.register_state_dict_post_hook(lambda _, found: {"optimizer": found})
+    optimizer.load_state_dict(plain[0].state_dict(), group=0)

@@ -114,7 +114,7 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     if not _is_optimizer(found):
         by_lower = {known.lower(): known for known in names}
         close = difflib.get_close_matches(last.lower(), by_lower, n=1)
-        meant = f" (did you mean {by_lower[close[0]]!r}?)" if close else ""
+        meant = f" (did you mean {by_lower[close[0]]!r}?)" if close and not module else ""
         raise InputError(
             f"{module or 'torch.optim'} has no optimizer {last!r}{meant}; choose one of {', '.join(names)}"
         )

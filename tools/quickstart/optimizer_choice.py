@@ -127,7 +127,7 @@ def _call(text: str, start: int, opening: int) -> tuple[ast.Call, int]:
     """Read the call that begins at ``start``, and return it with the place after it."""
     # It ends at the first parenthesis that completes an expression: others are within strings or tuples.
     for closing in (place for place in range(opening, len(text)) if text[place] == ")"):
-        with suppress(SyntaxError):
+        with suppress(SyntaxError, RecursionError, MemoryError):
             found = ast.parse(text[start : closing + 1], mode="eval").body
             if isinstance(found, ast.Call):
                 return found, closing + 1
@@ -145,7 +145,7 @@ def _literals(name: str, call: ast.Call) -> tuple[tuple[str, Any], ...]:
             raise ValueError(f"{name}({keyword.arg or '**'}{'=' if keyword.arg else ''}{written}) {why}")
         try:
             found[keyword.arg] = ast.literal_eval(keyword.value)
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError, MemoryError):
             raise ValueError(
                 f"{name}({keyword.arg}={written}) is no literal: write a number, text, or a tuple"
             ) from None

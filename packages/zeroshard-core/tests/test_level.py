@@ -290,7 +290,7 @@ def test_parts_have_an_element():
 @pytest.mark.filterwarnings("default")
 def test_more_ranks_than_are_useful_are_warned_of_by_level_alone():
     tensors = matrices(8, 8, 4)
-    with pytest.warns(UserWarning, match="only 2 of 4 ranks are useful: an uncut tensor costs more than the mean"):
+    with pytest.warns(UserWarning, match="only 2 of 4 ranks are useful: 'm0' stays whole, exceeding the mean"):
         plan = leveled(tensors, 4)
     assert plan.useful_ranks == 2
     assert "useful ranks: 2; a tensor that stays whole costs more than the mean" in repr(plan)

@@ -70,7 +70,9 @@ def partition(
         empty, tensors, place=(), strategy=strategy, cost=cost, smallest_part=smallest_part, groups=groups
     )
     if (strategy == "level" or isinstance(strategy, Level)) and (plan.useful_ranks or world_size) < world_size:
-        text = f"only {plan.useful_ranks} of {world_size} ranks are useful: an uncut tensor costs more than the mean"
+        whole = [index for index, ranks in enumerate(plan.owners) if len(ranks) == 1]
+        name = plan.tensors[max(whole, key=plan.weights.__getitem__)].name
+        text = f"only {plan.useful_ranks} of {world_size} ranks are useful: {name!r} stays whole, exceeding the mean"
         warnings.warn(text, stacklevel=2)
     return plan
 

@@ -125,7 +125,8 @@ def call_param_groups(function: ParamGroups, model: nn.Module) -> Iterator[Mappi
     """Call the function once an optimizer reads its groups, so that every rank raises an error of one rank."""
     groups = function(model) if callable(function) else function
     if not (callable(function) and isinstance(groups, Sequence) and all(isinstance(each, Mapping) for each in groups)):
-        name = f"{'its result' if callable(function) else 'it'} is a {type(groups).__name__}"
+        listed = f" with a {type(groups[0]).__name__}" if isinstance(groups, Sequence) and groups else ""
+        name = f"{'its result' if callable(function) else 'it'} is a {type(groups).__name__}{listed}"
         raise TypeError(f"param_groups must be a function that takes the model and returns a list of dicts, but {name}")
     yield from groups
 

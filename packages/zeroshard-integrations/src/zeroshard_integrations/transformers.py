@@ -60,14 +60,14 @@ class ZeroShardTrainerMixin:
                 "save_on_each_node=True writes the optimizer's state on every node, and ZeroShardTrainer gathers it on "
                 "rank 0 alone: leave the option out, or copy the checkpoint to each node"
             )
+        if param_groups is not None and (self.optimizer is not None or not self._is_distributed):
+            raise ValueError(
+                "ZeroShardTrainer builds an optimizer of param_groups: pass no other one, and start it with torchrun"
+            )
         if self._is_distributed and self.optimizer is not None and sharded_optimizer(self.optimizer) is None:
             raise ValueError(
                 f"ZeroShardTrainer was given an optimizer that is not sharded, {type(self.optimizer).__name__}: pass a "
                 f"ZeroRedundancyOptimizer, or let the Trainer build the optimizer"
-            )
-        if param_groups is not None and (self.optimizer is not None or not self._is_distributed):
-            raise ValueError(
-                "ZeroShardTrainer builds an optimizer of param_groups: pass no other one, and start it with torchrun"
             )
         self._param_groups = param_groups
         self.add_callback(_RegisterHook(self))  # type: ignore[attr-defined]  # as above

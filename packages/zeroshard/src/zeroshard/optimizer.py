@@ -31,7 +31,7 @@ from zeroshard.plan.eligibility import Coupled, OptimizerFactory, check_shardabl
 from zeroshard.plan.group_classes import GroupClass, assign, names_of, take_class
 from zeroshard.plan.groups import ParamGroup, read_group, read_groups
 from zeroshard.plan.layout import Objects, Policy
-from zeroshard.state.classes import join_state_dicts, split_state_dict
+from zeroshard.state.classes import with_part
 from zeroshard.state.listing import StateDict, list_state
 from zeroshard.state.names import Keys, check_keys, key_by_index, key_by_name
 from zeroshard.state.view import StateView
@@ -136,11 +136,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         def read() -> tuple[list[ParamGroup], list[GroupClass]]:
             check_shardable(optimizer_class)
             taken = [take_class(group, constructors) for group in read_groups(params)]
-            classes = [found for _, found in taken]
-            filled = [{**found.reached_by(constructors), **group} for group, found in taken]
-            Optimizer.__init__(self, filled, {})
+            # Each class fills in its own defaults, when it is built.
+            Optimizer.__init__(self, [group for group, _ in taken], {})
             Joinable.__init__(self)
-            return self.param_groups, classes
+            return self.param_groups, [found for _, found in taken]
 
         self._engine = Engine(ranks, policy, name_of(optimizer_class), read)
         self._state_view = StateView(self._engine)
@@ -228,10 +227,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         def append() -> GroupClass:
             group, found = take_class(read_group(param_group), constructors)
             defaults = self.defaults
-            if engine.policy.has_several or found is not constructors:
-                # Else torch would write what the other classes have into a group that may not know it.
+            if not all(each.is_stepped_with(constructors) for each in [*engine.policy.classes, found]):
+                # Else torch would write what other classes have into a group that may not know it.
                 self.defaults = {}
-                group = {**found.reached_by(constructors), **group}
                 _logger.info("add_param_group(): %d parameters for %s", len(group["params"]), found.name)
             try:
                 register(group)
@@ -330,9 +328,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             if group is not None and given:
                 if from_rank is not None or keys != "indices":
                     raise ValueError("load_state_dict(group=...) takes neither from_rank nor keys")
-                parts: list[Mapping[str, Any]] = [*split_state_dict(self.state_dict(), self.group_assignment)]
-                parts[self.group_assignment[group]] = given
-                return join_state_dicts(parts, self.group_assignment)
+                return with_part(list_state(self._engine), self.group_assignment, group, given)
             return key_by_index(given, self.param_groups) if check_keys(keys) == "names" and given else given
 
         if self._engine.load(read, from_rank, group):

@@ -171,7 +171,12 @@ class LocalOptimizer:
             chosen = classes[assignment.index(number)]
             # The constructor of such a class may raise an error that does not say why.
             check_class_uncoupled(chosen.factory, self._policy.coupled)
-            made = chosen.build(own)
+            try:
+                made = chosen.build(own)
+            except (AssertionError, TypeError, ValueError) as error:
+                if chosen.name in str(error) or type(error) not in (AssertionError, TypeError, ValueError):
+                    raise
+                raise type(error)(f"{chosen.name}: {error}") from error
             check_uncoupled(made, chosen.arguments, self._policy.coupled)
             check_differentiable(made)
             warn_of_own_state(made)

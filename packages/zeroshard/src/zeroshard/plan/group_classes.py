@@ -56,15 +56,6 @@ class GroupClass:
         """Whether tensors of this group may be cut."""
         return is_elementwise(self.factory, declared=self.elementwise)
 
-    def reached_by(self, constructors: GroupClass) -> dict[str, Any]:
-        """Return the constructor's keyword arguments as far as they are for this class."""
-        is_constructors = class_of(self.factory) is class_of(constructors.factory)
-        return (
-            {key: self.defaults[key] for key in constructors.defaults if key in self.defaults}
-            if is_constructors
-            else {}
-        )
-
     def is_stepped_with(self, other: GroupClass) -> bool:
         """Whether one local optimizer steps the groups of both: the class and its arguments are equal."""
         if self is other:
@@ -161,4 +152,7 @@ def check_hyperparameters(
 
 def _are_equal(one: object, other: object) -> bool:
     plain = (bool, int, float, str, tuple, list, dict)
-    return isinstance(one, plain) and isinstance(other, plain) and one == other
+    with suppress(Exception):
+        return isinstance(one, plain) and isinstance(other, plain) and bool(one == other)
+    # They hold what cannot be compared, such as tensors.
+    return False

@@ -55,15 +55,11 @@ class Hyperparameters:
         """Note which values the inner optimizer has written to the public param groups."""
         self._seen = settings_of(groups, {}, in_step=True)
 
-    def written(self, number: int, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what the inner optimizer has written to a public param group, of kinds that ranks compare."""
+    def unchanged(self, number: int, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what a public param group has since the last step: the inner optimizer may have written it."""
         texts = settings_of([group], {}, first=number, in_step=True)
         names = {key: f"{key} of group {number}" for key in group if key not in MEMBERS}
-        return {
-            key: group[key]
-            for key, name in names.items()
-            if texts[name] == self._seen.get(name) != self.agreed.get(name)
-        }
+        return {key: group[key] for key, name in names.items() if texts[name] == self._seen.get(name)}
 
 
 def _words(value: Any, in_step: bool) -> str:  # noqa: ANN401 - a hyperparameter

@@ -13,7 +13,7 @@ from zeroshard_core import Plan, Shard, StateEntry, TensorSpec, cut_state, probe
 
 from zeroshard.local.extra_state import ADVICE
 from zeroshard.plan.eligibility import class_of
-from zeroshard.plan.group_classes import GroupClass, assign, check_hyperparameters
+from zeroshard.plan.group_classes import OPTIONS, GroupClass, assign, check_hyperparameters
 from zeroshard.plan.groups import hyperparameters_of, parameters_of
 from zeroshard.plan.hyperparameters import to_text
 from zeroshard.state.placeholder import StatePlaceholder, has_placeholder, inner_tensors, leaves
@@ -195,6 +195,11 @@ def check_state_dict(
         if "params" not in saved:
             raise ValueError(f"loaded state dict: group {number} lacks 'params', the keys of its parameters")
         _check_type(saved["params"], list, f"'params' of group {number}")
+        for key in saved.keys() & OPTIONS[:2]:
+            raise ValueError(
+                f"loaded state dict: group {number} has {key!r}, which no state dict holds: take it out; classes "
+                f"are named when the optimizer is built"
+            )
         if len(saved["params"]) != len(group["params"]):
             raise ValueError(
                 f"loaded state dict contains a parameter group that doesn't match the size of optimizer's group: "
@@ -212,6 +217,11 @@ def check_state_dict(
     by_tensor = {index_of[key]: entries for key, entries in state.items() if key in index_of}
     others = {key: value for key, value in state.items() if key not in index_of}
     _check_other_keys(others, (int, *{type(key) for key in index_of}))
+    if others and engine.policy.has_several:
+        raise ValueError(
+            f"loaded state dict has state under {min(map(str, others))!r}, which belongs to no parameter: that is not "
+            f"supported with several optimizer classes"
+        )
     is_partial = has_placeholder(state)
     stateful_groups = {plan.tensors[index].group for index, entries in by_tensor.items() if entries}
     for (key, index), spec, param in zip(index_of.items(), plan.tensors, parameters_of(groups), strict=True):

@@ -25,10 +25,7 @@ def split_state_dict(state_dict: Mapping[str, Any], assignment: Sequence[int]) -
     Raises:
         ValueError: if there are not as many groups, or state that belongs to no parameter.
     """
-    groups, state = _checked(state_dict["param_groups"], assignment), state_dict["state"]
-    known = {key for group in groups for key in group["params"]}
-    if state.keys() - known:
-        raise ValueError(f"the state has {min(map(str, state.keys() - known))!r}, which is no parameter of its groups")
+    groups, state = _checked(state_dict, assignment), state_dict["state"]
     parts: list[StateDict] = []
     for number in range(1 + max(assignment)):
         own = [group for group, owner in zip(groups, assignment, strict=True) if owner == number]
@@ -51,11 +48,14 @@ def join_state_dicts(state_dicts: Sequence[Mapping[str, Any]], assignment: Seque
         assignment: for each group of the one optimizer the number of its plain one; the groups of each in order.
 
     Raises:
-        ValueError: if a state dict has another number of groups than it is named in ``assignment``.
+        ValueError: if a state dict has another number of groups than it is named in ``assignment``, or state that
+            belongs to no parameter.
     """
+    _check_assignment(assignment)
+    if len(state_dicts) != 1 + max(assignment, default=-1):
+        raise ValueError(f"there are {len(state_dicts)} state dicts for {1 + max(assignment, default=-1)} optimizers")
     rest = [
-        iter(_checked(part["param_groups"], [n for n in assignment if n == number]))
-        for number, part in enumerate(state_dicts)
+        iter(_checked(part, [0 for owner in assignment if owner == number])) for number, part in enumerate(state_dicts)
     ]
     joined: StateDict = {"state": {}, "param_groups": []}
     count = 0
@@ -70,7 +70,29 @@ def join_state_dicts(state_dicts: Sequence[Mapping[str, Any]], assignment: Seque
     return joined
 
 
-def _checked(groups: Sequence[Mapping[str, Any]], assignment: Sequence[int]) -> Sequence[Mapping[str, Any]]:
+def with_part(whole: Mapping[str, Any], assignment: Sequence[int], group: int, part: Mapping[str, Any]) -> StateDict:
+    """Return a state dict in which one plain optimizer's, the one of a group, is replaced."""
+    if type(group) is not int or not 0 <= group < len(assignment):
+        raise ValueError(f"load_state_dict(group={group!r}): there are groups 0 to {len(assignment) - 1}")
+    parts: list[Mapping[str, Any]] = [*split_state_dict(whole, assignment)]
+    parts[assignment[group]] = part
+    return join_state_dicts(parts, assignment)
+
+
+def _checked(state_dict: Mapping[str, Any], assignment: Sequence[int]) -> Sequence[Mapping[str, Any]]:
+    """Return the groups of a state dict that has as many as an assignment, and no state of anything else."""
+    _check_assignment(assignment)
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+        raise TypeError("a state dict has 'state' and 'param_groups', as a plain optimizer's")
+    groups: Sequence[Mapping[str, Any]] = state_dict["param_groups"]
     if len(groups) != len(assignment):
         raise ValueError(f"a state dict has {len(groups)} param groups, but the assignment names {len(assignment)}")
+    unknown = state_dict["state"].keys() - {key for group in groups for key in group["params"]}
+    if unknown:
+        raise ValueError(f"the state has {min(map(str, unknown))!r}, which is no parameter of its groups")
     return groups
+
+
+def _check_assignment(assignment: Sequence[int]) -> None:
+    if {*assignment} != {*range(len({*assignment}))}:
+        raise ValueError(f"an assignment numbers optimizers from 0 without gaps, but is {[*assignment]}")

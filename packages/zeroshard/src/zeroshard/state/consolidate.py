@@ -16,10 +16,13 @@ from zeroshard_core import Plan, Shard, StateMapError, contiguous_strides, stora
 from zeroshard.local.optimizer import sync_groups
 from zeroshard.plan.groups import ParamGroup, pack_groups
 from zeroshard.plan.layout import label_in
-from zeroshard.state.serialization import Described, Key, describe_entries, part_dtype, read_value, write_value
+from zeroshard.state.serialization import PLAIN, Described, Key, describe_entries, part_dtype, read_value, write_value
 
 if TYPE_CHECKING:
     from zeroshard.engine import Engine
+
+
+_SENT = (*PLAIN, torch.Tensor, list, tuple, dict)
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,7 @@ class Consolidated:
 
     Attributes:
         state: by tensor index, and what belongs to no tensor by its own keys.
-        written: by param group, what its local optimizer has written to it, on the lowest rank with a tensor of it.
+        written: by param group, what the lowest rank with a tensor of it has there since the last step.
     """
 
     state: Mapping[Any, Any]
@@ -71,10 +74,13 @@ def _describe(engine: Engine, plan: Plan, *, drops_objects: bool) -> Manifest:
         lowest[spec.group] = min(lowest.get(spec.group, plan.world_size), *owners)
     written = []
     for number in [number for number, rank in lowest.items() if rank == engine.coordinator.ranks.rank]:
-        for key, value in engine.hyperparameters.written(number, engine.groups[number]).items():
-            # What cannot be sent stays as the receiver has it.
+        for key, value in engine.hyperparameters.unchanged(number, engine.groups[number]).items():
+            # What cannot be sent, or would arrive as another type, stays as the receiver has it.
+            found = list[torch.Tensor]()
             with suppress(StateMapError):
-                written.append((number, key, write_value(value, tensors, key)))
+                if type(value) in _SENT:
+                    written.append((number, key, write_value(value, found, key)))
+                    tensors += found
     return Manifest([owned, others, written], tensors)
 
 
