@@ -65,7 +65,7 @@ def test_params_that_cannot_be_used(rank: int, where: str, name: str) -> None:
 
 @pytest.mark.ranks(3, backend="gloo")
 def test_an_optimizer_class_that_cannot_be_built(rank: int) -> None:
-    with pytest.raises(ValueError, match=r"rank 1: Invalid learning rate: -1"):
+    with pytest.raises(ValueError, match=r"rank 1: Adam: Invalid learning rate: -1"):
         ZeroRedundancyOptimizer(small_model().parameters(), optim.Adam, lr=-1.0 if rank == 1 else 1.0)
     with pytest.raises(TypeError, match="no_such_argument"):
         ZeroRedundancyOptimizer(small_model().parameters(), optim.Adam, no_such_argument=1)

@@ -323,7 +323,7 @@ def test_a_rank_that_an_earlier_group_on_the_same_store_has_lost_is_forgotten(ra
     coordinator.agree("another call")
 
 
-@pytest.mark.exhaustive_at(8)
+@pytest.mark.exhaustive_at(3, 8)
 @pytest.mark.ranks(3, 4, 8, backend="gloo", checks="no:messages")
 def test_the_late_rank_alone_is_blamed(rank: int, world_size: int) -> None:
     group = dist.new_group(timeout=timedelta(seconds=2))
@@ -362,7 +362,7 @@ def test_nobody_waits_for_a_late_rank_once_another_one_is_lost_and_nobody_blames
     store.set(str(rank), "")
 
 
-@pytest.mark.exhaustive_at(5, 17)
+@pytest.mark.exhaustive_at(2, 5, 17)
 @pytest.mark.ranks(2, 4, 5, 17, backend="gloo", checks="no:messages")
 def test_a_rank_that_is_stopped_ends_the_others_by_the_timeout(rank: int, faults: Faults) -> None:
     group = dist.new_group(timeout=timedelta(seconds=3))

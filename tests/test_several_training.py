@@ -205,6 +205,7 @@ def test_replicas_are_equal_in_other_dtypes(hook: str, partition: str, steps: in
 # ---------------------------------------------------------------------- checkpoints
 
 
+@pytest.mark.each_choice
 @pytest.mark.ranks(3, backend=EVERYWHERE)
 @EVERY_PARTITION
 @pytest.mark.parametrize("way", ["consolidated", "nested", "flat"])
@@ -358,6 +359,7 @@ def test_the_gradients_of_one_group_are_clipped(hook: str, partition: str, group
         sides.check(f"after step {step}")
 
 
+@pytest.mark.each_choice
 @pytest.mark.ranks(2, backend="gloo")
 @EVERY_LOOP
 @EVERY_PARTITION
@@ -380,7 +382,7 @@ def test_uneven_inputs(rank: int, hook: str, partition: str) -> None:
 
 # Compiling takes long where others compute too.
 @pytest.mark.ranks(2, backend="gloo", timeout=240)
-@EVERY_LOOP
+@pytest.mark.parametrize("hook", ["none", *[pytest.param(hook, marks=pytest.mark.exhaustive) for hook in HOOKS]])
 def test_a_compiled_model(hook: str) -> None:
     torch._dynamo.reset()
     sides = Sides(hook, "level", compiles=True)
@@ -410,6 +412,7 @@ def test_averages(hook: str, world_size: int) -> None:
         sides.check(f"after step {step}", exact=exact)
 
 
+@pytest.mark.each_choice
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @EVERY_LOOP
 @EVERY_PARTITION

@@ -27,9 +27,8 @@ JOB = Job(
 )
 
 
-@pytest.mark.exhaustive_at(3)
-@pytest.mark.ranks(2, 3)
-def test_several_classes_train_and_resume_as_a_plain_optimizer_for_each(rank, world_size, ranks_tmp_path):
+@pytest.mark.ranks(2)
+def test_several_classes_train_and_resume_as_a_plain_optimizer_for_each(ranks_tmp_path):
     job = replace(JOB, folder=str(ranks_tmp_path), checkpoint=str(ranks_tmp_path / "checkpoint.pt"))
     (ranks_tmp_path / CORPUS).write_bytes(bytes(range(256)))
     torch.set_num_threads(1)
@@ -37,7 +36,7 @@ def test_several_classes_train_and_resume_as_a_plain_optimizer_for_each(rank, wo
     found = train(job)
     plain = resume(job, sharded=False)
 
-    assert found.difference == 0.0 if world_size == 2 else found.relative <= TOLERANCE
+    assert found.difference == 0.0
     assert found.again.difference == 0.0
     assert plain.relative <= TOLERANCE
     assert found.sharded.bytes_per_step == found.predicted_bytes
@@ -45,4 +44,4 @@ def test_several_classes_train_and_resume_as_a_plain_optimizer_for_each(rank, wo
     held = torch.tensor(found.sharded.state_bytes)
     dist.all_reduce(held)
     assert 0 <= held.item() - found.plain.state_bytes <= 100
-    assert found.sharded.state_bytes <= 1.02 * found.plain.state_bytes / world_size
+    assert found.sharded.state_bytes <= 1.02 * found.plain.state_bytes / 2

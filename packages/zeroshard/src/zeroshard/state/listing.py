@@ -78,8 +78,10 @@ def list_state(engine: Engine) -> StateDict:
     if metadata.consolidated is not None:
         whole, written = metadata.consolidated.state.items(), metadata.consolidated.written
         state = {key: dict(value) if isinstance(value, dict) else value for key, value in whole}
-        groups = [{**group, **written.get(number, {})} for number, group in enumerate(packed)]
-        return {"state": state, "param_groups": copy_groups(groups)}
+        for number, group in enumerate(packed):
+            kept = engine.hyperparameters.unchanged(number, group)
+            group.update({key: value for key, value in written.get(number, {}).items() if key in kept})
+        return {"state": state, "param_groups": copy_groups(packed)}
     lists_own = metadata.consolidated_to is None
     state = {}
     # A rank with the consolidated state lists what was never stepped as empty: the others list the same keys.
