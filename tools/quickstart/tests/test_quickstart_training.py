@@ -28,9 +28,11 @@ JOB = Job(
 
 
 @pytest.mark.ranks(2)
-def test_several_classes_train_and_resume_as_a_plain_optimizer_for_each(ranks_tmp_path):
+def test_several_classes_train_and_resume_as_a_plain_optimizer_for_each(rank, ranks_tmp_path):
     job = replace(JOB, folder=str(ranks_tmp_path), checkpoint=str(ranks_tmp_path / "checkpoint.pt"))
-    (ranks_tmp_path / CORPUS).write_bytes(bytes(range(256)))
+    if rank == 0:
+        (ranks_tmp_path / CORPUS).write_bytes(bytes(range(256)))
+    dist.barrier()
     torch.set_num_threads(1)
 
     found = train(job)
