@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import combinations, groupby
+from pathlib import Path
 
 import pytest
 import torch
@@ -44,7 +45,7 @@ EMULATED_BY_DEFAULT = "test_emulated_smoke.py"
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave as many combinations as show each value, or every two together, world sizes among them."""
+    """Leave as many combinations of parameters as show each value, world sizes among them, and if marked each pair."""
     for item in items:
         spec, sizes = spec_of(item), item.get_closest_marker("exhaustive_at")
         if spec is None:
@@ -52,10 +53,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         is_repeat = spec.backend == "emulated" and item.path.name != EMULATED_BY_DEFAULT
         if is_repeat or (sizes is not None and spec.world_size in sizes.args):
             item.add_marker(pytest.mark.exhaustive)
-    for name, together in (("each_choice", 1), ("pairwise", 2)):
-        marked = [item for item in items if hasattr(item, "callspec") and item.get_closest_marker(name)]
-        for _, same in groupby(marked, key=lambda item: (item.parent, item.originalname)):
-            leave_as_many_as_needed(list(same), together)
+    here = Path(__file__).parent
+    parametrised = [item for item in items if here in item.path.parents and hasattr(item, "callspec")]
+    for _, same in groupby(parametrised, key=lambda item: (item.parent, item.originalname)):
+        tests = list(same)
+        leave_as_many_as_needed(tests, 2 if tests[0].get_closest_marker("pairwise") else 1)
 
 
 def leave_as_many_as_needed(items: list[pytest.Item], together: int) -> None:

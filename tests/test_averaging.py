@@ -52,14 +52,12 @@ def train_and_compare(training: Training) -> None:
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
 @pytest.mark.parametrize("partition", ["whole", "split"])
 @pytest.mark.parametrize("views", [False, True], ids=["apart", "views"])
-@pytest.mark.each_choice
 def test_as_in_one_process(schedule: Any, warmup: int, ddp: str, optimizer: str, partition: str, views: bool) -> None:
     train_and_compare(Training(2, schedule, warmup, optimizer, ddp, partition, views))
 
 
 @pytest.mark.parametrize("warmup", [0, 3])
 @pytest.mark.parametrize("schedule", [{2: 2, 6: 4}, {6: 4, 2: 2}, {2: 2, 3: 4}], ids=["nested", "any-order", "apart"])
-@pytest.mark.each_choice
 def test_two_levels_as_in_one_process(schedule: dict[int, int], warmup: int) -> None:
     train_and_compare(Training(1, schedule, warmup))
 
@@ -91,7 +89,6 @@ def test_subgroups_are_equal_until_local_sgd_begins_and_after_each_average(hiera
 
 @pytest.mark.parametrize("ddp", ["within", "owner", "all"])
 @pytest.mark.parametrize("views", [False, True], ids=["apart", "views"])
-@pytest.mark.each_choice
 def test_saved_and_resumed(ddp: str, views: bool) -> None:
     # Given a training, and one that ends where subgroups differ, which each saves its own part,
     whole, begun = (Training(2, 3, 2, ddp=ddp, views=views) for _ in range(2))

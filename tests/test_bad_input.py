@@ -18,7 +18,6 @@ from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_comm import DisagreementError, PeerLostError
 from zeroshard_testing import assert_replicas_equal
 
-pytestmark = pytest.mark.each_choice
 WHERE = pytest.mark.parametrize("where", ["on all ranks", "on rank 1"])
 PARTITIONS = pytest.mark.parametrize("partition", ["whole", "split", "hybrid"])
 VIEWS = pytest.mark.parametrize("as_bucket_view", [False, True], ids=["params", "views"])

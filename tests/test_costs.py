@@ -18,7 +18,6 @@ from zeroshard_comm import CHUNK_BYTES, RankGroup, ring
 from zeroshard_comm.process_memory import SWITCH
 from zeroshard_comm.same_host import all_read
 
-pytestmark = pytest.mark.each_choice
 VIEWS = pytest.mark.parametrize("as_bucket_view", [False, True], ids=["params", "views"])
 PARTITIONS = pytest.mark.parametrize("partition", ["whole", "split", "hybrid"])
 

@@ -30,7 +30,6 @@ from zeroshard_comm import Message, PeerLostError, RankGroup, Traffic, agreement
 from zeroshard_integrations.ddp import register_reduce_to_owner
 from zeroshard_testing import Faults
 
-pytestmark = pytest.mark.each_choice
 EVERY_HOOK = pytest.mark.parametrize("hook", HOOKS)
 STEPPING_HOOKS = pytest.mark.parametrize("hook", HOOKS[1:])
 PARTITIONS = pytest.mark.parametrize("partition", ["whole", "split"])

@@ -19,7 +19,7 @@ from training import EVERYWHERE
 from zeroshard import GradPlaceholder
 from zeroshard_integrations.ddp import reduce_to_owner_hook
 
-pytestmark = [pytest.mark.each_choice, pytest.mark.usefixtures("tensors_on_the_device")]
+pytestmark = pytest.mark.usefixtures("tensors_on_the_device")
 EVERY_HOOK = pytest.mark.parametrize("hook", HOOKS)
 STEPPING_HOOKS = pytest.mark.parametrize("hook", HOOKS[1:])
 VIEWS = pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])

@@ -21,7 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 from training import DENSE_OPTIMIZERS, EVERYWHERE, small_model
 from zeroshard_comm import transport
 
-pytestmark = [pytest.mark.each_choice, pytest.mark.usefixtures("tensors_on_the_device")]
+pytestmark = pytest.mark.usefixtures("tensors_on_the_device")
 EVERY_HOOK = pytest.mark.parametrize("hook", HOOKS)
 STEPPING_HOOKS = pytest.mark.parametrize("hook", HOOKS[1:])
 CHECKED = (1, 2, 3, 50)

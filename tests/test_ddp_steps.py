@@ -15,7 +15,7 @@ from training import EVERYWHERE
 from zeroshard_comm import DisagreementError
 from zeroshard_testing import assert_replicas_equal
 
-pytestmark = [pytest.mark.each_choice, pytest.mark.usefixtures("tensors_on_the_device")]
+pytestmark = pytest.mark.usefixtures("tensors_on_the_device")
 
 
 @pytest.mark.ranks(2, backend=EVERYWHERE)

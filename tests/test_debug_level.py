@@ -25,7 +25,6 @@ from zeroshard_comm import DisagreementError, ParameterBroadcaster
 from zeroshard_testing import assert_replicas_equal
 
 BOTH = pytest.mark.parametrize("hook", ["none", "owner"])
-pytestmark = pytest.mark.each_choice
 
 
 @pytest.fixture(autouse=True)

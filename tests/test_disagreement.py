@@ -20,7 +20,6 @@ from zeroshard_comm import DisagreementError
 from zeroshard_integrations.ddp import register_reduce_to_owner
 from zeroshard_testing import assert_replicas_equal
 
-pytestmark = pytest.mark.each_choice
 VIEWS = pytest.mark.parametrize("as_bucket_view", [False, True], ids=["params", "views"])
 Pair = tuple[nn.Module, nn.Module]
 Optimizers = tuple[ZeroRedundancyOptimizer, optim.Optimizer]

@@ -49,7 +49,6 @@ STAGERS: dict[str, tuple[Callable[[], Any], str]] = {
 @pytest.mark.ranks(2, backend="gloo")
 @PARTITIONS
 @pytest.mark.parametrize("name", STAGERS)
-@pytest.mark.each_choice
 def test_an_asynchronous_save_has_the_values_of_the_moment_of_the_call(
     rank: int, name: str, partition: str, ranks_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

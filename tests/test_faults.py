@@ -82,7 +82,7 @@ def test_meetings_keep_the_timeout_of_a_group_without_a_backend_for_the_cpu(rank
 @pytest.mark.ranks(2, backend="gloo", isolation="process")
 def test_the_rank_that_failed_says_why_though_the_others_wait_elsewhere(rank: int) -> None:
     # Rank 1 comes out of DDP's wait only when rank 0 has given up.
-    group, of_model = (dist.new_group(timeout=timedelta(seconds=seconds)) for seconds in (2, 10))
+    group, of_model = (dist.new_group(timeout=timedelta(seconds=seconds)) for seconds in (2, 5))
     model = DistributedDataParallel(small_model(), process_group=of_model)
     sharded = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, process_group=group)
 
@@ -301,7 +301,6 @@ class Interrupted:
 
 
 # What was interrupted leaves messages without another end.
-@pytest.mark.each_choice
 @pytest.mark.ranks(2, backend="gloo", isolation="process", checks="no:messages")
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize("where", ["on all ranks", "on rank 1"])
@@ -411,7 +410,7 @@ def test_an_exchange_that_was_interrupted_says_what_to_do(rank: int, where: str,
     dist.barrier()
 
 
-@pytest.mark.parametrize(("first", "last"), [(0, 3), pytest.param(3, 6, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(("first", "last"), [(0, 2), pytest.param(2, 6, marks=pytest.mark.exhaustive)])
 def test_a_rank_that_ends_after_its_last_step_costs_the_others_nothing(first: int, last: int) -> None:
     program = [sys.executable, str(Path(__file__).with_name("ending_ranks.py")), str(first), str(last)]
     ended = subprocess.run(program, capture_output=True, text=True, timeout=300)

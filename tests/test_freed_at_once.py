@@ -19,7 +19,6 @@ from zeroshard import StepMode, ZeroRedundancyOptimizer
 from zeroshard_integrations.ddp import register_reduce_to_owner
 from zeroshard_integrations.join import Join
 
-pytestmark = pytest.mark.each_choice
 References = Mapping[str, "weakref.ref[Any]"]
 
 

@@ -21,7 +21,7 @@ from zeroshard_integrations.join import Join
 
 INF = math.inf
 BOTH = (2.0, INF)
-pytestmark = [pytest.mark.each_choice, pytest.mark.usefixtures("tensors_on_the_device")]
+pytestmark = pytest.mark.usefixtures("tensors_on_the_device")
 PARTITIONS = pytest.mark.parametrize("partition", ["whole", "split"])
 FOREACH = pytest.mark.parametrize("foreach", [None, True, False])
 

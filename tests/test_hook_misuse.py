@@ -25,7 +25,6 @@ from training import small_model
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_testing import assert_replicas_equal
 
-pytestmark = pytest.mark.each_choice
 EVERY_HOOK = pytest.mark.parametrize("hook", HOOKS)
 STEPPING_HOOKS = pytest.mark.parametrize("hook", HOOKS[1:])
 WHERE = pytest.mark.parametrize("where", ["on all ranks", "on rank 1"])

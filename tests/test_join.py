@@ -70,7 +70,6 @@ GAPS: list[Callable[[int], list[int]]] = [
 COMBINATIONS = list(product(HOOKS, PARTITIONS, [True, False], range(len(MODELS)), ("Adam", "SGD")))
 
 
-@pytest.mark.each_choice
 @pytest.mark.ranks(2, 3, 4, backend="gloo")
 @EVERY_HOOK
 @EVERY_PARTITION
@@ -95,7 +94,6 @@ def test_every_combination(world_size: int, hook: str, partition: str, divide: b
         assert uneven.ddp.module.seen == max(uneven.lengths)
 
 
-@pytest.mark.each_choice
 @pytest.mark.ranks(2, 3, backend="gloo")
 @EVERY_HOOK
 @EVERY_ENDING
@@ -110,7 +108,6 @@ def test_clipping_and_schedules(world_size: int, hook: str, ending: int) -> None
     Uneven(lengths_of(world_size)[ending], hook, schedule=True).check(script)
 
 
-@pytest.mark.each_choice
 @pytest.mark.ranks(4, backend="gloo")
 @EVERY_HOOK
 @EVERY_PARTITION
@@ -120,7 +117,6 @@ def test_on_subgroups(rank: int, hook: str, partition: str) -> None:
     Uneven(numbers, hook, group=groups[rank % 2], partition=partition, divide=False).check(usual)
 
 
-@pytest.mark.each_choice
 @pytest.mark.ranks(2, backend="gloo")
 @EVERY_HOOK
 @pytest.mark.parametrize("options", [{"gradient_as_bucket_view": False}, {"static_graph": True}], ids=str)
@@ -129,7 +125,6 @@ def test_other_kinds_of_ddp(hook: str, options: dict[str, bool], numbers: list[i
     Uneven(numbers, hook, ddp=options).check(usual)
 
 
-@pytest.mark.each_choice
 @pytest.mark.ranks(2, 3, backend="gloo")
 @pytest.mark.parametrize("hook", HOOKS[1:])
 @EVERY_ENDING
@@ -146,7 +141,6 @@ def own_mean(state: object, bucket: dist.GradBucket) -> torch.futures.Future[tor
     return work.get_future().then(lambda done: done.value()[0])
 
 
-@pytest.mark.each_choice
 @pytest.mark.ranks(2, backend="gloo")
 @pytest.mark.parametrize("hook", ["behind", "interleaved"])
 def test_hooks_that_reduce_on_all_ranks(hook: str) -> None:

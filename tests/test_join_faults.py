@@ -60,7 +60,6 @@ class Struck(nn.Sequential):
 PLACES = ["before the forward", "in the forward", "before backward", "after backward", "before the step", "at the end"]
 
 
-@pytest.mark.each_choice
 @pytest.mark.ranks(3, backend="gloo")
 @EVERY_HOOK
 @pytest.mark.parametrize("where", PLACES)

@@ -249,7 +249,6 @@ def test_leaving_between_any_two_calls(hook: str) -> None:
         Uneven([3, 3], hook, calls=[calls, 99] if first == 0 else [99, calls], divide=first == 0).check(script)
 
 
-@pytest.mark.each_choice
 @pytest.mark.ranks(2, 3, backend=EVERYWHERE)
 @EVERY_MEAN
 @EVERY_ENDING
@@ -299,7 +298,6 @@ def test_arguments_of_steps_and_hyperparameters() -> None:
         assert uneven.optimizer.param_groups[0]["notes"] == uneven.plain.param_groups[0]["notes"]
 
 
-@pytest.mark.each_choice
 @pytest.mark.ranks(2, 3, backend=EVERYWHERE)
 @EVERY_HOOK
 @EVERY_PARTITION

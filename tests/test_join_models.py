@@ -120,7 +120,6 @@ LOSSES = [
 ]
 
 
-@pytest.mark.each_choice
 @pytest.mark.ranks(2, 3, backend=EVERYWHERE)
 @EVERY_HOOK
 @EVERY_ENDING
@@ -157,7 +156,6 @@ def test_several_backwards_of_forwards_under_no_sync(rank: int, hook: str, endin
 # ---------------------------------------------------------------------- parameters that are unused, frozen, sparse
 
 
-@pytest.mark.each_choice
 @pytest.mark.ranks(2, 3, backend=EVERYWHERE)
 @EVERY_HOOK
 @EVERY_MEAN
@@ -312,7 +310,6 @@ def judged(models: Sequence[nn.Module], batch: torch.Tensor) -> torch.Tensor:
     return result
 
 
-@pytest.mark.each_choice
 @pytest.mark.ranks(2, 3, backend=EVERYWHERE)
 @EVERY_HOOK
 @EVERY_MEAN
@@ -328,7 +325,6 @@ def test_models_with_a_common_loss(world_size: int, hook: str, divide: bool, end
     check_turns(parts, lambda number: turns)
 
 
-@pytest.mark.each_choice
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @EVERY_HOOK
 @pytest.mark.parametrize("numbers", [[2, 5], [5, 2]], ids=str)
@@ -381,7 +377,6 @@ class Checkpointed(nn.Module):
         return result
 
 
-@pytest.mark.each_choice
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @EVERY_HOOK
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -247,7 +247,6 @@ def load(model: nn.Module, optimizer: Any, path: Path, way: str, group: dist.Pro
 @pytest.mark.ranks(3, backend=EVERYWHERE)
 @pytest.mark.parametrize("partition", ["whole", "split"])
 @pytest.mark.parametrize("way", ["dcp", "consolidated"])
-@pytest.mark.each_choice
 def test_saved_at_one_size_and_resumed_at_another(rank: int, ranks_tmp_path: Path, way: str, partition: str) -> None:
     groups = {size: dist.new_group(list(range(size))) for size in (2, 3)}
     reference = HalfModel()

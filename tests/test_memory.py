@@ -105,7 +105,6 @@ def refused(name: str, *, unusual: bool) -> nn.ParameterList:
     return module(REFUSED[name][0 if unusual else 1]())
 
 
-@pytest.mark.each_choice
 @pytest.mark.ranks(2, backend="gloo")
 @WHERE
 @PARTITIONS
@@ -239,7 +238,6 @@ def convolutions() -> nn.Module:
     return nn.Sequential(nn.Conv2d(8, 16, 3), nn.Conv2d(16, 8, 3))
 
 
-@pytest.mark.each_choice
 @pytest.mark.ranks(2, backend="gloo")
 @PARTITIONS
 @VIEWS

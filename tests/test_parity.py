@@ -21,7 +21,7 @@ from training import (
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_testing import assert_replicas_equal
 
-pytestmark = [pytest.mark.each_choice, pytest.mark.usefixtures("tensors_on_the_device")]
+pytestmark = pytest.mark.usefixtures("tensors_on_the_device")
 STEPS = 4
 
 

@@ -24,7 +24,7 @@ from training import (
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_comm import DisagreementError
 
-pytestmark = [pytest.mark.each_choice, pytest.mark.usefixtures("tensors_on_the_device")]
+pytestmark = pytest.mark.usefixtures("tensors_on_the_device")
 PARTITIONS = ["whole", "split", "hybrid"]
 CLASSES: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
     "AdamW-fused": (optim.AdamW, {"fused": True}),

@@ -45,7 +45,6 @@ def reducer(runs: list[Run], dtype: torch.dtype = torch.float64) -> SameHostRedu
 
 
 @pytest.mark.ranks(2, 3, 4, backend="gloo")
-@pytest.mark.each_choice
 @pytest.mark.usefixtures("all_read")
 @EVERY_HOOK
 @pytest.mark.parametrize("partition", ["whole", "split"])

@@ -19,7 +19,6 @@ from zeroshard_testing import assert_replicas_equal
 
 pytestmark = [
     pytest.mark.ranks(2, backend=EVERYWHERE),
-    pytest.mark.each_choice,
     pytest.mark.usefixtures("tensors_on_the_device"),
 ]
 KINDS: list[tuple[type[optim.Optimizer], dict[str, Any]]] = [

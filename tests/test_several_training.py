@@ -180,7 +180,6 @@ def test_all_ranks_have_the_same_batches(hook: str) -> None:
     train(Sides(hook, dtype=torch.float64), 50, replicated=True)
 
 
-@pytest.mark.each_choice
 @pytest.mark.exhaustive_at(4)
 @pytest.mark.ranks(2, 3, 4, backend=EVERYWHERE)
 @EVERY_LOOP
@@ -205,7 +204,6 @@ def test_replicas_are_equal_in_other_dtypes(hook: str, partition: str, steps: in
 # ---------------------------------------------------------------------- checkpoints
 
 
-@pytest.mark.each_choice
 @pytest.mark.ranks(3, backend=EVERYWHERE)
 @EVERY_PARTITION
 @pytest.mark.parametrize("way", ["consolidated", "nested", "flat"])
@@ -302,7 +300,6 @@ def test_schedulers(name: str, rank: int) -> None:
             assert_same_state(part, each.state_dict())
 
 
-@pytest.mark.each_choice
 @pytest.mark.ranks(2, 3, backend=EVERYWHERE)
 @pytest.mark.parametrize("hook", LOOPS[:2])
 @EVERY_PARTITION
@@ -359,7 +356,6 @@ def test_the_gradients_of_one_group_are_clipped(hook: str, partition: str, group
         sides.check(f"after step {step}")
 
 
-@pytest.mark.each_choice
 @pytest.mark.ranks(2, backend="gloo")
 @EVERY_LOOP
 @EVERY_PARTITION
@@ -412,7 +408,6 @@ def test_averages(hook: str, world_size: int) -> None:
         sides.check(f"after step {step}", exact=exact)
 
 
-@pytest.mark.each_choice
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @EVERY_LOOP
 @EVERY_PARTITION
@@ -494,7 +489,6 @@ BAD = [
 ]
 
 
-@pytest.mark.each_choice
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @pytest.mark.parametrize(("name", "where"), BAD)
 @EVERY_PARTITION

@@ -270,6 +270,20 @@ def test_after_consolidation_one_rank_lists_all_values_and_the_others_none(rank:
 
 
 @pytest.mark.ranks(2, backend="gloo")
+def test_hyperparameters_that_are_written_after_a_consolidation_are_listed(rank: int) -> None:
+    lr = torch.tensor(0.25)
+    pair = Pair(kind=optim.Adam, lr=lr, foreach=False)
+    pair.step()
+    pair.sharded.consolidate_state_dict(to=1)
+    lr.fill_(0.5)
+    for group in pair.sharded.param_groups:
+        group["eps"] = 1e-6
+    if rank == 1:
+        listed = pair.sharded.state_dict()["param_groups"]
+        assert [(group["lr"].item(), group["eps"]) for group in listed] == [(0.5, 1e-6) for _ in listed]
+
+
+@pytest.mark.ranks(2, backend="gloo")
 def test_a_placeholder_is_written_back_and_nothing_else(rank: int) -> None:
     pair = Pair()
     pair.step()

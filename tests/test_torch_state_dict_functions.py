@@ -98,7 +98,6 @@ class Pair:
         set_optimizer_state_dict(self.reference, self.plain, theirs, options=chosen)
 
 
-@pytest.mark.each_choice
 @pytest.mark.ranks(2, backend="gloo")
 @PARTITIONS
 @MODELS
@@ -159,7 +158,6 @@ def test_a_full_state_dict_of_one_rank_refuses_to_be_read(rank: int, partition: 
     assert rank == 0 or on_rank_0 == {}
 
 
-@pytest.mark.each_choice
 @pytest.mark.ranks(2, backend="gloo")
 @PARTITIONS
 @MODELS
@@ -181,7 +179,6 @@ def test_full_optimizer_state_dict_is_what_torch_gets_of_a_plain_optimizer(
         assert rank == to or full == {}
 
 
-@pytest.mark.each_choice
 @pytest.mark.ranks(2, backend="gloo")
 @PARTITIONS
 @MODELS

@@ -79,7 +79,6 @@ def two_groups(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": [first]}, {"params": others}]
 
 
-@pytest.mark.each_choice
 @pytest.mark.ranks(2, 3, backend=EVERYWHERE)
 @pytest.mark.parametrize("as_bucket_view", [False, True])
 @pytest.mark.parametrize("partition", ["whole", "split"])
@@ -122,7 +121,6 @@ def test_schedule_free_optimizers_equal_one_process(name: str, partition: str, a
     iterate(10)
 
 
-@pytest.mark.each_choice
 @pytest.mark.ranks(2, backend=EVERYWHERE)
 @pytest.mark.parametrize("partition", ["whole", "split"])
 @pytest.mark.parametrize("hook", ["owner", "behind", "interleaved"])

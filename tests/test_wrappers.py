@@ -143,7 +143,6 @@ USES: tuple[Use, ...] = (
 )
 
 
-@pytest.mark.each_choice
 @pytest.mark.ranks(2, 3, backend="gloo")
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("kind", WRAPPERS)

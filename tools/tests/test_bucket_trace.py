@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,12 @@ import typer
 from bucket_trace import PACKAGES, Entered, main, traced
 
 ROOT = Path(__file__).parents[2]
+# Two tests look at the way of a bucket.
+traced_once = cache(traced)
 
 
 def test_a_bucket_enters_modules_of_three_packages():
-    entered = traced("bucket", "messages")
+    entered = traced_once("bucket", "messages")
 
     assert entered[0].module == "zeroshard_integrations.ddp"
     assert "reduce_to_owner_hook" in entered[0].functions
@@ -30,7 +33,7 @@ def test_a_bucket_enters_modules_of_three_packages():
 def test_the_ways_on_the_page_for_contributors_are_those_that_are_entered(what, heading):
     page = (ROOT / "docs" / "contributing.md").read_text("utf-8")
     way = re.search(rf"## The way of {heading}\n(.*?)(?=\nWhat differs|\n## )", page, re.DOTALL)[1]
-    modules = {each.module for each in traced(what, "messages")}
+    modules = {each.module for each in traced_once(what, "messages")}
     # Interfaces, which others implement, and objects that were made before.
     elsewhere = {"zeroshard_comm.interfaces", "zeroshard.grads.placeholder"}
 

@@ -8,7 +8,7 @@ take Lightning's own paths: it consolidates an optimizer's state to rank 0 befor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -131,7 +131,7 @@ def _describe_state(optimizer: ZeroRedundancyOptimizer) -> str:
     kinds: list[Any] = [type(optimizer.local_optimizers[number]) for number in optimizer.group_assignment]
     names = " + ".join(dict.fromkeys(kind.__name__ for kind in kinds))
 
-    def cost_of(group: dict[str, Any], kind: Any) -> Cost:  # noqa: ANN401 - a class
+    def cost_of(group: dict[str, Any], kind: Callable[..., Optimizer]) -> Cost:
         # A group has all hyperparameters, as the class has filled them in.
         return state_bytes(lambda params: kind([{**group, "params": params}]))
 

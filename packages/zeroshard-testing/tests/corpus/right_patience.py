@@ -166,12 +166,12 @@ def late_out_of_its_group(rank, monkeypatch):
         monkeypatch.setattr(distributed_c10d, "_new_process_group_helper", slowly)
 
 
-@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.ranks(1, 3)
 def test_a_group_that_is_made_slowly(late_out_of_its_group, world_size):
     dist.new_group(sorted({0, world_size - 1}))
 
 
-@pytest.mark.ranks(1, 2, 3, init=False)
+@pytest.mark.ranks(1, 2, init=False)
 def test_a_default_group_that_is_made_slowly(late_out_of_its_group):
     dist.init_process_group("gloo")
 

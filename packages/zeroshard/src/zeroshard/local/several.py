@@ -19,7 +19,7 @@ class JoinedState(MutableMapping[Any, Any]):
     def __init__(self, members: Sequence[optim.Optimizer]) -> None:
         self._members = members
 
-    def _of(self, key: object) -> Any:  # noqa: ANN401 - as torch annotates it
+    def _of(self, key: object) -> MutableMapping[Any, Any]:
         """Return the state in which a key is, or would be."""
         for member in self._members:
             if key in member.state:

@@ -11,6 +11,7 @@ from zeroshard_core import TensorSpec
 
 from zeroshard.local.shard import LocalShard
 from zeroshard.plan.groups import pack_groups
+from zeroshard.plan.hyperparameters import to_text
 from zeroshard.state.consolidate import copy_groups
 from zeroshard.state.metadata import label_of
 from zeroshard.state.placeholder import StatePlaceholder, TensorWithoutValues
@@ -76,12 +77,15 @@ def list_state(engine: Engine) -> StateDict:
     # As they are now: as without sharding, and as the other ranks list them.
     packed = pack_groups(engine.groups)
     if metadata.consolidated is not None:
-        whole, written = metadata.consolidated.state.items(), metadata.consolidated.written
-        state = {key: dict(value) if isinstance(value, dict) else value for key, value in whole}
-        for number, group in enumerate(packed):
-            kept = engine.hyperparameters.unchanged(number, group)
-            group.update({key: value for key, value in written.get(number, {}).items() if key in kept})
-        return {"state": state, "param_groups": copy_groups(packed)}
+        whole = metadata.consolidated
+        state = {key: dict(value) if isinstance(value, dict) else value for key, value in whole.state.items()}
+        listed = copy_groups(packed)
+        for number, (group, then) in enumerate(zip(listed, whole.groups, strict=True)):
+            # What was written here after the consolidation is listed as it is.
+            [written] = copy_groups([whole.written.get(number, {})])
+            unchanged = {key for key, value in group.items() if _equal(value, then.get(key))}
+            group.update({key: value for key, value in written.items() if key in unchanged})
+        return {"state": state, "param_groups": listed}
     lists_own = metadata.consolidated_to is None
     state = {}
     # A rank with the consolidated state lists what was never stepped as empty: the others list the same keys.
@@ -97,6 +101,12 @@ def list_state(engine: Engine) -> StateDict:
     if plan.world_size == 1 or not (state or metadata.has_changed()):
         return {"state": state, "param_groups": packed}
     return PartialState({"state": PartialState(state), "param_groups": packed})
+
+
+def _equal(now: object, then: object) -> bool:
+    if isinstance(now, torch.Tensor) and isinstance(then, torch.Tensor):
+        return torch.equal(now, then)
+    return to_text(now) == to_text(then)
 
 
 def _own_entries(shard: LocalShard, spec: TensorSpec, entries: object) -> object:
