@@ -186,28 +186,29 @@ FORMS = [
 EVERY_FORM = pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form[0]}-{form[1].__name__}")
 
 
-def is_usual(form: tuple[str, Script]) -> bool:
-    """Whether the form has the hook under which its script is tested by default: scripts take them in turn."""
-    hooks = [hook for hook, script in FORMS if script is form[1]]
-    scripts = list(dict.fromkeys(script for _, script in FORMS))
-    return form[0] == hooks[scripts.index(form[1]) % len(hooks)]
+def forms_and_endings() -> list[Any]:
+    """Each form with some endings: a script sees all, under its hooks together, and so does a hook, in its forms.
+
+    By default a script is tested once; scripts take their hooks and endings in turn.
+    """
+    cases = []
+    for number, (hook, script) in enumerate(FORMS):
+        hooks = [hook for hook, other in FORMS if other is script]
+        scripts = [script for other, script in FORMS if other == hook]
+        turn = list(dict.fromkeys(script for _, script in FORMS)).index(script)
+        endings = range(hooks.index(hook), max(3, len(hooks)), len(hooks))
+        for ending in endings:
+            usual = hook == hooks[turn % len(hooks)] and ending == endings[turn % len(endings)]
+            place, divide = (ending + scripts.index(script)) % 3, (number + ending) % 2 == 0
+            name, marks = f"{hook}-{script.__name__}-{ending}", () if usual else pytest.mark.exhaustive
+            cases.append(pytest.param((hook, script), place, divide, id=name, marks=marks))
+    return cases
 
 
 @pytest.mark.ranks(3, backend=EVERYWHERE)
-@pytest.mark.parametrize(
-    "form",
-    [pytest.param(form, marks=() if is_usual(form) else pytest.mark.exhaustive) for form in FORMS],
-    ids=[f"{hook}-{script.__name__}" for hook, script in FORMS],
-)
-def test_loops_of_every_form(world_size: int, form: tuple[str, Script]) -> None:
-    # A form sees all endings, under its hooks together, and so does a hook, in its forms.
-    hooks = [hook for hook, script in FORMS if script is form[1]]
-    scripts = [script for hook, script in FORMS if hook == form[0]]
-    endings = range(hooks.index(form[0]), max(3, len(hooks)), len(hooks))
-    for ending in endings:
-        place = (ending + scripts.index(form[1])) % 3
-        divide = (FORMS.index(form) + ending) % 2 == 0
-        check_form(form, lengths_of(world_size)[place], PARTITIONS[place], divide=divide)
+@pytest.mark.parametrize(("form", "place", "divide"), forms_and_endings())
+def test_loops_of_every_form(world_size: int, form: tuple[str, Script], place: int, divide: bool) -> None:
+    check_form(form, lengths_of(world_size)[place], PARTITIONS[place], divide=divide)
 
 
 @pytest.mark.exhaustive

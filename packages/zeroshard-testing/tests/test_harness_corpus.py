@@ -15,7 +15,7 @@ import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +46,7 @@ class Case:
     says: str | None
     may_skip: str | None
     unchecked: str | None
+    is_exhaustive: bool
 
     @property
     def kind(self) -> str:
@@ -76,7 +77,8 @@ def cases(half: str) -> dict[str, Case]:
     for path in sorted(CORPUS.glob(f"{half}_*.py")):
         tree = ast.parse(path.read_text())
         for name, function in functions(tree, path.stem):
-            found[name] = Case(name, *(marked(function, mark) for mark in ("says", "may_skip", "unchecked")))
+            marks = [marked(function, mark) for mark in ("says", "may_skip", "unchecked")]
+            found[name] = Case(name, *marks, "pytest.mark.exhaustive" in map(ast.unparse, function.decorator_list))
     return found
 
 
@@ -109,6 +111,19 @@ WRONG = {name: case for name, case in ALL_WRONG.items() if name not in HEALTHY}
 RIGHT = cases("right")
 
 
+def runs(names: Iterable[str]) -> pytest.MarkDecorator:
+    """Parametrise by test and number of processes; exhaustive tests are in the run by several alone."""
+    run = [(name, processes) for name in names for processes in PROCESSES]
+    return pytest.mark.parametrize(
+        ("name", "processes"),
+        [
+            pytest.param(name, *processes.values, id=f"{name}-{processes.id}", marks=processes.marks)
+            for name, processes in run
+            if processes.marks or not {**ALL_WRONG, **RIGHT}[name].is_exhaustive
+        ],
+    )
+
+
 @pytest.fixture(scope="session")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, int], Run]]:
     """Run half of the corpus, once for all tests here."""
@@ -139,8 +154,7 @@ def run_corpus(half: str, processes: int, folder: Path) -> Run:
         f"--junitxml={report}",
         f"--basetemp={folder / 'tmp'}",
     ]
-    if processes:
-        options += ["-n", str(processes)]
+    options += ["-n", str(processes)] if processes else ["-m", "not exhaustive"]
     files = [path.name for path in sorted(CORPUS.glob(f"{half}_*.py"))]
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COLUMNS"))}
     done = subprocess.run(
@@ -179,8 +193,7 @@ def is_skipped_as_it_may(case: Case, verdict: Verdict) -> bool:
     return case.may_skip is not None and verdict.kind == "skipped" and re.match(case.may_skip, verdict.text) is not None
 
 
-@pytest.mark.parametrize("processes", PROCESSES)
-@pytest.mark.parametrize("name", WRONG)
+@runs(WRONG)
 def test_a_wrong_test_fails_with_its_cause(run: Callable[[str, int], Run], name: str, processes: int) -> None:
     case = WRONG[name]
     for verdict in of(run("wrong", processes), name):
@@ -193,14 +206,12 @@ def test_a_wrong_test_fails_with_its_cause(run: Callable[[str, int], Run], name:
             assert re.match(case.says, verdict.text), verdict.text
 
 
-@pytest.mark.parametrize("processes", PROCESSES)
-@pytest.mark.parametrize("name", HEALTHY)
+@runs(HEALTHY)
 def test_a_healthy_test_passes_after_wrong_ones(run: Callable[[str, int], Run], name: str, processes: int) -> None:
     assert [verdict for verdict in of(run("wrong", processes), name) if verdict.kind != "passed"] == []
 
 
-@pytest.mark.parametrize("processes", PROCESSES)
-@pytest.mark.parametrize("name", RIGHT)
+@runs(RIGHT)
 def test_a_right_test_is_not_a_failure(run: Callable[[str, int], Run], name: str, processes: int) -> None:
     case = RIGHT[name]
     for verdict in of(run("right", processes), name):
@@ -217,7 +228,8 @@ def test_the_whole_run_ends_as_its_tests_do(
     done = run(half, processes)
     assert done.status == status, done.output
     assert "INTERNALERROR" not in done.output
-    assert done.verdicts.keys() >= (ALL_WRONG if half == "wrong" else RIGHT).keys()
+    everything = ALL_WRONG if half == "wrong" else RIGHT
+    assert done.verdicts.keys() >= {name for name, case in everything.items() if processes or not case.is_exhaustive}
 
 
 def test_the_corpus_is_as_large_as_it_claims() -> None:

@@ -410,6 +410,7 @@ def test_a_dataloader_whose_workers_live_on(rank):
 
 @pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="needs a C++ compiler")
 @pytest.mark.may_skip("needs a C++ compiler")
+@pytest.mark.exhaustive
 @pytest.mark.ranks(2, timeout=300)
 def test_a_function_compiled_with_a_cold_cache(rank, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
