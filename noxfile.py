@@ -147,6 +147,7 @@ def _run_all_tests(session: nox.Session, torch: str) -> None:
     loaded = [
         "torch._dynamo.compiled_autograd",
         "torch.distributed.checkpoint.state_dict",
+        "torch.distributed.optim",
         "zeroshard_integrations.ddp",
         "zeroshard_integrations.join",
     ]
@@ -304,7 +305,8 @@ def optimizers(session: nox.Session) -> None:
 
 def _install_torch(session: nox.Session, torch: str = f"torch=={TORCH}") -> None:
     session.log(f"installing {torch}: a large download when the cache of pip lacks it")
-    session.install("--progress-bar=off", torch, silent=False)
+    # Python compiles what is imported; all of torch takes longer than that.
+    session.install("--progress-bar=off", "--no-compile", torch, silent=False)
 
 
 def _install_sources(session: nox.Session, packages: list[str], *needs: str, torch: str = f"torch=={TORCH}") -> None:

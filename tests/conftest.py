@@ -55,9 +55,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.exhaustive)
     here = Path(__file__).parent
     parametrised = [item for item in items if here in item.path.parents and hasattr(item, "callspec")]
+    for _, same in groupby(parametrised, key=lambda item: item.path):
+        leave_one_hook([item for item in same if item.get_closest_marker("hooks_in_turn")])
     for _, same in groupby(parametrised, key=lambda item: (item.parent, item.originalname)):
         tests = list(same)
         leave_as_many_as_needed(tests, 2 if tests[0].get_closest_marker("pairwise") else 1)
+
+
+def leave_one_hook(items: list[pytest.Item]) -> None:
+    """Mark as exhaustive all but one of the hooks of each function of a file, which take them in turn."""
+    usual = [item for item in items if "hook" in item.callspec.params and not item.get_closest_marker("exhaustive")]
+    functions = dict.fromkeys(item.originalname for item in usual)
+    for number, function in enumerate(functions):
+        same = [item for item in usual if item.originalname == function]
+        hooks = list(dict.fromkeys(item.callspec.params["hook"] for item in same))
+        for item in same:
+            if item.callspec.params["hook"] != hooks[number % len(hooks)]:
+                item.add_marker(pytest.mark.exhaustive)
 
 
 def leave_as_many_as_needed(items: list[pytest.Item], together: int) -> None:

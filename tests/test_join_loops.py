@@ -24,7 +24,7 @@ from torch import nn, optim
 from training import EVERYWHERE
 from zeroshard_integrations.join import Join
 
-pytestmark = pytest.mark.usefixtures("tensors_on_the_device")
+pytestmark = [pytest.mark.hooks_in_turn, pytest.mark.usefixtures("tensors_on_the_device")]
 
 EVERY_HOOK = pytest.mark.parametrize("hook", HOOKS)
 EVERY_PARTITION = pytest.mark.parametrize("partition", PARTITIONS)
