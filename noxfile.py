@@ -155,7 +155,7 @@ def _run_all_tests(session: nox.Session, torch: str) -> None:
     _pytest(session, *two_files_at_a_time, *load, "tests", *session.posargs)
 
 
-@nox.session
+@nox.session(tags=["nightly"])
 def exhaustive(session: nox.Session) -> None:
     """The rank tests that repeat with more values what others test, for the better part of an hour."""
     _install_sources(session, list(PACKAGES), *TOOL_NEEDS, *PLUGIN_NEEDS)
@@ -305,8 +305,7 @@ def optimizers(session: nox.Session) -> None:
 
 def _install_torch(session: nox.Session, torch: str = f"torch=={TORCH}") -> None:
     session.log(f"installing {torch}: a large download when the cache of pip lacks it")
-    # Python compiles what is imported; all of torch takes longer than that.
-    session.install("--progress-bar=off", "--no-compile", torch, silent=False)
+    session.install("--progress-bar=off", torch, silent=False)
 
 
 def _install_sources(session: nox.Session, packages: list[str], *needs: str, torch: str = f"torch=={TORCH}") -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from itertools import combinations, groupby
 from pathlib import Path
@@ -54,37 +55,37 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if is_repeat or (sizes is not None and spec.world_size in sizes.args):
             item.add_marker(pytest.mark.exhaustive)
     here = Path(__file__).parent
-    parametrised = [item for item in items if here in item.path.parents and hasattr(item, "callspec")]
-    for _, same in groupby(parametrised, key=lambda item: item.path):
-        leave_one_hook([item for item in same if item.get_closest_marker("hooks_in_turn")])
-    for _, same in groupby(parametrised, key=lambda item: (item.parent, item.originalname)):
+    usual = [item for item in items if here in item.path.parents and hasattr(item, "callspec") and not on_a_gpu(item)]
+    for _, same in groupby(usual, key=lambda item: (item.parent, item.originalname)):
         tests = list(same)
         leave_as_many_as_needed(tests, 2 if tests[0].get_closest_marker("pairwise") else 1)
 
 
-def leave_one_hook(items: list[pytest.Item]) -> None:
-    """Mark as exhaustive all but one of the hooks of each function of a file, which take them in turn."""
-    usual = [item for item in items if "hook" in item.callspec.params and not item.get_closest_marker("exhaustive")]
-    functions = dict.fromkeys(item.originalname for item in usual)
-    for number, function in enumerate(functions):
-        same = [item for item in usual if item.originalname == function]
-        hooks = list(dict.fromkeys(item.callspec.params["hook"] for item in same))
-        for item in same:
-            if item.callspec.params["hook"] != hooks[number % len(hooks)]:
-                item.add_marker(pytest.mark.exhaustive)
+def on_a_gpu(item: pytest.Item) -> bool:
+    """Whether a test needs a GPU, where nothing is left out: the tests on CPUs are those that must be quick."""
+    spec = spec_of(item)
+    return spec is not None and spec.backend == "nccl"
 
 
 def leave_as_many_as_needed(items: list[pytest.Item], together: int) -> None:
     """Mark as exhaustive what shows no values of so many parameters together that others do not show."""
     unseen = {
-        item: set(combinations([(name, id(value)) for name, value in item.callspec.params.items()], together))
+        item: set(combinations(values_of(item), together))
         for item in items
         if not item.get_closest_marker("exhaustive") and len(item.callspec.params) > 1
     }
+    used = Counter[tuple[str, int]]()
     while any(unseen.values()):
-        chosen = max(unseen, key=lambda item: len(unseen[item]))
+        # Among equals one whose values were chosen least often, so that late values do not meet in one test.
+        chosen = max(unseen, key=lambda item: (len(unseen[item]), -sum(used[each] for each in values_of(item))))
         seen = unseen.pop(chosen)
+        used.update(values_of(chosen))
         for others in unseen.values():
             others -= seen
     for item in unseen:
         item.add_marker(pytest.mark.exhaustive)
+
+
+def values_of(item: pytest.Item) -> list[tuple[str, int]]:
+    """Return the parameters of a test, with the identities of their values."""
+    return [(name, id(value)) for name, value in item.callspec.params.items()]

@@ -398,7 +398,9 @@ def test_interleaved_broadcasts_come_before_the_last_reduction_where_all_paramet
 
 
 @pytest.mark.ranks(3, backend="gloo", timeout=120)
-@EVERY_HOOK
+@pytest.mark.parametrize(
+    "hook", [*(pytest.param(hook, marks=pytest.mark.exhaustive) for hook in HOOKS[:-1]), HOOKS[-1]]
+)
 def test_random_delays_of_one_rank_change_nothing(hook: str, faults: Faults) -> None:
     twins = CollectiveTwins(hook)
     for number in range(12):
@@ -585,6 +587,7 @@ def test_a_backward_that_raises_on_one_rank(rank: int, hook: str) -> None:
 
 
 # Rank 1 reduces the next backward where rank 0 shares its step.
+@pytest.mark.exhaustive
 @pytest.mark.ranks(2, backend="gloo", checks="no:collectives")
 def test_a_rank_that_skips_step(rank: int) -> None:
     twins = CollectiveTwins("owner", process_group=short_group())

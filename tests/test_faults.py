@@ -410,7 +410,9 @@ def test_an_exchange_that_was_interrupted_says_what_to_do(rank: int, where: str,
     dist.barrier()
 
 
-@pytest.mark.parametrize(("first", "last"), [(0, 2), pytest.param(2, 6, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    ("first", "last"), [(1, 3), *(pytest.param(*which, marks=pytest.mark.exhaustive) for which in [(0, 1), (3, 6)])]
+)
 def test_a_rank_that_ends_after_its_last_step_costs_the_others_nothing(first: int, last: int) -> None:
     program = [sys.executable, str(Path(__file__).with_name("ending_ranks.py")), str(first), str(last)]
     ended = subprocess.run(program, capture_output=True, text=True, timeout=300)

@@ -471,7 +471,7 @@ class CompiledTwins(Twins):
     [
         # By default under one of the hooks, in turn; the whole step has a backward and a step() in it.
         pytest.param(what, hook, marks=[] if place < 3 and hook == HOOKS[place] else pytest.mark.exhaustive)
-        for place, what in enumerate(["model", "DDP", "whole step", "backward", "step()"])
+        for place, what in enumerate(["whole step", "model", "DDP", "backward", "step()"])
         for hook in HOOKS
     ],
 )

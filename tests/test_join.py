@@ -32,7 +32,6 @@ from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_integrations.join import Join
 from zeroshard_testing import assert_replicas_equal
 
-pytestmark = pytest.mark.hooks_in_turn
 EVERY_HOOK = pytest.mark.parametrize("hook", HOOKS)
 EVERY_PARTITION = pytest.mark.parametrize("partition", PARTITIONS)
 EVERY_MEAN = pytest.mark.parametrize("divide", [True, False], ids=["of all", "of those that run"])

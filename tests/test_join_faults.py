@@ -19,7 +19,6 @@ from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_comm import DisagreementError
 from zeroshard_integrations.join import Join
 
-pytestmark = pytest.mark.hooks_in_turn
 EVERY_HOOK = pytest.mark.parametrize("hook", HOOKS)
 UNKNOWN = "whose part of them no rank knows: call zero_grad\\(\\)"
 NOTHING_STEPPED = 0

@@ -24,7 +24,7 @@ from torch import nn, optim
 from training import EVERYWHERE
 from zeroshard_integrations.join import Join
 
-pytestmark = [pytest.mark.hooks_in_turn, pytest.mark.usefixtures("tensors_on_the_device")]
+pytestmark = pytest.mark.usefixtures("tensors_on_the_device")
 
 EVERY_HOOK = pytest.mark.parametrize("hook", HOOKS)
 EVERY_PARTITION = pytest.mark.parametrize("partition", PARTITIONS)
@@ -195,20 +195,20 @@ def forms_and_endings() -> list[Any]:
     for number, (hook, script) in enumerate(FORMS):
         hooks = [hook for hook, other in FORMS if other is script]
         scripts = [script for other, script in FORMS if other == hook]
-        turn = list(dict.fromkeys(script for _, script in FORMS)).index(script)
-        endings = range(hooks.index(hook), max(3, len(hooks)), len(hooks))
-        for ending in endings:
-            usual = hook == hooks[turn % len(hooks)] and ending == endings[turn % len(endings)]
-            place, divide = (ending + scripts.index(script)) % 3, (number + ending) % 2 == 0
-            name, marks = f"{hook}-{script.__name__}-{ending}", () if usual else pytest.mark.exhaustive
-            cases.append(pytest.param((hook, script), place, divide, id=name, marks=marks))
+        place = list(dict.fromkeys(script for _, script in FORMS)).index(script)
+        turns = range(hooks.index(hook), max(3, len(hooks)), len(hooks))
+        for turn in turns:
+            is_usual = hook == hooks[place % len(hooks)] and turn == turns[place % len(turns)]
+            ending, divide = (turn + scripts.index(script)) % 3, (number + turn) % 2 == 0
+            name, marks = f"{hook}-{script.__name__}-{ending}", () if is_usual else pytest.mark.exhaustive
+            cases.append(pytest.param((hook, script), ending, divide, id=name, marks=marks))
     return cases
 
 
 @pytest.mark.ranks(3, backend=EVERYWHERE)
-@pytest.mark.parametrize(("form", "place", "divide"), forms_and_endings())
-def test_loops_of_every_form(world_size: int, form: tuple[str, Script], place: int, divide: bool) -> None:
-    check_form(form, lengths_of(world_size)[place], PARTITIONS[place], divide=divide)
+@pytest.mark.parametrize(("form", "ending", "divide"), forms_and_endings())
+def test_loops_of_every_form(world_size: int, form: tuple[str, Script], ending: int, divide: bool) -> None:
+    check_form(form, lengths_of(world_size)[ending], PARTITIONS[ending], divide=divide)
 
 
 @pytest.mark.exhaustive

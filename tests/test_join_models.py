@@ -28,7 +28,7 @@ from training import EVERYWHERE
 from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_integrations.join import Join
 
-pytestmark = [pytest.mark.hooks_in_turn, pytest.mark.usefixtures("tensors_on_the_device")]
+pytestmark = pytest.mark.usefixtures("tensors_on_the_device")
 
 EVERY_HOOK = pytest.mark.parametrize("hook", HOOKS)
 EVERY_MEAN = pytest.mark.parametrize("divide", [True, False], ids=["of all", "of those that run"])

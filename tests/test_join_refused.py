@@ -20,7 +20,6 @@ from zeroshard_comm import DisagreementError
 from zeroshard_integrations.ddp import reduce_to_owner_hook, register_reduce_to_owner
 from zeroshard_integrations.join import Join
 
-pytestmark = pytest.mark.hooks_in_turn
 EVERY_HOOK = pytest.mark.parametrize("hook", HOOKS)
 UNKNOWN = "whose part of them no rank knows: call zero_grad\\(\\)"
 NOTHING_STEPPED = 0

@@ -67,12 +67,12 @@ def several(ways: list[tuple[str, int, bool]], moments: int, default: list[int])
     ]
 
 
-@pytest.mark.parametrize(("loop", "ranks", "reads", "seed"), several(ENDING, 100, [3]))
+@pytest.mark.parametrize(("loop", "ranks", "reads", "seed"), several(ENDING, 100, [3, 8]))
 def test_every_other_rank_raises_and_ends(strike: Strike, loop: str, ranks: int, reads: bool, seed: int) -> None:
     check(strike(loop, ranks, reads, lives_on=False, seed=seed), may_be_torchs_own=True)
 
 
-@pytest.mark.parametrize(("loop", "ranks", "reads", "seed"), several(LIVING, 100, [5, 10]))
+@pytest.mark.parametrize(("loop", "ranks", "reads", "seed"), several(LIVING, 100, [5, 10, 17]))
 def test_every_other_rank_raises_where_all_live_on(
     strike: Strike, loop: str, ranks: int, reads: bool, seed: int
 ) -> None:

@@ -31,7 +31,7 @@ from zeroshard_core import level, table
 from zeroshard_integrations.join import Join
 from zeroshard_testing import assert_replicas_equal
 
-pytestmark = [pytest.mark.hooks_in_turn, pytest.mark.usefixtures("tensors_on_the_device")]
+pytestmark = pytest.mark.usefixtures("tensors_on_the_device")
 LOOPS = ("none", *HOOKS)
 """No communication hook, and those of zeroshard_integrations.ddp; all but the first two step during backward."""
 

