@@ -271,16 +271,18 @@ def test_after_consolidation_one_rank_lists_all_values_and_the_others_none(rank:
 
 @pytest.mark.ranks(2, backend="gloo")
 def test_hyperparameters_that_are_written_after_a_consolidation_are_listed(rank: int) -> None:
-    lr = torch.tensor(0.25)
-    pair = Pair(kind=optim.Adam, lr=lr, foreach=False)
+    lr, beta = torch.tensor(0.25), torch.tensor(0.5)
+    pair = Pair(kind=optim.Adam, lr=lr, betas=(beta, torch.tensor(0.75)), foreach=False)
     pair.step()
     pair.sharded.consolidate_state_dict(to=1)
     lr.fill_(0.5)
+    beta.fill_(0.625)
     for group in pair.sharded.param_groups:
         group["eps"] = 1e-6
     if rank == 1:
         listed = pair.sharded.state_dict()["param_groups"]
-        assert [(group["lr"].item(), group["eps"]) for group in listed] == [(0.5, 1e-6) for _ in listed]
+        found = [(group["lr"].item(), group["betas"][0].item(), group["eps"]) for group in listed]
+        assert found == [(0.5, 0.625, 1e-6) for _ in listed]
         for group in pair.sharded.param_groups:
             group["lr"] = 0.25
         assert [group["lr"] for group in pair.sharded.state_dict()["param_groups"]] == [0.25 for _ in listed]

@@ -38,7 +38,7 @@ class Ceiling:
 CEILINGS: Mapping[str, Ceiling] = {
     "zeroshard_core": Ceiling(1980, "costs are work and bytes of state, and a plan may be cut at uneven rows"),
     "zeroshard_comm": Ceiling(3401, "a rank that is late is not named in place of the lost one"),
-    "zeroshard": Ceiling(8103, "what is written to param groups after a consolidation is listed"),
+    "zeroshard": Ceiling(8116, "a tensor that is written in a param group is told by its version"),
     "zeroshard_integrations": Ceiling(1860, "the Trainer and Accelerate take a function to param groups"),
     "zeroshard_testing": Ceiling(5689, "a rank that computes is given up after processor time of its own"),
 }

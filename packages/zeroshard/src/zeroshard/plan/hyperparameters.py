@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from zeroshard._torch_private import version_of
 from zeroshard.plan.groups import MEMBERS
 
 
@@ -41,6 +42,7 @@ class Hyperparameters:
         # Without what the inner optimizer writes, which may differ on a rank that owns no tensor of a group.
         self.agreed: dict[str, str] = {}
         self._seen: dict[str, str] = {}
+        self._versions: dict[str, list[tuple[int, int, torch.Tensor]]] = {}
 
     def update(self, groups: Sequence[Mapping[str, Any]]) -> int:
         """Read the user's changes of the public param groups, and return a 32-bit checksum of :attr:`agreed`."""
@@ -48,18 +50,39 @@ class Hyperparameters:
         if now != self._seen:
             agreed = self.agreed | dict(now.items() - self._seen.items())
             self.agreed = {name: agreed[name] for name in now if name in agreed}
-            self._seen = now
+            self._seen, self._versions = now, _versions(groups)
         return zlib.crc32(repr(sorted(self.agreed.items())).encode())
 
     def record_written(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Note which values the inner optimizer has written to the public param groups."""
-        self._seen = settings_of(groups, {}, in_step=True)
+        self._seen, self._versions = settings_of(groups, {}, in_step=True), _versions(groups)
 
     def unchanged(self, number: int, group: Mapping[str, Any]) -> dict[str, Any]:
         """Return what a public param group has since the last step: the inner optimizer may have written it."""
-        texts = settings_of([group], {}, first=number, in_step=True)
+        texts, versions = settings_of([group], {}, first=number, in_step=True), _versions([group], first=number)
         names = {key: f"{key} of group {number}" for key in group if key not in MEMBERS}
-        return {key: group[key] for key, name in names.items() if texts[name] == self._seen.get(name)}
+        return {
+            key: group[key]
+            for key, name in names.items()
+            if texts[name] == self._seen.get(name) and versions[name] == self._versions.get(name)
+        }
+
+
+def _versions(groups: Sequence[Mapping[str, Any]], *, first: int = 0) -> dict[str, list[tuple[int, int, torch.Tensor]]]:
+    """List the tensors among hyperparameters with their versions: in a step they have no text."""
+    # Tensors are kept, so that no other can have the id of one.
+    return {
+        f"{key} of group {number}": [(id(tensor), version_of(tensor), tensor) for tensor in _tensors(value)]
+        for number, group in enumerate(groups, first)
+        for key, value in group.items()
+        if key not in MEMBERS
+    }
+
+
+def _tensors(value: object) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [tensor for part in value for tensor in _tensors(part)] if isinstance(value, (list, tuple)) else []
 
 
 def _words(value: Any, in_step: bool) -> str:  # noqa: ANN401 - a hyperparameter

@@ -32,12 +32,10 @@ class Consolidated:
     Attributes:
         state: by tensor index, and what belongs to no tensor by its own keys.
         written: by param group, what the lowest rank with a tensor of it has there since the last step.
-        groups: a copy of this rank's packed param groups at that time.
     """
 
     state: Mapping[Any, Any]
     written: Mapping[int, Mapping[str, Any]]
-    groups: Sequence[Mapping[str, Any]]
 
 
 def consolidate(engine: Engine, target: int, to: object) -> Consolidated | None:
@@ -52,12 +50,12 @@ def consolidate(engine: Engine, target: int, to: object) -> Consolidated | None:
             )
         sync_groups(groups, engine.local.optim.param_groups)
         manifest = _describe(engine, plan, drops_objects=drops_objects)
-        # Used by the target alone; what cannot be copied is an error on every rank.
-        copied = copy_groups(pack_groups(groups))
+        # state_dict() does so on the target alone; what cannot be copied is an error on every rank.
+        copy_groups(pack_groups(groups))
     engine.metadata.drop_consolidated()
     assembler = _Assembler(plan)
     gather(coordinator, manifest, target, assembler.receive_buffers, operation=operation)
-    return assembler.consolidated(copied) if coordinator.ranks.rank == target else None
+    return assembler.consolidated() if coordinator.ranks.rank == target else None
 
 
 def _describe(engine: Engine, plan: Plan, *, drops_objects: bool) -> Manifest:
@@ -147,13 +145,13 @@ class _Assembler:
                 f"that succeeds, or load a checkpoint, before you consolidate"
             )
 
-    def consolidated(self, groups: Sequence[Mapping[str, Any]]) -> Consolidated:
+    def consolidated(self) -> Consolidated:
         """Return what has arrived; complete only after the transfer."""
         tensors = self._plan.tensors
         # Also of tensors that were never stepped, so that a load can tell them from lost ones.
         stateful_groups = {tensors[index].group for index in self._state}
         by_tensor = {i: self._state.get(i, {}) for i, spec in enumerate(tensors) if spec.group in stateful_groups}
-        return Consolidated({**by_tensor, **self._others}, self._written, groups)
+        return Consolidated({**by_tensor, **self._others}, self._written)
 
 
 def _empty(dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int] | None, _: str) -> torch.Tensor:

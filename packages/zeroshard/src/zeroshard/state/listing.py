@@ -11,7 +11,6 @@ from zeroshard_core import TensorSpec
 
 from zeroshard.local.shard import LocalShard
 from zeroshard.plan.groups import pack_groups
-from zeroshard.plan.hyperparameters import to_text
 from zeroshard.state.consolidate import copy_groups
 from zeroshard.state.metadata import label_of
 from zeroshard.state.placeholder import StatePlaceholder, TensorWithoutValues
@@ -79,14 +78,13 @@ def list_state(engine: Engine) -> StateDict:
     if metadata.consolidated is not None:
         whole = metadata.consolidated
         state = {key: dict(value) if isinstance(value, dict) else value for key, value in whole.state.items()}
-        kept = [engine.hyperparameters.unchanged(number, group) for number, group in enumerate(packed)]
-        listed = copy_groups(packed)
-        for number, (group, consolidated) in enumerate(zip(listed, whole.groups, strict=True)):
-            # What was written here since the step, or after the consolidation, is listed as it is.
-            [written] = copy_groups([whole.written.get(number, {})])
-            unchanged = {key for key in kept[number] if _is_equal(group[key], consolidated.get(key))}
-            group.update({key: value for key, value in written.items() if key in unchanged})
-        return {"state": state, "param_groups": listed}
+        groups = []
+        for number, group in enumerate(packed):
+            # What was written here since the step, also after the consolidation, is listed as it is.
+            unchanged = engine.hyperparameters.unchanged(number, group)
+            written = whole.written.get(number, {}).items()
+            groups.append({**group, **{key: value for key, value in written if key in unchanged}})
+        return {"state": state, "param_groups": copy_groups(groups)}
     lists_own = metadata.consolidated_to is None
     state = {}
     # A rank with the consolidated state lists what was never stepped as empty: the others list the same keys.
@@ -102,12 +100,6 @@ def list_state(engine: Engine) -> StateDict:
     if plan.world_size == 1 or not (state or metadata.has_changed()):
         return {"state": state, "param_groups": packed}
     return PartialState({"state": PartialState(state), "param_groups": packed})
-
-
-def _is_equal(value: object, other: object) -> bool:
-    if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
-        return value.dtype == other.dtype and torch.equal(value, other)
-    return type(value) is type(other) and to_text(value) == to_text(other)
 
 
 def _own_entries(shard: LocalShard, spec: TensorSpec, entries: object) -> object:
