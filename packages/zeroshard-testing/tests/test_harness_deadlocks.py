@@ -6,9 +6,11 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from zeroshard_testing import rank_inspector
 from zeroshard_testing.deadlock import find_deadlock
 from zeroshard_testing.issued import find_mismatch
@@ -235,3 +237,34 @@ def test_a_look_at_the_threads_keeps_nothing_alive() -> None:
     thread.join()
     assert left == [False]
     assert looked[thread.ident].is_idle
+
+
+IN_TORCH = """
+def step(values, ready, go):
+    value = values.pop()
+    dropped = weakref.ref(value)
+    ready.release()
+    go.acquire()
+    value = None
+    return dropped() is not None
+"""
+
+
+def test_what_a_function_of_torch_drops_is_not_kept_until_it_ends() -> None:
+    class Tensor:
+        pass
+
+    names: dict[str, Any] = {"weakref": weakref}
+    exec(compile(IN_TORCH, str(Path(torch.__file__).with_name("made_up.py")), "exec"), names)
+    # Locks, because the innermost frame is to be the function's own.
+    ready, go = threading.Lock(), threading.Lock()
+    left = []
+    ready.acquire()
+    go.acquire()
+    thread = threading.Thread(target=lambda: left.append(names["step"]([Tensor()], ready, go)))
+    thread.start()
+    ready.acquire()
+    rank_inspector._what_threads_do()
+    go.release()
+    thread.join()
+    assert left == [False]

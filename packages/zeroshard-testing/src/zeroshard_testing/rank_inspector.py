@@ -265,7 +265,8 @@ def _time_limit(frame: FrameType | None) -> float:
     """The shortest time limit, in seconds, of torch's functions that a thread is in."""
     limit = math.inf
     while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
-        timeout = frame.f_locals.get("timeout")
+        # In Python before 3.13 to ask for locals copies all of them into the frame, which keeps them until it ends.
+        timeout = frame.f_locals.get("timeout") if "timeout" in frame.f_code.co_varnames else None
         limit = min(limit, timeout.total_seconds()) if isinstance(timeout, timedelta) else limit
         frame = frame.f_back
     return limit
