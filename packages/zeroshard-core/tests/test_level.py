@@ -294,7 +294,7 @@ def test_more_ranks_than_are_useful_are_warned_of_by_level_alone():
         plan = leveled(tensors, 4)
     assert plan.useful_ranks == 2
     assert "useful ranks: 2; a tensor that stays whole costs more than the mean" in repr(plan)
-    assert len(repr(plan).splitlines()) <= 20
+    assert len(repr(plan).splitlines()) <= 10
 
 
 @pytest.mark.filterwarnings("error")
@@ -308,10 +308,9 @@ def test_the_table_names_classes_and_assumed_costs():
     assumed = GroupCost("Mine", numel, eight_bytes, elementwise=False, is_assumed=True)
     tensors = [*matrices(*[600] * 60), *matrices(600, group=0)]
     text = repr(leveled(tensors, 40, groups=[replace(ADAMW, work=numel), assumed])).splitlines()
-    assert "  classes: AdamW, Mine (cost assumed)" in text
-    assert any(line.startswith("  largest load / lower bound 1.") for line in text)
-    assert text[-4:-1] == ["  heaviest tensors", *[f"    m{i} (600, 64) torch.float32: rank {i}" for i in (0, 1)]]
-    assert len(text) <= 20
+    assert len(text) == 9
+    assert text[-2] == "  heaviest: m0 of rank 0; m1 of rank 1; m2 of rank 2"
+    assert text[-1].startswith("  AdamW, Mine (cost assumed); load / lower bound 1.000, imbalance of state 1.311")
 
 
 def gpt2():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from zeroshard_core import StateEntry, TensorSpec, probe
+from zeroshard_core import StateEntry, TensorSpec, probe, update_bytes
 
 LARGE = TensorSpec("embedding", (1 << 20, 1 << 20), torch.bfloat16)
 
@@ -51,13 +51,20 @@ def test_a_class_that_refuses_the_meta_device_is_stepped_on_the_cpu(watched, mon
     assert watched.seen == ("cpu",)
 
 
-def test_a_large_tensor_of_a_class_that_refuses_the_meta_device_takes_no_memory(watched, monkeypatch):
-    # Given a class that must be stepped on the CPU, when a tensor of 2 TiB is asked for,
-    monkeypatch.setattr(watched, "refused", "meta")
-    found = probe(watched, {"momentum": 0.5}, [LARGE])[LARGE.shape, LARGE.dtype]
+class Asking(torch.optim.SGD):
+    """Keeps state by the values of what it steps: a meta tensor has none."""
 
-    # Then its state is that of a small one, with the sizes of the large one in place of its own.
-    assert found == {"momentum_buffer": StateEntry(LARGE.shape, torch.bfloat16, 2 << 40)}
+    def step(self):
+        [param] = self.param_groups[0]["params"]
+        large = param.norm().item() > 0.5 and int(param.count_nonzero()) and not param.isnan().any()
+        if large and not torch.equal(param, param.grad):
+            self.state[param]["large"] = torch.zeros_like(param)
+
+
+def test_questions_about_values_are_answered_on_the_meta_device():
+    # Given a tensor of 2 TiB, whose values the class asks for, then it is stepped without them.
+    found = probe(Asking, {}, [LARGE])[LARGE.shape, LARGE.dtype]
+    assert found == {"large": StateEntry(LARGE.shape, torch.bfloat16, 2 << 40)}
 
 
 def test_factored_state_follows_the_dimensions_that_it_shares():
@@ -110,11 +117,56 @@ def test_the_bytes_of_a_quantised_entry_are_of_the_tensors_in_it():
     assert found[(10, 4), torch.float32] == {"momentum": StateEntry((10, 4), torch.float32, 40)}
 
 
-def test_numbers_and_other_objects_have_no_bytes():
+class Factor:
+    def __init__(self, param):
+        self.param, self.matrices, self.again = param, [param.new_zeros(3, 3), param.new_zeros(2)], self
+
+
+def test_numbers_have_no_bytes_and_other_objects_those_of_the_tensors_in_them():
     class Noted(torch.optim.SGD):
         def step(self, closure=None):
             param = self.param_groups[0]["params"][0]
-            self.state[param].update({"steps": 1, "notes": {"a": 1}})
+            self.state[param].update({"steps": 1, "notes": {"a": 1}, "factor": Factor(param)})
 
     found = probe(Noted, {}, [TensorSpec("a", (3,), torch.float32)])[(3,), torch.float32]
-    assert found == {"steps": StateEntry(()), "notes": StateEntry(None)}
+    assert found == {"steps": StateEntry(()), "notes": StateEntry(None), "factor": StateEntry(None, None, 44)}
+
+
+def test_operators_between_tensors_are_not_taken_for_writing():
+    class Packing(torch.optim.SGD):
+        def step(self):
+            [param] = self.param_groups[0]["params"]
+            high, low = (torch.ones(shape, dtype=torch.int32, device=param.device) for shape in ((3, 1), (1, 4)))
+            self.state[param]["packed"] = high << low
+
+    found = probe(Packing, {}, [LARGE])[LARGE.shape, LARGE.dtype]
+    assert found == {"packed": StateEntry((3, 4), torch.int32, 48)}
+
+
+def test_a_loop_that_no_answer_ends_runs_on_real_values():
+    class Halving(torch.optim.SGD):
+        def step(self):
+            [param] = self.param_groups[0]["params"]
+            while param.grad.norm().item() > 0.1:
+                param.grad.mul_(0.5)
+            self.state[param]["kept"] = param.grad.clone()
+
+    spec = TensorSpec("a", (3,), torch.float32)
+    assert probe(Halving, {}, [spec])[(3,), torch.float32] == {"kept": StateEntry((3,), torch.float32, 12)}
+    with pytest.raises(RuntimeError, match="asks for values without end"):
+        update_bytes(Halving, {}, spec)
+
+
+@pytest.mark.parametrize(
+    ("cls", "foreach", "copies"),
+    [
+        (torch.optim.SGD, False, 0),
+        (torch.optim.AdamW, False, 2),
+        (torch.optim.AdamW, True, 1),
+        # In bfloat16: half a copy, twice, beside a copy; and two products of a quarter of the elements.
+        (torch.optim.Muon, False, 1 + 2 * 0.5 + 2 * 0.5 * 0.25),
+    ],
+)
+def test_an_update_allocates_so_many_copies_of_a_tensor(cls, foreach, copies):
+    spec = TensorSpec("a", (512, 2048), torch.float32)
+    assert update_bytes(cls, {"lr": 0.1}, spec, foreach=foreach) == copies * spec.nbytes

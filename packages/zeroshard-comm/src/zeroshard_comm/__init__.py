@@ -10,11 +10,12 @@ from zeroshard_comm.agreement import (
     explain_configs,
 )
 from zeroshard_comm.broadcasters import MessageBroadcaster
-from zeroshard_comm.collectives import CollectiveBroadcaster, CollectiveReducer
+from zeroshard_comm.collectives import STAGING_BYTES, CollectiveBroadcaster, CollectiveReducer
 from zeroshard_comm.errors import DifferentCallsError, DisagreementError, PeerLostError, peer_lost
 from zeroshard_comm.interfaces import BucketReduceWork, GradientReducer, ParameterBroadcaster, Segment
 from zeroshard_comm.message_reducer import MessageReducer, MessageReduceWork
 from zeroshard_comm.messages import PACK_BELOW, Message, receive, send
+from zeroshard_comm.owner_major import row_length
 from zeroshard_comm.process_group import GroupContext, RankGroup
 from zeroshard_comm.same_host import WORTH_READING
 from zeroshard_comm.traffic import KINDS, Traffic, Volume
@@ -25,6 +26,7 @@ __all__ = [
     "CHUNK_BYTES",
     "KINDS",
     "PACK_BELOW",
+    "STAGING_BYTES",
     "WORTH_READING",
     "BucketReduceWork",
     "CollectiveBroadcaster",
@@ -60,6 +62,7 @@ __all__ = [
     "peer_lost",
     "receive",
     "receive_values",
+    "row_length",
     "send",
     "send_values",
 ]

@@ -120,6 +120,20 @@ class OwnerMajor:
             yield before
 
 
+def row_length(cut: Sequence[int], owned: Sequence[int]) -> int:
+    """Return how long the rows are for what each rank owns, in elements or bytes, but for the last unit of columns.
+
+    >>> row_length(cut=[400, 600], owned=[500, 600]), row_length(cut=[400, 600], owned=[500, 6000])
+    (600, 600)
+
+    Args:
+        cut: by rank, its parts of cut tensors.
+        owned: by rank, these and its whole tensors.
+    """
+    fits = max(owned) * len(owned) <= PADDED_AT_MOST * sum(owned)
+    return max(owned) if fits and any(cut) else max(cut)
+
+
 def _columns(runs: Sequence[Run], chosen: Sequence[bool], world_size: int) -> tuple[tuple[int | None, ...], int]:
     filled = [0] * world_size
     columns: list[int | None] = []

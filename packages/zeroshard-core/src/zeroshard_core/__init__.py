@@ -39,7 +39,8 @@ from zeroshard_core.partition import (
     whole,
 )
 from zeroshard_core.plan import Plan
-from zeroshard_core.probe import Probed, StateEntry, probe
+from zeroshard_core.predict import GroupBytes, Prediction, RankBytes, predict
+from zeroshard_core.probe import Probed, StateEntry, probe, update_bytes
 from zeroshard_core.spec import ALIGNMENT, Shard, TensorSpec, contiguous_strides, strides_are_dense
 from zeroshard_core.state import StateMapError, cut_state, to_indices, to_names
 
@@ -50,11 +51,14 @@ __all__ = [
     "BucketLayout",
     "Cost",
     "FlatBuffer",
+    "GroupBytes",
     "GroupCost",
     "Level",
     "Owners",
     "Plan",
+    "Prediction",
     "Probed",
+    "RankBytes",
     "Run",
     "Shard",
     "Slot",
@@ -73,6 +77,7 @@ __all__ = [
     "newton_schulz",
     "numel",
     "partition",
+    "predict",
     "probe",
     "repartition",
     "shampoo",
@@ -83,6 +88,7 @@ __all__ = [
     "table",
     "to_indices",
     "to_names",
+    "update_bytes",
     "whole",
 ]
 

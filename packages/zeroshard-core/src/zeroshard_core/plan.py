@@ -21,9 +21,6 @@ from zeroshard_core.spec import ALIGNMENT, Shard, TensorSpec
 
 __all__ = ["Plan", "Shard", "TensorSpec"]
 
-_RANKS_SHOWN = 8
-_TENSORS_SHOWN = 6
-
 
 @dataclass(frozen=True, repr=False)
 class Plan:
@@ -42,8 +39,7 @@ class Plan:
       rank       parts        elements           bytes  load / mean
          0           1              64             256        0.667
          1           1             128             512        1.333
-      largest tensors
-        weight (3, 64) torch.float32: ranks 1, 0
+      heaviest: weight of ranks 1, 0
 
     Attributes:
         world_size: number of ranks.
@@ -205,7 +201,7 @@ class Plan:
         return Plan(**read_json(text))
 
     def __repr__(self) -> str:
-        """Return a table of at most 20 lines: totals, ranks (the most and the least loaded), largest tensors."""
+        """Return a table of at most ten lines: totals, ranks (the most and the least loaded), heaviest tensors."""
         count, cut = len(self.tensors), sum(len(ranks) > 1 for ranks in self.owners)
         elements, nbytes = sum(spec.numel for spec in self.tensors), sum(spec.nbytes for spec in self.tensors)
         lines = [
@@ -214,8 +210,7 @@ class Plan:
             f"  {'rank':>4}{'parts':>12}{'elements':>16}{'bytes':>16}{'load / mean':>13}",
         ]
         by_load = sorted(range(self.world_size), key=self.loads.__getitem__)
-        half = _RANKS_SHOWN // 2
-        shown = sorted({*by_load[:half], *by_load[-half:]}) if self.world_size > _RANKS_SHOWN else sorted(by_load)
+        shown = sorted({*by_load[:2], *by_load[-2:]})
         mean = math.fsum(self.loads) / self.world_size or 1.0
         for rank in shown:
             mine = self.of_rank(rank)
@@ -224,19 +219,17 @@ class Plan:
             lines.append(f"  {rank:>4}{len(mine):>12,}{numel:>16,}{size:>16,}{self.loads[rank] / mean:>13.3f}")
         if len(shown) < self.world_size:
             lines.append(f"  ({self.world_size - len(shown)} ranks between these in load)")
-        largest = sorted(range(count), key=lambda index: (-self.tensors[index].numel, index))[:_TENSORS_SHOWN]
+        largest = self.heaviest_tensors or sorted(range(count), key=lambda index: -self.tensors[index].numel)[:3]
+        if largest:
+            named = [f"{self.tensors[index].name} of {ranks_to_text(self.owners[index])}" for index in largest]
+            lines.append(f"  heaviest: {'; '.join(named)}"[:120])
         if self.classes:
-            shown_loads = [f"{name} {value:.3f}" for name, value in self.imbalances.items() if name != "work"]
+            of_kinds = [f"{name} {value:.3f}" for name, value in self.imbalances.items() if name != "work"]
             at_bound = max(self.loads) / (self.lower_bound or 1.0)
-            lines.append(f"  largest load / lower bound {at_bound:.3f}, imbalance of {', of '.join(shown_loads)}")
-            lines.append(f"  classes: {', '.join(dict.fromkeys(self.classes))}"[:120])
+            classes = ", ".join(dict.fromkeys(self.classes))
+            lines.append(f"  {classes}; load / lower bound {at_bound:.3f}, imbalance of {', of '.join(of_kinds)}"[:120])
             if (self.useful_ranks or math.inf) < self.world_size:
                 lines.append(f"  useful ranks: {self.useful_ranks}; a tensor that stays whole costs more than the mean")
-            largest = list(self.heaviest_tensors)
-        lines += [f"  {'heaviest' if self.classes else 'largest'} tensors"] if largest else []
-        for index in largest:
-            spec = self.tensors[index]
-            lines.append(f"    {spec.name} {spec.shape} {spec.dtype}: {ranks_to_text(self.owners[index])}")
         return "\n".join(lines)
 
     @cached_property

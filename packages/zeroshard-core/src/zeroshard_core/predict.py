@@ -1,0 +1,144 @@
+"""What each rank of a plan holds and sends: bytes by kind, from shapes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from zeroshard_core.cost import Cost
+from zeroshard_core.plan import Plan
+from zeroshard_core.spec import Shard, TensorSpec
+
+
+@dataclass(frozen=True)
+class GroupBytes:
+    """What the optimizer of a param group allocates for a tensor, or for a part of one, in bytes.
+
+    Attributes:
+        state: kept, with copies of parameters in another dtype.
+        gradients: copies of gradients in another dtype, of all tensors while a step lasts.
+        update: beside these, at the highest within an update.
+        is_foreach: whether an update works on all tensors of the group at a time, so that ``update`` adds up.
+    """
+
+    state: Cost
+    gradients: Cost
+    update: Cost
+    is_foreach: bool = False
+
+
+@dataclass(frozen=True)
+class RankBytes:
+    """What one rank holds at the peak of an iteration after the first, in bytes, activations apart.
+
+    Attributes:
+        parameters: of the model, frozen ones too.
+        buffers: of the model.
+        gradients: in DDP's buckets; ``.grad`` are views of these with ``gradient_as_bucket_view=True``.
+        state: of the optimizer.
+        staging: of collectives, kept from the first iteration on.
+        temporaries: of an update.
+    """
+
+    parameters: int
+    buffers: int
+    gradients: int
+    state: int
+    staging: int
+    temporaries: int
+
+    @property
+    def total(self) -> int:
+        """The sum."""
+        return self.parameters + self.buffers + self.gradients + self.state + self.staging + self.temporaries
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the ranks of a plan hold and send.
+
+    Attributes:
+        plan: who owns what.
+        ranks: what each rank holds.
+        sent_in_backward: bytes of gradients that each rank sends in an iteration with one backward.
+        sent_in_step: bytes of parameters that each rank sends in a step.
+    """
+
+    plan: Plan
+    ranks: tuple[RankBytes, ...]
+    sent_in_backward: tuple[int, ...]
+    sent_in_step: tuple[int, ...]
+
+    @property
+    def sent(self) -> tuple[int, ...]:
+        """Bytes that each rank sends in an iteration; agreements, of some bytes, apart."""
+        return tuple(map(sum, zip(self.sent_in_backward, self.sent_in_step, strict=True)))
+
+    @property
+    def largest(self) -> RankBytes:
+        """What the rank holds that holds most."""
+        return max(self.ranks, key=lambda rank: rank.total)
+
+
+def predict(
+    plan: Plan,
+    groups: Sequence[GroupBytes],
+    *,
+    buffers: int = 0,
+    staging: int = 0,
+    reduces_to_owner: bool = True,
+    grad_dtype: torch.dtype | None = None,
+) -> Prediction:
+    """Predict what each rank of a plan holds and sends when DistributedDataParallel trains the model.
+
+    >>> plan = Plan(2, (TensorSpec("weight", (4, 64), torch.float32),), ((0, 1),), (128.0, 128.0))
+    >>> adam = GroupBytes(lambda spec: 2 * spec.nbytes, gradients=lambda spec: 0, update=lambda spec: spec.nbytes)
+    >>> found = predict(plan, [adam])
+    >>> found.ranks[0].state, found.ranks[0].temporaries, found.sent[0]
+    (1024, 512, 1024)
+
+    Args:
+        plan: who owns what. On one rank nothing is sent.
+        groups: what each param group allocates.
+        buffers: bytes of the model's buffers.
+        staging: bytes in which cut tensors travel, on each rank.
+        reduces_to_owner: whether a communication hook sends each gradient to its owner alone; if not, DDP reduces
+            gradients to all ranks: 2 (N - 1) / N of their bytes by each of N ranks, in a ring.
+        grad_dtype: of gradients; None for the parameters' own.
+
+    Raises:
+        ValueError: if a class cannot be stepped on one of the tensors.
+    """
+    ranks = range(plan.world_size)
+    trained = [(index, spec) for index, spec in enumerate(plan.tensors) if spec.trainable]
+    gradients = sum(spec.numel * (grad_dtype or spec.dtype).itemsize for _, spec in trained)
+    owned, state, copied = ([0.0 for _ in ranks] for _ in range(3))
+    updates = [[0.0 for _ in groups] for _ in ranks]
+    for index, spec in trained:
+        group, width = groups[spec.group], (grad_dtype or spec.dtype).itemsize
+        for shard in plan.of_tensor(index):
+            rank, part = shard.rank, _part(spec, shard)
+            owned[rank] += part.numel * width
+            state[rank] += group.state(part)
+            copied[rank] += group.gradients(part)
+            update, before = group.update(part), updates[rank][spec.group]
+            updates[rank][spec.group] = before + update if group.is_foreach else max(before, update)
+    parameters = sum(spec.nbytes for spec in plan.tensors)
+    temporaries = [copies + max(highest, default=0.0) for copies, highest in zip(copied, updates, strict=True)]
+    all_reduced = 2 * gradients * (plan.world_size - 1) // plan.world_size
+    return Prediction(
+        plan,
+        tuple(RankBytes(parameters, buffers, gradients, int(state[r]), staging, int(temporaries[r])) for r in ranks),
+        tuple(gradients - int(owned[rank]) if reduces_to_owner else all_reduced for rank in ranks),
+        tuple(load * (plan.world_size - 1) for load in plan.sent_loads),
+    )
+
+
+def _part(spec: TensorSpec, shard: Shard) -> TensorSpec:
+    """Describe a part of a tensor as a tensor of its own."""
+    if shard.numel == spec.numel:
+        return spec
+    shape = (*spec.shape[: shard.dim], shard.stop - shard.start, *spec.shape[shard.dim + 1 :])
+    return replace(spec, shape=shape, stride=None)
