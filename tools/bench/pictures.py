@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import torch
 from drawing import OTHERS, OURS, PLAIN, TEXT, picture
 from training_result import DDP, Result
+from workloads import Layers
+from zeroshard import predict
 
 _WIDTH = 3.75
 _NAMES = {
@@ -34,10 +38,12 @@ def draw_memory(results: Sequence[Result], file: Path) -> None:
         for ranks, peaks in by_ranks.items()
         if "owner-whole" in peaks
     ]
-    with picture(file, _WIDTH, 0.9 + 0.3 * len(bars)) as (_, panel):
+    with picture(file, _WIDTH, 1.05 + 0.3 * len(bars)) as (_, panel):
         names, sizes, colors = zip(*bars, strict=True)
         shown = panel.barh(names, sizes, color=colors, height=0.7)
         panel.bar_label(shown, fmt="%.2f", padding=3)
+        marks = [_predicted(results[0], ranks) for ranks in (1, *by_ranks)][-len(bars) :]
+        panel.plot(marks, names, "|", color=TEXT, markersize=14)
         panel.axvline(2, color=TEXT, linestyle=":", linewidth=1.2)
         panel.annotate(
             "parameters and gradients", (2, 1), xycoords=("data", "axes fraction"), xytext=(0, 2),
@@ -46,7 +52,7 @@ def draw_memory(results: Sequence[Result], file: Path) -> None:
         panel.invert_yaxis()
         panel.margins(x=0.12)
         panel.tick_params(axis="y", length=0)
-        panel.set_xlabel("peak memory of a rank / parameters")
+        panel.set_xlabel("peak memory of a rank / parameters\n| as predicted from shapes")
 
 
 def draw_time(result: Result, file: Path) -> None:
@@ -101,6 +107,15 @@ def draw_ranks(figures: Mapping[int, Mapping[str, Any]], file: Path) -> None:
         memory.set_xticks(ranks, [f"{count:,}" for count in ranks])
         memory.minorticks_off()
         memory.set_xlabel("ranks")
+
+
+def _predicted(result: Result, ranks: int) -> float:
+    """What a rank holds of the benchmark's model, as a multiple of the parameters."""
+    layers = re.search(r"(\d+) x Linear", result.model)
+    with torch.device("meta"):
+        model = Layers(int(layers[1]) if layers else 1)
+    params = sum(param.nbytes for param in model.parameters())
+    return predict(model, torch.optim.Adam, ranks=ranks, backend="gloo").largest.total / params
 
 
 def _peaks(result: Result) -> dict[str, float]:

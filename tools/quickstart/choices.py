@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
@@ -11,8 +9,9 @@ from typing import Any, TypeGuard
 import torch
 from byte_gpt import ByteGPT, Shape
 from errors import InputError
-from optimizer_choice import assign, matrix_names, parse
 from zeroshard import ELEMENTWISE
+from zeroshard.plan import choices as syntax
+from zeroshard.plan.choices import assign, matrix_names, parse
 
 PARTITIONS = ("whole", "split", "hybrid", "level")
 
@@ -45,7 +44,7 @@ def groups_of(model: ByteGPT, text: str, lr: float | None = None) -> list[Group]
 
     Args:
         model: to be trained.
-        text: one class or several, see :mod:`optimizer_choice`.
+        text: one class or several, see :mod:`zeroshard.plan.choices`.
         lr: learning rate, for one class alone.
 
     Raises:
@@ -102,22 +101,14 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     Raises:
         InputError: naming what can be chosen instead.
     """
-    module, _, last = name.rpartition(".")
+    names = ", ".join(optimizer_names())
     try:
-        found = getattr(importlib.import_module(module or "torch.optim"), last, None)
-    except ImportError as error:
-        raise InputError(f"{name} cannot be imported ({error}); install its package") from None
-    names = optimizer_names()
+        found = syntax.optimizer_class(name)
+    except ValueError as error:
+        raise InputError(f"{error}; choose one of {names}") from None
     for refused, why in _REFUSED.items():
-        if isinstance(found, type) and issubclass(found, refused):
-            raise InputError(f"{name} {why}; choose one of {', '.join(names)}")
-    if not _is_optimizer(found):
-        by_lower = {known.lower(): known for known in names}
-        close = difflib.get_close_matches(last.lower(), by_lower, n=1)
-        meant = f" (did you mean {by_lower[close[0]]!r}?)" if close and not module else ""
-        raise InputError(
-            f"{module or 'torch.optim'} has no optimizer {last!r}{meant}; choose one of {', '.join(names)}"
-        )
+        if issubclass(found, refused):
+            raise InputError(f"{name} {why}; choose one of {names}")
     return found
 
 

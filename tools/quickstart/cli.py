@@ -18,13 +18,13 @@ from corpus import read_corpus
 from errors import InputError, RankFailedError
 from job import Job, read_continuation, read_training
 from launch import launch
-from optimizer_choice import class_names
 from picture import draw
 from progress import Stages
 from report import show
 from rich.console import Console
 from side_by_side import CORPUS
 from verdict import Found
+from zeroshard.plan.choices import class_names
 
 CONTEXT = 48
 SEQUENCES = 12

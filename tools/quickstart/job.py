@@ -23,7 +23,7 @@ class Job:
         sequences: of the global batch.
         context: bytes per sequence.
         seed: of weights and batches.
-        optimizer: classes and their parameters, see :mod:`optimizer_choice`.
+        optimizer: classes and their parameters, see :mod:`zeroshard.plan.choices`.
         lr: learning rate of the only class; None for the default.
         partition: "whole", "split", "hybrid" or "level".
         bucket_views: whether parameters are packed into flat buffers.
@@ -88,6 +88,14 @@ class Contender:
 
 
 @dataclass(frozen=True, slots=True)
+class Predicted:
+    """What a rank was predicted to hold of optimizer state, and to send per step, from shapes alone; in bytes."""
+
+    state_bytes: int
+    bytes_per_step: int
+
+
+@dataclass(frozen=True, slots=True)
 class Training:
     """What one rank saw while it trained both ways.
 
@@ -97,7 +105,7 @@ class Training:
         sharded: the sharded one.
         difference: largest difference of any parameter between the two, over all steps.
         relative: the difference in the end as L2 norm, relative to how far the unsharded run moved.
-        predicted_bytes: what the plan says that this rank sends per step, in bytes.
+        predicted: what this rank was predicted to hold and send.
         checkpoint_seconds: time to consolidate and save, in seconds.
         again: resumed from the checkpoint in the same processes.
     """
@@ -107,7 +115,7 @@ class Training:
     sharded: Contender
     difference: float
     relative: float
-    predicted_bytes: int
+    predicted: Predicted
     checkpoint_seconds: float
     again: Continuation
 
@@ -123,6 +131,7 @@ def read_training(folder: Path, ranks: int) -> list[Training]:
     for rank in range(ranks):
         found = json.loads(_answer_file(folder, "train", rank).read_text())
         found["plain"], found["sharded"] = Contender(**found["plain"]), Contender(**found["sharded"])
+        found["predicted"] = Predicted(**found["predicted"])
         answers.append(Training(**{**found, "again": Continuation(**found["again"])}))
     return answers
 

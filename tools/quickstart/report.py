@@ -51,11 +51,11 @@ def _training_table(found: Found) -> Table:
         table.add_row(
             f"optimizer state, rank {rank}",
             f"{answer.plain.state_bytes / MEGA:.2f} MB",
-            f"{answer.sharded.state_bytes / MEGA:.2f} MB",
+            f"{answer.sharded.state_bytes / MEGA:.2f} MB (predicted: {answer.predicted.state_bytes / MEGA:.2f})",
             end_section=rank == found.ranks - 1,
         )
     for rank, answer in enumerate(found.training):
-        predicted = f"(plan: {answer.predicted_bytes / MEGA:.2f})"
+        predicted = f"(predicted: {answer.predicted.bytes_per_step / MEGA:.2f})"
         table.add_row(
             f"sent per step, rank {rank}",
             f"{answer.plain.bytes_per_step / MEGA:.2f} MB",

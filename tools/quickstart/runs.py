@@ -12,7 +12,7 @@ from byte_gpt import ByteGPT, Shape
 from choices import assignment_of, groups_of, plain_optimizers
 from job import Job
 from torch.nn.parallel import DistributedDataParallel
-from zeroshard import ZeroRedundancyOptimizer, split_state_dict
+from zeroshard import Planner, ZeroRedundancyOptimizer, split_state_dict
 from zeroshard_integrations.ddp import register_reduce_to_owner
 
 
@@ -39,17 +39,16 @@ class Run:
         self._assignment = assignment_of(groups)
         self.zero: ZeroRedundancyOptimizer | None = None
         self.optimizers: list[torch.optim.Optimizer]
+        partition: Any = job.partition if sharded else "whole"
+        kinds = [
+            {"params": group.params, "optimizer_class": group.optimizer_class, "optimizer_defaults": group.arguments}
+            for group in groups
+        ]
+        planner = Planner(kinds, groups[-1].optimizer_class)
+        self._predicted = planner.predict(dist.get_world_size(), partition, reduces_to_owner=sharded)
         if sharded:
-            partition: Any = job.partition
             self.zero = ZeroRedundancyOptimizer(
-                [
-                    {
-                        "params": group.params,
-                        "optimizer_class": group.optimizer_class,
-                        "optimizer_defaults": group.arguments,
-                    }
-                    for group in groups
-                ],
+                kinds,
                 groups[-1].optimizer_class,
                 parameters_as_bucket_view=job.bucket_views,
                 partition=partition,
@@ -96,15 +95,13 @@ class Run:
         return sum(self.zero.traffic.of(kind).bytes_sent for kind in ("reduce", "share"))
 
     def predicted_bytes(self) -> int:
-        """Return the bytes that this rank sends per step, by the plan, or by a ring all-reduce of all gradients."""
-        ranks = dist.get_world_size()
-        of_parameters = sum(param.numel() * param.element_size() for param in self.model.parameters())
-        if self.zero is None:
-            return 2 * of_parameters * (ranks - 1) // ranks
-        plan = self.zero.plan
-        owned = sum(shard.numel * plan.tensors[shard.tensor].dtype.itemsize for shard in plan.of_rank(self.zero.rank))
-        gradients, parameters = of_parameters - owned, owned * (ranks - 1)
-        return gradients + parameters
+        """Return the bytes that this rank is predicted to send per step; unsharded, by a ring all-reduce alone."""
+        rank = dist.get_rank()
+        return self._predicted.sent_in_backward[rank] + (self._predicted.sent_in_step[rank] if self.zero else 0)
+
+    def predicted_state_bytes(self) -> int:
+        """Return the bytes of optimizer state that this rank is predicted to hold."""
+        return self._predicted.ranks[dist.get_rank()].state
 
     def save(self, file: str) -> None:
         """Save the model and the consolidated state of all its param groups from rank 0. Collective."""

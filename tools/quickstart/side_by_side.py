@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from corpus import Batches
-from job import Contender, Continuation, Job, Training
+from job import Contender, Continuation, Job, Predicted, Training
 from runs import Iteration, Run, global_mean, largest_difference
 
 UNINTERRUPTED = "uninterrupted.pt"
@@ -55,11 +55,13 @@ def train(job: Job) -> Training:
         )
         for run in (plain, sharded)
     ]
-    elements, predicted = first.numel(), sharded.predicted_bytes()
+    predicted = Predicted(sharded.predicted_state_bytes(), sharded.predicted_bytes())
     relative = _relative(sharded.flat(), plain.flat(), first)
     dist.barrier()
     again = resume(job, sharded=True, told_before=job.steps + job.more_steps)
-    return Training(elements, contenders[0], contenders[1], difference, relative, predicted, checkpoint_seconds, again)
+    return Training(
+        first.numel(), contenders[0], contenders[1], difference, relative, predicted, checkpoint_seconds, again
+    )
 
 
 def resume(job: Job, *, sharded: bool, told_before: int = 0) -> Continuation:

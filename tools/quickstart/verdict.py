@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from job import Continuation, Training, largest, worst
-from optimizer_choice import class_names
+from zeroshard.plan.choices import class_names
 
 TOLERANCE = 0.05
 """How far a run may be off where sums are rounded in another order, relative to how far the uninterrupted one moved.

@@ -41,7 +41,8 @@ def test_several_classes_train_and_resume_as_a_plain_optimizer_for_each(rank, ra
     assert found.difference == 0.0
     assert found.again.difference == 0.0
     assert plain.relative <= TOLERANCE
-    assert found.sharded.bytes_per_step == found.predicted_bytes
+    assert found.sharded.bytes_per_step == found.predicted.bytes_per_step
+    assert found.sharded.state_bytes == found.predicted.state_bytes
     # Each class keeps a count of steps for each tensor, and level cuts tensors: a few bytes more in all.
     held = torch.tensor(found.sharded.state_bytes)
     dist.all_reduce(held)

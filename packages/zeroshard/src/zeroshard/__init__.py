@@ -8,6 +8,7 @@ from zeroshard.local.averages import AveragedParameters
 from zeroshard.optimizer import ZeroRedundancyOptimizer
 from zeroshard.plan.eligibility import ELEMENTWISE
 from zeroshard.plan.optimizer_check import OptimizerCheck, check_optimizer
+from zeroshard.plan.predict import Planner, predict
 from zeroshard.state.classes import join_state_dicts, split_state_dict
 from zeroshard.state.listing import check_whole
 from zeroshard.state.names import full_optimizer_state_dict
@@ -21,6 +22,7 @@ __all__ = [
     "GradPlaceholder",
     "OptimizerCheck",
     "OptimizerDescription",
+    "Planner",
     "StepMode",
     "TensorDescription",
     "ZeroRedundancyOptimizer",
@@ -28,6 +30,7 @@ __all__ = [
     "check_whole",
     "full_optimizer_state_dict",
     "join_state_dicts",
+    "predict",
     "split_state_dict",
 ]
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 from zeroshard_comm import KINDS, Volume
-from zeroshard_core import Plan
+from zeroshard_core import GroupBytes, Plan, Prediction, predict
 
+from zeroshard.byte_units import format_bytes
 from zeroshard.plan.group_classes import names_of
 from zeroshard.state.placeholder import leaves
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from zeroshard.engine import Engine
 
 _BUCKETS_SHOWN = 16
+_NOTHING = GroupBytes(lambda _: 0, lambda _: 0, lambda _: 0)
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,8 @@ class OptimizerDescription:
         state_bytes_here: what this rank holds of the state.
         tensors: the parameters.
         buckets: of a communication hook in the last backward; empty without one.
-        step_bytes: bytes of parameters that this rank sends in a step, counted once for each receiver, by the plan; the
-            padding of flat buffers comes on top.
+        step_bytes: bytes of parameters that this rank sends in a step, counted once for each receiver, as
+            :func:`zeroshard_core.predict` finds them in the plan; the padding of flat buffers comes on top.
         backward_bytes: bytes of gradients that this rank sends to their owners in a backward that reduces.
         traffic: what was sent and received so far, by kind.
     """
@@ -101,10 +103,10 @@ class OptimizerDescription:
         everything = sum(tensor.nbytes for tensor in self.tensors)
         everywhere = sum(tensor.state_bytes for tensor in self.tensors)
         tensors = f"{owned} of {len(self.tensors)} tensors"
-        here = f"state here: {_size(self.state_bytes_here)} of {_size(everywhere)}"
+        here = f"state here: {format_bytes(self.state_bytes_here)} of {format_bytes(everywhere)}"
         lines = [
             f"{self.optimizer}, rank {self.rank} of {self.world_size}, partition {self.partition!r}",
-            f"parameters here: {tensors}, {_size(self.owned_bytes)} of {_size(everything)}",
+            f"parameters here: {tensors}, {format_bytes(self.owned_bytes)} of {format_bytes(everything)}",
             here if everywhere else "state: none yet",
             *[f"group {number}: {group}" for number, group in enumerate(self.groups)],
         ]
@@ -114,12 +116,14 @@ class OptimizerDescription:
         """Return :attr:`summary`, the buckets and the traffic."""
         lines = [self.summary]
         for number, bucket in enumerate(self.buckets[:_BUCKETS_SHOWN]):
-            lines.append(f"bucket {number}: {len(bucket.tensors)} tensors, {_size(bucket.nbytes)}, of {_ranks(bucket)}")
+            lines.append(
+                f"bucket {number}: {len(bucket.tensors)} tensors, {format_bytes(bucket.nbytes)}, of {_ranks(bucket)}"
+            )
         if len(self.buckets) > _BUCKETS_SHOWN:
             lines.append(f"and {len(self.buckets) - _BUCKETS_SHOWN} more buckets")
         lines += [f"{what}: {size}" for what, size in self._predictions()]
         lines += [
-            f"{kind} so far: {_size(volume.bytes_sent)} sent, {_size(volume.bytes_received)} received, "
+            f"{kind} so far: {format_bytes(volume.bytes_sent)} sent, {format_bytes(volume.bytes_received)} received, "
             f"{volume.calls} calls"
             for kind, volume in self.traffic.items()
             if volume.calls
@@ -135,7 +139,7 @@ class OptimizerDescription:
         tensors = Table("tensor", "name", "shape", "dtype", "owners", "size", "state here", "state", title="tensors")
         for index, tensor in enumerate(self.tensors):
             shape = " x ".join(map(str, tensor.shape))
-            sizes = map(_size, (tensor.nbytes, tensor.state_bytes_here, tensor.state_bytes))
+            sizes = map(format_bytes, (tensor.nbytes, tensor.state_bytes_here, tensor.state_bytes))
             owners = ", ".join(map(str, tensor.owners)) if tensor.is_active else f"{_ranks(tensor)}, frozen"
             tensors.add_row(str(index), tensor.name, shape, tensor.dtype, owners, *sizes)
         yield tensors
@@ -143,20 +147,20 @@ class OptimizerDescription:
             buckets = Table("bucket", "tensors", "size", "owners", title="buckets")
             for number, bucket in enumerate(self.buckets):
                 names = ", ".join(self.tensors[index].name for index in bucket.tensors)
-                buckets.add_row(str(number), names, _size(bucket.nbytes), ", ".join(map(str, bucket.owners)))
+                buckets.add_row(str(number), names, format_bytes(bucket.nbytes), ", ".join(map(str, bucket.owners)))
             yield buckets
         traffic = Table("kind", "sent", "received", "calls", "waited", title="traffic so far")
         for kind, volume in self.traffic.items():
-            sizes = map(_size, (volume.bytes_sent, volume.bytes_received))
+            sizes = map(format_bytes, (volume.bytes_sent, volume.bytes_received))
             traffic.add_row(kind, *sizes, str(volume.calls), f"{volume.seconds_waited:.3g} s")
         yield traffic
         for what, size in self._predictions():
             yield f"{what}: {size}"
 
     def _predictions(self) -> Iterator[tuple[str, str]]:
-        yield "a step sends from here", _size(self.step_bytes)
+        yield "a step sends from here", format_bytes(self.step_bytes)
         if self.buckets:
-            yield "a backward sends from here", _size(self.backward_bytes)
+            yield "a backward sends from here", format_bytes(self.backward_bytes)
 
 
 def describe(engine: Engine) -> OptimizerDescription:
@@ -187,8 +191,8 @@ def describe(engine: Engine) -> OptimizerDescription:
         )
         for bucket in known
     )
-    updated = {index for index, is_active in enumerate(active) if is_active}
     reduced = {index for bucket in buckets for index in bucket.tensors}
+    is_reduced = [index in reduced for index in range(len(tensors))]
     return OptimizerDescription(
         names_of(engine.policy.classes),
         ranks.rank,
@@ -200,19 +204,20 @@ def describe(engine: Engine) -> OptimizerDescription:
             + (f", lr {group['lr']}" if "lr" in group else "")
             for group, each in zip(engine.groups, engine.policy.classes, strict=True)
         ),
-        _owned_bytes(plan, ranks.rank, range(len(tensors))),
+        sum(s.numel * plan.tensors[s.tensor].dtype.itemsize for s in plan.of_rank(ranks.rank)),
         sum(map(_nbytes, [*state.values(), *others])),
         tensors,
         buckets,
-        _owned_bytes(plan, ranks.rank, updated) * (ranks.world_size - 1),
-        sum(tensors[index].nbytes for index in reduced) - _owned_bytes(plan, ranks.rank, reduced),
+        _predicted(plan, active).sent_in_step[ranks.rank],
+        _predicted(plan, is_reduced).sent_in_backward[ranks.rank],
         {kind: engine.coordinator.traffic.of(kind) for kind in KINDS},
     )
 
 
-def _owned_bytes(plan: Plan, rank: int, tensors: Collection[int]) -> int:
-    """Bytes of these parameters that a rank owns."""
-    return sum(s.numel * plan.tensors[s.tensor].dtype.itemsize for s in plan.of_rank(rank) if s.tensor in tensors)
+def _predicted(plan: Plan, trains: Sequence[bool]) -> Prediction:
+    """What is sent if these tensors are trained, and no others."""
+    specs = tuple([replace(spec, trainable=flag) for spec, flag in zip(plan.tensors, trains, strict=True)])
+    return predict(replace(plan, tensors=specs), [_NOTHING] * (1 + max([spec.group for spec in specs], default=0)))
 
 
 def _nbytes(value: object) -> int:
@@ -225,11 +230,3 @@ def _nbytes(value: object) -> int:
 
 def _ranks(described: TensorDescription | BucketDescription) -> str:
     return f"rank{'s' * (len(described.owners) != 1)} {', '.join(map(str, described.owners))}"
-
-
-def _size(nbytes: float) -> str:
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if nbytes < 1000:
-            return f"{nbytes:.4g} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:.4g} TB"

@@ -1,13 +1,12 @@
-"""What --optimizer may say, and which parameters each class gets."""
+"""Optimizers as text, and which parameters each class gets."""
 
 from __future__ import annotations
 
 import pytest
-from byte_gpt import ByteGPT, Shape
 from hypothesis import given
 from hypothesis import strategies as st
-from optimizer_choice import Choice, assign, class_names, matrix_names, parse
 from torch import nn
+from zeroshard.plan.choices import Choice, assign, class_names, matrix_names, optimizer_class, parse
 
 NAMES = ("embedding.weight", "0.weight", "0.bias", "1.weight", "1.bias", "head.weight")
 OTHERS = ("embedding.weight", "0.bias", "1.bias", "head.weight")
@@ -97,16 +96,24 @@ def test_a_choice_without_parameters_and_parameters_without_one_are_refused(text
 
 def test_embeddings_and_the_head_are_no_matrices_tied_or_not():
     model = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 3), nn.Linear(3, 4))
-    assert matrix_names(model, model[2].weight) == {"1.weight"}
-    assert matrix_names(model) == {"1.weight", "2.weight"}
+    assert matrix_names(model, model[1].weight) == {"2.weight"}
+    assert matrix_names(model) == {"1.weight"}
     model[2].weight = model[0].weight
     assert matrix_names(model) == {"1.weight"}
 
 
-def test_the_language_model_has_matrices_in_its_blocks_alone():
-    model = ByteGPT(Shape(layers=1), seed=0)
-    names = ["attend", "attend_out", "feed", "feed_out"]
-    assert matrix_names(model, head=model.bytes.weight) == {f"blocks.0.{name}.weight" for name in names}
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("Adm", r"torch.optim has no optimizer 'Adm'; did you mean Adam\?"),
+        ("Optimizer", "torch.optim has no optimizer 'Optimizer'"),
+        ("nowhere.Adam", r"nowhere.Adam cannot be imported .*; is it installed"),
+        ("torch.nn.Linear", "torch.nn has no optimizer 'Linear'"),
+    ],
+)
+def test_what_is_no_optimizer_is_named(name, told):
+    with pytest.raises(ValueError, match=told):
+        optimizer_class(name)
 
 
 def test_people_read_classes_alone():

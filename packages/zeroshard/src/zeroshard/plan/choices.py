@@ -1,12 +1,14 @@
-"""What ``--optimizer`` says: a class for each part of a model, as text, and which parameters each class gets.
+"""Optimizers as text, such as ``Muon(lr=0.02):matrices+AdamW:rest``, and which parameters each class gets.
 
-``Muon(lr=0.02):matrices+AdamW:rest`` is a list of choices. A choice is a class, keyword arguments that are literals,
-and the parameters that it takes: a glob over their names, ``matrices`` or ``rest``. Nothing is imported or evaluated.
+That is a list of choices. A choice is a class, keyword arguments that are literals, and the parameters that it takes: a
+glob over their names, ``matrices`` or ``rest``. To read it, nothing is imported or evaluated.
 """
 
 from __future__ import annotations
 
 import ast
+import difflib
+import importlib
 import re
 from collections.abc import Collection, Sequence
 from contextlib import suppress
@@ -74,7 +76,7 @@ def assign(choices: Sequence[Choice], names: Sequence[str], matrices: Collection
     Args:
         choices: as :func:`parse` returns them.
         names: of all parameters.
-        matrices: names of those that ``matrices`` means, see :func:`matrix_names`.
+        matrices: names of those that ``matrices`` means.
 
     Raises:
         ValueError: if a choice takes no parameter, or a parameter is taken by none.
@@ -87,11 +89,11 @@ def assign(choices: Sequence[Choice], names: Sequence[str], matrices: Collection
         if not found:
             fitting = any(_matches(choice.pattern, name, matrices) for name in names)
             why = "takes no parameter: others take all that it matches" if fitting else "matches no parameter"
-            raise ValueError(f"{choice.name}:{choice.pattern} {why}; there are {_listed(names)}")
-        taken[index] = tuple(found)
-        left = [name for name in left if name not in found]
+            raise ValueError(f"{choice.name}:{choice.pattern} {why}; there are {listed(names)}")
+        taken[index], chosen = tuple(found), set(found)
+        left = [name for name in left if name not in chosen]
     if left:
-        raise ValueError(f"no class takes {_listed(left)}; add one for the rest, such as +AdamW:rest")
+        raise ValueError(f"no class takes {listed(left)}; add one for the rest, such as +AdamW:rest")
     return tuple(taken)
 
 
@@ -100,12 +102,40 @@ def matrix_names(model: nn.Module, head: torch.Tensor | None = None) -> frozense
 
     Args:
         model: whose ``named_parameters`` are looked at: a tied parameter is there once.
-        head: weight of the output head.
+        head: weight of the output head; if None, what has as many rows as the largest embedding counts as one.
     """
-    outer = {param for module in model.modules() if isinstance(module, nn.Embedding) for param in module.parameters()}
-    return frozenset(
-        name for name, param in model.named_parameters() if param.ndim == 2 and param not in outer and param is not head
-    )
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    outer = {head, *(module.weight for module in embeddings)}
+    # The largest is that of tokens.
+    rows = max([module.num_embeddings for module in embeddings], default=0) if head is None else 0
+    named = model.named_parameters()
+    return frozenset(name for name, p in named if p.ndim == 2 and p not in outer and p.shape[0] != rows)
+
+
+def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
+    """Return a class of ``torch.optim``, or of another package by its full name.
+
+    Raises:
+        ValueError: if it is none; naming the class of ``torch.optim`` that may be meant.
+    """
+    module, _, last = name.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module or "torch.optim"), last, None)
+    except Exception as error:  # noqa: BLE001 - whatever a module raises
+        raise ValueError(f"{name} cannot be imported ({type(error).__name__}: {error}); is it installed?") from None
+    if isinstance(found, type) and issubclass(found, torch.optim.Optimizer) and found is not torch.optim.Optimizer:
+        return found
+    known = {
+        each.lower(): each for each in torch.optim.__all__ if each not in ("Optimizer", "lr_scheduler", "swa_utils")
+    }
+    close = difflib.get_close_matches(last.lower(), known, n=1)
+    meant = f"; did you mean {known[close[0]]}?" if close and not module else ""
+    raise ValueError(f"{module or 'torch.optim'} has no optimizer {last!r}{meant}")
+
+
+def listed(names: Sequence[str]) -> str:
+    """Write the first names, and how many more there are."""
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _read(text: str, start: int) -> tuple[Choice, int]:
@@ -154,8 +184,3 @@ def _literals(name: str, call: ast.Call) -> tuple[tuple[str, Any], ...]:
 
 def _matches(pattern: str, name: str, matrices: Collection[str]) -> bool:
     return pattern == REST or (name in matrices if pattern == MATRICES else fnmatchcase(name, pattern))
-
-
-def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:4])
-    return f"{shown} and {len(names) - 4} more" if len(names) > 4 else shown

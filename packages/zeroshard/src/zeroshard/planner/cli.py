@@ -1,0 +1,153 @@
+"""The command ``zeroshard``; ``zeroshard plan`` compares optimizers, partitions and numbers of ranks."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import track
+
+from zeroshard.byte_units import format_bytes, parse_bytes
+from zeroshard.plan.choices import listed
+from zeroshard.planner.comparison import PARTITIONS, Row, advise, compare, planner_of
+from zeroshard.planner.models import InputError, Model, read_model
+from zeroshard.planner.report import BY_ARITHMETIC, NOT_COUNTED, as_json, draw, table
+
+EXAMPLES = """Examples:
+
+  zeroshard plan ./Llama-3-8B --ranks 8 --dtype bfloat16 --master-weights --memory 80GiB
+
+  zeroshard plan train:make_model -o 'SGD(momentum=0.9)' -o 'Muon:matrices+AdamW:rest' --ranks 2,4,8
+
+  zeroshard plan model.safetensors.index.json -o AdamW --json
+"""
+
+_UsageError: type[Any] = typer.BadParameter.__mro__[1]
+"""What options of the wrong kind raise; its module is not the same in all versions of typer."""
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+@app.callback()
+def _several() -> None:
+    """Shards optimizer state across the ranks of DistributedDataParallel."""
+
+
+@app.command(epilog=EXAMPLES)
+def plan(
+    model: Annotated[str, typer.Argument(help="module:function, config.json or its folder, or .safetensors")],
+    optimizer: Annotated[list[str] | None, typer.Option("-o", help="e.g. Muon:matrices+AdamW:rest")] = None,
+    ranks: Annotated[str, typer.Option(help="numbers of ranks, e.g. 2,4,8")] = "8",
+    partition: Annotated[str, typer.Option(help="of whole, split, hybrid, level")] = ",".join(PARTITIONS),
+    backend: Annotated[Literal["gloo", "nccl"], typer.Option(help="nccl stands for all that use collectives")] = "nccl",
+    hook: Annotated[bool, typer.Option(help="whether a hook sends gradients to their owners")] = True,
+    dtype: Annotated[str, typer.Option(help="of parameters, e.g. bfloat16")] = "",
+    grad_dtype: Annotated[str, typer.Option(help="of gradients")] = "",
+    master_weights: Annotated[bool, typer.Option("--master-weights", help="float32 copies at owners")] = False,
+    memory: Annotated[str, typer.Option(help="of a device, e.g. 80GiB")] = "",
+    show: Annotated[bool, typer.Option("--show", help="list what `matrices` means")] = False,
+    real: Annotated[bool, typer.Option("--real", help="build a function's model on the CPU")] = False,
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="of a config")] = False,
+    picture: Annotated[Path | None, typer.Option(help="draw bars and lines to this file")] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="print JSON; sizes are bytes")] = False,
+    require_fit: Annotated[bool, typer.Option("--require-fit", help="exit with 1 if all exceed --memory")] = False,
+) -> None:
+    """Show bytes, work and traffic of each rank, from shapes alone."""
+    try:
+        device = parse_bytes(memory) if memory else None
+    except ValueError as error:
+        raise InputError(f"--memory: {error}") from None
+    if require_fit and device is None:
+        raise InputError("--require-fit needs --memory")
+    counts, partitions = _numbers(ranks), [*dict.fromkeys(name.strip() for name in partition.split(","))]
+    if unknown := [name for name in partitions if name not in PARTITIONS]:
+        raise InputError(f"--partition {unknown[0]!r} is not one of {', '.join(PARTITIONS)}")
+    # For modules of the user's, as with python -m.
+    sys.path.insert(0, str(Path.cwd()))
+    found = read_model(model, real=real, trust_remote_code=trust_remote_code)
+    if show and found.groups is None:
+        sys.stdout.writelines(f"{name}\n" for name in sorted(found.matrices))
+        return
+    of_params = _dtype(dtype, "--dtype")
+    settings: Any = {"grad_dtype": _dtype(grad_dtype, "--grad-dtype"), "master_weights": master_weights}
+    asked = {text: planner_of(found, text, of_params, backend=backend, **settings) for text in optimizer or ["AdamW"]}
+    errors = Console(stderr=True)
+    rows = [
+        row
+        for text, planner in asked.items()
+        for count in track(counts, escape(text), console=errors, transient=True, disable=not errors.is_terminal)
+        for row in compare(planner, text, count, partitions, hook=hook)
+    ]
+    if all(row.plan is None for row in rows):
+        raise InputError(next(row.note for row in rows if row.note))
+    advice = {
+        text: advise(each, [row for row in rows if row.optimizers == text], device) for text, each in asked.items()
+    }
+    if picture is not None:
+        draw(rows, device, picture)
+    if json_output:
+        sys.stdout.write(json.dumps(as_json(found, rows, device, advice), indent=2) + "\n")
+    else:
+        _print(found, rows, device, dtype, advice)
+        sys.stdout.write("" if optimizer else "No -o was given: AdamW.\n")
+    if require_fit and device is not None and all(row.largest.total > device for row in rows if row.plan is not None):
+        raise typer.Exit(1)
+
+
+def _print(model: Model, rows: list[Row], memory: int | None, dtype: str, advice: Mapping[str, str]) -> None:
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 80)
+    params = [*model.params.values()]
+    frozen = sum(param.numel() for param in params if not param.requires_grad)
+    kinds = "the model's " + listed([*dict.fromkeys(str(param.dtype).removeprefix("torch.") for param in params)])
+    console.print(f"{model.source}:", markup=False)
+    numel = sum(param.numel() for param in params)
+    console.print(f"{numel:,} parameters in {f'{dtype} by --dtype' if dtype else kinds}, {frozen:,} of them frozen")
+    for note in model.notes:
+        console.print(f"Note: {note}.", markup=False)
+    for text in dict.fromkeys(row.optimizers for row in rows):
+        own = [row for row in rows if row.optimizers == text]
+        plain = own[0].largest
+        parts = ("parameters", "gradients", "buffers", "state")
+        sizes = ", ".join(f"{part} {format_bytes(getattr(plain, part))}" for part in parts)
+        console.print(f"\n{text}\nWithout sharding: {sizes}", markup=False)
+        console.print(table(own, memory))
+        for note in dict.fromkeys(row.note for row in own if row.note):
+            console.print(f"Note: {note}", markup=False)
+        console.print(advice[text], markup=False)
+    console.print(f"\n{BY_ARITHMETIC}\n{NOT_COUNTED}", markup=False)
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        found = [*dict.fromkeys(int(part) for part in text.split(","))]
+    except ValueError:
+        raise InputError(f"--ranks {text!r} is no list of numbers, such as 2,4,8") from None
+    if min(found) < 1:
+        raise InputError(f"--ranks {text!r}: at least one rank is needed")
+    return found
+
+
+def _dtype(name: str, option: str) -> torch.dtype | None:
+    found = getattr(torch, name, None) if name else None
+    if name and not (isinstance(found, torch.dtype) and found.is_floating_point):
+        raise InputError(f"{option} {name!r} is no floating-point dtype of torch, such as bfloat16")
+    return found
+
+
+def run() -> None:
+    """Run the command; what is wrong with its input is told in one line, with exit status 2."""
+    try:
+        sys.exit(app(standalone_mode=False))
+    except (InputError, _UsageError) as error:
+        told = str(error) if isinstance(error, InputError) else error.format_message()
+    except typer.Abort:
+        sys.exit(130)
+    sys.stderr.write(f"zeroshard: {told}\n")
+    sys.exit(2)

@@ -1,0 +1,218 @@
+"""The model that is planned for, as parameters without values: of a function, a Hugging Face config, or safetensors."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass, replace
+from itertools import chain, repeat
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeroshard.plan.choices import listed, matrix_names
+from zeroshard.plan.groups import read_groups
+
+
+class InputError(ValueError):
+    """What the command was given cannot be used; one line, for the terminal."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model without values.
+
+    Attributes:
+        source: where it is from, in words.
+        params: its parameters by name, each once, also if it is tied.
+        buffers: bytes of its buffers.
+        matrices: names of the 2-D parameters that are neither an embedding nor an output head.
+        groups: param groups that a function has returned in place of a model, or None.
+        notes: what a reader of the table should know.
+    """
+
+    source: str
+    params: Mapping[str, nn.Parameter]
+    buffers: int = 0
+    matrices: frozenset[str] = frozenset()
+    groups: Sequence[Mapping[str, Any]] | None = None
+    notes: tuple[str, ...] = ()
+
+
+def read_model(text: str, *, real: bool = False, trust_remote_code: bool = False) -> Model:
+    """Read a model, as the command's help says; no weights are read, and nothing is fetched. Raises InputError."""
+    found = _read(text, real=real, trust_remote_code=trust_remote_code)
+    if not found.params:
+        raise InputError(f"{text} has no parameters")
+    if any("experts" in name for name in found.params):
+        return replace(found, notes=(*found.notes, "experts are replicated; expert parallelism is not modelled"))
+    return found
+
+
+def _read(text: str, *, real: bool, trust_remote_code: bool) -> Model:
+    path = Path(text)
+    if os.path.isdir(path):  # noqa: PTH112 - Path.is_dir raises where a name is too long
+        names = ("config.json", "model.safetensors.index.json", "model.safetensors")
+        path = next((path / name for name in names if (path / name).is_file()), path)
+        if path.is_dir():
+            raise InputError(f"{text} has no {', '.join(names[:-1])} or {names[-1]}")
+    if os.path.isfile(path):  # noqa: PTH113 - the same
+        if path.suffix == ".safetensors" or path.name.endswith(".safetensors.index.json"):
+            return _of_safetensors(path)
+        return _of_config(path, trust_remote_code=trust_remote_code)
+    module, _, function = text.partition(":")
+    if re.fullmatch(r"[\w.]+:[A-Za-z_]\w*", text):
+        return _of_function(module, function, real=real)
+    raise InputError(
+        f"{text!r} is no file, folder or module:function. For a model on the Hugging Face hub, download its config "
+        f"first: hf download {text} config.json --local-dir {path.name or 'model'}"
+    )
+
+
+def of_module(model: nn.Module, source: str, head: torch.Tensor | None = None) -> Model:
+    """Describe a live model; ``head`` is the weight of its output head, if it is known."""
+    buffers = sum(buffer.nbytes for buffer in {*model.buffers()})
+    return Model(source, dict(model.named_parameters()), buffers, matrix_names(model, head))
+
+
+def _of_function(module: str, function: str, *, real: bool) -> Model:
+    text = f"{module}:{function}"
+    make = _call(lambda: getattr(importlib.import_module(module), function), text)
+    made = _build(make, text, real=real)
+    if isinstance(made, nn.Module):
+        found: Model = _call(lambda: of_module(made, f"the model that {text} returns"), text)
+        return found
+    try:
+        groups = read_groups(made)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{text} returns {type(made).__name__}, no model or param groups: {error}") from None
+    named = [zip(group.get("param_names", repeat("param")), group["params"], strict=False) for group in groups]
+    params = {f"{name}.{number}": param for number, (name, param) in enumerate(chain.from_iterable(named))}
+    if len({*params.values()}) < len(params):
+        raise InputError(f"{text} returns param groups of which two have the same parameter")
+    return Model(f"the param groups that {text} returns", params, groups=groups)
+
+
+def _build(make: Callable[[], Any], text: str, *, real: bool) -> Any:  # noqa: ANN401 - what a user's function returns
+    def on_meta() -> Any:  # noqa: ANN401 - the same
+        with torch.device("cpu" if real else "meta"):
+            return make()
+
+    try:
+        return _call(on_meta, text)
+    except InputError as error:
+        if real or "meta" not in str(error).lower():
+            raise
+        why = "the meta device has no values to read while a model is built: --real builds it on the CPU"
+        raise InputError(f"{error}; {why}") from None
+
+
+def _call(function: Callable[[], Any], text: str) -> Any:  # noqa: ANN401 - what a user's function returns
+    """Call what may be the user's code, whose output goes to stderr; an InputError says where it raised what."""
+    try:
+        with redirect_stdout(sys.stderr):
+            return function()
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever it raises
+        others = [str(Path(file).parent) for file in (__file__, torch.__file__, importlib.__file__)]
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if not frame.filename.startswith((*others, "<frozen"))]
+        where = f"{own[-1].filename}:{own[-1].lineno}" if own else text
+        raise InputError(f"{where}: {type(error).__name__}: {' '.join(str(error).split())[:300]}") from None
+
+
+def _of_config(path: Path, *, trust_remote_code: bool) -> Model:
+    config = _json(path)
+    try:
+        import transformers
+    except ImportError:
+        raise InputError(f"{path} needs transformers, which is not installed: pip install transformers") from None
+    if config.get("auto_map") and not trust_remote_code:
+        raise InputError(f"{path} names code beside it (auto_map), which --trust-remote-code would run")
+    names, options = config.get("architectures") or [], {"trust_remote_code": trust_remote_code}
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise InputError(f"{path} is no config: its architectures are {names!r}")
+    known = getattr(transformers, names[0], None) if names else None
+    if names and known is None and not trust_remote_code:
+        raise InputError(f"transformers {transformers.__version__} has no {names[0]}, which {path} names")
+
+    def make() -> nn.Module:
+        read = transformers.AutoConfig.from_pretrained(str(path), local_files_only=True, **options)
+        made: nn.Module = known(read) if known else transformers.AutoModel.from_config(read, **options)
+        return made.to(read.dtype) if read.dtype else made
+
+    made = _build(make, str(path), real=False)
+    head = made.get_output_embeddings()
+    found = of_module(made, f"{type(made).__name__}, of {path}", None if head is None else head.weight)
+    if not names:
+        found = replace(found, notes=(*found.notes, f"{path} names no architecture: {type(made).__name__} has no head"))
+    return found
+
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Of parameters, by the names of safetensors; other dtypes are not trained by the optimizers of torch."""
+
+_BUFFERS = re.compile(
+    r"(inv_freq|\.masked_bias|position_ids|running_mean|running_var|num_batches_tracked)$|\.attn\.bias$"
+)
+"""Names under which well-known models save buffers; GPT-2's ``attn.bias`` is a mask."""
+
+_EMBEDDINGS = re.compile(r"(^|[._])(wte|wpe|embed\w*|\w*embeddings?|shared)\.weight$")
+
+
+def _of_safetensors(path: Path) -> Model:
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError:
+        raise InputError(f"{path} needs safetensors, which is not installed: pip install safetensors") from None
+    files = [path]
+    if path.suffix == ".json":
+        named = _json(path).get("weight_map")
+        if not isinstance(named, dict) or not named or not all(isinstance(file, str) for file in named.values()):
+            raise InputError(f"{path} is no index: it has no weight_map")
+        files = [path.parent / name for name in dict.fromkeys(named.values())]
+    params, left_out, untrained = dict[str, nn.Parameter](), list[str](), 0
+    for file in files:
+        if not file.is_file():
+            raise InputError(f"{path} names {len(files)} files, of which {file.name} is missing")
+        if file.open("rb").read(23) == b"version https://git-lfs":
+            raise InputError(f"{file} is a pointer of git-lfs, and has no tensors: run git lfs pull in its folder")
+        try:
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 - it is no dict
+                    found = opened.get_slice(name)
+                    dtype = None if _BUFFERS.search(name) else _DTYPES.get(found.get_dtype())
+                    if dtype is None:
+                        left_out.append(name)
+                        untrained += math.prod(found.get_shape()) * (found.get_dtype() not in _DTYPES)
+                    else:
+                        params[name] = nn.Parameter(torch.empty(found.get_shape(), dtype=dtype, device="meta"))
+        except (SafetensorError, OSError) as error:
+            raise InputError(f"{file} is damaged: {error}") from None
+    embeddings = {name: param for name, param in params.items() if param.ndim == 2 and _EMBEDDINGS.search(name)}
+    if untrained > sum(param.numel() for param in params.values()):
+        raise InputError(f"{path}: most of it is of a dtype that is not trained, such as {left_out[0]}")
+    vocabulary = max([param.shape[0] for param in embeddings.values()], default=0)
+    matrices = {n for n, p in params.items() if p.ndim == 2 and n not in embeddings and p.shape[0] != vocabulary}
+    notes = [f"left out, as buffers or of a dtype that is not trained: {listed(left_out)}"] if left_out else []
+    if not embeddings:
+        notes.append("no embedding was recognised by its name: --show lists what counts as a matrix")
+    return Model(str(path), params, 0, frozenset(matrices), notes=tuple(notes))
+
+
+def _json(path: Path) -> Mapping[str, Any]:
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except (ValueError, OSError, RecursionError) as error:
+        raise InputError(f"{path} cannot be read: {error}") from None
+    if not isinstance(found, dict):
+        raise InputError(f"{path} is no config: it holds a {type(found).__name__}")
+    return found

@@ -1,0 +1,113 @@
+"""A comparison as a table, as JSON and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.table import Table
+from zeroshard_core import RankBytes
+
+from zeroshard.byte_units import format_bytes
+from zeroshard.planner.comparison import Row
+from zeroshard.planner.models import InputError, Model
+
+SCHEMA = 1
+"""Version of the JSON; raised when a name in it changes its meaning, or goes."""
+
+NOT_COUNTED = (
+    "Not counted: activations, the device's context, NCCL's buffers, fragmentation.\n"
+    "With DDP's gradient_as_bucket_view=True; without it, gradients take twice as much."
+)
+BY_ARITHMETIC = "* by the same arithmetic, not run; FSDP2 without the layers that it has gathered"
+
+
+def table(rows: Iterable[Row], memory: int | None) -> Table:
+    """Return a line for each row, in at most 80 columns; of several ranks the one that has most."""
+    found = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
+    for name in ("ranks", "partition"):
+        found.add_column(name, no_wrap=True)
+    for name in ("state", "peak", "work", "sent", "sent, all", *(["left"] if memory is not None else [])):
+        found.add_column(name, justify="right", no_wrap=True)
+    before = 0
+    for row in rows:
+        if before not in (0, row.count):
+            found.add_section()
+        before = row.count
+        if not row.ranks:
+            found.add_row(str(row.count), row.partition, "refused")
+            continue
+        left = memory - row.largest.total if memory is not None else 0
+        found.add_row(
+            str(row.count),
+            row.partition + "*" * (row.plan is None),
+            format_bytes(max(rank.state for rank in row.ranks)),
+            format_bytes(row.largest.total),
+            f"{row.plan.imbalance:.2f}" if row.plan is not None else "",
+            format_bytes(max(row.sent)),
+            format_bytes(sum(row.sent)),
+            *([f"[red]{format_bytes(left)}[/red]" if left < 0 else format_bytes(left)] if memory is not None else []),
+        )
+    return found
+
+
+def as_json(model: Model, rows: Iterable[Row], memory: int | None, advice: Mapping[str, str]) -> Mapping[str, Any]:
+    """Return what ``--json`` prints; sizes are bytes."""
+    return {
+        "schema": SCHEMA,
+        "model": model.source,
+        "notes": [*model.notes, NOT_COUNTED],
+        "memory": memory,
+        "advice": dict(advice),
+        "elements": sum(param.numel() for param in model.params.values()),
+        "frozen": sum(param.numel() for param in model.params.values() if not param.requires_grad),
+        "rows": [
+            {
+                "optimizers": row.optimizers,
+                "ranks": row.count,
+                "partition": row.partition,
+                "is_arithmetic": row.plan is None and bool(row.ranks),
+                "note": row.note,
+                "imbalances": {} if row.plan is None else dict(row.plan.imbalances),
+                "lower_bound": None if row.plan is None else row.plan.lower_bound,
+                "per_rank": [{**asdict(rank), "total": rank.total} for rank in row.ranks],
+                "sent": [*row.sent],
+                "left": None if memory is None or not row.ranks else memory - row.largest.total,
+            }
+            for row in rows
+        ],
+    }
+
+
+def draw(rows: Sequence[Row], memory: int | None, file: Path) -> None:
+    """Draw bytes by kind for the first number of ranks, and their sums over all numbers; InputError if it cannot."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise InputError("--picture needs matplotlib, which is not installed: pip install 'zeroshard[cli]'") from None
+    by_name: dict[str, list[Row]] = {}
+    for row in [row for row in rows if row.ranks]:
+        by_name.setdefault(f"{row.optimizers}, {row.partition}", []).append(row)
+    figure = Figure(figsize=(11, 1.5 + 0.3 * max(8, len(by_name))), layout="constrained")
+    bars, lines = figure.subplots(1, 2)
+    below = [0.0] * len(by_name)
+    for kind in fields(RankBytes):
+        sizes = [getattr(own[0].largest, kind.name) / 1e9 for own in by_name.values()]
+        bars.barh([*by_name], sizes, left=below, label=kind.name)
+        below = [sum(both) for both in zip(below, sizes, strict=True)]
+    for name, own in by_name.items():
+        lines.plot([row.count for row in own], [row.largest.total / 1e9 for row in own], marker="o", label=name)
+    bars.invert_yaxis()
+    bars.set(title=f"{rows[0].count} ranks", xlabel="GB on the rank that holds most, without activations")
+    lines.set(title="sum", xlabel="ranks", ylabel="GB", ylim=(0, None), xticks=sorted({row.count for row in rows}))
+    for panel, level in ((bars, bars.axvline), (lines, lines.axhline)):
+        panel.legend(fontsize="small")
+        if memory is not None:
+            level(memory / 1e9, color="red", linestyle=":")
+    try:
+        figure.savefig(file)
+    except Exception as error:  # noqa: BLE001 - formats have errors of their own
+        raise InputError(f"--picture {file}: {' '.join(str(error).split())}") from None

@@ -1,0 +1,331 @@
+"""The command ``zeroshard plan``: what it reads, what it shows, and what it refuses in one line."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from zeroshard_core import RankBytes
+
+pytest.importorskip("typer", reason="the command needs the extra zeroshard[cli]")
+pytest.importorskip("rich", reason="the command needs the extra zeroshard[cli]")
+
+from safetensors.torch import save_file
+from zeroshard.planner import main
+from zeroshard.planner.comparison import RULES, Case, first_advice
+from zeroshard.planner.models import InputError, read_model
+
+TRAIN = """
+import torch
+from torch import nn
+
+def make_model():
+    return nn.Sequential(nn.Embedding(1000, 64), nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 1000))
+
+def experts():
+    model = nn.Module()
+    model.experts = nn.Module()
+    model.experts.up = nn.Parameter(torch.empty(4, 8, 8))
+    return model
+
+def groups():
+    model = make_model()
+    hidden = [p for p in model.parameters() if p.ndim == 2]
+    rest = (named for named in model[2].named_parameters())
+    return [{"params": hidden, "optimizer_class": torch.optim.Muon}, {"params": rest, "lr": 0.1}]
+
+def one_twice():
+    weight = nn.Parameter(torch.empty(4))
+    return [{"params": weight}, {"params": [weight]}]
+
+def parameters():
+    return make_model().parameters()
+
+def exits():
+    raise SystemExit(0)
+
+def prints():
+    print("a model")
+    return make_model()
+
+def lazy():
+    return nn.LazyLinear(3)
+
+def nothing_in_it():
+    return nn.Module()
+
+class Endless(torch.optim.SGD):
+    def step(self):
+        raise KeyError("momentum")
+
+def adapters():
+    return nn.Sequential(nn.Linear(512, 512).requires_grad_(False), nn.Linear(512, 4))
+
+def reads_values():
+    return nn.Linear(int(torch.ones(3).sum()), 4)
+
+def raises():
+    raise RuntimeError("no such layer")
+
+def number():
+    return 3
+"""
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Run the command in a folder with a module ``train``, and return its status, output and errors."""
+    (tmp_path / "train.py").write_text(TRAIN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "train", raising=False)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["zeroshard", "plan", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return int(ended.value.code or 0), *capsys.readouterr()
+
+    return run
+
+
+def test_the_table_of_a_function_fits_80_columns(command: Command) -> None:
+    status, shown, _ = command(
+        "train:make_model", "-o", "Muon:matrices+AdamW:rest", "--ranks", "2,4", "--memory", "1GiB"
+    )
+    assert status == 0
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "\x1b" not in shown
+    assert "133,288 parameters in the model's float32, 0 of them frozen" in shown
+    for said in (
+        "DDP*", "FSDP2*", "whole", "level", "refused", "Use partition='level'",
+        "Not counted: activations, the device's context, NCCL's buffers, fragmentation.",
+    ):  # fmt: skip
+        assert said in shown
+    assert "fits" not in shown
+    # It has one class.
+    assert "torch ZeRO" not in shown
+    assert "torch ZeRO*" in command("train:make_model")[1]
+
+
+def test_what_is_left_may_be_negative_and_decides_the_exit_status(command: Command) -> None:
+    arguments = ("train:make_model", "--memory", "1MB")
+    status, shown, _ = command(*arguments)
+    assert (status, "-1.666 MB" in shown) == (0, True)
+    assert command(*arguments, "--require-fit")[0] == 1
+    assert command("train:make_model", "--memory", "1GB", "--require-fit")[0] == 0
+
+
+def test_the_json_has_bytes_as_integers_per_rank_and_as_predicted(command: Command) -> None:
+    from zeroshard import predict
+
+    _, shown, _ = command("train:make_model", "-o", "SGD(momentum=0.9)", "-o", "AdamW", "--ranks", "3", "--json")
+    told = json.loads(shown)
+    assert told["schema"] == 1
+    rows = {(row["optimizers"], row["partition"]): row for row in told["rows"]}
+    assert len(rows) == len(told["rows"]) == 14
+    assert told["advice"]["AdamW"] == "On 3 ranks: Use partition='split': it divides the state evenly."
+    model = nn.Sequential(nn.Embedding(1000, 64), nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 1000))
+    expected = predict(model, torch.optim.AdamW, ranks=3, partition="split", backend="nccl")
+    here = rows["AdamW", "split"]
+    assert [rank["state"] for rank in here["per_rank"]] == [rank.state for rank in expected.ranks]
+    assert [rank["total"] for rank in here["per_rank"]] == [rank.total for rank in expected.ranks]
+    assert here["sent"] == [*expected.sent]
+    plain = rows["AdamW", "DDP"]["per_rank"][0]
+    assert (told["elements"], told["frozen"]) == (133288, 0)
+    assert (plain["parameters"], plain["buffers"]) == (4 * 133288, 2 * 4 * 64 + 8)
+    # Momentum is half of what AdamW keeps, beside its steps.
+    assert rows["SGD(momentum=0.9)", "DDP"]["per_rank"][0]["state"] == (plain["state"] - 4 * 7) // 2
+    assert rows["AdamW", "FSDP2"]["is_arithmetic"]
+    assert not here["is_arithmetic"]
+
+
+def test_dtypes_and_master_weights(command: Command) -> None:
+    def split(*options: str) -> dict[str, int]:
+        _, shown, _ = command("train:make_model", "--ranks", "1", "--partition", "whole", "--json", *options)
+        [row] = [row for row in json.loads(shown)["rows"] if row["partition"] == "whole"]
+        found: dict[str, int] = row["per_rank"][0]
+        return found
+
+    usual, half = split(), split("--dtype", "bfloat16")
+    assert [half[kind] * 2 for kind in ("parameters", "gradients")] == [usual["parameters"], usual["gradients"]]
+    master = split("--dtype", "bfloat16", "--master-weights", "--grad-dtype", "float32")
+    assert master["gradients"] == usual["gradients"]
+    assert master["state"] == usual["state"] + usual["parameters"]
+
+
+def test_param_groups_of_a_function_keep_their_classes(command: Command) -> None:
+    status, shown, _ = command("train:groups", "--ranks", "2", "--json")
+    assert status == 0
+    [split] = [row for row in json.loads(shown)["rows"] if row["partition"] == "split"]
+    assert "Muon, the class of param group 0, is not known to be elementwise" in split["note"]
+
+
+@pytest.mark.parametrize("function", ["parameters", "prints"])
+def test_parameters_and_functions_that_print_are_as_the_model(command: Command, function: str) -> None:
+    told, expected = (
+        json.loads(command(f"train:{name}", "-o", "SGD(momentum=0.9)", "--json")[1])["rows"]
+        for name in (function, "make_model")
+    )
+    assert [row["per_rank"][0]["state"] for row in told] == [row["per_rank"][0]["state"] for row in expected]
+    assert told[0]["per_rank"][0]["state"] > 0
+
+
+def test_matrices_are_listed(command: Command) -> None:
+    assert command("train:make_model", "--show")[:2] == (0, "1.weight\n")
+
+
+def test_experts_are_said_to_be_replicated(command: Command) -> None:
+    assert "experts are replicated; expert parallelism is not modelled" in command("train:experts")[1]
+
+
+def test_the_backend_decides_how_small_parts_are(command: Command) -> None:
+    def imbalance(backend: str) -> float:
+        _, shown, _ = command(
+            "train:make_model", "--ranks", "64", "--backend", backend, "--partition", "split", "--json"
+        )
+        [row] = [row for row in json.loads(shown)["rows"] if row["partition"] == "split"]
+        found: float = row["imbalances"]["work"]
+        return found
+
+    assert imbalance("nccl") < imbalance("gloo")
+
+
+def test_a_picture_is_drawn(command: Command, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib")
+    status, *_ = command("train:make_model", "--ranks", "2,4", "--memory", "1GB", "--picture", "out.svg")
+    assert (status, "<svg" in (tmp_path / "out.svg").read_text()) == (0, True)
+    assert command("train:make_model", "--picture", "nowhere/out.svg")[0] == 2
+
+
+def test_the_help_has_three_examples_on_one_screen(command: Command) -> None:
+    status, shown, _ = command("--help")
+    assert (status, shown.count("zeroshard plan ")) == (0, 4)
+    assert len(shown.splitlines()) <= 50
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["nowhere:make"], "nowhere:make: ModuleNotFoundError: No module named 'nowhere'"),
+        (["train:nothing"], "module 'train' has no attribute 'nothing'"),
+        (["train:nothing_in_it"], "train:nothing_in_it has no parameters"),
+        (["train:lazy"], "uninitialized parameter"),
+        (["train:exits"], "SystemExit: 0"),
+        (["train:one_twice"], "param groups of which two have the same parameter"),
+        (["train:groups", "-o", "SGD+AdamW"], "param groups have their own classes; name one class"),
+        (["train:make_model", "-o", "train.Endless"], "the state of Endless could not be measured"),
+        (["train:make_model", "-o", "AdamW(betas=(0.9,))"], "IndexError"),
+        (["train:make_model", "-o", "SparseAdam"], "the state of SparseAdam could not be measured"),
+        (["train:make_model", "-o", "Muon:matrices+AdamW", "--partition", "split"], "not known to be elementwise"),
+        (["x" * 5000], "is no file, folder or module:function"),
+        (["train:raises"], "train.py:51: RuntimeError: no such layer"),
+        (["train:reads_values"], "train.py:48: .*--real builds it on the CPU"),
+        (["train:number"], "train:number returns int, no model or param groups"),
+        (["gpt2"], "'gpt2' is no file, folder or module:function. .*hf download gpt2 config.json"),
+        (["."], r"\. has no config.json, model.safetensors.index.json or model.safetensors"),
+        (["train:make_model", "-o", "Adm"], "'Adm': torch.optim has no optimizer 'Adm'; did you mean Adam?"),
+        (["train:make_model", "-o", "Muon"], "'Muon': Muon only supports 2D parameters"),
+        (["train:make_model", "-o", "SGD:*.gain+AdamW"], "SGD:.*gain matches no parameter"),
+        (["train:make_model", "-o", "AdamW(betas=2)"], "'AdamW.betas=2.'"),
+        (["train:make_model", "-o", "AdamW(nothing=2)"], "unexpected keyword argument 'nothing'"),
+        (["train:make_model", "--ranks", "0"], "--ranks '0': at least one rank is needed"),
+        (["train:make_model", "--ranks", "2,x"], "--ranks '2,x' is no list of numbers, such as 2,4,8"),
+        (["train:make_model", "--partition", "even"], "--partition 'even' is not one of whole, split, hybrid, level"),
+        (["train:make_model", "--backend", "mpi"], "'mpi' is not one of 'gloo', 'nccl'"),
+        (["train:make_model", "--dtype", "int8"], "--dtype 'int8' is no floating-point dtype"),
+        (
+            ["train:make_model", "--memory", "24"],
+            "--memory: '24' is no amount of memory: write a number and one of bytes, kB, MB, GB",
+        ),
+        (["train:make_model", "--require-fit"], "--require-fit needs --memory"),
+        ([], "Missing argument"),
+    ],
+)
+def test_bad_input_is_told_in_one_line(command: Command, arguments: list[str], told: str) -> None:
+    status, shown, errors = command(*arguments)
+    assert (status, shown) == (2, "")
+    assert errors.count("\n") == 1
+    assert re.search(told, errors), errors
+
+
+def test_values_are_read_where_the_model_is_built_on_the_cpu(command: Command) -> None:
+    assert command("train:reads_values", "--real")[0] == 0
+
+
+def test_files_of_safetensors_are_read_by_their_headers(tmp_path: Path) -> None:
+    tensors = {"wte.weight": torch.zeros(100, 8), "h.0.attn.bias": torch.ones(4, 4), "h.0.fc.weight": torch.zeros(8, 8)}
+    save_file(tensors, tmp_path / "a.safetensors")
+    save_file({"lm_head.weight": torch.zeros(100, 8).half(), "ids": torch.arange(3)}, tmp_path / "b.safetensors")
+    files = dict.fromkeys(tensors, "a.safetensors") | dict.fromkeys(["lm_head.weight", "ids"], "b.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": files}))
+    for found in (read_model(str(index)), read_model(str(tmp_path))):
+        assert {name: (tuple(p.shape), p.dtype) for name, p in found.params.items()} == {
+            "wte.weight": ((100, 8), torch.float32),
+            "h.0.fc.weight": ((8, 8), torch.float32),
+            "lm_head.weight": ((100, 8), torch.float16),
+        }
+        assert found.matrices == {"h.0.fc.weight"}
+        assert found.notes == ("left out, as buffers or of a dtype that is not trained: h.0.attn.bias, ids",)
+    assert len(read_model(str(tmp_path / "a.safetensors")).params) == 2
+
+
+def test_damaged_and_missing_files_of_safetensors_are_named(tmp_path: Path) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}))
+    with pytest.raises(InputError, match=r"names 2 files, of which 1.safetensors is missing"):
+        read_model(str(index))
+    save_file({"a": torch.zeros(10)}, tmp_path / "1.safetensors")
+    (tmp_path / "2.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+    with pytest.raises(InputError, match=r"2.safetensors is a pointer of git-lfs"):
+        read_model(str(index))
+    (tmp_path / "2.safetensors").write_bytes((tmp_path / "1.safetensors").read_bytes()[:-8])
+    with pytest.raises(InputError, match=r"2.safetensors is damaged"):
+        read_model(str(index))
+    index.write_text("{}")
+    with pytest.raises(InputError, match="it has no weight_map"):
+        read_model(str(index))
+    index.write_text("[")
+    with pytest.raises(InputError, match="cannot be read"):
+        read_model(str(index))
+
+
+PLAIN = RankBytes(parameters=100, buffers=10, gradients=100, state=200, staging=0, temporaries=100)
+CASES = [
+    (Case(PLAIN, 400, 1, is_elementwise=True), "plain optimizer"),
+    (Case(PLAIN, 300, 8, is_elementwise=True, memory=299), "Use FSDP2"),
+    (Case(replace(PLAIN, state=10), 300, 8, is_elementwise=False, memory=300), "plain DDP"),
+    (Case(PLAIN, 300, 8, is_elementwise=False), "partition='level'"),
+    (Case(PLAIN, 300, 8, is_elementwise=True, memory=300), "partition='split'"),
+]
+
+
+@pytest.mark.parametrize(("case", "told"), CASES)
+def test_each_rule_of_advice(case: Case, told: str) -> None:
+    assert told in first_advice(case)
+
+
+def test_every_rule_has_a_case() -> None:
+    assert {first_advice(case) for case, _ in CASES} == {text for _, text in RULES}
+
+
+def test_adapters_are_better_off_without_sharding(command: Command) -> None:
+    shown = " ".join(command("train:adapters")[1].split())
+    assert "Use plain DDP: the optimizer state is less than 5% of parameters, gradients and state." in shown
+
+
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "zeroshard.planner.cli", raising=False)
+    monkeypatch.setitem(sys.modules, "typer", None)
+    with pytest.raises(SystemExit, match=r"typer is not installed.*zeroshard\[cli\]"):
+        main()
