@@ -140,6 +140,7 @@ def test_the_json_has_bytes_as_integers_per_rank_and_as_predicted(command: Comma
     assert [rank["state"] for rank in here["per_rank"]] == [rank.state for rank in expected.ranks]
     assert [rank["total"] for rank in here["per_rank"]] == [rank.total for rank in expected.ranks]
     assert here["sent"] == [*expected.sent]
+    assert here["work"] == [*expected.plan.loads]
     plain = rows["AdamW", "DDP"]["per_rank"][0]
     assert (told["elements"], told["frozen"]) == (133288, 0)
     assert (plain["parameters"], plain["buffers"]) == (4 * 133288, 2 * 4 * 64 + 8)

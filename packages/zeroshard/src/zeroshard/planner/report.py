@@ -71,6 +71,7 @@ def as_json(model: Model, rows: Iterable[Row], memory: int | None, advice: Mappi
                 "partition": row.partition,
                 "is_arithmetic": row.plan is None and bool(row.ranks),
                 "note": row.note,
+                "work": [] if row.plan is None else [*row.plan.loads],
                 "imbalances": {} if row.plan is None else dict(row.plan.imbalances),
                 "lower_bound": None if row.plan is None else row.plan.lower_bound,
                 "per_rank": [{**asdict(rank), "total": rank.total} for rank in row.ranks],
