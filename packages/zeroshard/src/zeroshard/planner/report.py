@@ -105,7 +105,7 @@ def draw(rows: Sequence[Row], memory: int | None, file: Path) -> None:
     bars.set(title=f"{rows[0].count} ranks", xlabel="GB on the rank that holds most, without activations")
     lines.set(title="sum", xlabel="ranks", ylabel="GB", ylim=(0, None), xticks=sorted({row.count for row in rows}))
     for panel, level in ((bars, bars.axvline), (lines, lines.axhline)):
-        panel.legend(fontsize="small")
+        panel.legend(fontsize="small", loc="upper left", bbox_to_anchor=(0, -0.15), ncols=3, frameon=False)
         if memory is not None:
             level(memory / 1e9, color="red", linestyle=":")
     try:
