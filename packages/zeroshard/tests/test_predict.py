@@ -108,6 +108,17 @@ def test_what_the_optimizer_would_refuse_is_refused(params: object, cls: object,
         predict(params, cls, ranks=2, partition=partition)  # type: ignore[arg-type]
 
 
+def test_a_class_that_cannot_be_built_on_the_meta_device_is_stepped_on_the_cpu() -> None:
+    class Real(optim.SGD):
+        def __init__(self, params: object, **settings: object) -> None:
+            super().__init__(params, **settings)
+            if any(param.is_meta for group in self.param_groups for param in group["params"]):
+                raise RuntimeError("values are needed")
+
+    found = predict(MODEL, Real, ranks=1, lr=0.1, momentum=0.9)
+    assert found.largest.state == found.largest.parameters
+
+
 def test_at_least_one_rank_is_needed() -> None:
     with pytest.raises(ValueError, match="at least one rank"):
         predict(MODEL, optim.AdamW, ranks=0)

@@ -202,8 +202,8 @@ def _check_class(chosen: GroupClass, group: Mapping[str, Any]) -> None:
     """Raise what a class raises for tensors of these shapes, without their values."""
     shapes = [(param.shape, param.dtype, param.requires_grad) for param in group["params"]]
     params = [torch.empty(s, dtype=d, device="meta", requires_grad=trained) for s, d, trained in shapes]
-    # Some classes cannot be built over tensors of the meta device.
-    with suppress(NotImplementedError):
+    # Some classes cannot be built over tensors of the meta device; whatever else is wrong, a step on the CPU tells.
+    with suppress(RuntimeError):
         chosen.build([{**hyperparameters_of(group), "params": params}])
 
 

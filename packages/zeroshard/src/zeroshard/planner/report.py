@@ -26,7 +26,7 @@ BY_ARITHMETIC = "* by the same arithmetic, not run; FSDP2 without the layers tha
 
 
 def table(rows: Iterable[Row], memory: int | None) -> Table:
-    """Return a line for each row, in at most 80 columns; of several ranks the one that has most."""
+    """Return a line for each row, in at most 80 columns: each number is the largest of any rank."""
     found = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
     for name in ("ranks", "partition"):
         found.add_column(name, no_wrap=True)
