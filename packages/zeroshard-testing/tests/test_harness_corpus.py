@@ -240,8 +240,8 @@ def test_the_corpus_is_as_large_as_it_claims() -> None:
 
 def test_a_deadlock_is_told_with_every_stack_and_the_last_collective(run: Callable[[str, int], Run]) -> None:
     [verdict] = of(run("wrong", 0), "wrong_mismatched.test_all_reduce_and_broadcast")
-    assert "Last collective: all_reduce (#2 of the default group, float32[4]), unfinished" in verdict.text
-    assert "Last collective: broadcast (#2 of the default group, float32[4]), unfinished" in verdict.text
+    assert "Last collective: all_reduce (collective #2 of the default group, float32[4]), unfinished" in verdict.text
+    assert "Last collective: broadcast (collective #2 of the default group, float32[4]), unfinished" in verdict.text
     assert verdict.text.count("dist.barrier()") == 0
     assert "dist.all_reduce(ones(4))" in verdict.text
     assert "dist.broadcast(ones(4), 0)" in verdict.text

@@ -89,117 +89,113 @@ def making(key: str = KEY, place: int = 0):
 
 def test_a_collective_that_a_finished_rank_has_not_issued_never_completes():
     found = find_deadlock({0: state("all_reduce"), 1: state(finished=True)})
-    assert found is not None
-    assert "stuck in all_reduce (collective #1 of the default group, float32[4])" in found.reasons[0]
-    assert "rank 1 never joins, it has ended" in found.reasons[0]
+    assert "stuck in all_reduce (collective #1 of the default group, float32[4])" in found[0]
+    assert "rank 1 never joins, it has ended" in found[0]
 
 
 def test_a_collective_that_all_have_issued_may_complete():
-    assert find_deadlock({0: state("all_reduce"), 1: state("all_reduce")}) is None
-    assert find_deadlock({0: state("all_reduce"), 1: state("all_reduce", done=1, finished=True)}) is None
+    assert find_deadlock({0: state("all_reduce"), 1: state("all_reduce")}) == {}
+    assert find_deadlock({0: state("all_reduce"), 1: state("all_reduce", done=1, finished=True)}) == {}
 
 
 def test_different_collectives_at_one_number_are_a_mismatch():
     states = {0: state("all_reduce"), 1: state("broadcast")}
     found = find_deadlock(states)
-    assert found is not None
-    assert set(found.reasons) == {0, 1}
+    assert set(found) == {0, 1}
     where = "as collective #1 of the default group"
     assert find_mismatch(states) == f"rank 0 is in all_reduce of float32[4], rank 1 in broadcast of float32[4], {where}"
 
 
 def test_one_rank_that_may_go_on_is_enough_for_hope():
     running = RankState()
-    assert find_deadlock({0: state("all_reduce"), 1: running}) is None
+    assert find_deadlock({0: state("all_reduce"), 1: running}) == {}
 
 
 def test_a_rank_with_one_collective_that_may_complete_is_not_stuck():
     states = {0: state("all_reduce", "all_reduce"), 1: state("all_reduce", finished=True)}
-    assert find_deadlock(states) is None
+    assert find_deadlock(states) == {}
 
 
 def test_a_rank_that_has_no_pending_collective_is_about_to_go_on():
-    assert find_deadlock({0: state("all_reduce", done=1), 1: state(finished=True)}) is None
+    assert find_deadlock({0: state("all_reduce", done=1), 1: state(finished=True)}) == {}
 
 
 def test_a_rank_of_which_nothing_is_known_proves_nothing():
-    assert find_deadlock({0: state("all_reduce"), 1: RankState(finished=True)}) is None
+    assert find_deadlock({0: state("all_reduce"), 1: RankState(finished=True)}) == {}
 
 
 def test_nobody_running_is_no_deadlock():
-    assert find_deadlock({0: state(finished=True), 1: state(finished=True)}) is None
+    assert find_deadlock({0: state(finished=True), 1: state(finished=True)}) == {}
 
 
 def test_two_ranks_that_receive_from_each_other_are_stuck():
-    assert find_deadlock({0: receiving(1), 1: receiving(0)}) is not None
+    assert find_deadlock({0: receiving(1), 1: receiving(0)})
 
 
 def test_a_message_that_was_sent_may_arrive():
-    assert find_deadlock({0: receiving(1), 1: receiving(0, send_0_0=1)}) is None
+    assert find_deadlock({0: receiving(1), 1: receiving(0, send_0_0=1)}) == {}
 
 
 def test_a_message_with_another_tag_does_not():
     found = find_deadlock({0: receiving(1, tag=5), 1: receiving(0, send_0_4=1)})
-    assert found is not None
-    assert "stuck waiting for message 1 from rank 1 with tag 5" in found.reasons[0]
+    assert "stuck waiting for message 1 from rank 1 with tag 5" in found[0]
 
 
 def test_the_messages_that_came_before_are_counted():
-    assert find_deadlock({0: receiving(1, number=1), 1: receiving(0, send_0_0=1)}) is not None
+    assert find_deadlock({0: receiving(1, number=1), 1: receiving(0, send_0_0=1)})
 
 
 def test_two_ranks_that_meet_over_a_store_may_find_each_other():
-    assert find_deadlock({0: making(), 1: state(kind="store")}) is None
-    assert find_deadlock({0: state(kind="store"), 1: state(kind="store")}) is None
-    assert find_deadlock({0: state(kind="store"), 1: state(finished=True)}) is not None
+    assert find_deadlock({0: making(), 1: state(kind="store")}) == {}
+    assert find_deadlock({0: state(kind="store"), 1: state(kind="store")}) == {}
+    assert find_deadlock({0: state(kind="store"), 1: state(finished=True)})
 
 
 def test_a_call_that_torch_has_not_numbered_yet_has_begun():
     states = {0: state("all_reduce"), 1: state("all_reduce")}
     groups = {rank: {KEY: replace(one.groups[KEY], issued=0)} for rank, one in states.items()}
-    assert find_deadlock({rank: replace(one, groups=groups[rank]) for rank, one in states.items()}) is None
+    assert find_deadlock({rank: replace(one, groups=groups[rank]) for rank, one in states.items()}) == {}
 
 
 def test_a_group_that_a_member_has_not_begun_to_make_is_never_made():
     here = replace(making("1:0,1"), groups=state(finished=True).groups)
     for other, fate in ((state(finished=True), "has ended"), (state("all_reduce"), "waits for something else")):
         found = find_deadlock({0: here, 1: other})
-        assert found is not None
-        assert found.reasons[0] == f"stuck waiting for the other ranks of a new process group: rank 1 {fate}"
+        assert found[0] == f"stuck waiting for the other ranks of a new process group: rank 1 {fate}"
 
 
 def test_a_group_that_all_members_have_begun_to_make_may_be_made():
-    assert find_deadlock({0: making(), 1: making(place=1)}) is None
-    assert find_deadlock({0: making(), 1: RankState(finished=True, begun={f"{KEY} 1": 1})}) is None
+    assert find_deadlock({0: making(), 1: making(place=1)}) == {}
+    assert find_deadlock({0: making(), 1: RankState(finished=True, begun={f"{KEY} 1": 1})}) == {}
 
 
 def test_a_group_of_one_waits_for_nobody():
-    assert find_deadlock({0: making("0:0")}) is None
-    assert find_deadlock({0: RankState(finished=True), 1: making("1:1")}) is None
+    assert find_deadlock({0: making("0:0")}) == {}
+    assert find_deadlock({0: RankState(finished=True), 1: making("1:1")}) == {}
 
 
 def test_ranks_that_are_no_members_of_a_group_need_not_begin_it():
     made = RankState(finished=True, begun={"1:0,2 1": 1})
-    assert find_deadlock({0: making("1:0,2"), 1: RankState(finished=True), 2: made}) is None
+    assert find_deadlock({0: making("1:0,2"), 1: RankState(finished=True), 2: made}) == {}
 
 
 def test_a_member_may_be_another_rank_than_it_is_called():
     made = RankState(finished=True, begun={f"{KEY} 1": 1})
-    assert find_deadlock({0: making(), 1: RankState(finished=True), 2: made}) is None
+    assert find_deadlock({0: making(), 1: RankState(finished=True), 2: made}) == {}
 
 
 def test_a_group_that_is_made_again_must_be_begun_again():
     again = RankState(False, (Awaited("group", KEY, number=1),), "mark", begun={f"{KEY} 0": 2})
-    assert find_deadlock({0: again, 1: RankState(finished=True, begun={f"{KEY} 1": 1})}) is not None
-    assert find_deadlock({0: again, 1: RankState(finished=True, begun={f"{KEY} 1": 2})}) is None
+    assert find_deadlock({0: again, 1: RankState(finished=True, begun={f"{KEY} 1": 1})})
+    assert find_deadlock({0: again, 1: RankState(finished=True, begun={f"{KEY} 1": 2})}) == {}
 
 
 def test_two_ranks_that_make_groups_in_another_order_are_stuck():
-    assert find_deadlock({0: making("1:0,1"), 1: making("2:0,1", place=1)}) is not None
+    assert find_deadlock({0: making("1:0,1"), 1: making("2:0,1", place=1)})
 
 
 def test_a_process_that_a_rank_has_started_may_be_a_member():
-    assert find_deadlock({0: making(), 1: RankState(finished=True, has_children=True)}) is None
+    assert find_deadlock({0: making(), 1: RankState(finished=True, has_children=True)}) == {}
 
 
 @pytest.mark.parametrize("count", [1, *(pytest.param(count, marks=pytest.mark.exhaustive) for count in (2, 3))])

@@ -8,6 +8,7 @@ from zeroshard_testing.issued import (
     differ,
     find_left_out,
     find_mismatch,
+    find_other_tensors,
     find_unmatched_messages,
 )
 from zeroshard_testing.rank_state import GroupState, Messages, Operation, RankState
@@ -57,7 +58,9 @@ def test_nothing_is_compared_in_detail_where_python_has_issued_alike():
     [
         (("broadcast", "float32[2, 3]"), ("broadcast", "float32[6]"), False),
         (("broadcast", "float32[6]"), ("broadcast", "float32[7]"), True),
-        (("gather", "float32[6]"), ("gather", "float32[7]"), False),
+        (("gather", "float32[6]"), ("gather", "float32[7]"), True),
+        (("all_gather", "float32[2], float32[3]"), ("all_gather", "float32[2], float32[3]"), False),
+        (("all_to_all", "float32[6]"), ("all_to_all", "float32[7]"), False),
         (("gather", "float32[6]"), ("gather", "int32[6]"), True),
         (("all_reduce", "float32[6]"), ("reduce", "float32[6]"), True),
         (("barrier", ""), ("barrier", ""), False),
@@ -80,6 +83,18 @@ def test_what_cpp_has_issued_may_be_known_by_another_name():
     inside = Operation("all_gather", "float32[4]", from_python=False)
     assert not differ(Operation("all_gather_into_tensor", "float32[4]"), inside)
     assert differ(Operation("broadcast", "float32[4]"), inside)
+
+
+def test_the_own_part_of_a_list_is_not_compared_with_the_list():
+    inside = Operation("all_gather", "float32[4]", from_python=False)
+    assert not differ(Operation("all_gather", "float32[4], float32[4]"), inside)
+    assert differ(Operation("all_gather", "float32[5]", from_python=False), inside)
+
+
+def test_a_failure_that_follows_from_an_abort_excuses_nothing():
+    states = {0: rank(ALL_REDUCE), 1: rank(Operation("all_reduce", "float32[5]"), failed=1)}
+    assert find_mismatch(states) is None
+    assert find_mismatch(states, excuses_failures=False) is not None
 
 
 def test_a_mismatch_is_told_with_both_sides():
@@ -108,7 +123,12 @@ def test_receives_from_anyone_take_what_is_left():
 def test_a_message_is_received_as_what_it_was_sent():
     states = {0: rank(send_1_0=["float32[4]"]), 1: rank(recv_0_0=["int32[4]"])}
     assert "sends float32[4], and rank 1 receives it as int32[4]" in find_unmatched_messages(states)[1]
-    assert find_unmatched_messages({0: rank(send_1_0=["float32[4]"]), 1: rank(recv_0_0=["float32[2, 2]"])}) == {}
+    assert "sends float32[4], and rank 1 receives it as int32[4]" in find_other_tensors(states)
+    states[1] = rank(recv_0_0=["float32[2, 2]"])
+    assert find_unmatched_messages(states) == {}
+    assert find_other_tensors(states) is None
+    states[1] = rank(**{"recv_0_0": ["int32[4]"], "recv_-1_0": ["float32[4]"]})
+    assert find_other_tensors(states) is None
 
 
 def test_after_a_failed_wait_messages_are_not_compared():

@@ -58,10 +58,13 @@ def test_what_a_peer_says_when_a_rank_has_gone_is_a_consequence(text):
 
 def test_stacks_end_where_the_test_was_called():
     text = (
-        'Thread 0x1 (most recent call first):\n  File "/x/zeroshard_testing/process_group.py", line 9 in _reap\n\n'
-        'Current thread 0x2 (most recent call first):\n  File "/x/test_it.py", line 3 in test_it\n'
-        '  File "/x/zeroshard_testing/worker.py", line 5 in runtest\n  File "/x/pluggy.py", line 1 in call'
+        'Stack (most recent call first):\n  File "/x/test_it.py", line 3 in test_it\n'
+        '  File "/x/zeroshard_testing/worker.py", line 5 in runtest\n  File "/x/pluggy.py", line 1 in call\n\n'
+        "Extension modules: numpy (total: 1)"
     )
-    assert readable_stacks(text) == (
-        'Current thread 0x2 (most recent call first):\n  File "/x/test_it.py", line 3 in test_it'
-    )
+    assert readable_stacks(text) == 'Stack (most recent call first):\n  File "/x/test_it.py", line 3 in test_it'
+
+
+def test_stacks_that_hold_no_frame_of_the_test_are_whole():
+    text = 'Stack (most recent call first):\n  File "/x/zeroshard_testing/worker.py", line 5 in runtest'
+    assert readable_stacks(text) == text

@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch exports it unseen
 
+from zeroshard_testing.rank_state import Operation
+
 TESTED_WITH = "2.15"
 """The newest torch in which these names were tried."""
 
@@ -26,7 +28,7 @@ GROUP_METHODS: Mapping[str, tuple[str, int]] = {
     "broadcast": ("broadcast", 0),
     "reduce": ("reduce", 0),
     "allreduce_coalesced": ("all_reduce_coalesced", 0),
-    "allgather": ("all_gather", 1),
+    "allgather": ("all_gather", 0),
     "_allgather_base": ("all_gather_into_tensor", 1),
     "all_gather_single": ("all_gather_into_tensor", 1),
     "allgather_coalesced": ("all_gather_coalesced", 1),
@@ -34,7 +36,7 @@ GROUP_METHODS: Mapping[str, tuple[str, int]] = {
     "all_gather_single_coalesced": ("all_gather_into_tensor_coalesced", 1),
     "gather": ("gather", 1),
     "scatter": ("scatter", 0),
-    "reduce_scatter": ("reduce_scatter", 0),
+    "reduce_scatter": ("reduce_scatter", 1),
     "_reduce_scatter_base": ("reduce_scatter_tensor", 0),
     "reduce_scatter_single": ("reduce_scatter_tensor", 0),
     "reduce_scatter_tensor_coalesced": ("reduce_scatter_tensor_coalesced", 0),
@@ -45,7 +47,8 @@ GROUP_METHODS: Mapping[str, tuple[str, int]] = {
     "barrier": ("barrier", -1),
 }
 """Methods of `ProcessGroup` that `torch.distributed` calls to issue a collective: the public name, and which argument
-holds this rank's own tensors (-1 for none). The public functions cannot be wrapped: modules import them by name."""
+holds this rank's tensors, or the tensors of all ranks where their sizes may differ (-1 for none). The public functions
+cannot be wrapped: modules import them by name."""
 
 _TORCH = str(Path(torch.__file__).parent)
 _WAITING = ("distributed", "nn/parallel/distributed.py", "autograd/graph.py", "_ops.py")
@@ -78,9 +81,7 @@ class Recorded:
 
     group: str
     number: int
-    name: str
-    tensors: str
-    pending: bool
+    operation: Operation
     created: float
     timeout: float
 
@@ -131,9 +132,12 @@ def _recorded(entry: Mapping[str, Any]) -> Recorded:
     return Recorded(
         entry["process_group"][0],
         int(entry["collective_seq_id"]),
-        entry["profiling_name"].rpartition(":")[2],
-        ", ".join(f"{_dtype_name(dtype)}{sizes}" for dtype, sizes in pairs),
-        not entry["retired"] and entry["state"] != "completed",
+        Operation(
+            entry["profiling_name"].rpartition(":")[2],
+            ", ".join(f"{_dtype_name(dtype)}{sizes}" for dtype, sizes in pairs),
+            pending=not entry["retired"] and entry["state"] != "completed",
+            from_python=False,
+        ),
         entry["time_created_ns"] / 1e9,
         entry["timeout_ms"] / 1e3,
     )
@@ -206,9 +210,13 @@ def _probe_recorder() -> None:
     dist.all_reduce(torch.ones(3))
     group = process_groups()[-1]
     latest = recorded()[-1]
+    operation = latest.operation
     # Under the debug level DETAIL a group has no name there.
-    if latest.group not in (group.group_name, "") or (latest.name, latest.tensors) != ("all_reduce", "float32[3]"):
-        raise LookupError(f"torch's flight recorder shows {latest} for an all_reduce of float32[3]")
+    if latest.group not in (group.group_name, "") or (operation.name, operation.tensors) != (
+        "all_reduce",
+        "float32[3]",
+    ):
+        raise LookupError(f"torch's flight recorder shows {operation} for an all_reduce of float32[3]")
 
 
 def _probe_methods() -> None:

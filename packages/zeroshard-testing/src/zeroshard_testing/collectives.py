@@ -18,67 +18,19 @@ import torch.distributed as dist
 
 from zeroshard_testing._torch_private import GROUP_METHODS, Recorded, reduce_op_name
 from zeroshard_testing.faults import Faults
-from zeroshard_testing.journal import JournalWriter
-from zeroshard_testing.rank_state import Operation, group_key
+from zeroshard_testing.rank_state import Operation
 from zeroshard_testing.wait_recorder import GroupRecord, Issued, WaitRecorder, described
 
 _ROOTED = ("broadcast", "reduce", "gather", "scatter")
 _KEPT = 512
 
 
-class Collectives:
-    """The collectives of this process, in the records of their groups, and in the journal for the time after it.
-
-    `record_collectives` makes the one of a worker.
-    """
-
-    def __init__(self, journal: JournalWriter, waits: WaitRecorder) -> None:
-        self._journal = journal
-        self._waits = waits
-
-    def issue(self, group: dist.ProcessGroup, operation: Operation, call: Callable[[], Any]) -> Any:  # noqa: ANN401 - what torch returns
-        """Issue a collective, on record while and after it is issued."""
-        __tracebackhide__ = True
-        try:
-            number = self._waits.collectives_in(group) + 1
-            record = self._waits.of_group(group)
-            record.key = record.key or group_key(group.group_name, dist.get_process_group_ranks(group))
-        except (RuntimeError, KeyError, ValueError, AttributeError):
-            # A group that torch does not know by rank, or whose backend does not count.
-            return call()
-        # Pending while it is issued: torch's debug level DETAIL lets ranks wait for one another there.
-        record.collectives[number] = replace(operation, pending=True)
-        record.collectives.pop(number - _KEPT, None)
-        self._journal.write(record.key, number, operation)
-        try:
-            work = call()
-        except BaseException:
-            if self._waits.collectives_in(group) < number:
-                # It was refused, and so was not issued.
-                record.collectives.pop(number, None)
-                self._journal.take_back()
-            else:
-                record.failed_collectives.add(number)
-                self._count(group, record, number, operation)
-            raise
-        self._count(group, record, number, operation)
-        self._waits.note_work(work, Issued("collective", weakref.ref(group), number=number))
-        return work
-
-    def _count(self, group: dist.ProcessGroup, record: GroupRecord, number: int, operation: Operation) -> None:
-        record.collectives[number] = operation
-        record.numbers += self._waits.collectives_in(group) - number + 1
-        text = f"{operation.name} {operation.amounts} {operation.root} {operation.reduce_op}"
-        record.checksum = zlib.crc32(text.encode(), record.checksum)
-
-
-def record_collectives(journal: JournalWriter, waits: WaitRecorder, faults: Faults) -> None:
+def record_collectives(waits: WaitRecorder, faults: Faults) -> None:
     """Wrap torch's collective methods, once in a process. The wrappers ask for faults before each collective."""
-    collectives = Collectives(journal, waits)
     for name, (title, place) in GROUP_METHODS.items():
         method = getattr(dist.ProcessGroup, name, None)
         if method is not None:
-            setattr(dist.ProcessGroup, name, _recording(collectives, faults, method, title, place))
+            setattr(dist.ProcessGroup, name, _recording(waits, faults, method, title, place))
 
 
 def latest_collectives(record: GroupRecord, recorded: Iterable[Recorded]) -> dict[int, Operation]:
@@ -87,14 +39,14 @@ def latest_collectives(record: GroupRecord, recorded: Iterable[Recorded]) -> dic
     for one in recorded:
         known = record.collectives.get(one.number)
         if known is None:
-            found[one.number] = Operation(one.name, one.tensors, one.pending, from_python=False)
+            found[one.number] = one.operation
         else:
-            found[one.number] = replace(known, pending=one.pending)
+            found[one.number] = replace(known, pending=one.operation.pending)
     return found
 
 
 def _recording(
-    collectives: Collectives, faults: Faults, method: Callable[..., Any], title: str, place: int
+    waits: WaitRecorder, faults: Faults, method: Callable[..., Any], title: str, place: int
 ) -> Callable[..., Any]:
     @functools.wraps(method)
     def issue(self: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the wrapped method
@@ -106,6 +58,43 @@ def _recording(
         root = max((getattr(value, "rootRank", -1) for value in values), default=-1) if title in _ROOTED else -1
         reduce_op = next(filter(None, map(reduce_op_name, values)), "")
         operation = Operation(title, tensors, root=root, reduce_op=reduce_op)
-        return collectives.issue(self, operation, lambda: method(self, *args, **kwargs))
+        return _issue(waits, self, operation, lambda: method(self, *args, **kwargs))
 
     return issue
+
+
+def _issue(waits: WaitRecorder, group: dist.ProcessGroup, operation: Operation, call: Callable[[], Any]) -> Any:  # noqa: ANN401 - what torch returns
+    """Issue a collective, on record while and after it is issued."""
+    __tracebackhide__ = True
+    record = waits.of_group(group)
+    if record.unlisted:
+        return call()
+    try:
+        number = waits.collectives_in(group) + 1
+    except (RuntimeError, AttributeError):
+        # The backend does not count.
+        return call()
+    # Pending while it is issued: torch's debug level DETAIL lets ranks wait for one another there.
+    record.collectives[number] = replace(operation, pending=True)
+    record.collectives.pop(number - _KEPT, None)
+    try:
+        work = call()
+    except BaseException:
+        if waits.collectives_in(group) < number:
+            # It was refused, and so was not issued.
+            record.collectives.pop(number, None)
+        else:
+            record.failed_collectives.add(number)
+            _count(waits, group, number, operation)
+        raise
+    _count(waits, group, number, operation)
+    waits.note_work(work, Issued("collective", weakref.ref(group), number=number))
+    return work
+
+
+def _count(waits: WaitRecorder, group: dist.ProcessGroup, number: int, operation: Operation) -> None:
+    record = waits.of_group(group)
+    record.collectives[number] = operation
+    record.numbers += waits.collectives_in(group) - number + 1
+    text = f"{operation.name} {operation.amounts} {operation.root} {operation.reduce_op}"
+    record.checksum = zlib.crc32(text.encode(), record.checksum)

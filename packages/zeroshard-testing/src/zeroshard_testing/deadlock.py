@@ -8,32 +8,27 @@ or what another has issued, there is no proof.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from zeroshard_testing.issued import differ, name_of
 from zeroshard_testing.rank_state import Awaited, Operation, RankState, group_members
 
 
-@dataclass(frozen=True)
-class Deadlock:
-    """A proof that ranks wait for ever: why each of them can never go on, as text by rank."""
+def find_deadlock(states: Mapping[int, RankState]) -> dict[int, str]:
+    """Prove from the states of one moment that no rank which still runs can ever go on.
 
-    reasons: Mapping[int, str]
-
-
-def find_deadlock(states: Mapping[int, RankState]) -> Deadlock | None:
-    """Prove from the states of one moment that no rank which still runs can ever go on, or return None."""
+    Return why each of them cannot, as text by rank; nothing without a proof.
+    """
     running = {rank: state.awaited for rank, state in states.items() if not state.finished}
-    if not running or not all(running.values()):
-        return None
+    if not all(running.values()):
+        return {}
     reasons: dict[int, str] = {}
     for rank, waits in running.items():
         for awaited in waits:
             text = _never_comes(awaited, rank, states)
             if text is None:
-                return None
+                return {}
             reasons.setdefault(rank, text)
-    return Deadlock(reasons)
+    return reasons
 
 
 def _never_comes(awaited: Awaited, rank: int, states: Mapping[int, RankState]) -> str | None:

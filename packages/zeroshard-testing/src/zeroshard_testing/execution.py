@@ -20,7 +20,6 @@ from zeroshard_testing.collectives import record_collectives
 from zeroshard_testing.faults import Faults
 from zeroshard_testing.groups_begun import record_groups
 from zeroshard_testing.ipc import Channel, Message
-from zeroshard_testing.journal import JournalWriter
 from zeroshard_testing.marker import place_of
 from zeroshard_testing.outcome import Outcome, printable
 from zeroshard_testing.process_group import GroupKeeper
@@ -33,12 +32,9 @@ from zeroshard_testing.wait_recorder import record_waits
 
 
 class Rank:
-    """What a worker keeps from test to test; one in a process, for the main thread, made before any process group.
+    """What a worker keeps from test to test; one in a process, for the main thread, made before any process group."""
 
-    The journal is the descriptor of the file for the latest collectives.
-    """
-
-    def __init__(self, channel: Channel, request: Message, journal: int, session: pytest.Session) -> None:
+    def __init__(self, channel: Channel, request: Message, session: pytest.Session) -> None:
         self._channel = channel
         self._session = session
         plugin = session.config.pluginmanager.get_plugin(RankPlugin.name)
@@ -47,9 +43,8 @@ class Rank:
         self._collector = Collector(session, Path(request["temporary"]))
         self._faults = Faults(channel)
         waits = record_waits(self._faults)
-        writer = JournalWriter(journal)
-        record_collectives(writer, waits, self._faults)
-        self.inspector = RankInspector(waits, record_groups(), writer)
+        record_collectives(waits, self._faults)
+        self.inspector = RankInspector(waits, record_groups())
         self.inspector.keep_destroyed_groups()
         self.groups = GroupKeeper(request["port"])
         plugin.state = self._state = ProcessState()

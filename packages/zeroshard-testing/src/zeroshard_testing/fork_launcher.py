@@ -79,7 +79,7 @@ class ForkLauncher(Launcher):
 
     def _launch(self, child: Child, request: Message, theirs: socket.socket) -> None:
         outputs = [1, 2] if self._inherit_output else [child.stdout.fileno(), child.stderr.fileno()]
-        descriptors = [theirs.fileno(), *outputs, child.stacks.fileno(), child.journal.fileno()]
+        descriptors = [theirs.fileno(), *outputs, child.stacks.fileno()]
         try:
             self._channel.send({**request, "op": "fork", "id": child.identity}, descriptors=descriptors)
         except ClosedError as error:

@@ -68,7 +68,7 @@ class _Server:
             if message["id"] in self._children:
                 kill_group(self._children[message["id"]])
             return
-        descriptors = self._channel.take_descriptors(5)
+        descriptors = self._channel.take_descriptors(4)
         pid = os.fork()
         if pid == 0:
             self._become_child(message, descriptors)
@@ -87,11 +87,11 @@ class _Server:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self._wakeup.close()
             self._channel.close()
-            control, stdout, stderr, stacks, journal = descriptors
+            control, stdout, stderr, stacks = descriptors
             for source, target in ((stdout, 1), (stderr, 2)):
                 os.dup2(source, target)
                 os.close(source)
-            run_child(Channel(socket.socket(fileno=control)), message, stacks, journal, self._session)
+            run_child(Channel(socket.socket(fileno=control)), message, stacks, self._session)
             status = 0
         except BaseException:  # noqa: BLE001 - this process must not return into the server's code
             sys.excepthook(*sys.exc_info())

@@ -7,19 +7,25 @@ message that is never received is a hang with larger tensors.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import permutations
 
 from zeroshard_testing.rank_state import GroupState, Messages, Operation, RankState
 
 _SINGLE = ("all_reduce", "broadcast", "reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
-_SAME_SIZES = (*_SINGLE, *(f"{name}_coalesced" for name in _SINGLE))
+_LISTS = ("all_gather", "reduce_scatter")
+"""Collectives of which Python's record has the tensors of all ranks, and the flight recorder's this rank's own."""
+_SAME_SIZES = (*_SINGLE, *(f"{name}_coalesced" for name in _SINGLE), *_LISTS, "gather", "scatter")
 """Collectives to which all ranks pass as many elements; for others only the dtype must be the same."""
 
 
-def find_mismatch(states: Mapping[int, RankState]) -> str | None:
-    """Return, as text, the first collective that ranks of a group have issued differently, None if there is none."""
+def find_mismatch(states: Mapping[int, RankState], *, excuses_failures: bool = True) -> str | None:
+    """Return, as text, the first collective that ranks of a group have issued differently, None if there is none.
+
+    From a collective that has failed on they may do so, unless that excuses nothing.
+    """
     for groups in _groups(states):
         for number in sorted({number for group in groups.values() for number in group.operations}):
-            if _may_have_failed(groups, number):
+            if excuses_failures and _may_have_failed(groups, number):
                 break
             issued = {rank: group.operations[number] for rank, group in groups.items() if number in group.operations}
             first = min(issued)
@@ -62,6 +68,19 @@ def find_unmatched_messages(states: Mapping[int, RankState]) -> dict[int, str]:
     return found
 
 
+def find_other_tensors(states: Mapping[int, RankState]) -> str | None:
+    """Return, as text, the first message that is received as another dtype or size, None if there is none."""
+    for groups in _groups(states):
+        for (receiver, group), (sender, other) in permutations(groups.items(), 2):
+            for key in group.messages:
+                tag = key.split()[2]
+                if key == f"recv {sender} {tag}" and f"recv -1 {tag}" not in group.messages:
+                    sent = other.messages.get(f"send {receiver} {tag}", Messages())
+                    for _, text in _other_tensors(sender, sent, receiver, group.messages[key]):
+                        return f"{text} in {group.label}"
+    return None
+
+
 def differ(one: Operation, other: Operation) -> bool:
     """Whether two ranks have issued collectives that do not belong together."""
     same_kind = one.name == other.name or (one.from_python != other.from_python and _alike(one.name, other.name))
@@ -71,7 +90,8 @@ def differ(one: Operation, other: Operation) -> bool:
         return True
     if not one.amounts or not other.amounts:
         return False
-    if one.name == other.name and one.name in _SAME_SIZES:
+    are_alike = one.from_python == other.from_python or one.name not in _LISTS
+    if one.name == other.name and one.name in _SAME_SIZES and are_alike:
         return one.amounts != other.amounts
     # In other collectives the ranks' own tensors may differ in size and number.
     return {dtype for dtype, _ in one.amounts} != {dtype for dtype, _ in other.amounts}

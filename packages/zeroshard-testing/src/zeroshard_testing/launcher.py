@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from typing import IO
 
 from zeroshard_testing.ipc import Channel, ClosedError, Message
-from zeroshard_testing.journal import SIZE as JOURNAL_SIZE
 
 # Seconds until a process that is not ready is an error; the first one loads torch, perhaps from a cold disk.
 _BOOT_TIMEOUT = 120.0
@@ -41,7 +40,6 @@ class Child:
     stdout: IO[bytes]
     stderr: IO[bytes]
     stacks: IO[bytes]
-    journal: IO[bytes]
     pid: int | None = None
     status: int | None = None
     ready: Message = field(default_factory=dict)
@@ -58,7 +56,7 @@ class Child:
 
     def close(self) -> None:
         """Close the controller's end of everything. Safe to call repeatedly."""
-        for end in (self.channel, self.stdout, self.stderr, self.stacks, self.journal):
+        for end in (self.channel, self.stdout, self.stderr, self.stacks):
             end.close()
 
 
@@ -75,10 +73,8 @@ class Launcher(ABC):
     def start(self, request: Message) -> Child:
         """Start a process, which comes up in the background; ``request`` is for `worker_main.run_child`."""
         channel, theirs = new_channel()
-        names = [f"{self._started}-{name}" for name in ("stdout", "stderr", "stacks", "journal")]
-        stdout, stderr, stacks, journal = map(self._open, names)
-        journal.truncate(JOURNAL_SIZE)
-        child = Child(self._started, channel, stdout, stderr, stacks, journal)
+        stdout, stderr, stacks = (self._open(f"{self._started}-{name}") for name in ("stdout", "stderr", "stacks"))
+        child = Child(self._started, channel, stdout, stderr, stacks)
         self._started += 1
         with theirs:
             self._launch(child, request, theirs)

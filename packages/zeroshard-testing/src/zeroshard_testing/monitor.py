@@ -97,8 +97,8 @@ class Monitor:
         statuses = max(self._ended.values(), default=-math.inf) + _STATUS_TIMEOUT
         return max(min(self._deadline, self._grace_ends), statuses)
 
-    def _read(self, slot: int) -> bool:
-        """Take what a worker has sent; False when its channel has ended."""
+    def _read(self, slot: int) -> None:
+        """Take what a worker has sent."""
         channel = self._workers[slot].channel
         try:
             for message, payload in channel.receive_ready():
@@ -108,12 +108,18 @@ class Monitor:
             del self._open[channel]
             self._ended[slot] = time.monotonic()
             self._snapshots.leave(slot)
-            return False
-        return True
+
+    def _drain(self, slot: int) -> None:
+        """Take what a worker has sent so far. The channel may stay open: a process that the test started has a copy."""
+        channel = self._workers[slot].channel
+        while channel in self._open and readable_channels([channel], 0):
+            self._read(slot)
 
     def _take(self, slot: int, message: Message, payload: bytes) -> None:
         if message["op"] == "state":
             self._snapshots.take(slot, message)
+        elif message["op"] == "aborted":
+            self._snapshots.take_abort(slot, message)
         elif message["op"] == "fault":
             self._faulted[slot] = message["kind"]
         elif message["op"] == "importing":
@@ -161,11 +167,7 @@ class Monitor:
         for slot, child in enumerate(self._workers):
             if child.status is None:
                 continue
-            if slot not in self._outcomes and slot not in self._ended:
-                # What it sent before it ended is still in the channel. A process that the test has left behind may
-                # hold the other end open, so the channel's end is not waited for.
-                while readable_channels([child.channel], 0) and self._read(slot):
-                    pass
+            self._drain(slot)
             self._ended.pop(slot, None)
             self._snapshots.leave(slot)
             self._die(slot, describe_exit(child.status))
@@ -181,21 +183,20 @@ class Monitor:
             summary += f" after it had reported {known.kind!r}, while other ranks were still running"
         else:
             summary += " before it reported an outcome"
-        detail = readable_stacks(text_of(self._workers[slot].stacks))
-        self._settle(slot, Outcome(kinds.DIED, summary, detail))
+        stacks = [readable_stacks(text_of(self._workers[slot].stacks)), self._snapshots.stacks_at_abort(slot)]
+        self._settle(slot, Outcome(kinds.DIED, summary, "\n\n".join(filter(None, stacks))))
 
     def _notice_deadlock(self) -> None:
         """Settle the ranks that are still out if it is proven that they wait for ever."""
-        deadlock = self._snapshots.deadlock
-        if deadlock is None or self._ended or "deadlock" in self._checks_off:
+        reasons = self._snapshots.deadlock
+        if not reasons or self._ended or "deadlock" in self._checks_off:
             return
         mismatch = self._snapshots.mismatch()
-        stuck = [slot for slot in self._out() if slot in deadlock.reasons]
+        stuck = [slot for slot in self._out() if slot in reasons]
         seen = self._snapshots.details(stuck)
         for slot in stuck:
-            reason = deadlock.reasons[slot]
-            summary = f"stuck: {mismatch}" if mismatch else reason
-            detail = "\n".join(part for part in (f"This rank is {reason}.", seen.get(slot, "")) if part)
+            summary = f"stuck: {mismatch}" if mismatch else reasons[slot]
+            detail = "\n".join(part for part in (f"This rank is {reasons[slot]}.", seen.get(slot, "")) if part)
             self._outcomes[slot] = Outcome(kinds.DEADLOCKED, summary, detail)
 
     def _notice_unmatched(self) -> None:
@@ -209,10 +210,8 @@ class Monitor:
         """Say of ranks that a signal has ended, and of no others, in which collective they met another one."""
         for slot, outcome in list(self._outcomes.items()):
             status = self._workers[slot].status
-            if outcome.kind == kinds.DIED and status == -signal.SIGABRT:
-                mismatch = self._snapshots.mismatch()
-                if mismatch is not None:
-                    self._outcomes[slot] = replace(outcome, summary=f"{describe_exit(status)}: {mismatch}")
+            if outcome.kind == kinds.DIED and status == -signal.SIGABRT and (why := self._snapshots.why_aborted()):
+                self._outcomes[slot] = replace(outcome, summary=f"{describe_exit(status)}: {why}")
 
     def _give_up(self) -> None:
         """Settle the ranks that are still out, with their Python stacks."""
@@ -222,13 +221,14 @@ class Monitor:
         timed_out = all(outcome.is_clean for outcome in self._outcomes.values())
         out = self._out()
         seen = self._snapshots.details(out)
+        mismatch = self._snapshots.mismatch()
         if not timed_out:
             self._notice_ends(out)
         for slot in self._out():
             if slot in self._importing:
                 summary = "was still importing the test's module"
             elif timed_out:
-                summary = f"timed out: no outcome after {self._timeout:g} s"
+                summary = f"timed out: no outcome after {self._timeout:g} s{f'; {mismatch}' if mismatch else ''}"
             else:
                 summary = "was stopped: still running when another rank had failed"
             kind = kinds.TIMED_OUT if timed_out else kinds.STOPPED
@@ -237,8 +237,7 @@ class Monitor:
     def _notice_ends(self, slots: Sequence[int]) -> None:
         """Take in what became of ranks while they were asked for their stacks: one that has ended was not stopped."""
         for slot in slots:
-            while readable_channels([self._workers[slot].channel], 0) and self._read(slot):
-                pass
+            self._drain(slot)
         deadline = time.monotonic() + _STATUS_TIMEOUT
         self._launcher.take_news()
         self._notice_deaths()

@@ -28,10 +28,12 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # torch expor
 from zeroshard_testing import _torch_private as private
 from zeroshard_testing.collectives import latest_collectives
 from zeroshard_testing.groups_begun import GroupsBegun
-from zeroshard_testing.journal import JournalWriter
 from zeroshard_testing.rank_state import Awaited, GroupState, Messages, RankState, group_key, group_label
 from zeroshard_testing.stacks import OWN_THREADS, python_stacks
 from zeroshard_testing.wait_recorder import ANY_SOURCE, Wait, WaitRecorder
+
+# Seconds until a rank that has finished tells its latest collectives unasked, since others may be stuck in them.
+_SETTLING_TIME = 0.5
 
 _OWN_CODE, _TORCH = str(Path(__file__).parent), str(Path(torch.__file__).parent)
 
@@ -39,14 +41,15 @@ _OWN_CODE, _TORCH = str(Path(__file__).parent), str(Path(torch.__file__).parent)
 class RankInspector:
     """Tells what the rank is doing. One per worker; the main thread begins and ends tests, any thread may look.
 
-    It says in the journal which test that is written for. Times are on the flight recorder's clock, seconds since the
-    epoch, except for the deadline, which is on the monotonic clock.
+    Times are on the flight recorder's clock, seconds since the epoch, except for the deadline, which is on the
+    monotonic clock.
     """
 
-    def __init__(self, waits: WaitRecorder, groups_begun: GroupsBegun, journal: JournalWriter) -> None:
+    def __init__(self, waits: WaitRecorder, groups_begun: GroupsBegun) -> None:
         self._waits = waits
         self._groups_begun = groups_begun
-        self._journal = journal
+        self.run = -1
+        """The number of the latest test."""
         self._destroyed: dict[str, GroupState] = {}
         self._made_anew: Counter[str] = Counter()
         self._place = (0, 0)
@@ -60,7 +63,7 @@ class RankInspector:
         self._place = (rank, world_size)
         self._groups_begun.forget()
         self._waits.forget_unlisted()
-        self._journal.run = run
+        self.run = run
         self._timeout = timeout
         self._deadline = monotonic() + timeout
         self._destroyed = {}
@@ -75,9 +78,9 @@ class RankInspector:
     def look(self, run: int, *, details: bool) -> RankState:
         """Return what the rank is doing now in a test; nothing is known of any but the latest.
 
-        Details are stacks, and the latest collectives also of a rank that is not waiting.
+        Details are stacks, and the latest collectives also of a rank that is not waiting, or has just finished.
         """
-        if run != self._journal.run:
+        if run != self.run:
             return RankState(stacks=python_stacks() if details else "")
         found = self._waiting()
         begun = dict(self._groups_begun.begun)
@@ -85,12 +88,14 @@ class RankInspector:
         if self._ended is not None:
             # A thread that the test has left behind may still issue something.
             finished = found is not None and not awaited
-            groups = self.groups(self._recorded() if details else None)
+            # What has not reached another rank by then, because the machine is busy, never will.
+            is_settled = time() - self._ended > _SETTLING_TIME
+            groups = self.groups(self._recorded() if details or is_settled else None)
             return RankState(finished, groups=groups, begun=begun)
         if not awaited and not details:
             return RankState()
         recorded = self._recorded()
-        if any(one.pending and one.created + one.timeout < self._began + self._timeout for one in recorded):
+        if any(one.operation.pending and one.created + one.timeout < self._began + self._timeout for one in recorded):
             # It will end by its own timeout within the test's time.
             awaited, fingerprint = (), ""
         stacks = python_stacks() if details else ""

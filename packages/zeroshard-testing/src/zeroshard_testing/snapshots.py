@@ -13,10 +13,16 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 
-from zeroshard_testing.deadlock import Deadlock, find_deadlock
+from zeroshard_testing.deadlock import find_deadlock
 from zeroshard_testing.ipc import ClosedError, Message
-from zeroshard_testing.issued import collectives_to_compare, find_left_out, find_mismatch, find_unmatched_messages
-from zeroshard_testing.journal import read_journal
+from zeroshard_testing.issued import (
+    collectives_to_compare,
+    find_left_out,
+    find_mismatch,
+    find_other_tensors,
+    find_unmatched_messages,
+    name_of,
+)
 from zeroshard_testing.launcher import Child, ask, text_of
 from zeroshard_testing.rank_state import RankState
 from zeroshard_testing.stacks import readable_stacks
@@ -41,10 +47,11 @@ class Snapshots:
         self._answers: dict[int, RankState] = {}
         self._before: Mapping[int, RankState] = {}
         self._finished: dict[int, RankState] = {}
+        self._aborted: dict[int, RankState] = {}
         self._there = dict(enumerate(workers))
         self._asking = False
-        self.deadlock: Deadlock | None = None
-        """The proof that all ranks which still run wait for ever, if there is one."""
+        self.deadlock: Mapping[int, str] = {}
+        """The proof that all ranks which still run wait for ever, if there is one: why, as text by slot."""
         self.due = time.monotonic() + _INTERVAL
         """When the next round begins, on the monotonic clock."""
 
@@ -74,16 +81,28 @@ class Snapshots:
         self._finished[slot] = state
         self.due = min(self.due, time.monotonic() + _SOON)
 
+    def take_abort(self, slot: int, message: Message) -> None:
+        """Take what a rank was doing when C++ aborted it."""
+        self._aborted[slot] = RankState.from_message(message)
+
+    def stacks_at_abort(self, slot: int) -> str:
+        """Return the Python stacks of a rank that C++ has aborted, empty if it could not tell them."""
+        return self._aborted[slot].stacks if slot in self._aborted else ""
+
     def leave(self, slot: int) -> None:
         """Ask a rank no more, since its process is gone."""
         self._there.pop(slot, None)
 
     def mismatch(self) -> str | None:
-        """Return, as text, which collective the ranks have issued differently, including ranks that died."""
-        written = {
-            slot: read_journal(child.journal, self._run, len(self._workers)) for slot, child in enumerate(self._workers)
-        }
-        return find_mismatch(self._answers) or find_mismatch(written)
+        """Return, as text, which collective the ranks have issued differently, as far as the latest round tells."""
+        return find_mismatch(self._answers)
+
+    def why_aborted(self) -> str | None:
+        """Return, as text, in what a rank that C++ has aborted had met other tensors, or another collective."""
+        self._collect(self._there.keys() - self._aborted.keys())
+        states = {**self._answers, **self._aborted}
+        # What fails on the others follows from the abort.
+        return find_mismatch(states, excuses_failures=False) or find_other_tensors(states)
 
     def unmatched(self, checks_off: Collection[str]) -> Mapping[int, str]:
         """Return, as text by slot, the operations that ranks which all passed have issued differently."""
@@ -95,7 +114,7 @@ class Snapshots:
             gone = self._finished.keys() - self._answers.keys()
             if gone:
                 # Perhaps ended by gloo just after it had passed.
-                what = f": {text}" if (text := self.mismatch()) else ""
+                what = f": {text}" if (text := self.why_aborted()) else ""
                 return dict.fromkeys(gone, f"left before what it has issued could be compared{what}")
             found = find_left_out(self._answers)
         if not found and "messages" not in checks_off:
@@ -104,7 +123,7 @@ class Snapshots:
 
     def details(self, slots: Sequence[int]) -> Mapping[int, str]:
         """Return Python stacks and last collective of ranks that still run, by slot."""
-        self._collect(slots)
+        self._collect(self._there)
         texts = {slot: _described(self._answers[slot]) for slot in slots if slot in self._answers}
         silent = [slot for slot in slots if slot not in texts]
         return {**texts, **self._dumped_stacks(silent)} if silent else texts
@@ -115,20 +134,24 @@ class Snapshots:
 
     def _conclude(self) -> None:
         self._asking = False
-        proof = find_deadlock(self._answers) if len(self._there) == len(self._workers) else None
-        if proof is not None and _positions(self._before) == _positions(self._answers):
+        proof = find_deadlock(self._answers) if len(self._there) == len(self._workers) else {}
+        if proof and _positions(self._before) == _positions(self._answers):
             self.deadlock = proof
-        elif proof is not None:
+        elif proof:
             self.due = time.monotonic()
 
     def _collect(self, slots: Collection[int], timeout: float = _DETAILS_TIMEOUT) -> None:
         """Make a round at once, with stacks, and wait for it."""
         self._asking = False
         question = self._next_question(details=True)
-        answer = {"op": "state", "run": self._run, "round": self._round}
         asked = {slot: child for slot, child in self._there.items() if slot in slots}
-        answers = ask(asked, question, lambda message: answer.items() <= message.items(), timeout)
-        self._answers = {slot: RankState.from_message(message) for slot, message in answers.items()}
+        answers = ask(asked, question, self._is_last_word, timeout)
+        self._answers = {slot: RankState.from_message(one) for slot, one in answers.items() if one["op"] == "state"}
+        self._aborted |= {slot: RankState.from_message(one) for slot, one in answers.items() if one["op"] == "aborted"}
+
+    def _is_last_word(self, message: Message) -> bool:
+        """Whether a rank says what it is doing: now, when it is asked, or when it was aborted."""
+        return message.get("run") == self._run and (message["op"] == "aborted" or message.get("round") == self._round)
 
     def _dumped_stacks(self, slots: Sequence[int]) -> dict[int, str]:
         """Have workers that do not answer write their Python stacks from a signal handler, and wait a moment."""
@@ -150,11 +173,9 @@ def _positions(states: Mapping[int, RankState]) -> dict[int, tuple[bool, str]]:
 
 def _described(state: RankState) -> str:
     latest = [
-        f"Last collective: {operation.name} (#{number} of {group.label}"
-        f"{', ' + operation.tensors if operation.tensors else ''}){', unfinished' if operation.pending else ''}"
+        f"Last collective: {name_of(group, number)}{', unfinished' if group.operations[number].pending else ''}"
         for group in state.groups.values()
-        if group.operations
-        for number, operation in [max(group.operations.items())]
+        if (number := max(group.operations, default=0))
     ]
     return "\n".join([*latest, state.stacks])
 

@@ -37,7 +37,7 @@ class SpawnLauncher(Launcher):
         return Path(self._folder.name, name).open("ab+", buffering=0)
 
     def _launch(self, child: Child, request: Message, theirs: socket.socket) -> None:
-        arguments = self._description, request, theirs.fileno(), str(child.stacks.name), str(child.journal.name)
+        arguments = self._description, request, theirs.fileno(), str(child.stacks.name)
         process = subprocess.Popen(
             command("zeroshard_testing.worker_main", *arguments),
             stdin=subprocess.DEVNULL,

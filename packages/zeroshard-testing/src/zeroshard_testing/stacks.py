@@ -17,11 +17,8 @@ OWN_CODE = str(Path(__file__).parent)
 _BELOW_THE_TEST = re.compile(
     r"[/\\]zeroshard_testing[/\\](worker|execution|rank_plugin|call_item)\.py|[/\\]_pytest[/\\]|[/\\]pluggy[/\\]"
 )
-_OWN_FRAME = re.compile(rf'^\s+File ".*({_BELOW_THE_TEST.pattern})', re.MULTILINE)
-_NOISE = re.compile(
-    r"^Extension modules:"
-    r"|[/\\]zeroshard_testing[/\\](process_group\.py\", line \d+ in _reap|reader\.py\", line \d+ in _)"
-)
+_FRAMES_BELOW = re.compile(rf'^ +File "[^"\n]*({_BELOW_THE_TEST.pattern}).*\n?(^ +File .*\n?)*', re.MULTILINE)
+_MODULES = re.compile(r"^Extension modules:.*", re.MULTILINE)
 _ABOVE_THE_WAIT = re.compile(r"[/\\]zeroshard_testing[/\\](wait_recorder|groups_begun|collectives)\.py$")
 
 
@@ -57,12 +54,7 @@ def is_harness(path: str) -> bool:
 
 
 def readable_stacks(text: str) -> str:
-    """Leave this package's threads and the frames below the test out of what `faulthandler` wrote."""
-    blocks = [block for block in re.split(r"\n\s*\n", text.strip()) if not _NOISE.search(block)]
-    return "\n\n".join(_above_worker(block) for block in blocks)
-
-
-def _above_worker(block: str) -> str:
-    own = _OWN_FRAME.search(block)
-    above = block if own is None else block[: own.start()]
-    return block if above.count("\n") < 2 else above.rstrip()
+    """Leave the frames below the test out of what `faulthandler` wrote, unless there are no others."""
+    whole = _MODULES.sub("", text)
+    above = _FRAMES_BELOW.sub("", whole)
+    return (above if ' File "' in above else whole).strip()

@@ -76,7 +76,6 @@ class GroupRecord:
     group, which torch does not know by rank, only messages are looked at.
     """
 
-    key: str = ""
     messages: dict[tuple[str, int, int], Messages] = field(default_factory=lambda: defaultdict(Messages))
     failed_messages: bool = False
     collectives: dict[int, Operation] = field(default_factory=dict)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import queue
 import signal
 import sys
 import threading
@@ -13,33 +14,45 @@ from dataclasses import replace
 
 import pytest
 
+from zeroshard_testing.aborts import call_before_abort
 from zeroshard_testing.calls import refuse_on_this_process
 from zeroshard_testing.coverage_on_ranks import Coverage
 from zeroshard_testing.execution import Rank
-from zeroshard_testing.ipc import Channel, Message
+from zeroshard_testing.ipc import Channel, ClosedError, Message
 from zeroshard_testing.rank_inspector import RankInspector, has_children
 from zeroshard_testing.rank_state import RankState
 from zeroshard_testing.rank_values import RankValues, set_rank_values
-from zeroshard_testing.reader import Reader
+from zeroshard_testing.stacks import OWN_THREADS
+
+_Messages = queue.SimpleQueue[tuple[Message, bytes] | ClosedError]
 
 
-def serve(channel: Channel, request: Message, stacks: int, journal: int, session: pytest.Session) -> None:
+def serve(channel: Channel, request: Message, stacks: int, session: pytest.Session) -> None:
     """Run tests until the controller closes the channel, or says that there are no more.
 
     The request has the ``port`` of the shared store, a ``temporary`` folder of this worker's own, and ``coverage`` as
-    `zeroshard_testing.coverage_on_ranks` needs it. Stacks and latest collectives go to files, by descriptor.
+    `zeroshard_testing.coverage_on_ranks` needs it. ``stacks`` is the descriptor of a file for Python stacks.
     """
     refuse_on_this_process()
-    faulthandler.enable(stacks, all_threads=True)
+    rank = Rank(channel, request, session)
+    call_before_abort(lambda: channel.send(_answer("aborted", rank.inspector, rank.inspector.run)))
+    # Of one thread: to walk those that are just beginning or ending crashes Python 3.11.
+    faulthandler.enable(stacks, all_threads=False)
     # The controller's way to ask a rank that does not answer.
-    faulthandler.register(signal.SIGUSR1, stacks, all_threads=True, chain=False)
-    rank = Rank(channel, request, journal, session)
+    faulthandler.register(signal.SIGUSR1, stacks, all_threads=False, chain=False)
     coverage = Coverage(request["coverage"])
-    reader = Reader(channel, lambda question: _answer(rank.inspector, question))
+    messages: _Messages = queue.SimpleQueue()
+    reading = threading.Thread(
+        target=_read, args=(channel, messages, rank.inspector), name=f"{OWN_THREADS}reader", daemon=True
+    )
+    reading.start()
     channel.send({"op": "ready"})
     pid = os.getpid()
     while True:
-        message, payload = reader.take()
+        found = messages.get()
+        if isinstance(found, ClosedError):
+            raise found
+        message, payload = found
         if message["op"] == "run":
             outcome, result = rank.run(message, payload)
             if os.getpid() != pid:
@@ -73,9 +86,25 @@ def serve(channel: Channel, request: Message, stacks: int, journal: int, session
             return
 
 
-def _answer(inspector: RankInspector, question: Message) -> Message:
-    state = replace(_look(inspector, question["run"], details=question["details"]), has_children=has_children())
-    return {"op": "state", "run": question["run"], "round": question["round"], **state.to_message()}
+def _read(channel: Channel, messages: _Messages, inspector: RankInspector) -> None:
+    """Keep tests for the main thread, and answer questions from this one, so that a rank tells what it does meanwhile.
+
+    From now on only this thread receives from the channel.
+    """
+    try:
+        while True:
+            message, payload = channel.receive()
+            if message["op"] == "look":
+                channel.send(_answer("state", inspector, message["run"], message["round"], details=message["details"]))
+            else:
+                messages.put((message, payload))
+    except ClosedError as error:
+        messages.put(error)
+
+
+def _answer(op: str, inspector: RankInspector, run: int, question: int = 0, *, details: bool = True) -> Message:
+    state = replace(_look(inspector, run, details=details), has_children=has_children())
+    return {"op": op, "run": run, "round": question, **state.to_message()}
 
 
 def _look(inspector: RankInspector, run: int, *, details: bool) -> RankState:

@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     import pytest
 
 
-def run_child(channel: Channel, request: Message, stacks: int, journal: int, session: pytest.Session) -> None:
+def run_child(channel: Channel, request: Message, stacks: int, session: pytest.Session) -> None:
     """Become what ``kind`` in the request says, and return when the controller no longer needs this process.
 
-    ``stacks`` and ``journal`` are descriptors of the files for Python stacks and for the latest collectives.
+    ``stacks`` is the descriptor of the file for Python stacks.
     """
     _open_streams()
     with contextlib.suppress(ClosedError):
         if request["kind"] == "rank":
-            worker.serve(channel, request, stacks, journal, session)
+            worker.serve(channel, request, stacks, session)
         else:
             _host_store(channel)
 
@@ -72,10 +72,9 @@ def _emulated(*, builds: bool) -> Message:
     return {"error": error, "reason": reason, "is_built": build.library().exists()}
 
 
-def main(description: Message, request: Message, channel: int, stacks: str, journal: str) -> None:
-    """Become a child of a launcher that does not fork, with a socket's descriptor and two paths. Does not return."""
+def main(description: Message, request: Message, channel: int, stacks: str) -> None:
+    """Become a child of a launcher that does not fork, with a socket's descriptor and a path. Does not return."""
     control = socket.socket(fileno=channel)
     descriptor = os.open(stacks, os.O_WRONLY | os.O_APPEND)
-    kept = os.open(journal, os.O_RDWR)
-    run_idle_pytest(description, lambda session: run_child(Channel(control), request, descriptor, kept, session))
+    run_idle_pytest(description, lambda session: run_child(Channel(control), request, descriptor, session))
     os._exit(0)

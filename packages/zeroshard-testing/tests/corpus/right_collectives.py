@@ -121,6 +121,12 @@ def test_reduce_scatter(rank):
     assert x[0] == 2 * (rank + 1)
 
 
+def test_reduce_scatter_of_uneven_parts(rank):
+    x = torch.zeros(2 + rank)
+    dist.reduce_scatter(x, [ones(2), ones(3)])
+    assert x.tolist() == [2] * (2 + rank)
+
+
 def test_reduce_scatter_of_a_tensor(rank):
     x = torch.empty(2)
     dist.reduce_scatter_tensor(x, torch.arange(4.0))

@@ -1,11 +1,17 @@
 """Ranks issue collectives that do not belong together."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import float32, float64, int32, int64, ones
 from torch.distributed import ReduceOp
+from torch.distributed.algorithms.join import Join
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.parallel import DistributedDataParallel
 
 pytestmark = pytest.mark.ranks(2, timeout=30)
 says = pytest.mark.says
@@ -55,6 +61,36 @@ def test_shapes_of_an_all_reduce(rank):
     dist.all_reduce(ones(4 + rank))
 
 
+# Gloo lets the rank with fewer elements go on.
+@says(
+    r"rank 1 (stuck|was killed by SIGABRT): rank 0 is in all_reduce of float32\[2\], rank 1 in .*float32\[3\], as coll"
+)
+def test_small_shapes_of_an_all_reduce(rank):
+    dist.all_reduce(ones(2 + rank))
+
+
+@says(
+    r"rank 1 (stuck|was killed by SIGABRT): rank 0 is in all_reduce of float32\[0\], rank 1 in .*float32\[2\], as coll"
+)
+def test_nothing_and_something_in_an_all_reduce(rank):
+    dist.all_reduce(ones(2 * rank))
+
+
+@says(
+    r"rank \d (stuck|was killed by SIGABRT): rank 0 is in all_reduce of float32\[3\], rank 1 in .*float32\[4\], as coll"
+)
+def test_shapes_of_a_functional_all_reduce(rank):
+    functional.all_reduce(ones(3 + rank), "sum", dist.group.WORLD).sum().item()
+
+
+@pytest.mark.ranks(4, timeout=30)
+@says(
+    r"ranks? .*(stuck|SIGABRT): rank 0 is in all_reduce of float32\[2\], rank 3 in all_reduce of float32\[3\], as coll"
+)
+def test_shapes_of_an_all_reduce_on_one_of_four(rank):
+    dist.all_reduce(ones(2 + (rank == 3)))
+
+
 @says(r"ranks 0, 1 passed, but rank 0 is in broadcast of float32\[4\].*, rank 1 in broadcast of float32\[5\]")
 def test_shapes_of_a_broadcast(rank):
     dist.broadcast(ones(4 + rank), 0)
@@ -64,6 +100,61 @@ def test_shapes_of_a_broadcast(rank):
 def test_shapes_of_an_all_gather(rank):
     size = 2 + rank
     dist.all_gather_into_tensor(ones(2 * size), ones(size))
+
+
+@says(
+    r"rank \d (stuck|was killed by SIGABRT): rank 0 is in reduce of float32\[2\] .*, rank 1 in reduce of float32\[3\]"
+)
+def test_shapes_of_a_reduce(rank):
+    dist.reduce(ones(2 + rank), 0)
+
+
+@says(r"rank \d (stuck|was .* SIGABRT): rank 0 is in all_gather of float32\[0\], .*, rank 1 in .*float32\[2\]")
+def test_nothing_and_something_in_an_all_gather(rank):
+    dist.all_gather([ones(2 * rank), ones(2 * rank)], ones(2 * rank))
+
+
+@says(r"rank \d (stuck|was .* SIGABRT): rank 0 is in all_gather of float32\[2\], .*, rank 1 in .*float32\[4\]")
+def test_shapes_of_an_all_gather_into_a_list(rank):
+    size = 2 + 2 * rank
+    dist.all_gather([ones(size), ones(size)], ones(size))
+
+
+@says(
+    r"rank \d (stuck|was killed by SIGABRT): rank 0 is in gather of float32\[2\] .*, rank 1 in gather of float32\[4\]"
+)
+def test_shapes_of_a_gather(rank):
+    dist.gather(ones(2 + 2 * rank), None if rank else [ones(2), ones(2)], dst=0)
+
+
+@says(
+    r"rank \d (stuck|was killed by SIGABRT): rank 0 is in scatter of float32\[4\] .*, rank 1 in scatter of float32\[2\]"
+)
+def test_shapes_of_a_scatter(rank):
+    dist.scatter(ones(4 - 2 * rank), None if rank else [ones(4), ones(4)], src=0)
+
+
+@says(
+    r"rank \d (stuck|was killed by SIGABRT): rank 0 is in reduce_scatter of float32\[1\], float32\[1\], rank 1 in red"
+)
+def test_shapes_of_a_reduce_scatter(rank):
+    size = 1 + rank
+    dist.reduce_scatter(ones(size), [ones(size), ones(size)])
+
+
+@says(r"rank \d (stuck|was .* SIGABRT): rank 0 is in all_gather\w* of float32\[2\], rank 1 in .*float32\[4\]")
+def test_shapes_of_a_distributed_tensor(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    local = DTensor.from_local(ones(2 + 2 * rank), mesh, [Shard(0)], run_check=False)
+    local.redistribute(mesh, [Replicate()]).to_local().sum().item()
+
+
+@says(r"rank \d (stuck|was .* SIGABRT): rank 0 is in all_reduce of float32\[1\], rank 1 in .*float32\[8\]")
+def test_join_on_one_rank(rank):
+    model = DistributedDataParallel(torch.nn.Linear(3, 2))
+    with nullcontext() if rank else Join([model]):
+        for _ in range(2):
+            model(ones(2, 3)).sum().backward()
 
 
 @says(r"rank \d (was killed by SIGABRT|stuck): rank 0 is in all_reduce of float32\[4\].*, rank 1 in .*float64\[4\]")

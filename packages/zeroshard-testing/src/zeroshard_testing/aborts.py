@@ -1,0 +1,39 @@
+"""Lets a rank speak before C++ aborts it, as gloo does over tensors that differ: what it was in explains the abort."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from collections.abc import Callable
+
+# Longest time, in seconds, that a process may take to speak: C++ may hold a lock that it needs.
+_TIMEOUT = 3
+
+_libc = ctypes.CDLL(None)
+_libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+_Handler = ctypes.CFUNCTYPE(None, ctypes.c_int)
+_handlers: list[object] = []
+
+
+def call_before_abort(speak: Callable[[], object]) -> None:
+    """Call a function when SIGABRT is about to end this process, in the thread that has raised it.
+
+    Python's own handlers run in the main thread, which waits in C++ then. The handler of `faulthandler`, which must be
+    enabled after this, calls the one that it finds. Copies of this process that a test forks do not speak.
+    """
+    pid = os.getpid()
+
+    def abort(_: int) -> None:
+        _libc.signal(signal.SIGABRT, None)
+        try:
+            if os.getpid() == pid:
+                _libc.signal(signal.SIGALRM, ctypes.cast(_libc.abort, ctypes.c_void_p))
+                _libc.alarm(_TIMEOUT)
+                speak()
+        finally:
+            os.abort()
+
+    handler = _Handler(abort)
+    _libc.signal(signal.SIGABRT, ctypes.cast(handler, ctypes.c_void_p))
+    _handlers.append(handler)
