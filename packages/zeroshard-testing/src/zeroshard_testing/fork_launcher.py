@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
 import socket
 import subprocess
-import tempfile
-from typing import IO
 
 from zeroshard_testing.ipc import ClosedError, Message
-from zeroshard_testing.launcher import Child, Launcher, LaunchError, command, new_channel, readable_channels, text_of
+from zeroshard_testing.launcher import (
+    Child,
+    Launcher,
+    LaunchError,
+    command,
+    new_channel,
+    new_file,
+    readable_channels,
+    text_of,
+)
 
 _EXIT_TIMEOUT = 10.0
 
@@ -27,7 +32,7 @@ class ForkLauncher(Launcher):
         super().__init__()
         self._inherit_output = inherit_output
         self._up = False
-        self._log = self._open("log")
+        self._log = new_file()
         self._channel, theirs = new_channel()
         self.news = [self._channel]
         with theirs:
@@ -70,12 +75,6 @@ class ForkLauncher(Launcher):
             self._process.kill()
             self._process.wait()
         self._log.close()
-
-    def _open(self, name: str) -> IO[bytes]:  # noqa: ARG002 - nameless: nothing is left if the controller is killed
-        file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - lives as long as the child
-        flags = fcntl.fcntl(file.fileno(), fcntl.F_GETFL)
-        fcntl.fcntl(file.fileno(), fcntl.F_SETFL, flags | os.O_APPEND)
-        return file
 
     def _launch(self, child: Child, request: Message, theirs: socket.socket) -> None:
         outputs = [1, 2] if self._inherit_output else [child.stdout.fileno(), child.stderr.fileno()]

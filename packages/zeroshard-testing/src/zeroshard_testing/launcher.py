@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import selectors
 import signal
 import socket
 import sys
+import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -73,8 +75,7 @@ class Launcher(ABC):
     def start(self, request: Message) -> Child:
         """Start a process, which comes up in the background; ``request`` is for `worker_main.run_child`."""
         channel, theirs = new_channel()
-        stdout, stderr, stacks = (self._open(f"{self._started}-{name}") for name in ("stdout", "stderr", "stacks"))
-        child = Child(self._started, channel, stdout, stderr, stacks)
+        child = Child(self._started, channel, new_file(), new_file(), new_file())
         self._started += 1
         with theirs:
             self._launch(child, request, theirs)
@@ -109,10 +110,6 @@ class Launcher(ABC):
         """Update process ids and exit statuses, at once. Raises LaunchError if no process can be started."""
 
     @abstractmethod
-    def _open(self, name: str) -> IO[bytes]:
-        """Open an unbuffered file that one child writes to: at its end, so that it can be emptied meanwhile."""
-
-    @abstractmethod
     def _launch(self, child: Child, request: Message, theirs: socket.socket) -> None:
         """Start the process, with ``theirs`` as its end of the control channel."""
 
@@ -128,6 +125,16 @@ def command(module: str, *arguments: object) -> list[str]:
         "importlib.import_module(module).main(*arguments)"
     )
     return [sys.executable, "-c", program, json.dumps([sys.path, module, arguments])]
+
+
+def new_file() -> IO[bytes]:
+    """Open an unbuffered file that a process writes to at its end, so that it can be emptied meanwhile.
+
+    It has no name: nothing is left if this process is killed.
+    """
+    file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - lives as long as the process
+    fcntl.fcntl(file.fileno(), fcntl.F_SETFL, fcntl.fcntl(file.fileno(), fcntl.F_GETFL) | os.O_APPEND)
+    return file
 
 
 def new_channel() -> tuple[Channel, socket.socket]:

@@ -119,7 +119,7 @@ class Monitor:
         if message["op"] == "state":
             self._snapshots.take(slot, message)
         elif message["op"] == "aborted":
-            self._snapshots.take_abort(slot, message)
+            self._snapshots.aborted[slot] = RankState.from_message(message)
         elif message["op"] == "fault":
             self._faulted[slot] = message["kind"]
         elif message["op"] == "importing":
@@ -183,7 +183,8 @@ class Monitor:
             summary += f" after it had reported {known.kind!r}, while other ranks were still running"
         else:
             summary += " before it reported an outcome"
-        stacks = [readable_stacks(text_of(self._workers[slot].stacks)), self._snapshots.stacks_at_abort(slot)]
+        stacks = [readable_stacks(text_of(self._workers[slot].stacks))]
+        stacks += [self._snapshots.aborted[slot].stacks] if slot in self._snapshots.aborted else []
         self._settle(slot, Outcome(kinds.DIED, summary, "\n\n".join(filter(None, stacks))))
 
     def _notice_deadlock(self) -> None:

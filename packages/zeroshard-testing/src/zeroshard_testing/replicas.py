@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import json
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
-
-# Bytes of what ranks tell of a tensor: its description, cut off, and each of two digests.
-_TEXT = 256
-_DIGEST = 32
 
 
 def assert_replicas_equal(
@@ -37,26 +35,18 @@ def assert_replicas_equal(
     """
     named = _named(tensors)
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    counts = _gathered(torch.tensor([len(named)]), group)
-    for rank, count in zip(ranks, counts, strict=True):
-        if count != counts[0]:
-            raise AssertionError(f"rank {rank} has {count.item()} tensors, rank {ranks[0]} has {counts[0].item()}")
-    if not named:
-        return
-    mine = torch.frombuffer(bytearray().join(_record(*one) for one in named), dtype=torch.uint8)
-    records = _gathered(mine.view(len(named), -1), group)
-    differs = records != records[0]
-    if differs.any():
-        index = int(differs.any(2).any(0).nonzero()[0])
-        other_description = differs[:, index, :-_DIGEST].any(1)
-        if other_description.any():
-            slot = int(other_description.nonzero()[0])
-            theirs, ours = (_text(records[place, index]) for place in (slot, 0))
-            raise AssertionError(
-                f"tensor {index} differs: rank {ranks[slot]} has tensor {theirs}; rank {ranks[0]} has tensor {ours}"
-            )
-        slot = int(differs[:, index].any(1).nonzero()[0])
-        raise AssertionError(_first_difference(*named[index], ranks[slot], ranks[0], group))
+    records = _gathered([_record(*one) for one in named], group)
+    for rank, record in zip(ranks, records, strict=True):
+        if len(record) != len(records[0]):
+            raise AssertionError(f"rank {rank} has {len(record)} tensors, rank {ranks[0]} has {len(records[0])}")
+    for index, found in enumerate(zip(*records, strict=True)):
+        for rank, (description, _) in zip(ranks, found, strict=True):
+            if description != found[0][0]:
+                texts = f"rank {rank} has tensor {description}; rank {ranks[0]} has tensor {found[0][0]}"
+                raise AssertionError(f"tensor {index} differs: {texts}")
+        for rank, (_, digest) in zip(ranks, found, strict=True):
+            if digest != found[0][1]:
+                raise AssertionError(_first_difference(*named[index], rank, ranks[0], group))
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -75,12 +65,19 @@ def _named(tensors: Mapping[str, torch.Tensor] | Iterable[torch.Tensor]) -> list
     return [(str(index), tensor) for index, tensor in enumerate(tensors)]
 
 
-def _gathered(mine: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Return what all ranks have, along a new first dimension."""
+def _gathered(mine: object, group: dist.ProcessGroup | None) -> list[Any]:
+    """Return what all ranks have, as JSON: torch's own collectives of objects need numpy."""
+    text = json.dumps(mine).encode()
+    size = max(_all_gather(torch.tensor([len(text)]), group))
+    padded = torch.frombuffer(bytearray(text.ljust(int(size))), dtype=torch.uint8)
+    return [json.loads(ctypes.string_at(one.data_ptr(), one.numel())) for one in _all_gather(padded, group)]
+
+
+def _all_gather(mine: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
     there = mine.to(_exchange_device(group))
     everyone = [torch.empty_like(there) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, there, group=group)
-    return torch.stack(everyone).cpu()
+    return [one.cpu() for one in everyone]
 
 
 def _exchange_device(group: dist.ProcessGroup | None) -> torch.device:
@@ -89,17 +86,12 @@ def _exchange_device(group: dist.ProcessGroup | None) -> torch.device:
     return torch.device("cpu")
 
 
-def _record(name: str, tensor: torch.Tensor) -> bytes:
-    """Return a tensor's description, cut to `_TEXT` bytes, its digest and the digest of its bits."""
-    text = f"{name} of {tensor.dtype}, shape {tuple(tensor.shape)}".encode()
+def _record(name: str, tensor: torch.Tensor) -> tuple[str, str]:
+    """Return a tensor's description and the digest of its bits."""
     bits = bits_of(tensor)
     # Without a copy, and without numpy.
     content = (ctypes.c_char * bits.numel()).from_address(bits.data_ptr())
-    return text[:_TEXT].ljust(_TEXT, b"\0") + hashlib.sha256(text).digest() + hashlib.sha256(content).digest()
-
-
-def _text(record: torch.Tensor) -> str:
-    return bytes(record[:_TEXT].tolist()).rstrip(b"\0").decode(errors="replace")
+    return f"{name} of {tensor.dtype}, shape {tuple(tensor.shape)}", hashlib.sha256(content).hexdigest()
 
 
 def _first_difference(name: str, tensor: torch.Tensor, rank: int, first: int, group: dist.ProcessGroup | None) -> str:

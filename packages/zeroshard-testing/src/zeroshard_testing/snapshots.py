@@ -47,7 +47,8 @@ class Snapshots:
         self._answers: dict[int, RankState] = {}
         self._before: Mapping[int, RankState] = {}
         self._finished: dict[int, RankState] = {}
-        self._aborted: dict[int, RankState] = {}
+        self.aborted: dict[int, RankState] = {}
+        """What ranks were doing when C++ aborted them, by slot."""
         self._there = dict(enumerate(workers))
         self._asking = False
         self.deadlock: Mapping[int, str] = {}
@@ -81,14 +82,6 @@ class Snapshots:
         self._finished[slot] = state
         self.due = min(self.due, time.monotonic() + _SOON)
 
-    def take_abort(self, slot: int, message: Message) -> None:
-        """Take what a rank was doing when C++ aborted it."""
-        self._aborted[slot] = RankState.from_message(message)
-
-    def stacks_at_abort(self, slot: int) -> str:
-        """Return the Python stacks of a rank that C++ has aborted, empty if it could not tell them."""
-        return self._aborted[slot].stacks if slot in self._aborted else ""
-
     def leave(self, slot: int) -> None:
         """Ask a rank no more, since its process is gone."""
         self._there.pop(slot, None)
@@ -99,8 +92,8 @@ class Snapshots:
 
     def why_aborted(self) -> str | None:
         """Return, as text, in what a rank that C++ has aborted had met other tensors, or another collective."""
-        self._collect(self._there.keys() - self._aborted.keys())
-        states = {**self._answers, **self._aborted}
+        self._collect(self._there.keys() - self.aborted.keys())
+        states = {**self._answers, **self.aborted}
         # What fails on the others follows from the abort.
         return find_mismatch(states, excuses_failures=False) or find_other_tensors(states)
 
@@ -147,7 +140,7 @@ class Snapshots:
         asked = {slot: child for slot, child in self._there.items() if slot in slots}
         answers = ask(asked, question, self._is_last_word, timeout)
         self._answers = {slot: RankState.from_message(one) for slot, one in answers.items() if one["op"] == "state"}
-        self._aborted |= {slot: RankState.from_message(one) for slot, one in answers.items() if one["op"] == "aborted"}
+        self.aborted |= {slot: RankState.from_message(one) for slot, one in answers.items() if one["op"] == "aborted"}
 
     def _is_last_word(self, message: Message) -> bool:
         """Whether a rank says what it is doing: now, when it is asked, or when it was aborted."""

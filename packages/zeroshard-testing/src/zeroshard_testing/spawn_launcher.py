@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import socket
 import subprocess
-import tempfile
-from pathlib import Path
-from typing import IO
 
 from zeroshard_testing.ipc import Message
 from zeroshard_testing.launcher import Child, Launcher, command, kill_group
@@ -20,7 +17,6 @@ class SpawnLauncher(Launcher):
         self._description = description
         self._environment = environment
         self._inherit_output = inherit_output
-        self._folder = tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True)
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
 
     def take_news(self) -> None:
@@ -28,24 +24,16 @@ class SpawnLauncher(Launcher):
         for identity, process in self._processes.items():
             self._children[identity].status = process.poll()
 
-    def close(self) -> None:
-        """See `Launcher.close`."""
-        super().close()
-        self._folder.cleanup()
-
-    def _open(self, name: str) -> IO[bytes]:
-        return Path(self._folder.name, name).open("ab+", buffering=0)
-
     def _launch(self, child: Child, request: Message, theirs: socket.socket) -> None:
-        arguments = self._description, request, theirs.fileno(), str(child.stacks.name)
+        passed = theirs.fileno(), child.stacks.fileno()
         process = subprocess.Popen(
-            command("zeroshard_testing.worker_main", *arguments),
+            command("zeroshard_testing.worker_main", self._description, request, *passed),
             stdin=subprocess.DEVNULL,
             stdout=None if self._inherit_output else child.stdout,
             stderr=None if self._inherit_output else child.stderr,
             env=self._environment,
             start_new_session=True,
-            pass_fds=[theirs.fileno()],
+            pass_fds=passed,
         )
         self._processes[child.identity] = process
         child.pid = process.pid

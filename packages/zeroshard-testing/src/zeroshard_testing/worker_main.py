@@ -72,9 +72,8 @@ def _emulated(*, builds: bool) -> Message:
     return {"error": error, "reason": reason, "is_built": build.library().exists()}
 
 
-def main(description: Message, request: Message, channel: int, stacks: str) -> None:
-    """Become a child of a launcher that does not fork, with a socket's descriptor and a path. Does not return."""
+def main(description: Message, request: Message, channel: int, stacks: int) -> None:
+    """Become a child of a launcher that does not fork, with the descriptors of a socket and a file. Does not return."""
     control = socket.socket(fileno=channel)
-    descriptor = os.open(stacks, os.O_WRONLY | os.O_APPEND)
-    run_idle_pytest(description, lambda session: run_child(Channel(control), request, descriptor, session))
+    run_idle_pytest(description, lambda session: run_child(Channel(control), request, stacks, session))
     os._exit(0)
