@@ -194,6 +194,18 @@ def test_two_ranks_that_make_groups_in_another_order_are_stuck():
     assert find_deadlock({0: making("1:0,1"), 1: making("2:0,1", place=1)})
 
 
+def test_a_group_that_is_made_by_another_name_is_told_with_both():
+    found = find_deadlock({0: making("1:0,1"), 1: making("2:0,1", place=1)})
+    assert found[1].endswith("it is group '2' here and '1' there: ranks call new_group unequally")
+
+
+def test_a_collective_lacks_a_member_that_has_not_made_its_group():
+    here = replace(state("all_reduce"), begun={f"{KEY} 0": 1})
+    found = find_deadlock({0: here, 1: RankState(finished=True)})
+    assert found[0].endswith("rank 1 has not made this group: ranks call new_group unequally")
+    assert find_deadlock({0: here, 1: RankState(finished=True, begun={f"{KEY} 1": 1})}) == {}
+
+
 def test_a_process_that_a_rank_has_started_may_be_a_member():
     assert find_deadlock({0: making(), 1: RankState(finished=True, has_children=True)}) == {}
 

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from zeroshard_testing.issued import differ, name_of
 from zeroshard_testing.rank_state import Awaited, Operation, RankState, group_members
 
+_UNEQUAL = "ranks call new_group unequally"
+
 
 def find_deadlock(states: Mapping[int, RankState]) -> dict[int, str]:
     """Prove from the states of one moment that no rank which still runs can ever go on.
@@ -50,19 +52,27 @@ def _never_comes(awaited: Awaited, rank: int, states: Mapping[int, RankState]) -
 
 
 def _group_is_never_made(awaited: Awaited, states: Mapping[int, RankState]) -> str | None:
-    """Whether a member of the group that a rank is making has not begun to, by whatever number the test calls it.
-
-    Each time that the rank has made this group before, every place in it was taken once.
-    """
+    """Whether a member of the group that a rank is making has not begun to, by whatever number the test calls it."""
+    members = group_members(awaited.group)
     absent = [
-        member
-        for place, member in enumerate(group_members(awaited.group))
-        if sum(state.begun.get(f"{awaited.group} {place}", 0) for state in states.values()) <= awaited.number
+        member for place, member in enumerate(members) if _times_taken(awaited.group, place, states) <= awaited.number
     ]
     if not absent:
         return None
     known = [member for member in absent if member in states]
-    return f"stuck waiting for the other ranks of a new process group: {_fates(known, states)}"
+    begun = {key.rpartition(" ")[0] for member in known for key in states[member].begun}
+    other = next((key for key in sorted(begun) if key != awaited.group and group_members(key) == members), None)
+    hint = f"; it is group {_name(awaited.group)} here and {_name(other)} there: {_UNEQUAL}" if other else ""
+    return f"stuck waiting for the other ranks of a new process group: {_fates(known, states)}{hint}"
+
+
+def _times_taken(group: str, place: int, states: Mapping[int, RankState]) -> int:
+    """How often a place in a group was taken in the test; all of them are, each time that the group is made."""
+    return sum(state.begun.get(f"{group} {place}", 0) for state in states.values())
+
+
+def _name(group: str) -> str:
+    return repr(group.rpartition(":")[0])
 
 
 def _collectives_never_complete(rank: int, states: Mapping[int, RankState]) -> str | None:
@@ -79,9 +89,15 @@ def _collectives_never_complete(rank: int, states: Mapping[int, RankState]) -> s
 def _lacks(key: str, number: int, operation: Operation, rank: int, states: Mapping[int, RankState]) -> str | None:
     here = states[rank].groups[key]
     what = name_of(here, number)
-    for member in here.members:
+    number_made, _, group = key.rpartition(" ")
+    is_made_in_test = _times_taken(group, here.members.index(rank), states) > int(number_made or 0)
+    for place, member in enumerate(here.members):
         there = states[member].groups.get(key) if member in states else None
-        if member == rank or there is None:
+        if member == rank:
+            continue
+        if there is None:
+            if is_made_in_test and _times_taken(group, place, states) <= int(number_made or 0):
+                return f"stuck in {what}: rank {member} has not made this group: {_UNEQUAL}"
             continue
         other = there.operations.get(number)
         if other is not None and differ(operation, other):

@@ -48,13 +48,27 @@ def test_group_made_by_one(rank):
         dist.new_group([0, 1])
 
 
-@pytest.mark.ranks(2, timeout=1)
-@says(r"ranks? .*(stuck|timed out: no outcome after 1 s)")
+@says(r"rank 0 stuck waiting .*: rank 1 .*; it is group '1' here and '2' there: ranks call new_group unequally")
 def test_groups_made_in_another_order(rank):
     sizes = [[0, 1], [rank]]
     for ranks in reversed(sizes) if rank else sizes:
         dist.new_group(ranks)
     dist.barrier()
+
+
+@says(r"rank 0 stuck waiting .*: rank 1 .*; it is group '1' here and '2' there: ranks call new_group unequally")
+def test_one_more_group_on_one_rank(rank):
+    if rank:
+        dist.new_group([1])
+    dist.new_group([0, 1])
+
+
+@pytest.mark.ranks(4, timeout=30)
+@says(r"ranks? .*stuck .*(it is group '2' here and '1' there|has not made this group): ranks call new_group unequally")
+def test_group_that_its_members_alone_make(rank):
+    if rank < 2:
+        dist.new_group([0, 1])
+    dist.all_reduce(ones(2), group=dist.new_group([0, 1, 2, 3]))
 
 
 @says(r"rank 0 (stuck|failed: )")
