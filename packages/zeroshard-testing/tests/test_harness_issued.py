@@ -6,10 +6,12 @@ import pytest
 from zeroshard_testing.issued import (
     collectives_to_compare,
     differ,
+    find_crossed,
     find_left_out,
     find_mismatch,
     find_other_tensors,
     find_unmatched_messages,
+    find_worlds_of_one,
 )
 from zeroshard_testing.rank_state import GroupState, Messages, Operation, RankState
 
@@ -85,6 +87,12 @@ def test_what_cpp_has_issued_may_be_known_by_another_name():
     assert differ(Operation("broadcast", "float32[4]"), inside)
 
 
+def test_what_cpp_has_issued_of_complex_numbers_is_of_real_ones():
+    inside = Operation("all_reduce", "float32[4, 2]", from_python=False)
+    assert not differ(Operation("all_reduce", "complex64[4]"), inside)
+    assert differ(Operation("all_reduce", "complex64[4]"), Operation("all_reduce", "float32[4, 2]"))
+
+
 def test_the_own_part_of_a_list_is_not_compared_with_the_list():
     inside = Operation("all_gather", "float32[4]", from_python=False)
     assert not differ(Operation("all_gather", "float32[4], float32[4]"), inside)
@@ -101,6 +109,36 @@ def test_a_mismatch_is_told_with_both_sides():
     where = "as collective #1 of the default group"
     found = find_mismatch({0: rank(ALL_REDUCE), 1: rank(Operation("broadcast", "float32[4]"))})
     assert found == f"rank 0 is in all_reduce of float32[4], rank 1 in broadcast of float32[4], {where}"
+
+
+def in_order(*keys: str) -> RankState:
+    """Return a rank that has issued a collective in each of these groups, in this order."""
+    operations = {key: {1: Operation("barrier", serial=serial)} for serial, key in enumerate(keys)}
+    return RankState(True, groups={key: GroupState(key, (0, 1), 1, one) for key, one in operations.items()})
+
+
+def test_groups_that_ranks_share_are_used_in_one_order():
+    assert find_crossed({0: in_order("1:0,1", "2:0,1"), 1: in_order("1:0,1", "2:0,1")}) == {}
+    assert find_crossed({0: in_order("1:0,1", "2:0"), 1: in_order("3:1", "1:0,1")}) == {}
+    assert find_crossed({}) == {}
+    found = find_crossed({0: in_order("1:0,1", "2:0,1"), 1: in_order("2:0,1", "1:0,1")})
+    assert found[1] == (
+        "passed, but rank 0 issues barrier #1 of group '1' before barrier #1 of group '2', and rank 1 after it"
+    )
+
+
+def test_the_order_of_what_cpp_has_issued_is_not_known():
+    states = {0: in_order("1:0,1", "2:0,1"), 1: in_order("2:0,1", "1:0,1")}
+    states[1].groups["1:0,1"].operations[1] = Operation("barrier", from_python=False)
+    assert find_crossed(states) == {}
+
+
+def test_a_world_of_its_own_on_every_rank_is_told():
+    alone = RankState(True, begun={"0:0 0": 2})
+    assert set(find_worlds_of_one({0: alone, 1: alone})) == {0, 1}
+    for other in (RankState(True), RankState(True, begun={"0:0 0": 1, "0:0,1 1": 1}), RankState(True, groups={KEY: 0})):
+        assert find_worlds_of_one({0: alone, 1: other}) == {}
+    assert find_worlds_of_one({0: alone}) == {}
 
 
 def test_a_message_that_nobody_receives_is_told_of_its_sender():

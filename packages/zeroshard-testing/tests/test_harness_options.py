@@ -72,6 +72,7 @@ def test_one_backend_can_be_selected(suite: RunSuite) -> None:
         ("ranks(0)", "a number of ranks is a positive int"),
         ("ranks(2, backend=[3])", "backend is a name such as gloo"),
         ('ranks(2, checks="no:deadlocks")', "turns nothing off; there are no:deadlock"),
+        ('ranks(2, checks="no:order")', "and to turn on order"),
         ("ranks(2, time=3)", "unknown argument 'time'"),
         ("ranks(2, fake_rank=1)", 'fake_rank goes with backend="fake"'),
     ],

@@ -101,7 +101,8 @@ def test_the_run_says_which_checks_are_on(suite: RunSuite) -> None:
 
 
 def test_a_check_is_turned_off_in_the_ini_file(suite: RunSuite) -> None:
-    done = suite("-o", "ranks_checks=no:collectives", test_left_out=LEFT_OUT)
+    done = suite("-o", "ranks_checks=no:collectives order", test_left_out=LEFT_OUT)
+    assert "ranks: checks on: deadlock, messages, faults, races, order" in done.text
     assert "ranks: check off: collectives (by the ini file)" in done.text
     assert done.cases["test_left_out[2-gloo]"].kind == "passed"
 

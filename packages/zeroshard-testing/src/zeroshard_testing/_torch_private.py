@@ -11,7 +11,7 @@ import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 import torch
@@ -51,6 +51,7 @@ holds this rank's tensors, or the tensors of all ranks where their sizes may dif
 cannot be wrapped: modules import them by name."""
 
 _TORCH = str(Path(torch.__file__).parent)
+_LOGGER = str(Path(_TORCH, "distributed", "c10d_logger.py"))
 _WAITING = ("distributed", "nn/parallel/distributed.py", "autograd/graph.py", "_ops.py")
 WAITING_CODE = tuple(str(Path(_TORCH, name)) for name in _WAITING)
 """Where the Python frame of a thread is that waits for other ranks inside C++."""
@@ -146,6 +147,21 @@ def _recorded(entry: Mapping[str, Any]) -> Recorded:
 def _dtype_name(name: str) -> str:
     """Return the public name of a dtype, given its name in C++, such as ``"Double"``: most have it as an alias."""
     return _DTYPES.get(name) or str(getattr(torch, name.lower(), name)).removeprefix("torch.")
+
+
+def complex_arguments(frame: FrameType) -> dict[tuple[int, ...], torch.Tensor]:
+    """Return the complex tensors given to the public function that runs in a frame, which passes views of them on.
+
+    They are by address and shape of such a view, as real numbers. The frame of the function's wrapper still has them.
+    """
+    caller = frame.f_back
+    if caller is None or caller.f_code.co_filename != _LOGGER:
+        return {}
+    values = [*caller.f_locals.get("args", ()), *caller.f_locals.get("kwargs", {}).values()]
+    tensors = (one for value in values for one in (value if isinstance(value, (list, tuple)) else [value]))
+    return {
+        (one.data_ptr(), *one.shape, 2): one for one in tensors if isinstance(one, torch.Tensor) and one.is_complex()
+    }
 
 
 def reduce_op_name(options: object) -> str:

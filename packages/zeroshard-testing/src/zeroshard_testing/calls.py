@@ -40,7 +40,7 @@ def run_on_ranks(
         backend: As for ``@pytest.mark.ranks``, and so are ``timeout`` in seconds, ``init`` and ``checks``.
         timeout: Seconds.
         init: Whether the default process group is initialised.
-        checks: Which checks are off.
+        checks: Which checks are off, or on that are off by default.
         title: What to call it in reports, the function's name by default.
         **kwargs: Named arguments.
 
@@ -57,7 +57,8 @@ def run_on_ranks(
         raise RuntimeError("run_on_ranks starts ranks of its own: call it in an ordinary test, not on a rank")
     import torch
 
-    spec = RanksSpec(ranks, backend, timeout=timeout, init=init, checks_off=parse_checks(checks))
+    off, on = parse_checks(checks)
+    spec = RanksSpec(ranks, backend, timeout=timeout, init=init, checks_off=off, checks_on=on)
     name = title or str(getattr(function, "__qualname__", function))
     title = f"{name} on {'one rank' if ranks == 1 else f'{ranks} ranks'}"
     returned = _session().call(title, spec, _pickled((function, args, kwargs), name))

@@ -16,9 +16,7 @@ import torch.distributed as dist
 
 from zeroshard_testing import outcome as kinds
 from zeroshard_testing.call_item import call_item
-from zeroshard_testing.collectives import record_collectives
 from zeroshard_testing.faults import Faults
-from zeroshard_testing.groups_begun import record_groups
 from zeroshard_testing.ipc import Channel, Message
 from zeroshard_testing.marker import place_of
 from zeroshard_testing.outcome import Outcome, printable
@@ -42,9 +40,7 @@ class Rank:
         self._plugin = plugin
         self._collector = Collector(session, Path(request["temporary"]))
         self._faults = Faults(channel)
-        waits = record_waits(self._faults)
-        record_collectives(waits, self._faults)
-        self.inspector = RankInspector(waits, record_groups())
+        self.inspector = RankInspector(record_waits(self._faults))
         self.inspector.keep_destroyed_groups()
         self.groups = GroupKeeper(request["port"])
         plugin.state = self._state = ProcessState()

@@ -20,7 +20,7 @@ import pytest
 from zeroshard_testing.ipc import Channel, ClosedError, Message
 from zeroshard_testing.launcher import kill_group
 from zeroshard_testing.rank_pytest import run_idle_pytest
-from zeroshard_testing.worker_main import run_child
+from zeroshard_testing.worker import run_child
 
 
 def main(descriptor: int, description: Message) -> None:

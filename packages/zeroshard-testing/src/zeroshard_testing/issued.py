@@ -7,9 +7,9 @@ message that is never received is a hang with larger tensors.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import permutations
+from itertools import combinations, permutations
 
-from zeroshard_testing.rank_state import GroupState, Messages, Operation, RankState
+from zeroshard_testing.rank_state import WORLD_OF_ONE, GroupState, Messages, Operation, RankState
 
 _SINGLE = ("all_reduce", "broadcast", "reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
 _LISTS = ("all_gather", "reduce_scatter")
@@ -58,6 +58,40 @@ def find_left_out(states: Mapping[int, RankState]) -> dict[int, str]:
     return found
 
 
+def find_worlds_of_one(states: Mapping[int, RankState]) -> dict[int, str]:
+    """Return, as text by rank, that each of several ranks that have all finished has made a world of its own alone."""
+    if len(states) == 1 or any(
+        state.begun.keys() != {f"{WORLD_OF_ONE} 0"} or state.groups for state in states.values()
+    ):
+        return {}
+    return dict.fromkeys(states, f"passed, but each of {len(states)} ranks made a default group of itself alone")
+
+
+def find_crossed(states: Mapping[int, RankState]) -> dict[int, str]:
+    """Return, as text by rank, where two ranks issue collectives of groups that they share in another order."""
+    for one, other in combinations(sorted(states), 2):
+        here, there = _serials(states[one]), _serials(states[other])
+        known = here.keys() & there.keys()
+        orders = sorted(known, key=here.__getitem__), sorted(known, key=there.__getitem__)
+        for crossed in zip(*orders, strict=True):
+            if crossed[0] != crossed[1]:
+                first, second = (
+                    f"{states[one].groups[key].operations[number].name} #{number} of group {key.rpartition(':')[0]!r}"
+                    for key, number in crossed
+                )
+                text = f"passed, but rank {one} issues {first} before {second}, and rank {other} after it"
+                return dict.fromkeys(states, text)
+    return {}
+
+
+def _serials(state: RankState) -> dict[tuple[str, int], int]:
+    """Return the order of the collectives that Python has issued, by group and number."""
+    found = (
+        (key, number, one.serial) for key, group in state.groups.items() for number, one in group.operations.items()
+    )
+    return {(key, number): serial for key, number, serial in found if serial >= 0}
+
+
 def find_unmatched_messages(states: Mapping[int, RankState]) -> dict[int, str]:
     """Return, as text by rank, which messages of ranks that have all finished have no other end."""
     found: dict[int, str] = {}
@@ -88,6 +122,9 @@ def differ(one: Operation, other: Operation) -> bool:
     other_reduce_op = one.reduce_op != other.reduce_op and one.reduce_op and other.reduce_op
     if not same_kind or other_root or other_reduce_op:
         return True
+    if one.from_python != other.from_python and "complex" in one.tensors + other.tensors:
+        # C++ has them as pairs of real numbers.
+        return False
     if not one.amounts or not other.amounts:
         return False
     are_alike = one.from_python == other.from_python or one.name not in _LISTS

@@ -73,7 +73,7 @@ class Launcher(ABC):
         self._started = 0
 
     def start(self, request: Message) -> Child:
-        """Start a process, which comes up in the background; ``request`` is for `worker_main.run_child`."""
+        """Start a process, which comes up in the background; ``request`` is for `worker.run_child`."""
         channel, theirs = new_channel()
         child = Child(self._started, channel, new_file(), new_file(), new_file())
         self._started += 1

@@ -15,7 +15,7 @@ from zeroshard_testing.ipc import ClosedError, Message
 from zeroshard_testing.launcher import Child, Launcher, LaunchError, ask, text_of
 from zeroshard_testing.monitor import Monitor, describe_exit
 from zeroshard_testing.outcome import FAULTED, Outcome
-from zeroshard_testing.spec import RanksSpec
+from zeroshard_testing.spec import OPTIONAL_CHECKS, RanksSpec
 from zeroshard_testing.stacks import readable_stacks
 
 _PATIENCE = 30.0
@@ -83,7 +83,7 @@ class Pool:
         """
         crew = self._ready_crew(spec)
         self._runs += 1
-        off = frozenset({*spec.checks_off, *self.checks_off()})
+        off = frozenset({*spec.checks_off, *self.checks_off(), *OPTIONAL_CHECKS} - {*spec.checks_on})
         monitor = Monitor(self._launcher, crew.workers, self._runs, spec.timeout, off)
         is_reusable = False
         try:

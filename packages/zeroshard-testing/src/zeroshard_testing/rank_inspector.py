@@ -26,16 +26,14 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch exports it unseen
 
 from zeroshard_testing import _torch_private as private
-from zeroshard_testing.collectives import latest_collectives
-from zeroshard_testing.groups_begun import GroupsBegun
 from zeroshard_testing.rank_state import Awaited, GroupState, Messages, RankState, group_key, group_label
-from zeroshard_testing.stacks import OWN_THREADS, python_stacks
+from zeroshard_testing.stacks import OWN_CODE, OWN_THREADS, python_stacks
 from zeroshard_testing.wait_recorder import ANY_SOURCE, Wait, WaitRecorder
 
 # Seconds until a rank that has finished tells its latest collectives unasked, since others may be stuck in them.
 _SETTLING_TIME = 0.5
 
-_OWN_CODE, _TORCH = str(Path(__file__).parent), str(Path(torch.__file__).parent)
+_TORCH = str(Path(torch.__file__).parent)
 
 
 class RankInspector:
@@ -45,9 +43,8 @@ class RankInspector:
     monotonic clock.
     """
 
-    def __init__(self, waits: WaitRecorder, groups_begun: GroupsBegun) -> None:
+    def __init__(self, waits: WaitRecorder) -> None:
         self._waits = waits
-        self._groups_begun = groups_begun
         self.run = -1
         """The number of the latest test."""
         self._destroyed: dict[str, GroupState] = {}
@@ -61,8 +58,7 @@ class RankInspector:
     def begin(self, run: int, timeout: float, rank: int, world_size: int) -> None:
         """Say that a test begins, which may take that many seconds, on one of so many ranks."""
         self._place = (rank, world_size)
-        self._groups_begun.forget()
-        self._waits.forget_unlisted()
+        self._waits.begin_test()
         self.run = run
         self._timeout = timeout
         self._deadline = monotonic() + timeout
@@ -83,7 +79,7 @@ class RankInspector:
         if run != self.run:
             return RankState(stacks=python_stacks() if details else "")
         found = self._waiting()
-        begun = dict(self._groups_begun.begun)
+        begun = dict(self._waits.begun)
         awaited, fingerprint = found or ((), "")
         if self._ended is not None:
             # A thread that the test has left behind may still issue something.
@@ -150,7 +146,7 @@ class RankInspector:
             group_label(key, dist.get_world_size()),
             _ranks_of(group),
             issued,
-            operations={} if recorded is None else latest_collectives(record, here),
+            operations={} if recorded is None else record.latest_collectives(here),
             messages={
                 f"{kind} {_rank_of(peer, group)} {tag}": Messages(one.count, tuple(one.latest))
                 for (kind, peer, tag), one in record.messages.items()
@@ -196,7 +192,7 @@ class RankInspector:
                 if doing.time_limit < self._timeout or self._gives_up_natively():
                     return None
                 native.append(thread)
-                awaited.append(self._groups_begun.current.get(ident, Awaited("collective")))
+                awaited.append(self._waits.making.get(ident, Awaited("collective")))
             elif not doing.is_idle or (is_main and _has_signal_handlers()):
                 return None
         if native:
@@ -279,7 +275,7 @@ def _time_limit(frame: FrameType | None) -> float:
 
 def _waits_natively(frame: FrameType) -> bool:
     path = frame.f_code.co_filename
-    if path.startswith(_OWN_CODE):
+    if path.startswith(OWN_CODE):
         # The wrapper of what torch was called for.
         return frame.f_back is not None and _waits_natively(frame.f_back)
     return path.startswith(private.WAITING_CODE) and not path.startswith(private.NEVER_WAITING_CODE)

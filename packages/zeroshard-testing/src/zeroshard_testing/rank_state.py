@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+WORLD_OF_ONE = "0:0"
+"""The key of a default group of one rank."""
 _TENSOR = re.compile(r"(\w+)\[([^\]]*)\]")
 
 
@@ -16,7 +18,8 @@ class Operation:
     """A collective that a rank has issued, such as an ``all_reduce`` of ``float32[4, 3]`` by ``SUM``.
 
     Its tensors are its input, or its output where it takes none. It is pending until it completes here. The root
-    is a rank of the group. Only of what Python issued is the public name known, and whether waiting for it failed.
+    is a rank of the group. Only of what Python issued is the public name known, whether waiting for it failed, and the
+    serial number, by which a rank's collectives in all groups are in order.
     """
 
     name: str
@@ -25,6 +28,7 @@ class Operation:
     root: int = -1
     reduce_op: str = ""
     from_python: bool = True
+    serial: int = -1
 
     @property
     def amounts(self) -> list[tuple[str, int]]:

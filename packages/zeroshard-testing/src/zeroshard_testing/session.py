@@ -51,7 +51,7 @@ class RanksSession:
         self._late_deaths: list[str] = []
         # Which checks are off, as the header says.
         self._said: list[str] = []
-        self._checks_off = parse_checks(config.getini("ranks_checks")) if config is not None else ()
+        self._checks_off, self._checks_on = parse_checks("" if config is None else config.getini("ranks_checks"))
         if "races" in self._checks_off:
             raise SpecError("no:races is said of a test, in its marker, with the reason")
 
@@ -71,7 +71,7 @@ class RanksSession:
         except LaunchError:
             # The first test says so, with what the process wrote.
             return []
-        on = [name for name in CHECKS if name not in off]
+        on = [name for name in (*CHECKS, *self._checks_on) if name not in off]
         self._said = [f"ranks: check off: {name} ({reason})" for name, reason in off.items()]
         return [f"ranks: checks on: {', '.join(on) or 'none'}", *self._said]
 
@@ -223,7 +223,11 @@ class RanksSession:
         self, spec: RanksSpec, message: Mapping[str, object], payload: bytes = b""
     ) -> tuple[Verdict, Mapping[int, bytes]]:
         title = str(message["title"])
-        spec = replace(spec, checks_off=tuple(sorted({*spec.checks_off, *self._checks_off})))
+        spec = replace(
+            spec,
+            checks_off=tuple(sorted({*spec.checks_off, *self._checks_off})),
+            checks_on=tuple(sorted({*spec.checks_on, *self._checks_on})),
+        )
         try:
             outcomes, returned = self._boot().run(spec, message, payload)
         except LaunchError as error:

@@ -17,10 +17,12 @@ from zeroshard_testing.deadlock import find_deadlock
 from zeroshard_testing.ipc import ClosedError, Message
 from zeroshard_testing.issued import (
     collectives_to_compare,
+    find_crossed,
     find_left_out,
     find_mismatch,
     find_other_tensors,
     find_unmatched_messages,
+    find_worlds_of_one,
     name_of,
 )
 from zeroshard_testing.launcher import Child, ask, text_of
@@ -101,15 +103,18 @@ class Snapshots:
         """Return, as text by slot, the operations that ranks which all passed have issued differently."""
         if len(self._finished) < len(self._workers):
             return {}
-        found: Mapping[int, str] = {}
-        if "collectives" not in checks_off and collectives_to_compare(self._finished):
+        is_compared = "collectives" not in checks_off
+        found: Mapping[int, str] = find_worlds_of_one(self._finished) if is_compared else {}
+        is_ordered = "order" not in checks_off
+        if is_ordered or (is_compared and collectives_to_compare(self._finished)):
             self._collect(range(len(self._workers)), _COMPARISON_TIMEOUT)
             gone = self._finished.keys() - self._answers.keys()
             if gone:
                 # Perhaps ended by gloo just after it had passed.
                 what = f": {text}" if (text := self.why_aborted()) else ""
                 return dict.fromkeys(gone, f"left before what it has issued could be compared{what}")
-            found = find_left_out(self._answers)
+            found = found or (find_left_out(self._answers) if is_compared else {})
+            found = found or (find_crossed(self._answers) if is_ordered else {})
         if not found and "messages" not in checks_off:
             found = find_unmatched_messages(self._finished)
         return found

@@ -27,7 +27,7 @@ class SpawnLauncher(Launcher):
     def _launch(self, child: Child, request: Message, theirs: socket.socket) -> None:
         passed = theirs.fileno(), child.stacks.fileno()
         process = subprocess.Popen(
-            command("zeroshard_testing.worker_main", self._description, request, *passed),
+            command("zeroshard_testing.worker", self._description, request, *passed),
             stdin=subprocess.DEVNULL,
             stdout=None if self._inherit_output else child.stdout,
             stderr=None if self._inherit_output else child.stderr,

@@ -19,6 +19,9 @@ BACKENDS: Mapping[str, str] = {
 CHECKS = ("deadlock", "collectives", "messages", "faults", "races")
 """What is checked beyond what each rank says of itself; each can be turned off by name."""
 
+OPTIONAL_CHECKS = ("order",)
+"""What is checked where it is asked for by name."""
+
 _ARGUMENTS = ("backend", "isolation", "timeout", "fake_rank", "init", "checks", "reason")
 
 
@@ -32,7 +35,8 @@ class RanksSpec:
 
     ``isolation`` is ``"group"`` for a fresh process group, ``"process"`` for fresh processes, ``"none"`` for one group
     per module. ``timeout`` is in seconds. ``fake_rank`` is the rank that the one process of the backend ``"fake"``
-    stands for. ``init`` says whether the default process group is initialised, ``checks_off`` which `CHECKS` are off.
+    stands for. ``init`` says whether the default process group is initialised, ``checks_off`` which `CHECKS` are off,
+    ``checks_on`` which `OPTIONAL_CHECKS` are on.
     """
 
     world_size: int
@@ -42,6 +46,7 @@ class RanksSpec:
     fake_rank: int = 0
     init: bool = True
     checks_off: tuple[str, ...] = ()
+    checks_on: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.world_size, bool) or not isinstance(self.world_size, int) or self.world_size < 1:
@@ -83,7 +88,7 @@ def parse_marker(args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[RanksSp
     unknown = sorted(set(options) - set(_ARGUMENTS))
     if unknown:
         raise SpecError(f"unknown argument {unknown[0]!r}; there are {', '.join(_ARGUMENTS)}")
-    off = options["checks_off"] = parse_checks(options.pop("checks", ""))
+    off, on = parse_checks(options.pop("checks", ""))
     reason = options.pop("reason", "")
     if ("races" in off) != bool(reason):
         raise SpecError('checks="no:races" and reason="...", which says why, go together')
@@ -91,14 +96,18 @@ def parse_marker(args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[RanksSp
     names = [backends] if isinstance(backends, str) else list(backends)
     if not names:
         raise SpecError("backend is an empty list")
+    options |= {"checks_off": off, "checks_on": on}
     return [RanksSpec(size, name, **options) for name in names for size in sizes]
 
 
-def parse_checks(text: str | Iterable[str]) -> tuple[str, ...]:
-    """Read which checks are turned off, from such words or a list of them; return their names in alphabetical order."""
+def parse_checks(text: str | Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Read which checks are turned off, and on, from such words or a list of them; return sorted names."""
     words = text.replace(",", " ").split() if isinstance(text, str) else list(text)
-    for word in words:
+    on = {word for word in words if word in OPTIONAL_CHECKS}
+    for word in set(words) - on:
         if word.removeprefix("no:") not in CHECKS or not word.startswith("no:"):
             names = ", ".join(f"no:{name}" for name in CHECKS)
-            raise SpecError(f"checks: {word!r} turns nothing off; there are {names}")
-    return tuple(sorted({word.removeprefix("no:") for word in words}))
+            raise SpecError(
+                f"checks: {word!r} turns nothing off; there are {names}, and to turn on {', '.join(OPTIONAL_CHECKS)}"
+            )
+    return tuple(sorted({word.removeprefix("no:") for word in {*words} - on})), tuple(sorted(on))

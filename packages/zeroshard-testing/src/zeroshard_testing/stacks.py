@@ -19,7 +19,7 @@ _BELOW_THE_TEST = re.compile(
 )
 _FRAMES_BELOW = re.compile(rf'^ +File "[^"\n]*({_BELOW_THE_TEST.pattern}).*\n?(^ +File .*\n?)*', re.MULTILINE)
 _MODULES = re.compile(r"^Extension modules:.*", re.MULTILINE)
-_ABOVE_THE_WAIT = re.compile(r"[/\\]zeroshard_testing[/\\](wait_recorder|groups_begun|collectives)\.py$")
+_ABOVE_THE_WAIT = re.compile(r"[/\\]zeroshard_testing[/\\]wait_recorder\.py$")
 
 
 def python_stacks() -> str:

@@ -1,21 +1,24 @@
-"""What each thread of this process waits for from other ranks, and which messages it has issued to whom.
+"""What each thread of this process waits for from other ranks, and which collectives and messages it has issued.
 
-torch tells, through its flight recorder, which collectives a rank has issued; it does not tell which thread waits for
-what, nor anything of point-to-point messages on gloo. So the methods that issue messages and those that wait are
-wrapped, in worker processes only: an entry in a dictionary for each wait, which Python's global lock makes atomic, so
-that another thread can read it, and one for each message, under a lock of its group.
+The methods of process groups that issue and those that wait are wrapped, in worker processes only: an entry in a
+dictionary for each wait, which Python's global lock makes atomic, so that another thread can read it, and one for each
+message, under a lock of its group. What C++ issues, such as the reductions of DistributedDataParallel and functional
+collectives, does not pass here: torch's sequence numbers tell that there was something, and its flight recorder what.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
+import sys
 import threading
 import weakref
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+import zlib
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from time import monotonic
 from typing import Any
@@ -26,23 +29,37 @@ import torch.distributed as dist
 # torch exports these unseen by type checkers.
 from torch.distributed import Store, Work  # type: ignore[attr-defined]
 
-from zeroshard_testing._torch_private import FUTURE, process_groups, sequence_number, timeout_of
+from zeroshard_testing._torch_private import (
+    FUTURE,
+    GROUP_CONSTRUCTOR,
+    GROUP_METHODS,
+    Recorded,
+    complex_arguments,
+    group_constructor,
+    process_groups,
+    reduce_op_name,
+    sequence_number,
+    timeout_of,
+)
 from zeroshard_testing.faults import Faults
-from zeroshard_testing.rank_state import Operation
+from zeroshard_testing.rank_state import Awaited, Operation, group_key
 
 ANY_SOURCE = -1
 """The peer of a receive that takes a message from any rank."""
 
+_ROOTED = ("broadcast", "reduce", "gather", "scatter")
+_KEPT = 512
 _MESSAGES_KEPT = 64
 # Seconds to wait for a thread that is just issuing a message, which may block until the peer opens a connection.
 _ISSUING_TIMEOUT = 1.0
 
 
-def described(tensors: object) -> str:
-    """Return tensors as reports show them."""
+def described(tensors: object, originals: Mapping[tuple[int, ...], torch.Tensor] | None = None) -> str:
+    """Return tensors as reports show them, with the originals, by address and shape, in place of views of them."""
     if isinstance(tensors, torch.Tensor):
-        return f"{str(tensors.dtype).removeprefix('torch.')}{list(tensors.shape)}"
-    return ", ".join(map(described, tensors)) if isinstance(tensors, (list, tuple)) else ""
+        one = originals.get((tensors.data_ptr(), *tensors.shape), tensors) if originals else tensors
+        return f"{str(one.dtype).removeprefix('torch.')}{list(one.shape)}"
+    return ", ".join(described(one, originals) for one in tensors) if isinstance(tensors, (list, tuple)) else ""
 
 
 @dataclass(frozen=True)
@@ -85,6 +102,21 @@ class GroupRecord:
     unlisted: bool = False
     _issuing: threading.RLock = field(default_factory=threading.RLock)
 
+    def count(self, number: int, operation: Operation, latest: int) -> None:
+        """Count a collective that has been issued, with its number and the latest one that the group has taken."""
+        self.collectives[number] = operation
+        self.numbers += latest - number + 1
+        text = f"{operation.name} {operation.amounts} {operation.root} {operation.reduce_op}"
+        self.checksum = zlib.crc32(text.encode(), self.checksum)
+
+    def latest_collectives(self, recorded: Iterable[Recorded]) -> dict[int, Operation]:
+        """Return the latest collectives by number: as Python issued them, else as the flight recorder shows."""
+        found = dict(self.collectives)
+        for one in recorded:
+            known = self.collectives.get(one.number)
+            found[one.number] = replace(known, pending=one.operation.pending) if known else one.operation
+        return found
+
     @contextmanager
     def no_message_half_counted(self) -> Iterator[None]:
         """Keep other threads from issuing messages: torch has numbered one before it is counted here."""
@@ -112,15 +144,21 @@ class Wait:
 
 
 class WaitRecorder:
-    """The waits of this process's threads, what works stand for, and what was issued in each group.
+    """The waits of this process's threads, what works stand for, which groups are made, and what was issued in them.
 
     There is one of it in a worker; `record_waits` makes it. Threads enter and leave their own waits only.
     """
 
     def __init__(self) -> None:
-        self._serials = itertools.count()
+        self.serials = itertools.count()
+        """Numbers for waits and collectives, in order."""
         self.current: dict[int, Wait | None] = {}
         """What each thread waits for, by `threading.get_ident`."""
+        self.making: dict[int, Awaited] = {}
+        """Which group each thread is making, by `threading.get_ident`."""
+        self.begun: Counter[str] = Counter()
+        """How often each place in each group was taken in a test, as `RankState.begun`: ranks leave it one by one."""
+        self._made: Counter[str] = Counter()
         self._groups: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupRecord] = weakref.WeakKeyDictionary()
         self._works: weakref.WeakKeyDictionary[Any, Issued] = weakref.WeakKeyDictionary()
 
@@ -133,10 +171,26 @@ class WaitRecorder:
         """Return the groups with messages that torch does not list."""
         return [group for group, record in list(self._groups.items()) if record.unlisted]
 
-    def forget_unlisted(self) -> None:
-        """Forget the messages of groups that torch does not list: an earlier test's may have the same names."""
+    def begin_test(self) -> None:
+        """Forget the groups made in the last test, and those that torch does not list: names come again."""
+        # What a thread is still making counts for the last one.
+        self.begun, self._made = Counter(), Counter()
         for group in self.unlisted():
             self._groups.pop(group, None)
+
+    def make_group(self, call: Callable[[], Any], name: str, members: Sequence[int], place: int | None) -> Any:  # noqa: ANN401 - what torch returns
+        """Make a group, on record from before it begins; a rank that is no member has no place in it."""
+        __tracebackhide__ = True
+        key, made, me = group_key(name, members), self._made, threading.get_ident()
+        self.begun[f"{key} {place}"] += 1
+        self.making[me] = Awaited("group", key, number=made[key])
+        try:
+            group = call()
+        finally:
+            del self.making[me]
+        # An attempt that has failed may have met nobody, so it does not count.
+        made[key] += 1
+        return group
 
     def collectives_in(self, group: dist.ProcessGroup) -> int:
         """Return how many collectives were issued in a group, from C++ too; raises if the backend does not count."""
@@ -146,6 +200,34 @@ class WaitRecorder:
         with record.no_message_half_counted():
             # The group numbers collectives and messages alike.
             return sequence_number(group) - sum(messages.count for messages in record.messages.values())
+
+    def issue(self, group: dist.ProcessGroup, operation: Operation, call: Callable[[], Any]) -> Any:  # noqa: ANN401 - what torch returns
+        """Issue a collective, on record while and after it is issued."""
+        __tracebackhide__ = True
+        record = self.of_group(group)
+        if record.unlisted:
+            return call()
+        try:
+            number = self.collectives_in(group) + 1
+        except (RuntimeError, AttributeError):
+            # The backend does not count.
+            return call()
+        # Pending while it is issued: torch's debug level DETAIL lets ranks wait for one another there.
+        record.collectives[number] = replace(operation, pending=True)
+        record.collectives.pop(number - _KEPT, None)
+        try:
+            work = call()
+        except BaseException:
+            if self.collectives_in(group) < number:
+                # It was refused, and so was not issued.
+                record.collectives.pop(number, None)
+            else:
+                record.failed_collectives.add(number)
+                record.count(number, operation, self.collectives_in(group))
+            raise
+        record.count(number, operation, self.collectives_in(group))
+        self.note_work(work, Issued("collective", weakref.ref(group), number=number))
+        return work
 
     def note_message(
         self, work: object, kind: str, group: dist.ProcessGroup, peer: int, tag: int, tensors: object
@@ -168,7 +250,7 @@ class WaitRecorder:
         me = threading.get_ident()
         outer = self.current.get(me)
         until = _end_of(owner, issued, arguments, named)
-        self.current[me] = Wait(next(self._serials), owner, arguments, issued, until)
+        self.current[me] = Wait(next(self.serials), owner, arguments, issued, until)
         try:
             return call(owner, *arguments, **named)
         except BaseException:
@@ -196,7 +278,10 @@ class WaitRecorder:
 
 
 def record_waits(faults: Faults) -> WaitRecorder:
-    """Wrap torch's waiting and sending methods, once in a process, and return the record that the wrappers keep."""
+    """Wrap torch's methods, once in a process, and return the record that the wrappers keep.
+
+    They ask for faults before each operation that is issued.
+    """
     recorder = WaitRecorder()
     barrier = (dist.ProcessGroup, "monitored_barrier")
     for owner, name in ((Work, "wait"), (FUTURE, "wait"), (Store, "wait"), (Store, "get"), barrier):
@@ -205,6 +290,13 @@ def record_waits(faults: Faults) -> WaitRecorder:
         method = getattr(dist.ProcessGroup, name, None)
         if method is not None:
             setattr(dist.ProcessGroup, name, _issuing(recorder, faults, method, name.removesuffix("_anysource")))
+    for name, (title, place) in GROUP_METHODS.items():
+        method = getattr(dist.ProcessGroup, name, None)
+        if method is not None:
+            setattr(dist.ProcessGroup, name, _recording(recorder, faults, method, title, place))
+    # Without it the header of the run says that deadlocks are not proven.
+    with suppress(LookupError):
+        setattr(dist.distributed_c10d, GROUP_CONSTRUCTOR, _making(recorder, group_constructor()))
     return recorder
 
 
@@ -231,6 +323,41 @@ def _issuing(recorder: WaitRecorder, faults: Faults, method: Callable[..., Any],
         return work
 
     return issue
+
+
+def _recording(
+    recorder: WaitRecorder, faults: Faults, method: Callable[..., Any], title: str, place: int
+) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def issue(self: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the wrapped method
+        __tracebackhide__ = True
+        if faults.armed and (instead := faults._reach(title)) is not None:
+            return instead
+        values = [*args, *kwargs.values()]
+        tensors = described(values[place]) if 0 <= place < len(values) else ""
+        if "[2]" in tensors or " 2]" in tensors:
+            # Perhaps a view of complex numbers as real ones.
+            tensors = described(values[place], complex_arguments(sys._getframe(1)))
+        root = max((getattr(value, "rootRank", -1) for value in values), default=-1) if title in _ROOTED else -1
+        reduce_op = next(filter(None, map(reduce_op_name, values)), "")
+        operation = Operation(title, tensors, root=root, reduce_op=reduce_op, serial=next(recorder.serials))
+        return recorder.issue(self, operation, lambda: method(self, *args, **kwargs))
+
+    return issue
+
+
+def _making(recorder: WaitRecorder, make: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(make)
+
+    @functools.wraps(make)
+    def make_on_record(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the wrapped function
+        __tracebackhide__ = True
+        given = signature.bind(*args, **kwargs).arguments
+        # The default group's members are not named.
+        members = given["global_ranks_in_group"] or range(given["group_size"])
+        return recorder.make_group(lambda: make(*args, **kwargs), given["group_name"], members, given["group_rank"])
+
+    return make_on_record
 
 
 def _end_of(owner: object, issued: Issued | None, arguments: tuple[Any, ...], named: dict[str, Any]) -> float | None:

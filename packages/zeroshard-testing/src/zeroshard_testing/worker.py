@@ -1,4 +1,7 @@
-"""What runs in a rank's process: a loop that takes tests from the controller and reports how each of them ended."""
+"""What a process of the pool becomes: a rank, or the host of the store, which also looks what the machine has.
+
+A rank takes tests from the controller, in a loop, and reports how each of them ended.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import faulthandler
 import os
 import queue
 import signal
+import socket
 import sys
 import threading
 import time
@@ -15,11 +19,13 @@ from dataclasses import replace
 import pytest
 
 from zeroshard_testing.aborts import call_before_abort
+from zeroshard_testing.backends import machine
 from zeroshard_testing.calls import refuse_on_this_process
 from zeroshard_testing.coverage_on_ranks import Coverage
 from zeroshard_testing.execution import Rank
 from zeroshard_testing.ipc import Channel, ClosedError, Message
 from zeroshard_testing.rank_inspector import RankInspector, has_children
+from zeroshard_testing.rank_pytest import run_idle_pytest
 from zeroshard_testing.rank_state import RankState
 from zeroshard_testing.rank_values import RankValues, set_rank_values
 from zeroshard_testing.stacks import OWN_THREADS
@@ -27,7 +33,62 @@ from zeroshard_testing.stacks import OWN_THREADS
 _Messages = queue.SimpleQueue[tuple[Message, bytes] | ClosedError]
 
 
-def serve(channel: Channel, request: Message, stacks: int, session: pytest.Session) -> None:
+def run_child(channel: Channel, request: Message, stacks: int, session: pytest.Session) -> None:
+    """Become what ``kind`` in the request says, and return when the controller no longer needs this process.
+
+    ``stacks`` is the descriptor of the file for Python stacks.
+    """
+    _open_streams()
+    with contextlib.suppress(ClosedError):
+        if request["kind"] == "rank":
+            _serve(channel, request, stacks, session)
+        else:
+            _host_store(channel)
+
+
+def _open_streams() -> None:
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - a descriptor, open for good
+    # Whole lines, at once: what a rank wrote just before it was killed is often what explains it, and ranks that share
+    # a terminal do not cut each other's lines.
+    sys.stdout = open(1, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
+
+
+def _host_store(channel: Channel) -> None:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch exports it unseen
+
+    # An IPv4 socket of our own: for peers on the dual-stack socket that TCPStore opens by itself it resolves an
+    # IPv4-mapped address to a name, and now and then that lookup stalls for seconds.
+    listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+    port = listener.getsockname()[1]
+    _store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    from zeroshard_testing._torch_private import probe
+
+    channel.send({"op": "ready", "port": port, "checks_off": probe()})
+    while True:
+        message, _ = channel.receive()
+        if message["op"] == "emulated":
+            channel.send({"op": "emulated", **_emulated(builds=message["builds"])})
+        else:
+            channel.send({"op": "machine", **machine()})
+
+
+def _emulated(*, builds: bool) -> Message:
+    from zeroshard_testing.emulated import build
+
+    error, reason = "", build.why_unavailable()
+    if builds:
+        try:
+            build.build()
+        except build.BuildError as failure:
+            error = str(failure)
+    return {"error": error, "reason": reason, "is_built": build.library().exists()}
+
+
+def _serve(channel: Channel, request: Message, stacks: int, session: pytest.Session) -> None:
     """Run tests until the controller closes the channel, or says that there are no more.
 
     The request has the ``port`` of the shared store, a ``temporary`` folder of this worker's own, and ``coverage`` as
@@ -112,3 +173,10 @@ def _look(inspector: RankInspector, run: int, *, details: bool) -> RankState:
         return inspector.look(run, details=details)
     except Exception as error:  # noqa: BLE001 - what cannot be observed is unknown, and the process must live on
         return RankState(stacks=f"(this rank could not be observed: {error!r})")
+
+
+def main(description: Message, request: Message, channel: int, stacks: int) -> None:
+    """Become a child of a launcher that does not fork, with the descriptors of a socket and a file. Does not return."""
+    control = socket.socket(fileno=channel)
+    run_idle_pytest(description, lambda session: run_child(Channel(control), request, stacks, session))
+    os._exit(0)

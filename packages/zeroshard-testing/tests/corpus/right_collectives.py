@@ -57,6 +57,28 @@ def test_complex_numbers(rank):
     assert x[0] == 2j
 
 
+def test_complex_numbers_in_every_way(rank):
+    parts = ones(4, 3, dtype=torch.complex64)
+    part = parts[1:3]
+    dist.broadcast(part, 0)
+    dist.all_reduce(tensor=torch.view_as_real(part))
+    dist.all_gather([torch.empty_like(part), torch.empty_like(part)], part)
+    dist.all_gather_into_tensor(parts, part.clone())
+    dist.scatter(part, None if rank else [ones(2, 3, dtype=torch.complex64) * scale for scale in (1, 2)], 0)
+    assert part[0, 0] == 1 + rank
+    with torch.inference_mode():
+        dist.all_reduce(parts)
+
+
+def test_complex_numbers_that_python_or_cpp_issues(rank):
+    x = ones(2, dtype=torch.complex64)
+    if rank:
+        x = functional.all_reduce(x, "sum", dist.group.WORLD)
+    else:
+        dist.all_reduce(x)
+    assert x[0] == 2
+
+
 def test_empty_tensors(rank):
     dist.all_reduce(ones(0))
     dist.broadcast(ones(0, 3), 0)

@@ -190,6 +190,14 @@ def test_a_group_that_numbers_the_ranks_otherwise(rank):
 
 
 @pytest.mark.ranks(2, init=False)
+def test_a_world_of_one_before_that_of_all():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.destroy_process_group()
+    dist.init_process_group("gloo")
+    dist.barrier()
+
+
+@pytest.mark.ranks(2, init=False)
 def test_a_mesh_that_makes_the_group(rank):
     mesh = init_device_mesh("cpu", (2,))
     dist.all_reduce(ones(1), group=mesh.get_group())

@@ -23,6 +23,26 @@ def test_crossed_groups(rank):
     dist.all_reduce(ones(2), group=groups[1 - rank])
 
 
+def crossed(rank):
+    groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
+    works = [dist.all_reduce(ones(2), group=group, async_op=True) for group in (groups[::-1] if rank else groups)]
+    for work in works:
+        work.wait()
+
+
+@pytest.mark.ranks(2, timeout=30, checks="order")
+@says(
+    r"ranks 0, 1 passed, but rank 0 issues all_reduce #1 of group '1' before all_reduce #1 of group '2', and rank 1 a"
+)
+def test_crossed_groups_that_gloo_completes(rank):
+    crossed(rank)
+
+
+@pytest.mark.unchecked("The order of collectives of different groups, unless `order` is turned on")
+def test_crossed_groups_that_gloo_completes_unasked(rank):
+    crossed(rank)
+
+
 @pytest.mark.ranks(3, timeout=30)
 @says(r"rank \d stuck in \w+ \(collective #1 of the group of ranks .*\): rank \d never joins, it waits")
 def test_circle_of_groups(rank):

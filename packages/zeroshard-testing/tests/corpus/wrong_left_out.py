@@ -245,6 +245,21 @@ def test_left_out_where_an_exception_was_swallowed(rank):
         dist.broadcast(ones(4), 0, async_op=True)
 
 
+@pytest.mark.ranks(2, init=False, timeout=30)
+@says(r"ranks 0, 1 passed, but each of 2 ranks made a default group of itself alone")
+def test_a_world_for_each_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.all_reduce(ones(2))
+    dist.destroy_process_group()
+
+
+@pytest.mark.ranks(2, init=False, timeout=30)
+@pytest.mark.unchecked("all groups, where the test makes a default group of its own that has not all ranks")
+def test_a_world_for_one_rank(rank):
+    if rank:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
 def test_healthy_after_left_out_collectives(rank):
     x = torch.ones(3)
     dist.all_reduce(x)

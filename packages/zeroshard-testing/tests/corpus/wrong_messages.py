@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from torch import float32, float64, int32, ones
+from torch import complex64, float32, float64, int32, ones
 
 pytestmark = pytest.mark.ranks(2, timeout=30)
 says = pytest.mark.says
@@ -142,6 +142,14 @@ def test_dtypes_of_a_message_from_anyone(rank):
         dist.recv(ones(4, dtype=int32))
     else:
         dist.send(ones(4), 1)
+
+
+@pytest.mark.unchecked("in messages, complex numbers against pairs of real ones")
+def test_complex_and_real_numbers(rank):
+    if rank:
+        dist.recv(ones(2, 2), 0)
+    else:
+        dist.send(ones(2, dtype=complex64), 1)
 
 
 @says(r"ranks? \d.*(message|send|sent)")

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from torch import float32, float64, int32, int64, ones
+from torch import complex64, float32, float64, int32, int64, ones
 from torch.distributed import ReduceOp
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
@@ -170,6 +170,23 @@ def test_dtypes_of_an_all_reduce_of_one_size(rank):
 @says(r"ranks? .*rank 0 is in broadcast of float32\[4\].*, rank 1 in broadcast of int32\[4\]")
 def test_dtypes_of_a_broadcast(rank):
     dist.broadcast(ones(4, dtype=int32 if rank else float32), 0)
+
+
+@says(r"ranks 0, 1 passed, but rank 0 is in broadcast of complex64\[4\] .*, rank 1 in broadcast of float32\[4, 2\]")
+def test_complex_and_real_numbers_in_a_broadcast(rank):
+    dist.broadcast(ones(4, 2) if rank else ones(4, dtype=complex64), 0)
+
+
+@says(r"ranks 0, 1 passed, but rank 0 is in all_reduce of complex64\[4\], rank 1 in all_reduce of float32\[8\]")
+def test_complex_and_real_numbers_in_an_all_reduce(rank):
+    with torch.inference_mode():
+        dist.all_reduce(ones(8) if rank else ones(4, dtype=complex64))
+
+
+@says(r"ranks 0, 1 passed, but rank 0 is in all_gather of complex64\[1\], .*, rank 1 in all_gather of float32\[2\],")
+def test_complex_and_real_numbers_in_an_all_gather(rank):
+    x = ones(2) if rank else ones(1, dtype=complex64)
+    dist.all_gather([torch.empty_like(x), torch.empty_like(x)], x)
 
 
 @says(r"ranks? .*rank 0 is in reduce of float32\[4\].*, rank 1 in reduce of int32\[4\]")
