@@ -116,15 +116,17 @@ INTERRUPTED = """
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-def test_nothing_is_left_after_an_interrupt(tmp_path: Path, how: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("how", "launch"), [(signal.SIGINT, "forkserver"), (signal.SIGKILL, "forkserver"), (signal.SIGKILL, "spawn")]
+)
+def test_nothing_is_left_after_an_interrupt(tmp_path: Path, how: signal.Signals, launch: str) -> None:
     (tmp_path / "test_it.py").write_text("\n".join(line[4:] for line in INTERRUPTED.splitlines()))
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     # Whoever runs this may ignore SIGINT, as nohup and the background of a script do, and a child inherits that.
     program = "import signal, pytest; signal.signal(signal.SIGINT, signal.default_int_handler); pytest.console_main()"
     process = subprocess.Popen(
-        [sys.executable, "-c", program, "-p", "no:cacheprovider", "--rootdir", str(tmp_path), "test_it.py"],
+        [sys.executable, "-c", program, "-p", "no:cacheprovider", f"--ranks-launch={launch}", f"--rootdir={tmp_path}"],
         cwd=tmp_path,
         env={**os.environ, "TMPDIR": str(temporary)},
         stdout=subprocess.DEVNULL,

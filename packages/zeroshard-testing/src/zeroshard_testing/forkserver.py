@@ -2,7 +2,8 @@
 
 It runs pytest up to the point where collection would start, so that assertion rewriting and the rest of pytest's
 machinery are in place in each worker, and then forks on request. It never touches CUDA, since a context does not
-survive a fork, and starts no thread. It ends when the controller does, and takes every worker with it.
+survive a fork, and starts no thread. It ends when the controller does, and takes every worker with it. Where each
+worker is to load all this for itself, no pytest is run here, and workers become new interpreters.
 """
 
 from __future__ import annotations
@@ -14,27 +15,43 @@ import select
 import signal
 import socket
 import sys
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 
 from zeroshard_testing.ipc import Channel, ClosedError, Message
-from zeroshard_testing.launcher import kill_group
+from zeroshard_testing.launcher import command, kill_group
 from zeroshard_testing.rank_pytest import run_idle_pytest
 from zeroshard_testing.worker import run_child
 
 
-def main(descriptor: int, description: Message) -> None:
-    """Serve fork requests until the controller closes its end of the Unix socket that ``descriptor`` stands for."""
+def main(descriptor: int, description: Message, forks: bool) -> None:
+    """Serve requests until the controller closes its end of the Unix socket that ``descriptor`` stands for."""
     channel = Channel(socket.socket(fileno=descriptor))
-    run_idle_pytest(description, lambda session: _Server(channel, session).serve())
+    if forks:
+        run_idle_pytest(description, lambda session: _Server(channel, partial(_run, session)).serve())
+    else:
+        _Server(channel, partial(_execute, description)).serve()
+
+
+def _run(session: pytest.Session, request: Message, control: int, stacks: int) -> None:
+    run_child(Channel(socket.socket(fileno=control)), request, stacks, session)
+
+
+def _execute(description: Message, request: Message, control: int, stacks: int) -> None:
+    for descriptor in (control, stacks):
+        os.set_inheritable(descriptor, True)
+    arguments = command("zeroshard_testing.worker", description, request, control, stacks)
+    os.execv(sys.executable, arguments)  # noqa: S606 - this interpreter
 
 
 class _Server:
     """Forks children, reaps them, and tells the controller how each of them ended."""
 
-    def __init__(self, channel: Channel, session: pytest.Session) -> None:
+    def __init__(self, channel: Channel, become: Callable[[Message, int, int], None]) -> None:
         self._channel = channel
-        self._session = session
+        self._become = become
         self._children: dict[int, int] = {}
 
     def serve(self) -> None:
@@ -91,7 +108,7 @@ class _Server:
             for source, target in ((stdout, 1), (stderr, 2)):
                 os.dup2(source, target)
                 os.close(source)
-            run_child(Channel(socket.socket(fileno=control)), message, stacks, self._session)
+            self._become(message, control, stacks)
             status = 0
         except BaseException:  # noqa: BLE001 - this process must not return into the server's code
             sys.excepthook(*sys.exc_info())

@@ -97,22 +97,15 @@ def find_unmatched_messages(states: Mapping[int, RankState]) -> dict[int, str]:
     found: dict[int, str] = {}
     for groups in _whole_groups(states):
         if not any(group.messages_failed for group in groups.values()):
-            for rank, text in _unmatched_in(groups):
+            for rank, text in (*_unmatched_in(groups), *_unlike_in(groups)):
                 found.setdefault(rank, f"passed, but {text} in {groups[rank].label}")
     return found
 
 
 def find_other_tensors(states: Mapping[int, RankState]) -> str | None:
     """Return, as text, the first message that is received as another dtype or size, None if there is none."""
-    for groups in _groups(states):
-        for (receiver, group), (sender, other) in permutations(groups.items(), 2):
-            for key in group.messages:
-                tag = key.split()[2]
-                if key == f"recv {sender} {tag}" and f"recv -1 {tag}" not in group.messages:
-                    sent = other.messages.get(f"send {receiver} {tag}", Messages())
-                    for _, text in _other_tensors(sender, sent, receiver, group.messages[key]):
-                        return f"{text} in {group.label}"
-    return None
+    found = (f"{text} in {groups[rank].label}" for groups in _groups(states) for rank, text in _unlike_in(groups))
+    return next(found, None)
 
 
 def differ(one: Operation, other: Operation) -> bool:
@@ -183,8 +176,6 @@ def _unmatched_in(groups: Mapping[int, GroupState]) -> Iterator[tuple[int, str]]
                 elif surplus > spare:
                     what = f"{_count(surplus - spare)} to rank {receiver} with tag {tag}"
                     yield sender, f"has sent {what}, which were never received"
-                elif not from_anyone.count:
-                    yield from _other_tensors(sender, sent, receiver, received)
                 spare -= min(max(surplus, 0), spare)
             if spare:
                 yield receiver, f"awaits {_count(spare)} from any rank with tag {tag}, which were never sent"
@@ -194,9 +185,16 @@ def _count(number: int) -> str:
     return "1 message" if number == 1 else f"{number} messages"
 
 
-def _other_tensors(sender: int, sent: Messages, receiver: int, received: Messages) -> Iterator[tuple[int, str]]:
-    for number in range(received.count):
-        one, other = sent.text(number), received.text(number)
-        if one is not None and other is not None and Operation("", one).amounts != Operation("", other).amounts:
-            text = f"rank {sender} sends {one}, and rank {receiver} receives it as {other}, message {number + 1},"
-            yield receiver, text
+def _unlike_in(groups: Mapping[int, GroupState]) -> Iterator[tuple[int, str]]:
+    """Yield ranks of a group, and which messages they receive as another dtype or size than was sent."""
+    for (receiver, group), (sender, peer) in permutations(groups.items(), 2):
+        for key, received in group.messages.items():
+            tag = key.split()[2]
+            if key != f"recv {sender} {tag}" or f"recv -1 {tag}" in group.messages:
+                continue
+            sent = peer.messages.get(f"send {receiver} {tag}", Messages())
+            for number in range(received.count):
+                one, other = sent.text(number), received.text(number)
+                if one and other and Operation("", one).amounts != Operation("", other).amounts:
+                    text = f"rank {sender} sends {one}, and rank {receiver} receives it as {other}"
+                    yield receiver, f"{text}, message {number + 1},"

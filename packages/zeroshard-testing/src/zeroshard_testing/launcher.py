@@ -1,4 +1,4 @@
-"""Worker processes as the controller holds them, and what every way of launching them has in common."""
+"""Worker processes as the controller holds them, and the process that starts them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import os
 import selectors
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -23,6 +23,7 @@ from zeroshard_testing.ipc import Channel, ClosedError, Message
 _BOOT_TIMEOUT = 120.0
 # Seconds until a worker that does not take its message counts as gone.
 _SEND_TIMEOUT = 60.0
+_EXIT_TIMEOUT = 10.0
 
 
 class LaunchError(RuntimeError):
@@ -62,36 +63,73 @@ class Child:
             end.close()
 
 
-class Launcher(ABC):
-    """Starts and ends worker processes. Only the controller's main thread may call it."""
+class Launcher:
+    """Starts and ends worker processes, through a server that boots in the background. For the main thread only.
 
-    news: Sequence[Channel] = ()
-    """Becomes readable when there is news of the processes; empty where news have to be asked for."""
+    ``description`` is made by `zeroshard_testing.rank_pytest`. With ``forks`` the server loads torch once, and workers
+    are forked from it; else each of them loads it for itself. With ``inherit_output`` workers write to the controller's
+    own standard output and error, uncaptured.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, description: Message, environment: dict[str, str], *, forks: bool, inherit_output: bool) -> None:
         self._children: dict[int, Child] = {}
         self._started = 0
+        self._inherit_output = inherit_output
+        self._up = False
+        self._log = _new_file()
+        self._channel, theirs = _new_channel()
+        self.news: Sequence[Channel] = [self._channel]
+        """Becomes readable when there is news of the processes."""
+        with theirs:
+            self._process = subprocess.Popen(
+                command("zeroshard_testing.forkserver", theirs.fileno(), description, forks),
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+                env=environment,
+                # Ctrl-C is the controller's; what it starts ends when it says so.
+                start_new_session=True,
+            )
 
     def start(self, request: Message) -> Child:
         """Start a process, which comes up in the background; ``request`` is for `worker.run_child`."""
-        channel, theirs = new_channel()
-        child = Child(self._started, channel, new_file(), new_file(), new_file())
+        channel, theirs = _new_channel()
+        child = Child(self._started, channel, _new_file(), _new_file(), _new_file())
         self._started += 1
+        outputs = [1, 2] if self._inherit_output else [child.stdout.fileno(), child.stderr.fileno()]
         with theirs:
-            self._launch(child, request, theirs)
+            descriptors = [theirs.fileno(), *outputs, child.stacks.fileno()]
+            try:
+                self._channel.send({**request, "op": "start", "id": child.identity}, descriptors=descriptors)
+            except ClosedError as error:
+                raise self._failure() from error
         self._children[child.identity] = child
         return child
 
     def kill(self, child: Child) -> None:
         """End a process and all that it has started, now. Its handle must not be used any more."""
         child.close()
-        if self._children.pop(child.identity, None) is not None:
-            self._end(child)
+        if self._children.pop(child.identity, None) is not None and child.status is None:
+            with suppress(ClosedError):
+                self._channel.send({"op": "kill", "id": child.identity})
 
     def close(self) -> None:
         """End everything that was started, and wait until it is gone. Safe to call repeatedly."""
+        if self._log.closed:
+            return
         for child in list(self._children.values()):
             self.kill(child)
+        # What a test has forked from this process may hold a copy of the socket.
+        self._channel.shut_down()
+        self._channel.close()
+        try:
+            # A server that is still importing has no children, and nothing to say goodbye to.
+            self._process.wait(_EXIT_TIMEOUT if self._up else 0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._log.close()
 
     def await_ready(self, children: Sequence[Child]) -> None:
         """Wait until every child has reported that it is ready. Raises LaunchError if one ends or stays silent."""
@@ -105,17 +143,24 @@ class Launcher(ABC):
             for channel in waiting.keys() & readable:
                 _take_readiness(waiting[channel])
 
-    @abstractmethod
     def take_news(self) -> None:
         """Update process ids and exit statuses, at once. Raises LaunchError if no process can be started."""
+        if not readable_channels(self.news, 0):
+            return
+        try:
+            for message, _ in self._channel.receive_ready():
+                self._up = True
+                child = self._children.get(message.get("id", -1))
+                if child is not None:
+                    child.pid, child.status = message["pid"], message["status"]
+        except ClosedError as error:
+            raise self._failure() from error
 
-    @abstractmethod
-    def _launch(self, child: Child, request: Message, theirs: socket.socket) -> None:
-        """Start the process, with ``theirs`` as its end of the control channel."""
-
-    @abstractmethod
-    def _end(self, child: Child) -> None:
-        """End the process of a child whose handle is closed."""
+    def _failure(self) -> LaunchError:
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(1)
+        written = text_of(self._log) or "(nothing)"
+        return LaunchError(f"the forkserver is gone (exit status {self._process.poll()}). It wrote:\n{written}")
 
 
 def command(module: str, *arguments: object) -> list[str]:
@@ -127,7 +172,7 @@ def command(module: str, *arguments: object) -> list[str]:
     return [sys.executable, "-c", program, json.dumps([sys.path, module, arguments])]
 
 
-def new_file() -> IO[bytes]:
+def _new_file() -> IO[bytes]:
     """Open an unbuffered file that a process writes to at its end, so that it can be emptied meanwhile.
 
     It has no name: nothing is left if this process is killed.
@@ -137,7 +182,7 @@ def new_file() -> IO[bytes]:
     return file
 
 
-def new_channel() -> tuple[Channel, socket.socket]:
+def _new_channel() -> tuple[Channel, socket.socket]:
     """Return the controller's end of a new control channel, and the other one."""
     ours, theirs = socket.socketpair()
     ours.settimeout(_SEND_TIMEOUT)

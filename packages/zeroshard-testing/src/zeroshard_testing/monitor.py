@@ -147,21 +147,19 @@ class Monitor:
                 self._failed_at = -math.inf
             elif self._failed_at == math.inf:
                 self._failed_at = now
-                self._used = {other: used for other in self._out() if (used := self._processor_time(other)) is not None}
+                times = {other: processor_time(self._workers[other].pid) for other in self._out()}
+                self._used = {other: used for other, used in times.items() if used is not None}
                 self._ran = {other for other in self._used if is_running(self._workers[other].pid)}
 
     def _computes(self, now: float) -> bool:
         """Whether a rank without an outcome is computing, and has had less than its grace for that."""
         if self._ended or now >= min(self._deadline, self._failed_at + _LONGEST_GRACE):
             return False
-        used = {slot: self._processor_time(slot) for slot in self._out() if slot in self._used}
+        used = {slot: processor_time(self._workers[slot].pid) for slot in self._out() if slot in self._used}
         left = [slot for slot, seconds in used.items() if seconds is not None and seconds - self._used[slot] < _GRACE]
         ran, self._ran = self._ran, {slot for slot in left if is_running(self._workers[slot].pid)}
         # A single look may fall between two computations.
         return not self._ran.union(ran).isdisjoint(left)
-
-    def _processor_time(self, slot: int) -> float | None:
-        return processor_time(self._workers[slot].pid)
 
     def _notice_deaths(self) -> None:
         for slot, child in enumerate(self._workers):

@@ -253,13 +253,8 @@ def _launcher(config: pytest.Config | None) -> Launcher:
     inherit_output = config is None or config.getoption("capture", default="fd") == "no"
     # One thread a rank: the ranks share the machine. Read once, when torch is loaded.
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    if config is not None and config.getoption("--ranks-launch") == "spawn":
-        from zeroshard_testing.spawn_launcher import SpawnLauncher
-
-        return SpawnLauncher(description_of(config), environment, inherit_output=inherit_output)
-    from zeroshard_testing.fork_launcher import ForkLauncher
-
-    return ForkLauncher(description_of(config), environment, inherit_output=inherit_output)
+    forks = config is None or config.getoption("--ranks-launch") != "spawn"
+    return Launcher(description_of(config), environment, forks=forks, inherit_output=inherit_output)
 
 
 def _repeat(item: pytest.Item, outcomes: Mapping[int, Outcome]) -> None:

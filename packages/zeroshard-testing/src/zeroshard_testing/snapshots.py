@@ -153,7 +153,12 @@ class Snapshots:
 
     def _dumped_stacks(self, slots: Sequence[int]) -> dict[int, str]:
         """Have workers that do not answer write their Python stacks from a signal handler, and wait a moment."""
-        asked = [self._workers[slot] for slot in slots if _signal_for_stacks(self._workers[slot])]
+        asked = []
+        for child in map(self._workers.__getitem__, slots):
+            if child.pid is not None and child.status is None:
+                with suppress(ProcessLookupError):
+                    os.kill(child.pid, signal.SIGUSR1)
+                    asked.append(child)
         deadline = time.monotonic() + _STACKS_TIMEOUT
         sizes: list[int] | None = None
         while asked and time.monotonic() < deadline:
@@ -176,12 +181,3 @@ def _described(state: RankState) -> str:
         if (number := max(group.operations, default=0))
     ]
     return "\n".join([*latest, state.stacks])
-
-
-def _signal_for_stacks(child: Child) -> bool:
-    if child.pid is None or child.status is not None:
-        return False
-    with suppress(ProcessLookupError):
-        os.kill(child.pid, signal.SIGUSR1)
-        return True
-    return False
