@@ -157,7 +157,8 @@ def complex_arguments(frame: FrameType) -> dict[tuple[int, ...], torch.Tensor]:
     caller = frame.f_back
     if caller is None or caller.f_code.co_filename != _LOGGER:
         return {}
-    values = [*caller.f_locals.get("args", ()), *caller.f_locals.get("kwargs", {}).values()]
+    known = caller.f_locals
+    values = [*known.get("args", ()), *known.get("kwargs", {}).values()]
     tensors = (one for value in values for one in (value if isinstance(value, (list, tuple)) else [value]))
     return {
         (one.data_ptr(), *one.shape, 2): one for one in tensors if isinstance(one, torch.Tensor) and one.is_complex()

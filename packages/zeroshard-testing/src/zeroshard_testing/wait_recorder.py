@@ -335,9 +335,9 @@ def _recording(
             return instead
         values = [*args, *kwargs.values()]
         tensors = described(values[place]) if 0 <= place < len(values) else ""
-        if "[2]" in tensors or " 2]" in tensors:
-            # Perhaps a view of complex numbers as real ones.
-            tensors = described(values[place], complex_arguments(sys._getframe(1)))
+        # Perhaps a view of complex numbers as real ones.
+        if ("[2]" in tensors or " 2]" in tensors) and (originals := complex_arguments(sys._getframe(1))):
+            tensors = described(values[place], originals)
         root = max((getattr(value, "rootRank", -1) for value in values), default=-1) if title in _ROOTED else -1
         reduce_op = next(filter(None, map(reduce_op_name, values)), "")
         operation = Operation(title, tensors, root=root, reduce_op=reduce_op, serial=next(recorder.serials))
