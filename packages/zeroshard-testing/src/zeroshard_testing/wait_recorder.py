@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -48,6 +49,7 @@ ANY_SOURCE = -1
 """The peer of a receive that takes a message from any rank."""
 
 _ROOTED = ("broadcast", "reduce", "gather", "scatter")
+_MESSAGE_ARGUMENTS = ("tensors", "dstRank", "srcRank", "tag")
 _KEPT = 512
 _MESSAGES_KEPT = 64
 # Seconds to wait for a thread that is just issuing a message, which may block until the peer opens a connection.
@@ -138,7 +140,7 @@ class Wait:
 
     serial: int
     owner: Any
-    arguments: tuple[Any, ...]
+    arguments: Sequence[Any]
     issued: Issued | None
     until: float | None
 
@@ -149,9 +151,10 @@ class WaitRecorder:
     There is one of it in a worker; `record_waits` makes it. Threads enter and leave their own waits only.
     """
 
-    def __init__(self) -> None:
-        self.serials = itertools.count()
-        """Numbers for waits and collectives, in order."""
+    def __init__(self, faults: Faults) -> None:
+        self._faults = faults
+        # Of waits and collectives.
+        self._serials = itertools.count()
         self.current: dict[int, Wait | None] = {}
         """What each thread waits for, by `threading.get_ident`."""
         self.making: dict[int, Awaited] = {}
@@ -178,14 +181,17 @@ class WaitRecorder:
         for group in self.unlisted():
             self._groups.pop(group, None)
 
-    def make_group(self, call: Callable[[], Any], name: str, members: Sequence[int], place: int | None) -> Any:  # noqa: ANN401 - what torch returns
+    def make_group(self, call: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:  # noqa: ANN401 - what torch returns
         """Make a group, on record from before it begins; a rank that is no member has no place in it."""
         __tracebackhide__ = True
-        key, made, me = group_key(name, members), self._made, threading.get_ident()
-        self.begun[f"{key} {place}"] += 1
+        given = inspect.signature(call).bind(*arguments, **named).arguments
+        # The default group's members are not named.
+        key = group_key(given["group_name"], given["global_ranks_in_group"] or range(given["group_size"]))
+        made, me = self._made, threading.get_ident()
+        self.begun[f"{key} {given['group_rank']}"] += 1
         self.making[me] = Awaited("group", key, number=made[key])
         try:
-            group = call()
+            group = call(*arguments, **named)
         finally:
             del self.making[me]
         # An attempt that has failed may have met nobody, so it does not count.
@@ -201,7 +207,41 @@ class WaitRecorder:
             # The group numbers collectives and messages alike.
             return sequence_number(group) - sum(messages.count for messages in record.messages.values())
 
-    def issue(self, group: dist.ProcessGroup, operation: Operation, call: Callable[[], Any]) -> Any:  # noqa: ANN401 - what torch returns
+    def collective(
+        self, title: str, place: int, call: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]
+    ) -> Any:  # noqa: ANN401 - what torch returns
+        """Issue a collective; the argument at a place, counted without the group, holds its tensors."""
+        __tracebackhide__ = True
+        if self._faults.armed and (instead := self._faults._reach(title)) is not None:
+            return instead
+        values = [*arguments[1:], *named.values()]
+        tensors = described(values[place]) if 0 <= place < len(values) else ""
+        # Perhaps a view of complex numbers as real ones.
+        if ("[2]" in tensors or " 2]" in tensors) and (originals := complex_arguments(sys._getframe(2))):
+            tensors = described(values[place], originals)
+        root = max((getattr(value, "rootRank", -1) for value in values), default=-1) if title in _ROOTED else -1
+        reduce_op = next(filter(None, map(reduce_op_name, values)), "")
+        operation = Operation(title, tensors, root=root, reduce_op=reduce_op, serial=next(self._serials))
+        return self._issue(arguments[0], operation, lambda: call(*arguments, **named))
+
+    def message(self, kind: str, call: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:  # noqa: ANN401 - what torch returns
+        """Issue a message, and note it with the work that stands for it."""
+        __tracebackhide__ = True
+        if self._faults.armed and (instead := self._faults._reach(kind)) is not None:
+            return instead
+        group, *values = arguments
+        with self.of_group(group).no_message_half_counted():
+            work = call(*arguments, **named)
+            tensors, *values = [*values, *(named[name] for name in _MESSAGE_ARGUMENTS if name in named)]
+            *peers, tag = map(int, values)
+            peer = peers[0] if peers else ANY_SOURCE
+            messages = self.of_group(group).messages[kind, peer, tag]
+            self._note_work(work, Issued(kind, weakref.ref(group), peer, tag, messages.count))
+            messages.count += 1
+            messages.latest.append(described(tensors))
+        return work
+
+    def _issue(self, group: dist.ProcessGroup, operation: Operation, call: Callable[[], Any]) -> Any:  # noqa: ANN401 - what torch returns
         """Issue a collective, on record while and after it is issued."""
         __tracebackhide__ = True
         record = self.of_group(group)
@@ -226,33 +266,25 @@ class WaitRecorder:
                 record.count(number, operation, self.collectives_in(group))
             raise
         record.count(number, operation, self.collectives_in(group))
-        self.note_work(work, Issued("collective", weakref.ref(group), number=number))
+        self._note_work(work, Issued("collective", weakref.ref(group), number=number))
         return work
 
-    def note_message(
-        self, work: object, kind: str, group: dist.ProcessGroup, peer: int, tag: int, tensors: object
-    ) -> None:
-        """Note a message that has just been issued, and the work that stands for it."""
-        messages = self.of_group(group).messages[kind, peer, tag]
-        self.note_work(work, Issued(kind, weakref.ref(group), peer, tag, messages.count))
-        messages.count += 1
-        messages.latest.append(described(tensors))
-
-    def note_work(self, work: object, issued: Issued) -> None:
+    def _note_work(self, work: object, issued: Issued) -> None:
         """Note what a work stands for, where there is one."""
         if work is not None:
             self._works[work] = issued
 
-    def wait(self, call: Callable[..., Any], owner: object, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:  # noqa: ANN401 - whatever the wrapped method returns
+    def wait(self, call: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:  # noqa: ANN401 - whatever the wrapped method returns
         """Call a method that waits, with the wait on record for as long."""
         __tracebackhide__ = True
+        owner, *others = arguments
         issued = self._works.get(owner) if isinstance(owner, Work) else self._monitored(owner)
         me = threading.get_ident()
         outer = self.current.get(me)
-        until = _end_of(owner, issued, arguments, named)
-        self.current[me] = Wait(next(self.serials), owner, arguments, issued, until)
+        until = _end_of(owner, issued, [*others, *named.values()])
+        self.current[me] = Wait(next(self._serials), owner, others, issued, until)
         try:
-            return call(owner, *arguments, **named)
+            return call(*arguments, **named)
         except BaseException:
             self._note_failure(issued)
             raise
@@ -280,88 +312,39 @@ class WaitRecorder:
 def record_waits(faults: Faults) -> WaitRecorder:
     """Wrap torch's methods, once in a process, and return the record that the wrappers keep.
 
-    They ask for faults before each operation that is issued.
+    Faults strike before each operation that is issued.
     """
-    recorder = WaitRecorder()
+    recorder = WaitRecorder(faults)
     barrier = (dist.ProcessGroup, "monitored_barrier")
     for owner, name in ((Work, "wait"), (FUTURE, "wait"), (Store, "wait"), (Store, "get"), barrier):
-        setattr(owner, name, _waiting(recorder, getattr(owner, name)))
+        _wrap(owner, name, recorder.wait)
     for name in ("send", "recv", "recv_anysource"):
-        method = getattr(dist.ProcessGroup, name, None)
-        if method is not None:
-            setattr(dist.ProcessGroup, name, _issuing(recorder, faults, method, name.removesuffix("_anysource")))
+        _wrap(dist.ProcessGroup, name, partial(recorder.message, name.removesuffix("_anysource")))
     for name, (title, place) in GROUP_METHODS.items():
-        method = getattr(dist.ProcessGroup, name, None)
-        if method is not None:
-            setattr(dist.ProcessGroup, name, _recording(recorder, faults, method, title, place))
+        _wrap(dist.ProcessGroup, name, partial(recorder.collective, title, place))
     # Without it the header of the run says that deadlocks are not proven.
     with suppress(LookupError):
-        setattr(dist.distributed_c10d, GROUP_CONSTRUCTOR, _making(recorder, group_constructor()))
+        group_constructor()
+        _wrap(dist.distributed_c10d, GROUP_CONSTRUCTOR, recorder.make_group)
     return recorder
 
 
-def _waiting(recorder: WaitRecorder, method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def wait(self: object, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the wrapped method
+def _wrap(owner: object, name: str, record: Callable[..., Any]) -> None:
+    """Replace a function, if there is one of this name, by what calls it through a record."""
+    function = getattr(owner, name, None)
+    if function is None:
+        return
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the wrapped function
         __tracebackhide__ = True
-        return recorder.wait(method, self, args, kwargs)
+        return record(function, args, kwargs)
 
-    return wait
-
-
-def _issuing(recorder: WaitRecorder, faults: Faults, method: Callable[..., Any], kind: str) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def issue(self: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the wrapped method
-        __tracebackhide__ = True
-        if faults.armed and (instead := faults._reach(kind)) is not None:
-            return instead
-        with recorder.of_group(self).no_message_half_counted():
-            work = method(self, *args, **kwargs)
-            tensors = args[0] if args else kwargs.get("tensors")
-            *peer, tag = [*args[1:], *(kwargs[name] for name in ("dstRank", "srcRank", "tag") if name in kwargs)]
-            recorder.note_message(work, kind, self, int(peer[0]) if peer else ANY_SOURCE, int(tag), tensors)
-        return work
-
-    return issue
+    setattr(owner, name, wrapper)
 
 
-def _recording(
-    recorder: WaitRecorder, faults: Faults, method: Callable[..., Any], title: str, place: int
-) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def issue(self: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the wrapped method
-        __tracebackhide__ = True
-        if faults.armed and (instead := faults._reach(title)) is not None:
-            return instead
-        values = [*args, *kwargs.values()]
-        tensors = described(values[place]) if 0 <= place < len(values) else ""
-        # Perhaps a view of complex numbers as real ones.
-        if ("[2]" in tensors or " 2]" in tensors) and (originals := complex_arguments(sys._getframe(1))):
-            tensors = described(values[place], originals)
-        root = max((getattr(value, "rootRank", -1) for value in values), default=-1) if title in _ROOTED else -1
-        reduce_op = next(filter(None, map(reduce_op_name, values)), "")
-        operation = Operation(title, tensors, root=root, reduce_op=reduce_op, serial=next(recorder.serials))
-        return recorder.issue(self, operation, lambda: method(self, *args, **kwargs))
-
-    return issue
-
-
-def _making(recorder: WaitRecorder, make: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(make)
-
-    @functools.wraps(make)
-    def make_on_record(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the wrapped function
-        __tracebackhide__ = True
-        given = signature.bind(*args, **kwargs).arguments
-        # The default group's members are not named.
-        members = given["global_ranks_in_group"] or range(given["group_size"])
-        return recorder.make_group(lambda: make(*args, **kwargs), given["group_name"], members, given["group_rank"])
-
-    return make_on_record
-
-
-def _end_of(owner: object, issued: Issued | None, arguments: tuple[Any, ...], named: dict[str, Any]) -> float | None:
-    for value in (*arguments, *named.values()):
+def _end_of(owner: object, issued: Issued | None, arguments: Iterable[Any]) -> float | None:
+    for value in arguments:
         # Zero means none of its own.
         if isinstance(value, timedelta) and value:
             return monotonic() + value.total_seconds()
