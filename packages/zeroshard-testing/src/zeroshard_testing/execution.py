@@ -70,8 +70,7 @@ class Rank:
             result = getattr(item, "result", b"")
             unreached = [] if "faults" in message["checks_off"] else self._faults._unreached()
             if outcome.kind == kinds.PASSED and unreached:
-                text = f"left faults unreached: {', '.join(unreached)}"
-                outcome = Outcome(kinds.FAILED, text, found_by_controller=True)
+                outcome = Outcome(kinds.FAILED, f"left faults unreached: {', '.join(unreached)}")
         except CollectionFailure as error:
             text = "the test's module cannot be collected on the rank"
             outcome = Outcome(kinds.FAILED, text, printable(str(error)), time.monotonic())
@@ -160,7 +159,8 @@ def _outcome(reports: Reports) -> Outcome:
         expected = next((report.wasxfail for report in reports.all if hasattr(report, "wasxfail")), None)
         return Outcome(kinds.PASSED if expected is None else kinds.XPASSED, expected or "", **extras)
     if hasattr(decisive, "wasxfail"):
-        return Outcome(kinds.XFAILED, printable(decisive.wasxfail.removeprefix("reason: ")), **extras)
+        reason = printable(decisive.wasxfail.removeprefix("reason: "))
+        return Outcome(kinds.XFAILED, reason, by_mark=not reports.called_xfail, **extras)
     if decisive.skipped:
         reason = decisive.longrepr[2] if isinstance(decisive.longrepr, tuple) else str(decisive.longrepr)
         return Outcome(kinds.SKIPPED, printable(reason.removeprefix("Skipped: ")), **extras)

@@ -203,7 +203,7 @@ class Monitor:
         if any(outcome.kind not in (kinds.PASSED, kinds.XPASSED) for outcome in self._outcomes.values()):
             return
         for slot, text in self._snapshots.unmatched(self._checks_off).items():
-            self._outcomes[slot] = Outcome(kinds.FAILED, text, found_by_controller=True)
+            self._outcomes[slot] = Outcome(kinds.FAILED, text)
 
     def _explain_aborts(self) -> None:
         """Say of ranks that a signal has ended, and of no others, in which collective they met another one."""

@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 
+# Not exported by pytest, and what pytest-xdist can carry from a worker to its controller with the cause.
+from _pytest._code.code import ReprEntryNative, ReprExceptionInfo, ReprFileLocation, ReprTraceback
+
 from zeroshard_testing.marker import RANK_FIXTURES, parametrize, spec_of
 from zeroshard_testing.rank_fixtures import leave_out_rank_fixtures
-from zeroshard_testing.report import RanksFailure, failure_report
 from zeroshard_testing.session import RanksSession, running_sessions
 from zeroshard_testing.spec import BACKENDS, CHECKS, SpecError
+from zeroshard_testing.verdict import RanksFailure
 
 _MARKER_HELP = (
     'ranks(*world_sizes, backend="gloo", isolation="group", timeout=60, fake_rank=0, init=True, checks="", reason=""): '
@@ -90,12 +93,15 @@ def pytest_runtest_makereport(
     report = yield
     failure = None if call.excinfo is None else call.excinfo.value
     if isinstance(failure, RanksFailure):
-        if spec_of(item) and failure.verdict.decided_by_ranks and hasattr(report, "wasxfail"):
-            # The ranks' pytest has judged already whether this failure was expected.
+        if spec_of(item) and hasattr(report, "wasxfail"):
+            # A rank's pytest has judged its own failure already; a death or a timeout is never an expected one.
             report.outcome = "failed"
             del report.wasxfail
         if report.outcome == "failed":
-            report.longrepr = failure_report(failure)
+            # The verdict's text, and the root cause for the short summary.
+            lines = [f"{line}\n" for line in failure.verdict.text.splitlines()]
+            crash = ReprFileLocation(failure.verdict.path, failure.verdict.line, failure.verdict.summary)
+            report.longrepr = ReprExceptionInfo(ReprTraceback([ReprEntryNative(lines)], None, "native"), crash)
     return report
 
 

@@ -21,12 +21,13 @@ from zeroshard_testing.stacks import is_harness
 class Reports:
     """What came of one test: the reports of its phases and subtests, and the first failure in one line.
 
-    A warning is its category, text, file and line.
+    A warning is its category, text, file and line. It may have called `pytest.xfail`.
     """
 
     all: list[pytest.TestReport] = field(default_factory=list)
     summary: str = ""
     warnings: list[tuple[str, str, str, int]] = field(default_factory=list)
+    called_xfail: bool = False
 
 
 class RankPlugin:
@@ -95,6 +96,7 @@ class RankPlugin:
         """Say in one line what failed; leave out the source around what is only a consequence."""
         if call.excinfo is None:
             return (yield)
+        self._reports.called_xfail |= isinstance(call.excinfo.value, pytest.xfail.Exception)
         summary = _summary(call.excinfo)
         style = item.config.option.tbstyle
         if is_echo(summary):

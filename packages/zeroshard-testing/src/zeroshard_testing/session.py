@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -15,15 +16,13 @@ import pytest
 from zeroshard_testing.backends import NEED_NO_PROBE, why_unavailable
 from zeroshard_testing.coverage_on_ranks import coverage_request
 from zeroshard_testing.launcher import Launcher, LaunchError
-from zeroshard_testing.log_files import write_log_files
 from zeroshard_testing.marker import place_of, spec_of
 from zeroshard_testing.outcome import Outcome
 from zeroshard_testing.pool import Pool
 from zeroshard_testing.rank_fixtures import leave_out_rank_fixtures
 from zeroshard_testing.rank_pytest import description_of
-from zeroshard_testing.report import RanksFailure
 from zeroshard_testing.spec import CHECKS, RanksSpec, SpecError, parse_checks, parse_marker
-from zeroshard_testing.verdict import Verdict, judge
+from zeroshard_testing.verdict import RanksFailure, Verdict, judge
 
 _WORKER_OUTPUT = "zeroshard_testing"
 
@@ -233,7 +232,7 @@ class RanksSession:
         verdict = judge(outcomes)
         if verdict.kind == "failed" or (payload and verdict.kind != "passed"):
             chosen = None if self._config is None else self._config.getoption("--ranks-logs")
-            folder = write_log_files(Path(chosen or self._temporary() / "ranks-logs"), title, outcomes)
+            folder = _write_log_files(Path(chosen or self._temporary() / "ranks-logs"), title, outcomes)
             off = sorted({*spec.checks_off, *self._boot().checks_off()})
             note = f"\n\nChecks that were off: {', '.join(off)}" if off else ""
             raise RanksFailure(replace(verdict, text=f"{verdict.text}{note}\n\nA log file for each rank: {folder}"))
@@ -277,3 +276,19 @@ def _repeat_warning(category: str, text: str, filename: str, line: int) -> None:
         # The filters have been applied where the warning arose.
         warnings.simplefilter("always")
         warnings.warn_explicit(text, known, filename, line)
+
+
+def _write_log_files(folder: Path, test: str, outcomes: Mapping[int, Outcome]) -> Path:
+    """Write how each rank has ended into ``rank0.log`` and so on of the test's own folder, afresh, and return that."""
+    own = folder / (re.sub(r"[^\w.\[\]-]+", "_", test)[-150:] or "test")
+    own.mkdir(parents=True, exist_ok=True)
+    for old in own.glob("rank*.log"):
+        old.unlink()
+    for rank, outcome in outcomes.items():
+        parts = [
+            f"{test}, rank {rank}: {outcome.predicate or outcome.kind}",
+            outcome.detail,
+            *(f"{title}:\n{text}" for title, text in outcome.sections),
+        ]
+        (own / f"rank{rank}.log").write_text("\n\n".join(part for part in parts if part) + "\n", encoding="utf-8")
+    return own
