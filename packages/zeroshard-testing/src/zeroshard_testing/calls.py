@@ -29,9 +29,6 @@ def run_on_ranks(
 ) -> list[Any]:
     """Call ``function(*args, **kwargs)`` on every rank of a process group, and return what it returned.
 
-    Under pytest it belongs into a test that is not marked with ``ranks``; several calls in one test may ask for
-    different numbers of ranks. Elsewhere workers are started at the first call and end with the process.
-
     Args:
         function: What to call, with `torch.distributed` initialised. It travels by cloudpickle if that is installed,
             otherwise by pickle, which takes only functions of modules.

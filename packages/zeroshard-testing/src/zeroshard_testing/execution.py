@@ -84,7 +84,7 @@ class Rank:
             # Private to pytest: it is what `nextitem` of the protocol's hooks comes to.
             self._session._setupstate.teardown_exact(_next_item(self._session._setupstate.stack, keep))
         except BaseException as error:  # noqa: BLE001 - whatever a fixture raises is reported
-            return printable(str(pytest.ExceptionInfo.from_exception(error).getrepr(style="short")))
+            return _of_exception(error).detail
         return ""
 
     def held(self) -> list[str]:
