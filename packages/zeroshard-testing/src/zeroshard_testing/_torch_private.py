@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import pickle
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +54,9 @@ WAITING_CODE = tuple(str(Path(_TORCH, name)) for name in _WAITING)
 """Where the Python frame of a thread is that waits for other ranks inside C++."""
 
 NEVER_WAITING_CODE = tuple(str(Path(_TORCH, "distributed", name)) for name in ("elastic", "rpc", "launcher"))
+LOADED_LATE = re.compile(r"(torch|sympy|mpmath)\.(?!_inductor|testing\._internal)")
+"""Modules that torch loads when they are needed, a second's work. Left out is what may start processes, or use CUDA."""
+
 FUTURE = torch._C.Future
 """What operations return, of which the public class is a subclass: waits are recorded of both."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Collection, Iterable
 from functools import partial
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from zeroshard_testing import outcome as kinds
+from zeroshard_testing._torch_private import LOADED_LATE
 from zeroshard_testing.call_item import call_item
 from zeroshard_testing.collectives import record_collectives
 from zeroshard_testing.faults import Faults
@@ -53,6 +55,7 @@ class Rank:
         self.inspector.keep_destroyed_groups()
         self.groups = GroupKeeper(request["port"])
         plugin.state = self._state = ProcessState()
+        self._known = {*sys.modules}
 
     def run(self, message: Message, payload: bytes) -> tuple[Outcome, bytes]:
         """Run a test, or the call in the payload, and return how it ended, in any case, and what the call returned."""
@@ -90,6 +93,10 @@ class Rank:
     def held(self) -> list[str]:
         """Return the places of nodes that are set up."""
         return [place_of(node) for node in self._session._setupstate.stack]
+
+    def loaded(self) -> list[str]:
+        """Return which modules of torch, and of what it needs, tests have made this process load, in that order."""
+        return [name for name in sys.modules if name not in self._known and LOADED_LATE.match(name)]
 
     def _prepare(self, message: Message, payload: bytes) -> pytest.Item:
         self._state.restore_surroundings(message)

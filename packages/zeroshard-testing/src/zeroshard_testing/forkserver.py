@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import os
 import select
 import signal
 import socket
 import sys
+import warnings
+from collections.abc import Iterable
 
 import pytest
 
@@ -29,6 +32,12 @@ def main(descriptor: int, description: Message) -> None:
     run_idle_pytest(description, lambda session: _Server(channel, session).serve())
 
 
+def _freeze() -> None:
+    """Keep pages of what is loaded shared with the workers: the collector does not write to them any more."""
+    gc.collect()
+    gc.freeze()
+
+
 class _Server:
     """Forks children, reaps them, and tells the controller how each of them ended."""
 
@@ -39,9 +48,7 @@ class _Server:
 
     def serve(self) -> None:
         """Work until the controller is gone, then end the children and this process."""
-        gc.collect()
-        # Pages of what is loaded stay shared with the workers as long as the collector does not write to them.
-        gc.freeze()
+        _freeze()
         wakeup, self._wakeup = socket.socketpair()
         self._wakeup.setblocking(False)
         sources: list[Channel | socket.socket] = [self._channel, wakeup]
@@ -68,6 +75,9 @@ class _Server:
             if message["id"] in self._children:
                 kill_group(self._children[message["id"]])
             return
+        if message["op"] == "preload":
+            self._preload(message["modules"])
+            return
         descriptors = self._channel.take_descriptors(5)
         pid = os.fork()
         if pid == 0:
@@ -78,6 +88,16 @@ class _Server:
             os.setpgid(pid, pid)
         self._children[message["id"]] = pid
         self._channel.send({"id": message["id"], "pid": pid, "status": None})
+
+    def _preload(self, modules: Iterable[str]) -> None:
+        """Load what a worker whose test failed has loaded, so that its successors need not."""
+        with warnings.catch_warnings():
+            # Filters are for tests, not for torch's own modules.
+            warnings.simplefilter("ignore")
+            for name in modules:
+                with contextlib.suppress(Exception):
+                    importlib.import_module(name)
+        _freeze()
 
     def _become_child(self, message: Message, descriptors: list[int]) -> None:
         status = 1

@@ -44,6 +44,8 @@ class Monitor:
         """What a call has returned, by slot."""
         self.held: set[str] = set()
         """Ids of the nodes whose fixtures are set up on some rank after the test."""
+        self.loaded: dict[str, None] = {}
+        """Modules that a test which failed has loaded on some rank."""
         self._checks_off = checks_off
         self._launcher = launcher
         self._workers = workers
@@ -126,6 +128,7 @@ class Monitor:
         else:
             self._importing.discard(slot)
             self.held.update(message["held"])
+            self.loaded |= dict.fromkeys(message["loaded"])
             if payload:
                 self.returned[slot] = payload
             self._settle(slot, Outcome.from_message(message))

@@ -103,6 +103,7 @@ class Pool:
             if not is_reusable:
                 self._discard(spec.test_id)
         if not is_reusable:
+            self._launcher.preload(list(monitor.loaded))
             self._crew(spec)
         elif spec.isolation == "group":
             for worker in crew.workers:

@@ -57,6 +57,7 @@ def serve(channel: Channel, request: Message, stacks: int, journal: int, session
             set_rank_values(RankValues())
             ended = _look(rank.inspector, message["run"], details=False)
             report = {**outcome.to_message(), "state": ended.to_message(), "held": rank.held()}
+            report["loaded"] = [] if outcome.is_clean else rank.loaded()
             channel.send({"op": "outcome", "run": message["run"], **report}, result)
         elif message["op"] == "retire":
             rank.groups.retire()
