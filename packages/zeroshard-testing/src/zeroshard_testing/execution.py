@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import io
+import pickle
 import sys
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +19,6 @@ import torch.distributed as dist
 
 from zeroshard_testing import outcome as kinds
 from zeroshard_testing._torch_private import LOADED_LATE
-from zeroshard_testing.call_item import call_item
 from zeroshard_testing.collectives import record_collectives
 from zeroshard_testing.faults import Faults
 from zeroshard_testing.groups_begun import record_groups
@@ -124,7 +125,7 @@ class Rank:
         self._faults._begin(message["run"], message["rank"], message["world_size"])
         set_rank_values(self._values(message))
         if payload:
-            return call_item(self._session, message["place"], payload)
+            return _call_item(self._session, message["place"], payload)
         return self._collector.item(path, message["place"])
 
     def _values(self, message: Message) -> RankValues:
@@ -197,3 +198,42 @@ def _of_exception(error: BaseException) -> Outcome:
         summary = info.exconly(tryshort=True).splitlines()[0]
         detail = str(info.getrepr(style="native"))
     return Outcome(kinds.FAILED, printable(summary), printable(detail), moment)
+
+
+class CallItem(pytest.Item):
+    """Calls a function where a test would run; the result is as `torch.load` with ``weights_only=True`` reads it."""
+
+    call: Callable[[], object]
+    result = b""
+
+    def runtest(self) -> None:
+        """Make the call."""
+        __tracebackhide__ = True
+        self.result = _dumped(self.call())
+
+    def _traceback_filter(self, info: pytest.ExceptionInfo[BaseException]) -> Any:  # noqa: ANN401 - private to pytest
+        """Show what is above the call, as pytest does for a test."""
+        return info.traceback.cut(path=__file__).filter(info)
+
+
+def _call_item(session: pytest.Session, title: str, payload: bytes) -> CallItem:
+    """Return the item that makes a call: of a function with arguments and named arguments, pickled as payload."""
+    # Sent by the controller that started this process, over a socket that no other process has.
+    function, args, kwargs = pickle.loads(payload)  # noqa: S301 - see above
+    item: CallItem = CallItem.from_parent(session, name=title, nodeid=title)
+    item.call = partial(function, *args, **kwargs)
+    return item
+
+
+def _dumped(value: object) -> bytes:
+    written = io.BytesIO()
+    torch.save(value, written)
+    data = written.getvalue()
+    try:
+        torch.load(io.BytesIO(data), weights_only=True)
+    except pickle.UnpicklingError:
+        raise TypeError(
+            f"run_on_ranks: a {type(value).__name__} cannot be returned: return tensors, numbers, strings, None, and "
+            f"lists, tuples or dicts of them"
+        ) from None
+    return data

@@ -53,21 +53,17 @@ class Pool:
 
     def machine(self) -> Message:
         """Return what `zeroshard_testing.backends.machine` finds in the store's process: no other one touches CUDA."""
-        store = self._ready_store()
-        answers = self._ask([store], {"op": "machine"})
-        if not answers:
-            raise LaunchError("the process that hosts the store does not answer")
-        return answers[0]
+        return self._ask_store({"op": "machine"}, _PATIENCE)
 
     def emulated(self, *, builds: bool) -> Message:
         """Return the ``reason`` why there can be no emulated accelerator here, or None, and whether it ``is_built``.
 
         If it builds, it does so unless that was done. Raises LaunchError with what the compiler, or the cache, says.
         """
-        answers = self._ask([self._ready_store()], {"op": "emulated", "builds": builds}, _BUILD_PATIENCE)
-        if not answers or answers[0]["error"]:
-            raise LaunchError(answers[0]["error"] if answers else "compiling the emulated accelerator takes too long")
-        return answers[0]
+        answer = self._ask_store({"op": "emulated", "builds": builds}, _BUILD_PATIENCE)
+        if answer["error"]:
+            raise LaunchError(answer["error"])
+        return answer
 
     def checks_off(self) -> Mapping[str, str]:
         """Return the checks that cannot work with this torch, with the reason of each."""
@@ -178,6 +174,12 @@ class Pool:
         """Return what processes between tests answer, by slot; what belongs to an earlier test names its run."""
         there = {slot: child for slot, child in enumerate(children) if child.status is None and child.ready}
         return ask(there, question, lambda message: "run" not in message, patience)
+
+    def _ask_store(self, question: Message, patience: float) -> Message:
+        answers = self._ask([self._ready_store()], question, patience)
+        if not answers:
+            raise LaunchError(f"the process that hosts the store does not answer within {patience:g} s")
+        return answers[0]
 
     def _ready_store(self) -> Child:
         if self._store is None:

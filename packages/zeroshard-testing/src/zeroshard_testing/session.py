@@ -168,7 +168,7 @@ class RanksSession:
         running_sessions.remove(self)
 
     def call(self, title: str, spec: RanksSpec, payload: bytes) -> Mapping[int, bytes]:
-        """Run what `call_item` unpacks, within a test or outside pytest; return what `torch.load` reads, by rank."""
+        """Run a pickled call on ranks, within a test or outside pytest; return what `torch.load` reads, by rank."""
         if (reason := self._why_unavailable(spec)) is not None:
             raise RuntimeError(reason)
         # So that the function is found in its module, imported as pytest has done it here.
