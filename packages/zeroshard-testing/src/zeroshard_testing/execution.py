@@ -108,10 +108,10 @@ class Rank:
             runtime.load()
         path = message["path"]
         if path and not self._collector.has(path):
-            # The time that imports take is not the test's.
-            self._channel.send({"op": "importing", "run": message["run"]})
+            note = {"op": "import", "run": message["run"]}
+            self._channel.send({**note, "importing": True})
             self._collector.collect(path)
-            self._channel.send({"op": "imported", "run": message["run"]})
+            self._channel.send({**note, "importing": False})
         self._state.restore_defaults()
         if message["backend"] == "emulated":
             runtime.begin_test()

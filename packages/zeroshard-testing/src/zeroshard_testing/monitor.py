@@ -56,6 +56,7 @@ class Monitor:
         self._open = {child.channel: slot for slot, child in enumerate(workers)}
         self._ended: dict[int, float] = {}
         self._importing: set[int] = set()
+        self._imports_began = 0.0
         self._deadline = time.monotonic() + timeout
         self._failed_at = self._grace_ends = math.inf
         self._ran: set[int] = set()
@@ -97,7 +98,8 @@ class Monitor:
         """The moment at which the ranks that are still out are given up, or the loop must look again."""
         # The status of a dead rank is worth a wait of its own.
         statuses = max(self._ended.values(), default=-math.inf) + _STATUS_TIMEOUT
-        return max(min(self._deadline, self._grace_ends), statuses)
+        deadline = self._imports_began + _IMPORT_TIMEOUT if self._importing else self._deadline
+        return max(min(deadline, self._grace_ends), statuses)
 
     def _read(self, slot: int) -> bool:
         """Take what a worker has sent; False when its channel has ended."""
@@ -110,29 +112,34 @@ class Monitor:
             del self._open[channel]
             self._ended[slot] = time.monotonic()
             self._snapshots.leave(slot)
+            self._note_import(slot, is_importing=False)
             return False
         return True
 
     def _take(self, slot: int, message: Message, payload: bytes) -> None:
+        if (is_importing := message.get("importing")) is not None:
+            self._note_import(slot, is_importing=is_importing)
         if message["op"] == "state":
             self._snapshots.take(slot, message)
         elif message["op"] == "fault":
             self._faulted[slot] = message["kind"]
-        elif message["op"] == "importing":
-            self._importing.add(slot)
-            self._deadline = max(self._deadline, time.monotonic() + _IMPORT_TIMEOUT)
-        elif message["op"] == "imported":
-            self._importing.discard(slot)
-            if not self._importing:
-                self._deadline = time.monotonic() + self._timeout
-        else:
-            self._importing.discard(slot)
+        elif message["op"] == "outcome":
+            self._note_import(slot, is_importing=False)
             self.held.update(message["held"])
             self.loaded |= dict.fromkeys(message["loaded"])
             if payload:
                 self.returned[slot] = payload
             self._settle(slot, Outcome.from_message(message))
             self._snapshots.finish(slot, RankState.from_message(message["state"]))
+
+    def _note_import(self, slot: int, *, is_importing: bool) -> None:
+        """Stop the test's clock while any rank imports."""
+        stood, now = bool(self._importing), time.monotonic()
+        self._importing = self._importing | {slot} if is_importing else self._importing - {slot}
+        if stood and not self._importing:
+            self._deadline += now - self._imports_began
+        elif not stood:
+            self._imports_began = now
 
     def _settle(self, slot: int, outcome: Outcome) -> None:
         self._outcomes[slot] = outcome
@@ -229,7 +236,7 @@ class Monitor:
             self._notice_ends(out)
         for slot in self._out():
             if slot in self._importing:
-                summary = "was still importing the test's module"
+                summary = "was still importing"
             elif timed_out:
                 summary = f"timed out: no outcome after {self._timeout:g} s"
             else:
