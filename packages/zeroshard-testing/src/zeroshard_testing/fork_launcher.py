@@ -8,7 +8,6 @@ import os
 import socket
 import subprocess
 import tempfile
-from collections.abc import Sequence
 from typing import IO
 
 from zeroshard_testing.ipc import ClosedError, Message
@@ -56,11 +55,6 @@ class ForkLauncher(Launcher):
         except ClosedError as error:
             raise self._failure() from error
 
-    def preload(self, modules: Sequence[str]) -> None:
-        """See `Launcher.preload`."""
-        if modules:
-            self._send({"op": "preload", "modules": modules})
-
     def close(self) -> None:
         """See `Launcher.close`."""
         if self._log.closed:
@@ -86,18 +80,15 @@ class ForkLauncher(Launcher):
     def _launch(self, child: Child, request: Message, theirs: socket.socket) -> None:
         outputs = [1, 2] if self._inherit_output else [child.stdout.fileno(), child.stderr.fileno()]
         descriptors = [theirs.fileno(), *outputs, child.stacks.fileno(), child.journal.fileno()]
-        self._send({**request, "op": "fork", "id": child.identity}, descriptors)
+        try:
+            self._channel.send({**request, "op": "fork", "id": child.identity}, descriptors=descriptors)
+        except ClosedError as error:
+            raise self._failure() from error
 
     def _end(self, child: Child) -> None:
         if child.status is None:
             with contextlib.suppress(ClosedError):
                 self._channel.send({"op": "kill", "id": child.identity})
-
-    def _send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
-        try:
-            self._channel.send(message, descriptors=descriptors)
-        except ClosedError as error:
-            raise self._failure() from error
 
     def _failure(self) -> LaunchError:
         with contextlib.suppress(subprocess.TimeoutExpired):

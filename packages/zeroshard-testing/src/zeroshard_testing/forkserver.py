@@ -38,6 +38,19 @@ def _freeze() -> None:
     gc.freeze()
 
 
+def _load(modules: Iterable[str]) -> None:
+    """Load what a worker whose test failed has loaded, so that its successors need not."""
+    missing = [name for name in modules if name not in sys.modules]
+    with warnings.catch_warnings():
+        # Filters are for tests, not for torch's own modules.
+        warnings.simplefilter("ignore")
+        for name in missing:
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
+    if missing:
+        _freeze()
+
+
 class _Server:
     """Forks children, reaps them, and tells the controller how each of them ended."""
 
@@ -75,9 +88,7 @@ class _Server:
             if message["id"] in self._children:
                 kill_group(self._children[message["id"]])
             return
-        if message["op"] == "preload":
-            self._preload(message["modules"])
-            return
+        _load(message.get("preload", ()))
         descriptors = self._channel.take_descriptors(5)
         pid = os.fork()
         if pid == 0:
@@ -88,16 +99,6 @@ class _Server:
             os.setpgid(pid, pid)
         self._children[message["id"]] = pid
         self._channel.send({"id": message["id"], "pid": pid, "status": None})
-
-    def _preload(self, modules: Iterable[str]) -> None:
-        """Load what a worker whose test failed has loaded, so that its successors need not."""
-        with warnings.catch_warnings():
-            # Filters are for tests, not for torch's own modules.
-            warnings.simplefilter("ignore")
-            for name in modules:
-                with contextlib.suppress(Exception):
-                    importlib.import_module(name)
-        _freeze()
 
     def _become_child(self, message: Message, descriptors: list[int]) -> None:
         status = 1

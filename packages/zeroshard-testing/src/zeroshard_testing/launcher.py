@@ -85,9 +85,6 @@ class Launcher(ABC):
         self._children[child.identity] = child
         return child
 
-    def preload(self, modules: Sequence[str]) -> None:  # noqa: B027 - only forks share any
-        """Let processes that start from now on have loaded these modules, if they are forked."""
-
     def kill(self, child: Child) -> None:
         """End a process and all that it has started, now. Its handle must not be used any more."""
         child.close()

@@ -48,6 +48,7 @@ class Pool:
         self._late_deaths = late_deaths
         self._store: Child | None = None
         self._crews: dict[str, Crew] = {}
+        self._loaded: dict[str, None] = {}
         self._runs = 0
         self._started = 0
 
@@ -88,6 +89,7 @@ class Pool:
                 rank: replace(outcome, sections=(*child.output(), *outcome.sections))
                 for rank, outcome, child in zip(spec.ranks, monitor.outcomes(), crew.workers, strict=True)
             }
+            self._loaded |= monitor.loaded
             crew.last_test = str(message["title"])
             crew.held = frozenset(monitor.held)
             is_clean = all(outcome.is_clean and outcome.kind != FAULTED for outcome in outcomes.values())
@@ -99,7 +101,6 @@ class Pool:
             if not is_reusable:
                 self._discard(spec.test_id)
         if not is_reusable:
-            self._launcher.preload(list(monitor.loaded))
             self._crew(spec)
         elif spec.isolation == "group":
             for worker in crew.workers:
@@ -195,6 +196,7 @@ class Pool:
             self._started += 1
             folder = str(self._temporary / f"worker-{self._started}")
             request = {"kind": "rank", "port": port, "temporary": folder, "coverage": self._coverage}
+            request["preload"] = [*self._loaded]
             crew.workers.append(self._launcher.start(request))
         return crew
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import wraps
+from inspect import iscoroutinefunction
 from typing import Any
 
 import pytest
 
 from zeroshard_testing import outcome as kinds
-from zeroshard_testing.marker import parametrize
+from zeroshard_testing.marker import parametrize, spec_of
 from zeroshard_testing.outcome import is_echo
 from zeroshard_testing.process_state import ProcessState
 from zeroshard_testing.stacks import is_harness
@@ -68,11 +70,13 @@ class RankPlugin:
         return True
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_call(self) -> Generator[None, object, object]:
-        """Fail the test with what its backend has found in it."""
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
+        """Fail the test with what its backend has found in it, and a property with its first counterexample."""
         __tracebackhide__ = True
-        with self.around_call():
+        failures: list[BaseException] = []
+        with suppress(_FoundError), _until_first_failure(item, failures), self.around_call():
             return (yield)
+        raise failures[0]
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: Any) -> Generator[None, object, object]:  # noqa: ANN401 - see pytest
@@ -120,6 +124,35 @@ class RankPlugin:
             category = f"{warning_message.category.__module__}.{warning_message.category.__qualname__}"
             text = kinds.printable(str(warning_message.message))
             self._reports.warnings.append((category, text, warning_message.filename, warning_message.lineno))
+
+
+class _FoundError(BaseException):
+    """Leaves hypothesis at once, which would take an Exception for something to shrink."""
+
+
+@contextmanager
+def _until_first_failure(item: pytest.Item, failures: list[BaseException]) -> Iterator[None]:
+    """End a property on several ranks with its first failure: while one rank shrank that, the others would wait."""
+    spec, handle = spec_of(item), getattr(getattr(item, "obj", None), "hypothesis", None)
+    if handle is None or spec is None or len(spec.ranks) == 1 or iscoroutinefunction(handle.inner_test):
+        yield
+        return
+    test = handle.inner_test
+
+    @wraps(test)
+    def test_once(*args: object, **kwargs: object) -> None:
+        __tracebackhide__ = True
+        try:
+            test(*args, **kwargs)
+        except (Exception, pytest.fail.Exception) as error:
+            if type(error).__module__ == "hypothesis.errors":
+                raise
+            failures.append(error)
+            raise _FoundError from None
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(handle, "inner_test", test_once)
+        yield
 
 
 def _summary(info: pytest.ExceptionInfo[BaseException]) -> str:

@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -111,6 +112,9 @@ class RanksSession:
         if spec is None:
             return
         item.fixturenames = []  # type: ignore[attr-defined]  # a function's; nothing is set up here
+        if hasattr(getattr(item, "obj", None), "hypothesis"):
+            # Its plugin would ask for the test's fixtures.
+            item.obj = partial(item.obj)  # type: ignore[attr-defined]  # a function's as well
         reason = self._why_unavailable(spec)
         if reason is not None and spec.backend_name in item.config.getoption("--ranks-require"):
             pytest.fail(f"{reason} (--ranks-require={spec.backend_name})", pytrace=False)
