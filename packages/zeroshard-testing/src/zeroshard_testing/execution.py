@@ -76,8 +76,12 @@ class Rank:
             if outcome.kind == kinds.PASSED and unreached:
                 outcome = Outcome(kinds.FAILED, f"left faults unreached: {', '.join(unreached)}")
         except CollectionFailure as error:
-            text = "the test's module cannot be collected on the rank"
+            causes = [line[1:].strip() for line in str(error).splitlines() if line.startswith("E   ")]
+            text = printable(causes[-1] if causes else "the test's module cannot be collected on the rank")
             outcome = Outcome(kinds.FAILED, text, printable(str(error)), time.monotonic())
+        except pytest.skip.Exception as skip:
+            # Of the whole module.
+            outcome = Outcome(kinds.SKIPPED, printable(str(skip)))
         except BaseException as error:  # noqa: BLE001 - whatever a test raises is its outcome
             outcome = _of_exception(error)
         return outcome, result

@@ -13,7 +13,7 @@ from _pytest._code.code import ReprEntryNative, ReprExceptionInfo, ReprFileLocat
 from zeroshard_testing.marker import RANK_FIXTURES, parametrize, spec_of
 from zeroshard_testing.rank_fixtures import leave_out_rank_fixtures
 from zeroshard_testing.session import RanksSession, running_sessions
-from zeroshard_testing.spec import BACKENDS, CHECKS, SpecError
+from zeroshard_testing.spec import BACKENDS, CHECKS
 from zeroshard_testing.verdict import RanksFailure
 
 _MARKER_HELP = (
@@ -45,6 +45,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="forkserver",
         help="how worker processes are started: forked from one that has torch loaded, or each by itself",
     )
+    group.addoption(
+        "--ranks-timeout",
+        metavar="SECONDS",
+        type=float,
+        help="until a test or call fails that names no time itself, by default ranks_timeout of the ini file, or 60",
+    )
+    parser.addini("ranks_timeout", "seconds until a test on ranks fails that names no time itself", default="60")
     parser.addini(
         "ranks_checks", f"checks to turn off, of {', '.join(CHECKS)}: such as 'no:messages no:deadlock'", "args", []
     )
@@ -56,8 +63,8 @@ def pytest_configure(config: pytest.Config) -> None:
     try:
         # As the fixture tmp_path_factory does.
         session = RanksSession(config, lambda: config._tmp_path_factory.getbasetemp())  # type: ignore[attr-defined]
-    except SpecError as error:
-        raise pytest.UsageError(f"ranks_checks in the ini file: {error}") from error
+    except ValueError as error:
+        raise pytest.UsageError(f"ranks_checks or ranks_timeout in the ini file: {error}") from error
     config.pluginmanager.register(session)
     running_sessions.append(session)
 

@@ -80,6 +80,7 @@ class Pool:
         """
         crew = self._ready_crew(spec)
         self._runs += 1
+        assert spec.timeout is not None, "the session has chosen one"
         off = frozenset({*spec.checks_off, *self.checks_off()})
         monitor = Monitor(self._launcher, crew.workers, self._runs, spec.timeout, off)
         is_reusable = False

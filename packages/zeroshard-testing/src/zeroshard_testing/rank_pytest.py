@@ -130,6 +130,7 @@ class Collector:
         self._folders: dict[Path, pytest.Collector | None] = {}
         self._found: list[pytest.Item] = []
         self._failures: list[str] = []
+        self._skipped: dict[Path, str] = {}
         # Private to pytest: the worker was configured without conftest files, which are loaded when a file is
         # collected, after the fork; and a base folder that is given by an option would be emptied by each worker.
         session.config.pluginmanager._noconftest = False
@@ -143,7 +144,9 @@ class Collector:
         return path in self._items
 
     def item(self, path: str, place: str) -> pytest.Item:
-        """Return a test of a file that has been collected, or raise LookupError."""
+        """Return a test of a file that has been collected, or raise LookupError, or skip as the file does."""
+        if (reason := self._skipped.get(Path(path))) is not None:
+            pytest.skip(reason)
         try:
             return self._items[path][place]
         except KeyError:
@@ -182,7 +185,9 @@ class Collector:
         return self._folders.setdefault(path, (yield))
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Keep what could not be collected."""
+        """Keep what could not be collected, or was to be skipped."""
+        if report.skipped and isinstance(report.longrepr, tuple):
+            self._skipped[self._path] = report.longrepr[2].removeprefix("Skipped: ")
         if report.failed:
             self._failures.append(report.longreprtext)
 

@@ -52,6 +52,8 @@ class RanksSession:
         # Which checks are off, as the header says.
         self._said: list[str] = []
         self._checks_off = parse_checks(config.getini("ranks_checks")) if config is not None else ()
+        chosen = None if config is None else config.getoption("--ranks-timeout") or config.getini("ranks_timeout")
+        self._timeout = float(chosen or 60)
         if "races" in self._checks_off:
             raise SpecError("no:races is said of a test, in its marker, with the reason")
 
@@ -83,7 +85,8 @@ class RanksSession:
             if session.config.getoption("usepdb") or session.config.getoption("trace", default=False):
                 raise pytest.UsageError(
                     "--pdb and --trace cannot reach tests marked with ranks: those run in worker processes without a "
-                    "terminal. Deselect them, or run without the option: a failure shows the traceback of every rank."
+                    "terminal. Lend one another terminal, where sleep runs: pdb.Pdb(stdin=open('/dev/pts/3'), "
+                    "stdout=open('/dev/pts/3', 'w')).set_trace(), and run with --ranks-timeout=3600."
                 )
             self._boot()
         try:
@@ -226,7 +229,9 @@ class RanksSession:
         self, spec: RanksSpec, message: Mapping[str, object], payload: bytes = b""
     ) -> tuple[Verdict, Mapping[int, bytes]]:
         title = str(message["title"])
-        spec = replace(spec, checks_off=tuple(sorted({*spec.checks_off, *self._checks_off})))
+        spec = replace(
+            spec, timeout=spec.timeout or self._timeout, checks_off=tuple(sorted({*spec.checks_off, *self._checks_off}))
+        )
         try:
             outcomes, returned = self._boot().run(spec, message, payload)
         except LaunchError as error:
