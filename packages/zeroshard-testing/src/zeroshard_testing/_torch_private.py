@@ -94,6 +94,12 @@ def process_groups() -> list[dist.ProcessGroup]:
     return list(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else []
 
 
+def module_hooks() -> list[dict[int, Any]]:
+    """Return the registries of the hooks of all modules; there is no public way to clear them."""
+    found = vars(torch.nn.modules.module).items()
+    return [value for name, value in found if name.startswith("_global_") and isinstance(value, dict)]
+
+
 def group_constructor() -> Callable[..., Any]:
     """Return the function in which ranks meet to make a group; LookupError if torch has none with its arguments."""
     found = getattr(dist.distributed_c10d, GROUP_CONSTRUCTOR, None)
