@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from zeroshard_testing.calls import run_on_ranks
     from zeroshard_testing.emulated.errors import DifferentCollectivesError, RaceError
     from zeroshard_testing.faults import Faults
+    from zeroshard_testing.marker import rank_fixture
     from zeroshard_testing.raising import raises_on
-    from zeroshard_testing.rank_fixtures import rank_fixture
     from zeroshard_testing.replicas import assert_replicas_equal
     from zeroshard_testing.single_process import assert_matches_single_process
     from zeroshard_testing.verdict import RanksFailure
@@ -44,7 +44,7 @@ _MODULES = {
     "assert_replicas_equal": "replicas",
     "raises_on": "raising",
     "run_on_ranks": "calls",
-    "rank_fixture": "rank_fixtures",
+    "rank_fixture": "marker",
 }
 
 

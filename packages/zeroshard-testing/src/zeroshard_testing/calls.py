@@ -35,7 +35,7 @@ def run_on_ranks(
         ranks: Number of ranks.
         *args: Arguments, sent in the same way.
         backend: As for ``@pytest.mark.ranks``, and so are ``timeout`` in seconds, ``init`` and ``checks``.
-        timeout: Seconds, by default those of the run.
+        timeout: Seconds, by default as many as for a test.
         init: Whether the default process group is initialised.
         checks: Which checks are off.
         title: What to call it in reports, the function's name by default.

@@ -27,11 +27,11 @@ from zeroshard_testing.journal import JournalWriter
 from zeroshard_testing.marker import place_of
 from zeroshard_testing.outcome import Outcome, printable
 from zeroshard_testing.process_group import GroupKeeper
-from zeroshard_testing.process_state import TIMERS, ProcessState
+from zeroshard_testing.process_state import ProcessState, stop_timers
 from zeroshard_testing.rank_inspector import RankInspector
 from zeroshard_testing.rank_plugin import RankPlugin, Reports
 from zeroshard_testing.rank_pytest import CollectionFailure, Collector
-from zeroshard_testing.rank_values import RankValues, set_rank_values
+from zeroshard_testing.rank_values import set_rank_values
 from zeroshard_testing.wait_recorder import record_waits
 
 
@@ -79,12 +79,11 @@ class Rank:
             causes = [line[1:].strip() for line in str(error).splitlines() if line.startswith("E   ")]
             text = printable(causes[-1] if causes else "the test's module cannot be collected on the rank")
             outcome = Outcome(kinds.FAILED, text, printable(str(error)), time.monotonic())
-        except pytest.skip.Exception as skip:
-            # Of the whole module.
+        except pytest.skip.Exception as skip:  # of the whole module
             outcome = Outcome(kinds.SKIPPED, printable(str(skip)))
         except BaseException as error:  # noqa: BLE001 - whatever a test raises is its outcome
             outcome = _of_exception(error)
-        self._state.put_back(TIMERS)
+        stop_timers()
         return outcome, result
 
     def tear_down(self, keep: Collection[str]) -> str:
@@ -128,20 +127,20 @@ class Rank:
         # Nothing is said, and so nothing proven, of a rank before this: its group is not the test's doing.
         self.inspector.begin(message["run"], message["timeout"], message["rank"], message["world_size"])
         self._faults._begin(message["run"], message["rank"], message["world_size"])
-        set_rank_values(self._values(message))
+        set_rank_values(**self._values(message))
         if payload:
             return _call_item(self._session, message["place"], payload)
         return self._collector.item(path, message["place"])
 
-    def _values(self, message: Message) -> RankValues:
+    def _values(self, message: Message) -> dict[str, object]:
         device = torch.device("cpu")
         if message["backend"] in ("nccl", "gloo-cuda"):
             device = torch.device("cuda", message["rank"] % torch.cuda.device_count())
         elif message["backend"] == "emulated":
             device = torch.device("emu", 0)
         group = dist.group.WORLD if message["init"] else None
-        folder = Path(message["tmp_path"])
-        return RankValues(message["rank"], message["world_size"], device, group, self._faults, folder)
+        own = {"device": device, "process_group": group, "faults": self._faults, "tmp_path": Path(message["tmp_path"])}
+        return {"rank": message["rank"], "world_size": message["world_size"], **own}
 
 
 def _next_item(nodes: Iterable[Any], keep: Collection[str]) -> Any:  # noqa: ANN401 - in place of an item
@@ -162,12 +161,8 @@ def _outcome(reports: Reports) -> Outcome:
     properties = dict.fromkeys(
         (str(name), printable(str(value))) for report in reports.all for name, value in report.user_properties
     )
-    extras: dict[str, Any] = {
-        "moment": time.monotonic(),
-        "warnings": tuple(reports.warnings),
-        "sections": tuple(sections),
-        "properties": tuple(properties),
-    }
+    extras: dict[str, Any] = {"moment": time.monotonic(), "warnings": tuple(reports.warnings)}
+    extras |= {"sections": tuple(sections), "properties": tuple(properties)}
     if decisive is None:
         expected = next((report.wasxfail for report in reports.all if hasattr(report, "wasxfail")), None)
         return Outcome(kinds.PASSED if expected is None else kinds.XPASSED, expected or "", **extras)

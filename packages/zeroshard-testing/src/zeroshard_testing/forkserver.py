@@ -15,8 +15,6 @@ import select
 import signal
 import socket
 import sys
-import warnings
-from collections.abc import Iterable
 
 import pytest
 
@@ -32,25 +30,6 @@ def main(descriptor: int, description: Message) -> None:
     run_idle_pytest(description, lambda session: _Server(channel, session).serve())
 
 
-def _freeze() -> None:
-    """Keep pages of what is loaded shared with the workers: the collector does not write to them any more."""
-    gc.collect()
-    gc.freeze()
-
-
-def _load(modules: Iterable[str]) -> None:
-    """Load what a worker whose test failed has loaded, so that its successors need not."""
-    missing = [name for name in modules if name not in sys.modules]
-    with warnings.catch_warnings():
-        # Filters are for tests, not for torch's own modules.
-        warnings.simplefilter("ignore")
-        for name in missing:
-            with contextlib.suppress(Exception):
-                importlib.import_module(name)
-    if missing:
-        _freeze()
-
-
 class _Server:
     """Forks children, reaps them, and tells the controller how each of them ended."""
 
@@ -61,7 +40,9 @@ class _Server:
 
     def serve(self) -> None:
         """Work until the controller is gone, then end the children and this process."""
-        _freeze()
+        gc.collect()
+        # Pages of what is loaded stay shared with the workers as long as the collector does not write to them.
+        gc.freeze()
         wakeup, self._wakeup = socket.socketpair()
         self._wakeup.setblocking(False)
         sources: list[Channel | socket.socket] = [self._channel, wakeup]
@@ -88,7 +69,11 @@ class _Server:
             if message["id"] in self._children:
                 kill_group(self._children[message["id"]])
             return
-        _load(message.get("preload", ()))
+        for name in message.get("preload", ()):
+            # What a worker whose test failed has loaded, so that its successors need not.
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
+        gc.freeze()
         descriptors = self._channel.take_descriptors(5)
         pid = os.fork()
         if pid == 0:

@@ -10,8 +10,7 @@ import pytest
 # Not exported by pytest, and what pytest-xdist can carry from a worker to its controller with the cause.
 from _pytest._code.code import ReprEntryNative, ReprExceptionInfo, ReprFileLocation, ReprTraceback
 
-from zeroshard_testing.marker import RANK_FIXTURES, parametrize, spec_of
-from zeroshard_testing.rank_fixtures import leave_out_rank_fixtures
+from zeroshard_testing.marker import RANK_FIXTURES, leave_out_rank_fixtures, parametrize, spec_of
 from zeroshard_testing.session import RanksSession, running_sessions
 from zeroshard_testing.spec import BACKENDS, CHECKS
 from zeroshard_testing.verdict import RanksFailure
@@ -34,27 +33,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=lambda names: [name.strip() for name in names.split(",") if name.strip()],
         help=f"fail, instead of skipping, tests whose backend is missing here: a comma-separated list of {names}, ...",
     )
-    group.addoption(
-        "--ranks-logs",
-        metavar="DIR",
-        help="where a failing test leaves a log file for each rank, by default pytest's folder for temporary files",
-    )
-    group.addoption(
-        "--ranks-launch",
-        choices=["forkserver", "spawn"],
-        default="forkserver",
-        help="how worker processes are started: forked from one that has torch loaded, or each by itself",
-    )
-    group.addoption(
-        "--ranks-timeout",
-        metavar="SECONDS",
-        type=float,
-        help="until a test or call fails that names no time itself, by default ranks_timeout of the ini file, or 60",
-    )
-    parser.addini("ranks_timeout", "seconds until a test on ranks fails that names no time itself", default="60")
-    parser.addini(
-        "ranks_checks", f"checks to turn off, of {', '.join(CHECKS)}: such as 'no:messages no:deadlock'", "args", []
-    )
+    group.addoption("--ranks-logs", metavar="DIR", help="where failing tests leave log files, by default pytest's")
+    group.addoption("--ranks-launch", choices=["forkserver", "spawn"], default="forkserver", help="how workers start")
+    group.addoption("--ranks-timeout", metavar="SECONDS", type=float, help="of tests that name no timeout themselves")
+    parser.addini("ranks_timeout", "seconds, of tests on ranks that name no timeout themselves", default="60")
+    parser.addini("ranks_checks", f"checks to turn off, such as no:messages: {', '.join(CHECKS)}", "args", [])
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -27,9 +27,6 @@ from torch.distributed import distributed_c10d, get_debug_level, set_debug_level
 from zeroshard_testing._torch_private import module_hooks
 from zeroshard_testing.ipc import Message
 
-TIMERS = 3
-"""How many of the settings, the first ones, are timers; they are to strike in no other test."""
-
 
 class ProcessState:
     """Gives every test the controller's surroundings and the same fresh defaults.
@@ -42,7 +39,7 @@ class ProcessState:
         self._held: dict[Any, dict[Any, Any]] = {}
         handlers = (_accessors(signal.getsignal, signal.signal, number) for number in signal.valid_signals())
         # A signal handler that C has installed reads as None, and cannot be put back.
-        python = [*_TIMERS, *_PYTHON_SETTINGS, *(handler for handler in handlers if handler[0]() is not None)]
+        python = [*_PYTHON_SETTINGS, *(handler for handler in handlers if handler[0]() is not None)]
         if numpy := sys.modules.get("numpy"):
             python += [(numpy.geterr, lambda errors: numpy.seterr(**errors))]
             python += [(numpy.get_printoptions, lambda options: numpy.set_printoptions(**options))]
@@ -70,24 +67,19 @@ class ProcessState:
 
     def restore_defaults(self) -> None:
         """Put back what imports may have changed, too: seeds, and defaults of Python and torch."""
-        self.put_back()
+        held = self._held_now()
+        for place, (read, write, default) in enumerate(self._settings):
+            value = held.get(place, default)
+            if read() != value:
+                write(value)
         torch.set_printoptions(profile="default")
         random.seed(0)
         torch.default_generator.manual_seed(0)
         if torch.cuda.is_initialized():
             torch.cuda.manual_seed_all(0)
-        numpy = sys.modules.get("numpy")
-        if numpy is not None:
+        if numpy := sys.modules.get("numpy"):
             # An attribute that imports what it names, so that the first test of a worker is seeded too.
             numpy.random.seed(0)
-
-    def put_back(self, settings: int | None = None) -> None:
-        """Put back the first so many settings, or all."""
-        held = self._held_now()
-        for place, (read, write, default) in enumerate(self._settings[:settings]):
-            value = held.get(place, default)
-            if read() != value:
-                write(value)
 
     def seen(self) -> dict[Any, Any]:
         """Return the current values of everything that is put back, except seeds and print options."""
@@ -104,6 +96,12 @@ class ProcessState:
 
     def _held_now(self) -> dict[Any, Any]:
         return {key: value for changed in self._held.values() for key, value in changed.items()}
+
+
+def stop_timers() -> None:
+    """Let no timer strike in another test than the one that has set it; alarm() is the first of them."""
+    for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
+        signal.setitimer(timer, 0)
 
 
 _ENVIRONMENT = {
@@ -138,14 +136,6 @@ def _umask() -> int:
     os.umask(found)
     return found
 
-
-_TIMERS = [
-    # Whether they run. One that does is stopped; alarm() is the first.
-    _accessors(
-        lambda timer: signal.getitimer(timer)[0] > 0, lambda timer, runs: runs or signal.setitimer(timer, 0), one
-    )
-    for one in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
-]
 
 _PYTHON_SETTINGS: tuple[tuple[Any, Any], ...] = (
     (_umask, os.umask),

@@ -21,26 +21,9 @@ from zeroshard_testing.ipc import Message
 from zeroshard_testing.marker import place_of
 
 NOT_ON_RANKS = (
-    "terminal",
-    "terminalprogress",
-    "faulthandler",
-    "junitxml",
-    "pastebin",
-    "lfplugin",
-    "xdist.looponfail",
-    "pytest_cov",
-    "timeout",
-    "randomly",
-    "rerunfailures",
-    "flaky",
-    "html",
-    "metadata",
-    "pytest_jsonreport",
-    "instafail",
-    "sugar",
-    "random_order",
-    "zeroshard",
-    "zeroshard_testing.plugin",
+    *("terminal", "terminalprogress", "faulthandler", "junitxml", "pastebin", "lfplugin", "xdist.looponfail"),
+    *("pytest_cov", "timeout", "randomly", "rerunfailures", "flaky", "html", "metadata", "pytest_jsonreport"),
+    *("instafail", "sugar", "random_order", "zeroshard", "zeroshard_testing.plugin"),
 )
 """Plugins that act only in the controller, by the names under which pytest registers them."""
 
@@ -69,10 +52,7 @@ def description_of(config: pytest.Config | None) -> Message:
     paths = {name: str(value) for name, value in vars(config.option).items() if isinstance(value, Path)}
     overrides = [*(config.getoption("override_ini") or []), "log_file="]
     arguments = [
-        "--rootdir",
-        str(config.rootpath),
-        "-c",
-        str(config.inipath or os.devnull),
+        *("--rootdir", str(config.rootpath), "-c", str(config.inipath or os.devnull)),
         f"--import-mode={config.getoption('importmode')}",
         "--noconftest",
         *(text for value in overrides for text in ("-o", value)),

@@ -4,41 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from zeroshard_testing.faults import Faults
 from zeroshard_testing.marker import SPEC_FIXTURE
 
-
-@dataclass
-class RankValues:
-    """What the fixtures of the current test give; the worker's main thread sets it before each test."""
-
-    rank: int = 0
-    world_size: int = 0
-    device: torch.device | None = None
-    process_group: dist.ProcessGroup | None = None
-    faults: Faults | None = None
-    tmp_path: Path = Path()
+_current: dict[str, Any] = {}
 
 
-_current = RankValues()
-
-
-def set_rank_values(values: RankValues) -> None:
-    """Say what the fixtures give from now on."""
-    vars(_current).update(vars(values))
+def set_rank_values(**values: object) -> None:
+    """Say what the fixtures of the current test give, by name; the worker's main thread does so before each."""
+    _current.clear()
+    _current.update(values)
 
 
 def _given(name: str, scope: Any = "function") -> Any:  # noqa: ANN401 - pytest's fixture object, whose type is private
-    return pytest.fixture(lambda: getattr(_current, name), name=name, scope=scope)
+    return pytest.fixture(lambda: _current[name], name=name, scope=scope)
 
 
 def _counted(name: str) -> Any:  # noqa: ANN401 - as above
@@ -65,8 +50,9 @@ def _ranks_spec(request: pytest.FixtureRequest) -> object:
 def tmp_path() -> Path:
     """A temporary folder, the same one on all ranks of the test."""
     # Made by the rank that comes first.
-    _current.tmp_path.mkdir(parents=True, exist_ok=True)
-    return _current.tmp_path
+    path: Path = _current["tmp_path"]
+    path.mkdir(parents=True, exist_ok=True)
+    return path
 
 
 @pytest.fixture

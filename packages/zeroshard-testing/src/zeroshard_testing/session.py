@@ -8,19 +8,18 @@ import sys
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import pytest
 
 from zeroshard_testing.backends import NEED_NO_PROBE, why_unavailable
 from zeroshard_testing.coverage_on_ranks import coverage_request
 from zeroshard_testing.launcher import Launcher, LaunchError
-from zeroshard_testing.marker import place_of, spec_of
+from zeroshard_testing.marker import leave_out_rank_fixtures, place_of, spec_of
 from zeroshard_testing.outcome import Outcome
 from zeroshard_testing.pool import Pool
-from zeroshard_testing.rank_fixtures import leave_out_rank_fixtures
 from zeroshard_testing.rank_pytest import description_of
 from zeroshard_testing.spec import CHECKS, RanksSpec, SpecError, parse_checks, parse_marker
 from zeroshard_testing.verdict import RanksFailure, Verdict, judge
@@ -42,9 +41,6 @@ class RanksSession:
         self._config = config
         self._temporary = temporary
         self._pool: Pool | None = None
-        self._machine: Mapping[str, Any] | None = None
-        # Why there is no emulated accelerator, once that is known.
-        self._emulated: tuple[str | None] | None = None
         self._item: pytest.Item | None = None
         self._next_item: pytest.Item | None = None
         # What went wrong on workers after their test had its verdict, in words.
@@ -202,22 +198,24 @@ class RanksSession:
             return None
         try:
             if spec.backend == "emulated":
-                return self._why_not_emulated()
-            self._machine = self._machine or self._boot().machine()
+                return self._why_not_emulated
+            return why_unavailable(spec, self._machine)
         except LaunchError as error:
             self._cannot_launch("finding out which backends there are", error)
-        return why_unavailable(spec, self._machine)
 
+    @cached_property
+    def _machine(self) -> Mapping[str, Any]:
+        return self._boot().machine()
+
+    @cached_property
     def _why_not_emulated(self) -> str | None:
-        if self._emulated is None:
-            found = self._boot().emulated(builds=False)
-            if found["reason"] is None:
-                reporter = self._config and self._config.pluginmanager.get_plugin("terminalreporter")
-                if reporter and not found["is_built"]:
-                    reporter.write_line("ranks: compiling the emulated accelerator, once, for about a minute")
-                self._boot().emulated(builds=True)
-            self._emulated = (found["reason"],)
-        return self._emulated[0]
+        found = self._boot().emulated(builds=False)
+        if found["reason"] is None:
+            reporter = self._config and self._config.pluginmanager.get_plugin("terminalreporter")
+            if reporter and not found["is_built"]:
+                reporter.write_line("ranks: compiling the emulated accelerator, once, for about a minute")
+            self._boot().emulated(builds=True)
+        return cast("str | None", found["reason"])
 
     def _cannot_launch(self, what: str, error: LaunchError) -> NoReturn:
         self.close()

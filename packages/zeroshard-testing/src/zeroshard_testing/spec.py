@@ -31,7 +31,7 @@ class RanksSpec:
     """One way in which one test is to run.
 
     ``isolation`` is ``"group"`` for a fresh process group, ``"process"`` for fresh processes, ``"none"`` for one group
-    per module. ``timeout`` is in seconds, None for that of the run. ``fake_rank`` is the rank that the one process of
+    per module. ``timeout`` is in seconds, None for the run's. ``fake_rank`` is the rank that the one process of
     the backend ``"fake"`` stands for. ``init`` says whether the default process group is initialised, ``checks_off``
     which `CHECKS` are off.
     """

@@ -19,7 +19,7 @@ from zeroshard_testing.execution import Rank
 from zeroshard_testing.ipc import Channel, Message
 from zeroshard_testing.rank_inspector import RankInspector, has_children
 from zeroshard_testing.rank_state import RankState
-from zeroshard_testing.rank_values import RankValues, set_rank_values
+from zeroshard_testing.rank_values import set_rank_values
 from zeroshard_testing.reader import Reader
 
 
@@ -54,7 +54,7 @@ def serve(channel: Channel, request: Message, stacks: int, journal: int, session
                 # This process will be replaced.
                 coverage.save()
             # A reference left here would close the group's connections on the next test's time.
-            set_rank_values(RankValues())
+            set_rank_values()
             ended = _look(rank.inspector, message["run"], details=False)
             report = {**outcome.to_message(), "state": ended.to_message(), "held": rank.held()}
             report["loaded"] = [] if outcome.is_clean else rank.loaded()
