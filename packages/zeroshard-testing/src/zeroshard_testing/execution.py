@@ -27,7 +27,7 @@ from zeroshard_testing.journal import JournalWriter
 from zeroshard_testing.marker import place_of
 from zeroshard_testing.outcome import Outcome, printable
 from zeroshard_testing.process_group import GroupKeeper
-from zeroshard_testing.process_state import ProcessState, stop_timers
+from zeroshard_testing.process_state import ProcessState
 from zeroshard_testing.rank_inspector import RankInspector
 from zeroshard_testing.rank_plugin import RankPlugin, Reports
 from zeroshard_testing.rank_pytest import CollectionFailure, Collector
@@ -83,7 +83,6 @@ class Rank:
             outcome = Outcome(kinds.SKIPPED, printable(str(skip)))
         except BaseException as error:  # noqa: BLE001 - whatever a test raises is its outcome
             outcome = _of_exception(error)
-        stop_timers()
         return outcome, result
 
     def tear_down(self, keep: Collection[str]) -> str:

@@ -46,7 +46,9 @@ class ProcessState:
         self._settings = [*((read, write, read()) for read, write in python), *_TORCH_DEFAULTS]
 
     def restore_surroundings(self, message: Message) -> None:
-        """Put back what imports see: environment, folder, import path."""
+        """Stop timers, and put back what imports see: environment, folder, import path."""
+        for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
+            signal.setitimer(timer, 0)
         held = self._held_now()
         wanted = {
             **_ENVIRONMENT,
@@ -96,12 +98,6 @@ class ProcessState:
 
     def _held_now(self) -> dict[Any, Any]:
         return {key: value for changed in self._held.values() for key, value in changed.items()}
-
-
-def stop_timers() -> None:
-    """Let no timer strike in another test than the one that has set it; alarm() is the first of them."""
-    for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
-        signal.setitimer(timer, 0)
 
 
 _ENVIRONMENT = {
