@@ -252,6 +252,11 @@ def test_a_rank_that_holds_pythons_lock_still_shows_where_it_stands(run: Callabl
     assert "in test_hung_with_pythons_lock_held" in verdict.text
 
 
+def test_a_property_that_fails_is_told_with_its_example(run: Callable[[str, int], Run]) -> None:
+    [verdict] = of(run("wrong", 0), "wrong_properties.test_fails_on_one_rank_after_a_collective")
+    assert re.search(r"rank = 1, size = \d{2,}\n", verdict.text)
+
+
 def test_each_failure_leaves_a_log_file_for_each_rank(run: Callable[[str, int], Run]) -> None:
     [verdict] = of(run("wrong", 0), "wrong_raising.test_raised_on_one")
     assert "A log file for each rank:" in verdict.text

@@ -88,7 +88,57 @@ def test_pdb_is_refused(pytester: pytest.Pytester) -> None:
     pytester.makepyfile("import pytest\n@pytest.mark.ranks(2)\ndef test_it(): pass")
     result = pytester.runpytest_inprocess("--pdb")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["*--pdb and --trace cannot reach tests marked with ranks*"])
+    result.stderr.fnmatch_lines(["*--pdb and --trace cannot reach tests marked with ranks*another terminal*"])
+
+
+def test_a_rank_is_debugged_in_another_terminal(suite: RunSuite) -> None:
+    here, there = os.openpty()
+    name = os.ttyname(there)
+    os.write(here, b"print(f'rank {rank} of {world_size}')\ncontinue\n")
+    body = f"""
+        import pdb
+        import pytest
+        import torch.distributed as dist
+
+        @pytest.mark.ranks(2)
+        def test_it(rank, world_size):
+            if rank:
+                pdb.Pdb(stdin=open({name!r}), stdout=open({name!r}, "w")).set_trace()
+            dist.barrier()
+    """
+    done = suite("--ranks-timeout=3600", test_it=body)
+    assert done.cases["test_it[2-gloo]"].kind == "passed", done.text
+    assert b"rank 1 of 2" in os.read(here, 10_000)
+
+
+@pytest.mark.parametrize("options", [["--ranks-timeout=1"], ["-o", "ranks_timeout=1"]])
+def test_a_timeout_is_that_of_the_run_unless_a_test_has_its_own(suite: RunSuite, options: list[str]) -> None:
+    body = """
+        import time
+        import pytest
+        from zeroshard_testing import run_on_ranks
+
+        @pytest.mark.ranks(2)
+        def test_hangs(rank):
+            time.sleep(60)
+
+        @pytest.mark.ranks(2, timeout=30)
+        def test_has_its_own(rank):
+            time.sleep(1.5)
+
+        def test_calls():
+            run_on_ranks(time.sleep, 2, 60)
+    """
+    done = suite(*options, test_it=body)
+    assert done.cases["test_hangs[2-gloo]"].text.startswith("ranks 0, 1 timed out: no outcome after 1 s")
+    assert done.cases["test_has_its_own[2-gloo]"].kind == "passed"
+    assert "ranks 0, 1 timed out: no outcome after 1 s" in done.cases["test_calls"].text
+
+
+def test_a_timeout_that_is_no_number_is_refused(suite: RunSuite) -> None:
+    done = suite("-o", "ranks_timeout=soon", test_backends=BACKENDS)
+    assert done.status == pytest.ExitCode.USAGE_ERROR
+    assert "ranks_timeout in the ini file: could not convert string to float: 'soon'" in done.text
 
 
 def test_xdist_runs_rank_tests(suite: RunSuite) -> None:

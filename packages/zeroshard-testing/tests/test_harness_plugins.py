@@ -393,3 +393,33 @@ def test_a_thread_that_ends_a_rank_after_the_last_test_is_waited_for(suite: RunS
     )
     assert done.status == pytest.ExitCode.TESTS_FAILED, done.text
     assert "exited with status 3" in done.text
+
+
+def test_workers_after_a_failure_have_loaded_what_it_made_torch_load(suite: RunSuite) -> None:
+    body = """
+        import os, sys
+        from pathlib import Path
+        import pytest
+        import torch
+
+        pytestmark = pytest.mark.ranks(2)
+
+        def test_first():
+            assert "sympy" not in sys.modules
+
+        def test_fails():
+            torch.testing.assert_close(torch.ones(3), torch.zeros(3))
+
+        def test_after_it():
+            assert {"sympy", "torch.fx.experimental.symbolic_shapes"} <= sys.modules.keys()
+            # What has threads cannot be forked.
+            threads = Path(f"/proc/{os.getppid()}/task")
+            assert not threads.exists() or len(list(threads.iterdir())) == 1
+    """
+    done = suite("-p", "no:randomly", test_red=body)
+    kinds = {name: case.kind for name, case in done.cases.items()}
+    assert kinds == {
+        "test_first[2-gloo]": "passed",
+        "test_fails[2-gloo]": "failure",
+        "test_after_it[2-gloo]": "passed",
+    }, done.text

@@ -56,6 +56,12 @@ CASES = """
             time.sleep(0.2 if self.rank == 0 else 0)
             self.assertTrue(os.path.exists(os.environ["FOLDER"]))
 
+        def test_cleans_up(self):
+            self.done = []
+            self.addCleanup(self.assertEqual, self.done, ["added late", "last"])
+            self.addCleanup(self.done.append, "last")
+            self.addCleanup(lambda: self.addCleanup(self.done.append, "added late"))
+
         def test_skips(self):
             self.skipTest("skipped by the body")
 
@@ -123,6 +129,10 @@ CASES = """
         def test_3_exits(self):
             sys.exit(0)
 
+        def test_5_fails_in_a_cleanup(self):
+            self.addCleanup(print, "another one")
+            self.addCleanup(self.assertEqual, self.rank, 0, "not cleaned up")
+
         @unittest.expectedFailure
         def test_4_fails_as_expected(self):
             raise ValueError
@@ -152,6 +162,7 @@ def verdicts(run_suite, tmp_path_factory):
         pytest.param("test_sums_again[2-gloo]", marks=pytest.mark.exhaustive),
         "test_is_as_in_a_spawned_process[2-gloo]",
         "test_shares_what_set_up_made[2-gloo]",
+        "test_cleans_up[2-gloo]",
         "test_by_run[2-gloo]",
         "test_by_the_plugin[2-gloo]",
     ],
@@ -166,6 +177,7 @@ def test_a_right_body_passes(verdicts, name):
         ("test_1_fails_on_rank_1", "rank 1 failed: AssertionError"),
         ("test_2_leaves_a_collective_out", "rank 0 stuck in all_reduce"),
         ("test_3_exits", "called sys.exit(0)"),
+        ("test_5_fails_in_a_cleanup", "rank 1 failed: AssertionError: Scalars are not equal!"),
     ],
 )
 def test_a_wrong_body_fails_with_its_cause(verdicts, name, cause):

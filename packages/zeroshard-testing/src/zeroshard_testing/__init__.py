@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from zeroshard_testing.calls import run_on_ranks
     from zeroshard_testing.emulated.errors import DifferentCollectivesError, RaceError
     from zeroshard_testing.faults import Faults
+    from zeroshard_testing.marker import rank_fixture
     from zeroshard_testing.raising import raises_on
-    from zeroshard_testing.rank_fixtures import rank_fixture
     from zeroshard_testing.replicas import assert_replicas_equal
-    from zeroshard_testing.report import RanksFailure
     from zeroshard_testing.single_process import assert_matches_single_process
+    from zeroshard_testing.verdict import RanksFailure
 
 __all__ = [
     "DifferentCollectivesError",
@@ -39,12 +39,12 @@ _MODULES = {
     "DifferentCollectivesError": "emulated.errors",
     "Faults": "faults",
     "RaceError": "emulated.errors",
-    "RanksFailure": "report",
+    "RanksFailure": "verdict",
     "assert_matches_single_process": "single_process",
     "assert_replicas_equal": "replicas",
     "raises_on": "raising",
     "run_on_ranks": "calls",
-    "rank_fixture": "rank_fixtures",
+    "rank_fixture": "marker",
 }
 
 

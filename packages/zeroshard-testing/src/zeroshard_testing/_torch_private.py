@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import pickle
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +58,9 @@ WAITING_CODE = tuple(str(Path(_TORCH, name)) for name in _WAITING)
 """Where the Python frame of a thread is that waits for other ranks inside C++."""
 
 NEVER_WAITING_CODE = tuple(str(Path(_TORCH, "distributed", name)) for name in ("elastic", "rpc", "launcher"))
+LOADED_LATE = re.compile(r"(torch|sympy|mpmath)\.(?!_inductor|testing\._internal)")
+"""Modules that torch loads when they are needed, a second's work. Left out is what may start processes, or use CUDA."""
+
 FUTURE = torch._C.Future
 """What operations return, of which the public class is a subclass: waits are recorded of both."""
 
@@ -90,6 +94,12 @@ class Recorded:
 def process_groups() -> list[dist.ProcessGroup]:
     """Return the process groups of this process. There is no public list of them."""
     return list(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else []
+
+
+def module_hooks() -> list[dict[int, Any]]:
+    """Return the registries of the hooks of all modules; there is no public way to clear them."""
+    found = vars(torch.nn.modules.module).items()
+    return [value for name, value in found if name.startswith("_global_") and isinstance(value, dict)]
 
 
 def group_constructor() -> Callable[..., Any]:

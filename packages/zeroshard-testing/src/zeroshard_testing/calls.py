@@ -21,7 +21,7 @@ def run_on_ranks(
     ranks: int,
     *args: object,
     backend: str = "gloo",
-    timeout: float = 60.0,
+    timeout: float | None = None,
     init: bool = True,
     checks: str = "",
     title: str | None = None,
@@ -29,16 +29,13 @@ def run_on_ranks(
 ) -> list[Any]:
     """Call ``function(*args, **kwargs)`` on every rank of a process group, and return what it returned.
 
-    Under pytest it belongs into a test that is not marked with ``ranks``; several calls in one test may ask for
-    different numbers of ranks. Elsewhere workers are started at the first call and end with the process.
-
     Args:
         function: What to call, with `torch.distributed` initialised. It travels by cloudpickle if that is installed,
             otherwise by pickle, which takes only functions of modules.
         ranks: Number of ranks.
         *args: Arguments, sent in the same way.
         backend: As for ``@pytest.mark.ranks``, and so are ``timeout`` in seconds, ``init`` and ``checks``.
-        timeout: Seconds.
+        timeout: Seconds, by default as many as for a test.
         init: Whether the default process group is initialised.
         checks: Which checks are off, or on that are off by default.
         title: What to call it in reports, the function's name by default.

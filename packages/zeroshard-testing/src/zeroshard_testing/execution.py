@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import io
+import pickle
+import sys
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from zeroshard_testing import outcome as kinds
-from zeroshard_testing.call_item import call_item
+from zeroshard_testing._torch_private import LOADED_LATE
 from zeroshard_testing.faults import Faults
 from zeroshard_testing.ipc import Channel, Message
 from zeroshard_testing.marker import place_of
@@ -25,7 +28,7 @@ from zeroshard_testing.process_state import ProcessState
 from zeroshard_testing.rank_inspector import RankInspector
 from zeroshard_testing.rank_plugin import RankPlugin, Reports
 from zeroshard_testing.rank_pytest import CollectionFailure, Collector
-from zeroshard_testing.rank_values import RankValues, set_rank_values
+from zeroshard_testing.rank_values import set_rank_values
 from zeroshard_testing.wait_recorder import record_waits
 
 
@@ -44,6 +47,7 @@ class Rank:
         self.inspector.keep_destroyed_groups()
         self.groups = GroupKeeper(request["port"])
         plugin.state = self._state = ProcessState()
+        self._known = {*sys.modules}
 
     def run(self, message: Message, payload: bytes) -> tuple[Outcome, bytes]:
         """Run a test, or the call in the payload, and return how it ended, in any case, and what the call returned."""
@@ -61,11 +65,13 @@ class Rank:
             result = getattr(item, "result", b"")
             unreached = [] if "faults" in message["checks_off"] else self._faults._unreached()
             if outcome.kind == kinds.PASSED and unreached:
-                text = f"left faults unreached: {', '.join(unreached)}"
-                outcome = Outcome(kinds.FAILED, text, found_by_controller=True)
+                outcome = Outcome(kinds.FAILED, f"left faults unreached: {', '.join(unreached)}")
         except CollectionFailure as error:
-            text = "the test's module cannot be collected on the rank"
+            causes = [line[1:].strip() for line in str(error).splitlines() if line.startswith("E   ")]
+            text = printable(causes[-1] if causes else "the test's module cannot be collected on the rank")
             outcome = Outcome(kinds.FAILED, text, printable(str(error)), time.monotonic())
+        except pytest.skip.Exception as skip:  # of the whole module
+            outcome = Outcome(kinds.SKIPPED, printable(str(skip)))
         except BaseException as error:  # noqa: BLE001 - whatever a test raises is its outcome
             outcome = _of_exception(error)
         return outcome, result
@@ -76,12 +82,16 @@ class Rank:
             # Private to pytest: it is what `nextitem` of the protocol's hooks comes to.
             self._session._setupstate.teardown_exact(_next_item(self._session._setupstate.stack, keep))
         except BaseException as error:  # noqa: BLE001 - whatever a fixture raises is reported
-            return printable(str(pytest.ExceptionInfo.from_exception(error).getrepr(style="short")))
+            return _of_exception(error).detail
         return ""
 
     def held(self) -> list[str]:
         """Return the places of nodes that are set up."""
         return [place_of(node) for node in self._session._setupstate.stack]
+
+    def loaded(self) -> list[str]:
+        """Return which modules of torch, and of what it needs, tests have made this process load, in that order."""
+        return [name for name in sys.modules if name not in self._known and LOADED_LATE.match(name)]
 
     def _prepare(self, message: Message, payload: bytes) -> pytest.Item:
         self._state.restore_surroundings(message)
@@ -92,10 +102,10 @@ class Rank:
             runtime.load()
         path = message["path"]
         if path and not self._collector.has(path):
-            # The time that imports take is not the test's.
-            self._channel.send({"op": "importing", "run": message["run"]})
+            note = {"op": "import", "run": message["run"]}
+            self._channel.send({**note, "importing": True})
             self._collector.collect(path)
-            self._channel.send({"op": "imported", "run": message["run"]})
+            self._channel.send({**note, "importing": False})
         self._state.restore_defaults()
         if message["backend"] == "emulated":
             runtime.begin_test()
@@ -107,20 +117,20 @@ class Rank:
         # Nothing is said, and so nothing proven, of a rank before this: its group is not the test's doing.
         self.inspector.begin(message["run"], message["timeout"], message["rank"], message["world_size"])
         self._faults._begin(message["run"], message["rank"], message["world_size"])
-        set_rank_values(self._values(message))
+        set_rank_values(**self._values(message))
         if payload:
-            return call_item(self._session, message["place"], payload)
+            return _call_item(self._session, message["place"], payload)
         return self._collector.item(path, message["place"])
 
-    def _values(self, message: Message) -> RankValues:
+    def _values(self, message: Message) -> dict[str, object]:
         device = torch.device("cpu")
         if message["backend"] in ("nccl", "gloo-cuda"):
             device = torch.device("cuda", message["rank"] % torch.cuda.device_count())
         elif message["backend"] == "emulated":
             device = torch.device("emu", 0)
         group = dist.group.WORLD if message["init"] else None
-        folder = Path(message["tmp_path"])
-        return RankValues(message["rank"], message["world_size"], device, group, self._faults, folder)
+        own = {"device": device, "process_group": group, "faults": self._faults, "tmp_path": Path(message["tmp_path"])}
+        return {"rank": message["rank"], "world_size": message["world_size"], **own}
 
 
 def _next_item(nodes: Iterable[Any], keep: Collection[str]) -> Any:  # noqa: ANN401 - in place of an item
@@ -141,17 +151,14 @@ def _outcome(reports: Reports) -> Outcome:
     properties = dict.fromkeys(
         (str(name), printable(str(value))) for report in reports.all for name, value in report.user_properties
     )
-    extras: dict[str, Any] = {
-        "moment": time.monotonic(),
-        "warnings": tuple(reports.warnings),
-        "sections": tuple(sections),
-        "properties": tuple(properties),
-    }
+    extras: dict[str, Any] = {"moment": time.monotonic(), "warnings": tuple(reports.warnings)}
+    extras |= {"sections": tuple(sections), "properties": tuple(properties)}
     if decisive is None:
         expected = next((report.wasxfail for report in reports.all if hasattr(report, "wasxfail")), None)
         return Outcome(kinds.PASSED if expected is None else kinds.XPASSED, expected or "", **extras)
     if hasattr(decisive, "wasxfail"):
-        return Outcome(kinds.XFAILED, printable(decisive.wasxfail.removeprefix("reason: ")), **extras)
+        reason = printable(decisive.wasxfail.removeprefix("reason: "))
+        return Outcome(kinds.XFAILED, reason, by_mark=not reports.called_xfail, **extras)
     if decisive.skipped:
         reason = decisive.longrepr[2] if isinstance(decisive.longrepr, tuple) else str(decisive.longrepr)
         return Outcome(kinds.SKIPPED, printable(reason.removeprefix("Skipped: ")), **extras)
@@ -181,3 +188,42 @@ def _of_exception(error: BaseException) -> Outcome:
         summary = info.exconly(tryshort=True).splitlines()[0]
         detail = str(info.getrepr(style="native"))
     return Outcome(kinds.FAILED, printable(summary), printable(detail), moment)
+
+
+class CallItem(pytest.Item):
+    """Calls a function where a test would run; the result is as `torch.load` with ``weights_only=True`` reads it."""
+
+    call: Callable[[], object]
+    result = b""
+
+    def runtest(self) -> None:
+        """Make the call."""
+        __tracebackhide__ = True
+        self.result = _dumped(self.call())
+
+    def _traceback_filter(self, info: pytest.ExceptionInfo[BaseException]) -> Any:  # noqa: ANN401 - private to pytest
+        """Show what is above the call, as pytest does for a test."""
+        return info.traceback.cut(path=__file__).filter(info)
+
+
+def _call_item(session: pytest.Session, title: str, payload: bytes) -> CallItem:
+    """Return the item that makes a call: of a function with arguments and named arguments, pickled as payload."""
+    # Sent by the controller that started this process, over a socket that no other process has.
+    function, args, kwargs = pickle.loads(payload)  # noqa: S301 - see above
+    item: CallItem = CallItem.from_parent(session, name=title, nodeid=title)
+    item.call = partial(function, *args, **kwargs)
+    return item
+
+
+def _dumped(value: object) -> bytes:
+    written = io.BytesIO()
+    torch.save(value, written)
+    data = written.getvalue()
+    try:
+        torch.load(io.BytesIO(data), weights_only=True)
+    except pickle.UnpicklingError:
+        raise TypeError(
+            f"run_on_ranks: a {type(value).__name__} cannot be returned: return tensors, numbers, strings, None, and "
+            f"lists, tuples or dicts of them"
+        ) from None
+    return data

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import os
 import select
 import signal
@@ -30,9 +31,9 @@ def main(descriptor: int, description: Message, forks: bool) -> None:
     """Serve requests until the controller closes its end of the Unix socket that ``descriptor`` stands for."""
     channel = Channel(socket.socket(fileno=descriptor))
     if forks:
-        run_idle_pytest(description, lambda session: _Server(channel, partial(_run, session)).serve())
+        run_idle_pytest(description, lambda session: _Server(channel, partial(_run, session), preloads=True).serve())
     else:
-        _Server(channel, partial(_execute, description)).serve()
+        _Server(channel, partial(_execute, description), preloads=False).serve()
 
 
 def _run(session: pytest.Session, request: Message, control: int, stacks: int) -> None:
@@ -49,9 +50,8 @@ def _execute(description: Message, request: Message, control: int, stacks: int) 
 class _Server:
     """Forks children, reaps them, and tells the controller how each of them ended."""
 
-    def __init__(self, channel: Channel, become: Callable[[Message, int, int], None]) -> None:
-        self._channel = channel
-        self._become = become
+    def __init__(self, channel: Channel, become: Callable[[Message, int, int], None], *, preloads: bool) -> None:
+        self._channel, self._become, self._preloads = channel, become, preloads
         self._children: dict[int, int] = {}
 
     def serve(self) -> None:
@@ -85,6 +85,11 @@ class _Server:
             if message["id"] in self._children:
                 kill_group(self._children[message["id"]])
             return
+        for name in message.get("preload", ()) if self._preloads else ():
+            # What a worker whose test failed has loaded, so that its successors need not.
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
+        gc.freeze()
         descriptors = self._channel.take_descriptors(4)
         pid = os.fork()
         if pid == 0:

@@ -44,6 +44,8 @@ class Monitor:
         """What a call has returned, by slot."""
         self.held: set[str] = set()
         """Ids of the nodes whose fixtures are set up on some rank after the test."""
+        self.loaded: dict[str, None] = {}
+        """Modules that a test which failed has loaded on some rank."""
         self._checks_off = checks_off
         self._launcher = launcher
         self._workers = workers
@@ -54,6 +56,7 @@ class Monitor:
         self._open = {child.channel: slot for slot, child in enumerate(workers)}
         self._ended: dict[int, float] = {}
         self._importing: set[int] = set()
+        self._imports_began = 0.0
         self._deadline = time.monotonic() + timeout
         self._failed_at = self._grace_ends = math.inf
         self._ran: set[int] = set()
@@ -95,7 +98,8 @@ class Monitor:
         """The moment at which the ranks that are still out are given up, or the loop must look again."""
         # The status of a dead rank is worth a wait of its own.
         statuses = max(self._ended.values(), default=-math.inf) + _STATUS_TIMEOUT
-        return max(min(self._deadline, self._grace_ends), statuses)
+        deadline = self._imports_began + _IMPORT_TIMEOUT if self._importing else self._deadline
+        return max(min(deadline, self._grace_ends), statuses)
 
     def _read(self, slot: int) -> None:
         """Take what a worker has sent."""
@@ -108,6 +112,7 @@ class Monitor:
             del self._open[channel]
             self._ended[slot] = time.monotonic()
             self._snapshots.leave(slot)
+            self._note_import(slot, is_importing=False)
 
     def _drain(self, slot: int) -> None:
         """Take what a worker has sent so far. The channel may stay open: a process that the test started has a copy."""
@@ -116,26 +121,31 @@ class Monitor:
             self._read(slot)
 
     def _take(self, slot: int, message: Message, payload: bytes) -> None:
+        if (is_importing := message.get("importing")) is not None:
+            self._note_import(slot, is_importing=is_importing)
         if message["op"] == "state":
             self._snapshots.take(slot, message)
         elif message["op"] == "aborted":
             self._snapshots.aborted[slot] = RankState.from_message(message)
         elif message["op"] == "fault":
             self._faulted[slot] = message["kind"]
-        elif message["op"] == "importing":
-            self._importing.add(slot)
-            self._deadline = max(self._deadline, time.monotonic() + _IMPORT_TIMEOUT)
-        elif message["op"] == "imported":
-            self._importing.discard(slot)
-            if not self._importing:
-                self._deadline = time.monotonic() + self._timeout
-        else:
-            self._importing.discard(slot)
+        elif message["op"] == "outcome":
+            self._note_import(slot, is_importing=False)
             self.held.update(message["held"])
+            self.loaded |= dict.fromkeys(message["loaded"])
             if payload:
                 self.returned[slot] = payload
             self._settle(slot, Outcome.from_message(message))
             self._snapshots.finish(slot, RankState.from_message(message["state"]))
+
+    def _note_import(self, slot: int, *, is_importing: bool) -> None:
+        """Stop the test's clock while any rank imports."""
+        stood, now = bool(self._importing), time.monotonic()
+        self._importing = self._importing | {slot} if is_importing else self._importing - {slot}
+        if stood and not self._importing:
+            self._deadline += now - self._imports_began
+        elif not stood:
+            self._imports_began = now
 
     def _settle(self, slot: int, outcome: Outcome) -> None:
         self._outcomes[slot] = outcome
@@ -203,7 +213,7 @@ class Monitor:
         if any(outcome.kind not in (kinds.PASSED, kinds.XPASSED) for outcome in self._outcomes.values()):
             return
         for slot, text in self._snapshots.unmatched(self._checks_off).items():
-            self._outcomes[slot] = Outcome(kinds.FAILED, text, found_by_controller=True)
+            self._outcomes[slot] = Outcome(kinds.FAILED, text)
 
     def _explain_aborts(self) -> None:
         """Say of ranks that a signal has ended, and of no others, in which collective they met another one."""
@@ -225,7 +235,7 @@ class Monitor:
             self._notice_ends(out)
         for slot in self._out():
             if slot in self._importing:
-                summary = "was still importing the test's module"
+                summary = "was still importing"
             elif timed_out:
                 summary = f"timed out: no outcome after {self._timeout:g} s{f'; {mismatch}' if mismatch else ''}"
             else:

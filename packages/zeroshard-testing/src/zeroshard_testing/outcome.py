@@ -42,8 +42,8 @@ class Outcome:
     the Python stacks of a rank that was stopped, ``moment`` seconds on the machine's monotonic clock, to tell what came
     first. ``path`` and ``line`` (1-based) say where it was raised, empty and 0 if unknown. ``warnings`` are category,
     text, file and line of each, ``sections`` what pytest shows beside a report, to which the controller adds
-    standard output and error, ``properties`` what ``record_property`` was given. ``found_by_controller`` says that the
-    rank itself had reported something else.
+    standard output and error, ``properties`` what ``record_property`` was given. An expected failure is one
+    ``by_mark``, or by a call of `pytest.xfail`.
     """
 
     kind: str
@@ -55,7 +55,7 @@ class Outcome:
     warnings: tuple[tuple[str, str, str, int], ...] = ()
     sections: tuple[tuple[str, str], ...] = ()
     properties: tuple[tuple[str, str], ...] = ()
-    found_by_controller: bool = False
+    by_mark: bool = False
 
     @property
     def predicate(self) -> str:

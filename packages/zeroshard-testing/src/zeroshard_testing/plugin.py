@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
-from zeroshard_testing.marker import RANK_FIXTURES, parametrize, spec_of
-from zeroshard_testing.rank_fixtures import leave_out_rank_fixtures
-from zeroshard_testing.report import RanksFailure, failure_report
+# Not exported by pytest, and what pytest-xdist can carry from a worker to its controller with the cause.
+from _pytest._code.code import ReprEntryNative, ReprExceptionInfo, ReprFileLocation, ReprTraceback
+
+from zeroshard_testing.marker import RANK_FIXTURES, leave_out_rank_fixtures, parametrize, spec_of
 from zeroshard_testing.session import RanksSession, running_sessions
-from zeroshard_testing.spec import BACKENDS, CHECKS, SpecError
+from zeroshard_testing.spec import BACKENDS, CHECKS
+from zeroshard_testing.verdict import RanksFailure
 
 _MARKER_HELP = (
     'ranks(*world_sizes, backend="gloo", isolation="group", timeout=60, fake_rank=0, init=True, checks="", reason=""): '
@@ -31,20 +33,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=lambda names: [name.strip() for name in names.split(",") if name.strip()],
         help=f"fail, instead of skipping, tests whose backend is missing here: a comma-separated list of {names}, ...",
     )
-    group.addoption(
-        "--ranks-logs",
-        metavar="DIR",
-        help="where a failing test leaves a log file for each rank, by default pytest's folder for temporary files",
-    )
-    group.addoption(
-        "--ranks-launch",
-        choices=["forkserver", "spawn"],
-        default="forkserver",
-        help="how worker processes are started: forked from one that has torch loaded, or each by itself",
-    )
-    parser.addini(
-        "ranks_checks", f"checks to turn off, of {', '.join(CHECKS)}: such as 'no:messages no:deadlock'", "args", []
-    )
+    group.addoption("--ranks-logs", metavar="DIR", help="where failing tests leave log files, by default pytest's")
+    group.addoption("--ranks-launch", choices=["forkserver", "spawn"], default="forkserver", help="how workers start")
+    group.addoption("--ranks-timeout", metavar="SECONDS", type=float, help="of tests that name no timeout themselves")
+    parser.addini("ranks_timeout", "seconds, of tests on ranks that name no timeout themselves", default="60")
+    parser.addini("ranks_checks", f"checks to turn off, such as no:messages: {', '.join(CHECKS)}", "args", [])
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -53,8 +46,8 @@ def pytest_configure(config: pytest.Config) -> None:
     try:
         # As the fixture tmp_path_factory does.
         session = RanksSession(config, lambda: config._tmp_path_factory.getbasetemp())  # type: ignore[attr-defined]
-    except SpecError as error:
-        raise pytest.UsageError(f"ranks_checks in the ini file: {error}") from error
+    except ValueError as error:
+        raise pytest.UsageError(f"ranks_checks or ranks_timeout in the ini file: {error}") from error
     config.pluginmanager.register(session)
     running_sessions.append(session)
 
@@ -90,12 +83,15 @@ def pytest_runtest_makereport(
     report = yield
     failure = None if call.excinfo is None else call.excinfo.value
     if isinstance(failure, RanksFailure):
-        if spec_of(item) and failure.verdict.decided_by_ranks and hasattr(report, "wasxfail"):
-            # The ranks' pytest has judged already whether this failure was expected.
+        if spec_of(item) and hasattr(report, "wasxfail"):
+            # A rank's pytest has judged its own failure already; a death or a timeout is never an expected one.
             report.outcome = "failed"
             del report.wasxfail
         if report.outcome == "failed":
-            report.longrepr = failure_report(failure)
+            # The verdict's text, and the root cause for the short summary.
+            lines = [f"{line}\n" for line in failure.verdict.text.splitlines()]
+            crash = ReprFileLocation(failure.verdict.path, failure.verdict.line, failure.verdict.summary)
+            report.longrepr = ReprExceptionInfo(ReprTraceback([ReprEntryNative(lines)], None, "native"), crash)
     return report
 
 

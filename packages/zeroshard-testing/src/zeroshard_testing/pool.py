@@ -48,26 +48,23 @@ class Pool:
         self._late_deaths = late_deaths
         self._store: Child | None = None
         self._crews: dict[str, Crew] = {}
+        self._loaded: dict[str, None] = {}
         self._runs = 0
         self._started = 0
 
     def machine(self) -> Message:
         """Return what `zeroshard_testing.backends.machine` finds in the store's process: no other one touches CUDA."""
-        store = self._ready_store()
-        answers = self._ask([store], {"op": "machine"})
-        if not answers:
-            raise LaunchError("the process that hosts the store does not answer")
-        return answers[0]
+        return self._ask_store({"op": "machine"}, _PATIENCE)
 
     def emulated(self, *, builds: bool) -> Message:
         """Return the ``reason`` why there can be no emulated accelerator here, or None, and whether it ``is_built``.
 
         If it builds, it does so unless that was done. Raises LaunchError with what the compiler, or the cache, says.
         """
-        answers = self._ask([self._ready_store()], {"op": "emulated", "builds": builds}, _BUILD_PATIENCE)
-        if not answers or answers[0]["error"]:
-            raise LaunchError(answers[0]["error"] if answers else "compiling the emulated accelerator takes too long")
-        return answers[0]
+        answer = self._ask_store({"op": "emulated", "builds": builds}, _BUILD_PATIENCE)
+        if answer["error"]:
+            raise LaunchError(answer["error"])
+        return answer
 
     def checks_off(self) -> Mapping[str, str]:
         """Return the checks that cannot work with this torch, with the reason of each."""
@@ -83,6 +80,7 @@ class Pool:
         """
         crew = self._ready_crew(spec)
         self._runs += 1
+        assert spec.timeout is not None, "the session has chosen one"
         off = frozenset({*spec.checks_off, *self.checks_off(), *OPTIONAL_CHECKS} - {*spec.checks_on})
         monitor = Monitor(self._launcher, crew.workers, self._runs, spec.timeout, off)
         is_reusable = False
@@ -92,6 +90,7 @@ class Pool:
                 rank: replace(outcome, sections=(*child.output(), *outcome.sections))
                 for rank, outcome, child in zip(spec.ranks, monitor.outcomes(), crew.workers, strict=True)
             }
+            self._loaded |= monitor.loaded
             crew.last_test = str(message["title"])
             crew.held = frozenset(monitor.held)
             is_clean = all(outcome.is_clean and outcome.kind != FAULTED for outcome in outcomes.values())
@@ -178,6 +177,12 @@ class Pool:
         there = {slot: child for slot, child in enumerate(children) if child.status is None and child.ready}
         return ask(there, question, lambda message: "run" not in message, patience)
 
+    def _ask_store(self, question: Message, patience: float) -> Message:
+        answers = self._ask([self._ready_store()], question, patience)
+        if not answers:
+            raise LaunchError(f"the process that hosts the store does not answer within {patience:g} s")
+        return answers[0]
+
     def _ready_store(self) -> Child:
         if self._store is None:
             self._store = self._launcher.start({"kind": "store"})
@@ -192,6 +197,7 @@ class Pool:
             self._started += 1
             folder = str(self._temporary / f"worker-{self._started}")
             request = {"kind": "rank", "port": port, "temporary": folder, "coverage": self._coverage}
+            request["preload"] = [*self._loaded]
             crew.workers.append(self._launcher.start(request))
         return crew
 

@@ -12,6 +12,7 @@ import logging
 import os
 import random
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -21,8 +22,9 @@ from typing import Any
 import torch
 
 # torch exports these unseen by type checkers.
-from torch.distributed import get_debug_level, set_debug_level  # type: ignore[attr-defined]
+from torch.distributed import distributed_c10d, get_debug_level, set_debug_level  # type: ignore[attr-defined]
 
+from zeroshard_testing._torch_private import module_hooks
 from zeroshard_testing.ipc import Message
 
 
@@ -36,12 +38,17 @@ class ProcessState:
         # What fixtures of a wider scope than one test have changed, by what they have changed.
         self._held: dict[Any, dict[Any, Any]] = {}
         handlers = (_accessors(signal.getsignal, signal.signal, number) for number in signal.valid_signals())
-        settings = [(read, write, read()) for read, write in (*_PYTHON_SETTINGS, *handlers)]
         # A signal handler that C has installed reads as None, and cannot be put back.
-        self._settings = [*(setting for setting in settings if setting[2] is not None), *_TORCH_DEFAULTS]
+        python = [*_PYTHON_SETTINGS, *(handler for handler in handlers if handler[0]() is not None)]
+        if numpy := sys.modules.get("numpy"):
+            python += [(numpy.geterr, lambda errors: numpy.seterr(**errors))]
+            python += [(numpy.get_printoptions, lambda options: numpy.set_printoptions(**options))]
+        self._settings = [*((read, write, read()) for read, write in python), *_TORCH_DEFAULTS]
 
     def restore_surroundings(self, message: Message) -> None:
-        """Put back what imports see: environment, folder, import path."""
+        """Stop timers, and put back what imports see: environment, folder, import path."""
+        for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
+            signal.setitimer(timer, 0)
         held = self._held_now()
         wanted = {
             **_ENVIRONMENT,
@@ -72,8 +79,7 @@ class ProcessState:
         torch.default_generator.manual_seed(0)
         if torch.cuda.is_initialized():
             torch.cuda.manual_seed_all(0)
-        numpy = sys.modules.get("numpy")
-        if numpy is not None:
+        if numpy := sys.modules.get("numpy"):
             # An attribute that imports what it names, so that the first test of a worker is seeded too.
             numpy.random.seed(0)
 
@@ -116,6 +122,11 @@ def _set_default_device(device: torch.device) -> None:
     torch.set_default_device(None if device == torch.device("cpu") else device)
 
 
+def _set_module_hooks(there: bool) -> None:
+    for hooks in () if there else module_hooks():
+        hooks.clear()
+
+
 def _umask() -> int:
     found = os.umask(0o022)
     os.umask(found)
@@ -135,6 +146,9 @@ _PYTHON_SETTINGS: tuple[tuple[Any, Any], ...] = (
     (lambda: decimal.getcontext().copy(), lambda context: decimal.setcontext(context.copy())),
     _accessors(getattr, setattr, sys, "excepthook"),
     _accessors(getattr, setattr, sys, "displayhook"),
+    (sys.getprofile, sys.setprofile),
+    (threading.getprofile, threading.setprofile),
+    (socket.getdefaulttimeout, socket.setdefaulttimeout),
     _accessors(getattr, setattr, threading, "excepthook"),
     _accessors(getattr, setattr, sys, "stdout"),
     _accessors(getattr, setattr, sys, "stderr"),
@@ -153,6 +167,12 @@ _TORCH_DEFAULTS: tuple[tuple[Any, Any, Any], ...] = (
     (get_debug_level, set_debug_level, get_debug_level()),
     (torch.is_warn_always_enabled, torch.set_warn_always, False),
     (*_accessors(torch.is_autocast_enabled, torch.set_autocast_enabled, "cpu"), False),
+    (*_accessors(torch.get_autocast_dtype, torch.set_autocast_dtype, "cpu"), torch.bfloat16),
+    (*_accessors(getattr, setattr, distributed_c10d, "default_pg_timeout"), distributed_c10d.default_pg_timeout),
+    (*_accessors(getattr, setattr, torch.utils.deterministic, "fill_uninitialized_memory"), True),
+    # There is nothing else that tells; Python's own floats are flushed, too.
+    (lambda: sys.float_info.min / 2 == 0, torch.set_flush_denormal, False),
+    (lambda: any(module_hooks()), _set_module_hooks, any(module_hooks())),
     (*_accessors(getattr, setattr, torch.backends.cudnn, "benchmark"), False),
     (*_accessors(getattr, setattr, torch.backends.cudnn, "deterministic"), False),
 )

@@ -77,7 +77,7 @@ class RankInspector:
         Details are stacks, and the latest collectives also of a rank that is not waiting, or has just finished.
         """
         if run != self.run:
-            return RankState(stacks=python_stacks() if details else "")
+            return RankState(stacks=python_stacks() if details else "", importing=None)
         found = self._waiting()
         begun = dict(self._waits.begun)
         awaited, fingerprint = found or ((), "")
@@ -89,7 +89,7 @@ class RankInspector:
             groups = self.groups(self._recorded() if details or is_settled else None)
             return RankState(finished, groups=groups, begun=begun)
         if not awaited and not details:
-            return RankState()
+            return RankState(importing=_imports())
         recorded = self._recorded()
         if any(one.operation.pending and one.created + one.timeout < self._began + self._timeout for one in recorded):
             # It will end by its own timeout within the test's time.
@@ -244,6 +244,14 @@ def _ranks_of(group: dist.ProcessGroup) -> list[int]:
 def _rank_of(peer: int, group: dist.ProcessGroup) -> int:
     """Return a rank of a group as the default group numbers it."""
     return peer if peer == ANY_SOURCE else _ranks_of(group)[peer]
+
+
+def _imports() -> bool:
+    """Whether the main thread is importing a module."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
+        frame = frame.f_back
+    return frame is not None
 
 
 class _Doing(NamedTuple):

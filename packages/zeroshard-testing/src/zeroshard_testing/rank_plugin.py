@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import wraps
+from inspect import iscoroutinefunction
 from typing import Any
 
 import pytest
 
 from zeroshard_testing import outcome as kinds
-from zeroshard_testing.marker import parametrize
+from zeroshard_testing.marker import parametrize, spec_of
 from zeroshard_testing.outcome import is_echo
 from zeroshard_testing.process_state import ProcessState
 from zeroshard_testing.stacks import is_harness
@@ -21,12 +23,13 @@ from zeroshard_testing.stacks import is_harness
 class Reports:
     """What came of one test: the reports of its phases and subtests, and the first failure in one line.
 
-    A warning is its category, text, file and line.
+    A warning is its category, text, file and line. It may have called `pytest.xfail`.
     """
 
     all: list[pytest.TestReport] = field(default_factory=list)
     summary: str = ""
     warnings: list[tuple[str, str, str, int]] = field(default_factory=list)
+    called_xfail: bool = False
 
 
 class RankPlugin:
@@ -67,11 +70,13 @@ class RankPlugin:
         return True
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_call(self) -> Generator[None, object, object]:
-        """Fail the test with what its backend has found in it."""
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
+        """Fail the test with what its backend has found in it, and a property with its first counterexample."""
         __tracebackhide__ = True
-        with self.around_call():
+        failures: list[BaseException] = []
+        with suppress(_FoundError), _until_first_failure(item, failures), self.around_call():
             return (yield)
+        raise failures[0]
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: Any) -> Generator[None, object, object]:  # noqa: ANN401 - see pytest
@@ -95,6 +100,7 @@ class RankPlugin:
         """Say in one line what failed; leave out the source around what is only a consequence."""
         if call.excinfo is None:
             return (yield)
+        self._reports.called_xfail |= isinstance(call.excinfo.value, pytest.xfail.Exception)
         summary = _summary(call.excinfo)
         style = item.config.option.tbstyle
         if is_echo(summary):
@@ -118,6 +124,35 @@ class RankPlugin:
             category = f"{warning_message.category.__module__}.{warning_message.category.__qualname__}"
             text = kinds.printable(str(warning_message.message))
             self._reports.warnings.append((category, text, warning_message.filename, warning_message.lineno))
+
+
+class _FoundError(BaseException):
+    """Leaves hypothesis at once, which would take an Exception for something to shrink."""
+
+
+@contextmanager
+def _until_first_failure(item: pytest.Item, failures: list[BaseException]) -> Iterator[None]:
+    """End a property on several ranks with its first failure: while one rank shrank that, the others would wait."""
+    spec, handle = spec_of(item), getattr(getattr(item, "obj", None), "hypothesis", None)
+    if handle is None or spec is None or len(spec.ranks) == 1 or iscoroutinefunction(handle.inner_test):
+        yield
+        return
+    test = handle.inner_test
+
+    @wraps(test)
+    def test_once(*args: object, **kwargs: object) -> None:
+        __tracebackhide__ = True
+        try:
+            test(*args, **kwargs)
+        except (Exception, pytest.fail.Exception) as error:
+            if type(error).__module__ == "hypothesis.errors":
+                raise
+            failures.append(error)
+            raise _FoundError from None
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(handle, "inner_test", test_once)
+        yield
 
 
 def _summary(info: pytest.ExceptionInfo[BaseException]) -> str:

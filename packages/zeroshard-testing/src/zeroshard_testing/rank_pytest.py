@@ -21,26 +21,9 @@ from zeroshard_testing.ipc import Message
 from zeroshard_testing.marker import place_of
 
 NOT_ON_RANKS = (
-    "terminal",
-    "terminalprogress",
-    "faulthandler",
-    "junitxml",
-    "pastebin",
-    "lfplugin",
-    "xdist.looponfail",
-    "pytest_cov",
-    "timeout",
-    "randomly",
-    "rerunfailures",
-    "flaky",
-    "html",
-    "metadata",
-    "pytest_jsonreport",
-    "instafail",
-    "sugar",
-    "random_order",
-    "zeroshard",
-    "zeroshard_testing.plugin",
+    *("terminal", "terminalprogress", "faulthandler", "junitxml", "pastebin", "lfplugin", "xdist.looponfail"),
+    *("pytest_cov", "timeout", "randomly", "rerunfailures", "flaky", "html", "metadata", "pytest_jsonreport"),
+    *("instafail", "sugar", "random_order", "zeroshard", "zeroshard_testing.plugin"),
 )
 """Plugins that act only in the controller, by the names under which pytest registers them."""
 
@@ -69,10 +52,7 @@ def description_of(config: pytest.Config | None) -> Message:
     paths = {name: str(value) for name, value in vars(config.option).items() if isinstance(value, Path)}
     overrides = [*(config.getoption("override_ini") or []), "log_file="]
     arguments = [
-        "--rootdir",
-        str(config.rootpath),
-        "-c",
-        str(config.inipath or os.devnull),
+        *("--rootdir", str(config.rootpath), "-c", str(config.inipath or os.devnull)),
         f"--import-mode={config.getoption('importmode')}",
         "--noconftest",
         *(text for value in overrides for text in ("-o", value)),
@@ -130,6 +110,7 @@ class Collector:
         self._folders: dict[Path, pytest.Collector | None] = {}
         self._found: list[pytest.Item] = []
         self._failures: list[str] = []
+        self._skipped: dict[Path, str] = {}
         # Private to pytest: the worker was configured without conftest files, which are loaded when a file is
         # collected, after the fork; and a base folder that is given by an option would be emptied by each worker.
         session.config.pluginmanager._noconftest = False
@@ -143,7 +124,9 @@ class Collector:
         return path in self._items
 
     def item(self, path: str, place: str) -> pytest.Item:
-        """Return a test of a file that has been collected, or raise LookupError."""
+        """Return a test of a file that has been collected, or raise LookupError, or skip as the file does."""
+        if (reason := self._skipped.get(Path(path))) is not None:
+            pytest.skip(reason)
         try:
             return self._items[path][place]
         except KeyError:
@@ -182,7 +165,9 @@ class Collector:
         return self._folders.setdefault(path, (yield))
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Keep what could not be collected."""
+        """Keep what could not be collected, or was to be skipped."""
+        if report.skipped and isinstance(report.longrepr, tuple):
+            self._skipped[self._path] = report.longrepr[2].removeprefix("Skipped: ")
         if report.failed:
             self._failures.append(report.longreprtext)
 

@@ -99,7 +99,8 @@ class RankState:
     It has finished if it issues nothing any more. Nothing is awaited when a thread may continue, or when nothing
     is known. Fingerprints of two moments are equal only if no thread has moved in between. Its children are processes
     that it has started and that still run. What it has begun are groups: how often it has entered their constructor, by
-    key and its place among the members, such as ``"0:0,1 1"``.
+    key and its place among the members, such as ``"0:0,1 1"``. While it imports, which is not told
+    of it before its test begins, the test's clock stands still.
     """
 
     finished: bool = False
@@ -109,6 +110,7 @@ class RankState:
     stacks: str = ""
     has_children: bool = False
     begun: Mapping[str, int] = field(default_factory=dict)
+    importing: bool | None = False
 
     def to_message(self) -> dict[str, Any]:
         """Return the state as a JSON object."""
@@ -119,7 +121,9 @@ class RankState:
         """Read what `to_message` made, ignoring other keys."""
         awaited = tuple(Awaited(**one) for one in message["awaited"])
         groups = {key: _group(**one) for key, one in message["groups"].items()}
-        plain = {name: message[name] for name in ("finished", "fingerprint", "stacks", "has_children", "begun")}
+        plain = {
+            name: message[name] for name in ("finished", "fingerprint", "stacks", "has_children", "begun", "importing")
+        }
         return cls(awaited=awaited, groups=groups, **plain)
 
 

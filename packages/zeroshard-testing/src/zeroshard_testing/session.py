@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import pytest
 
 from zeroshard_testing.backends import NEED_NO_PROBE, why_unavailable
 from zeroshard_testing.coverage_on_ranks import coverage_request
 from zeroshard_testing.launcher import Launcher, LaunchError
-from zeroshard_testing.log_files import write_log_files
-from zeroshard_testing.marker import place_of, spec_of
+from zeroshard_testing.marker import leave_out_rank_fixtures, place_of, spec_of
 from zeroshard_testing.outcome import Outcome
 from zeroshard_testing.pool import Pool
-from zeroshard_testing.rank_fixtures import leave_out_rank_fixtures
 from zeroshard_testing.rank_pytest import description_of
-from zeroshard_testing.report import RanksFailure
 from zeroshard_testing.spec import CHECKS, RanksSpec, SpecError, parse_checks, parse_marker
-from zeroshard_testing.verdict import Verdict, judge
+from zeroshard_testing.verdict import RanksFailure, Verdict, judge
 
 _WORKER_OUTPUT = "zeroshard_testing"
 
@@ -42,9 +41,6 @@ class RanksSession:
         self._config = config
         self._temporary = temporary
         self._pool: Pool | None = None
-        self._machine: Mapping[str, Any] | None = None
-        # Why there is no emulated accelerator, once that is known.
-        self._emulated: tuple[str | None] | None = None
         self._item: pytest.Item | None = None
         self._next_item: pytest.Item | None = None
         # What went wrong on workers after their test had its verdict, in words.
@@ -52,6 +48,8 @@ class RanksSession:
         # Which checks are off, as the header says.
         self._said: list[str] = []
         self._checks_off, self._checks_on = parse_checks("" if config is None else config.getini("ranks_checks"))
+        chosen = None if config is None else config.getoption("--ranks-timeout") or config.getini("ranks_timeout")
+        self._timeout = float(chosen or 60)
         if "races" in self._checks_off:
             raise SpecError("no:races is said of a test, in its marker, with the reason")
 
@@ -83,7 +81,8 @@ class RanksSession:
             if session.config.getoption("usepdb") or session.config.getoption("trace", default=False):
                 raise pytest.UsageError(
                     "--pdb and --trace cannot reach tests marked with ranks: those run in worker processes without a "
-                    "terminal. Deselect them, or run without the option: a failure shows the traceback of every rank."
+                    "terminal. Lend one another terminal, where sleep runs: pdb.Pdb(stdin=open('/dev/pts/3'), "
+                    "stdout=open('/dev/pts/3', 'w')).set_trace(), and run with --ranks-timeout=3600."
                 )
             self._boot()
         try:
@@ -112,6 +111,9 @@ class RanksSession:
         if spec is None:
             return
         item.fixturenames = []  # type: ignore[attr-defined]  # a function's; nothing is set up here
+        if hasattr(getattr(item, "obj", None), "hypothesis"):
+            # Its plugin would ask for the test's fixtures.
+            item.obj = partial(item.obj)  # type: ignore[attr-defined]  # a function's as well
         reason = self._why_unavailable(spec)
         if reason is not None and spec.backend_name in item.config.getoption("--ranks-require"):
             pytest.fail(f"{reason} (--ranks-require={spec.backend_name})", pytrace=False)
@@ -169,7 +171,7 @@ class RanksSession:
         running_sessions.remove(self)
 
     def call(self, title: str, spec: RanksSpec, payload: bytes) -> Mapping[int, bytes]:
-        """Run what `call_item` unpacks, within a test or outside pytest; return what `torch.load` reads, by rank."""
+        """Run a pickled call on ranks, within a test or outside pytest; return what `torch.load` reads, by rank."""
         if (reason := self._why_unavailable(spec)) is not None:
             raise RuntimeError(reason)
         # So that the function is found in its module, imported as pytest has done it here.
@@ -196,22 +198,24 @@ class RanksSession:
             return None
         try:
             if spec.backend == "emulated":
-                return self._why_not_emulated()
-            self._machine = self._machine or self._boot().machine()
+                return self._why_not_emulated
+            return why_unavailable(spec, self._machine)
         except LaunchError as error:
             self._cannot_launch("finding out which backends there are", error)
-        return why_unavailable(spec, self._machine)
 
+    @cached_property
+    def _machine(self) -> Mapping[str, Any]:
+        return self._boot().machine()
+
+    @cached_property
     def _why_not_emulated(self) -> str | None:
-        if self._emulated is None:
-            found = self._boot().emulated(builds=False)
-            if found["reason"] is None:
-                reporter = self._config and self._config.pluginmanager.get_plugin("terminalreporter")
-                if reporter and not found["is_built"]:
-                    reporter.write_line("ranks: compiling the emulated accelerator, once, for about a minute")
-                self._boot().emulated(builds=True)
-            self._emulated = (found["reason"],)
-        return self._emulated[0]
+        found = self._boot().emulated(builds=False)
+        if found["reason"] is None:
+            reporter = self._config and self._config.pluginmanager.get_plugin("terminalreporter")
+            if reporter and not found["is_built"]:
+                reporter.write_line("ranks: compiling the emulated accelerator, once, for about a minute")
+            self._boot().emulated(builds=True)
+        return cast("str | None", found["reason"])
 
     def _cannot_launch(self, what: str, error: LaunchError) -> NoReturn:
         self.close()
@@ -225,6 +229,7 @@ class RanksSession:
         title = str(message["title"])
         spec = replace(
             spec,
+            timeout=spec.timeout or self._timeout,
             checks_off=tuple(sorted({*spec.checks_off, *self._checks_off})),
             checks_on=tuple(sorted({*spec.checks_on, *self._checks_on})),
         )
@@ -237,7 +242,7 @@ class RanksSession:
         verdict = judge(outcomes)
         if verdict.kind == "failed" or (payload and verdict.kind != "passed"):
             chosen = None if self._config is None else self._config.getoption("--ranks-logs")
-            folder = write_log_files(Path(chosen or self._temporary() / "ranks-logs"), title, outcomes)
+            folder = _write_log_files(Path(chosen or self._temporary() / "ranks-logs"), title, outcomes)
             off = sorted({*spec.checks_off, *self._boot().checks_off()})
             note = f"\n\nChecks that were off: {', '.join(off)}" if off else ""
             raise RanksFailure(replace(verdict, text=f"{verdict.text}{note}\n\nA log file for each rank: {folder}"))
@@ -276,3 +281,19 @@ def _repeat_warning(category: str, text: str, filename: str, line: int) -> None:
         # The filters have been applied where the warning arose.
         warnings.simplefilter("always")
         warnings.warn_explicit(text, known, filename, line)
+
+
+def _write_log_files(folder: Path, test: str, outcomes: Mapping[int, Outcome]) -> Path:
+    """Write how each rank has ended into ``rank0.log`` and so on of the test's own folder, afresh, and return that."""
+    own = folder / (re.sub(r"[^\w.\[\]-]+", "_", test)[-150:] or "test")
+    own.mkdir(parents=True, exist_ok=True)
+    for old in own.glob("rank*.log"):
+        old.unlink()
+    for rank, outcome in outcomes.items():
+        parts = [
+            f"{test}, rank {rank}: {outcome.predicate or outcome.kind}",
+            outcome.detail,
+            *(f"{title}:\n{text}" for title, text in outcome.sections),
+        ]
+        (own / f"rank{rank}.log").write_text("\n\n".join(part for part in parts if part) + "\n", encoding="utf-8")
+    return own

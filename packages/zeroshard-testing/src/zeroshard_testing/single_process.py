@@ -23,7 +23,7 @@ def assert_matches_single_process(
     backend: str = "gloo",
     rtol: float = 0.0,
     atol: float = 0.0,
-    timeout: float = 60.0,
+    timeout: float | None = None,
 ) -> None:
     """Assert that a training function ends with the same tensors on every rank as in a single process.
 
@@ -38,7 +38,7 @@ def assert_matches_single_process(
         backend: As for ``@pytest.mark.ranks``.
         rtol: Relative tolerance; with both tolerances 0 every bit must be equal.
         atol: Absolute tolerance, in units of the tensors.
-        timeout: Seconds that each run may take.
+        timeout: Seconds that each run may take, by default as for a test.
 
     Raises:
         RanksFailure: If a run fails, or if a tensor differs on a rank: the report names both, and where they differ.

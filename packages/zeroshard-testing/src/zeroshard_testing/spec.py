@@ -34,15 +34,15 @@ class RanksSpec:
     """One way in which one test is to run.
 
     ``isolation`` is ``"group"`` for a fresh process group, ``"process"`` for fresh processes, ``"none"`` for one group
-    per module. ``timeout`` is in seconds. ``fake_rank`` is the rank that the one process of the backend ``"fake"``
-    stands for. ``init`` says whether the default process group is initialised, ``checks_off`` which `CHECKS` are off,
-    ``checks_on`` which `OPTIONAL_CHECKS` are on.
+    per module. ``timeout`` is in seconds, None for the run's. ``fake_rank`` is the rank that the one process of
+    the backend ``"fake"`` stands for. ``init`` says whether the default process group is initialised, ``checks_off``
+    which `CHECKS` are off, ``checks_on`` which `OPTIONAL_CHECKS` are on.
     """
 
     world_size: int
     backend: str = "gloo"
     isolation: str = "group"
-    timeout: float = 60.0
+    timeout: float | None = None
     fake_rank: int = 0
     init: bool = True
     checks_off: tuple[str, ...] = ()
@@ -55,7 +55,7 @@ class RanksSpec:
             raise SpecError(f"backend is a name such as {', '.join(BACKENDS)}, not {self.backend!r}")
         if self.isolation not in ("group", "process", "none"):
             raise SpecError(f"unknown isolation {self.isolation!r}; choose from group, process, none")
-        if type(self.timeout) not in (int, float) or not 0 < self.timeout < math.inf:
+        if self.timeout is not None and (type(self.timeout) not in (int, float) or not 0 < self.timeout < math.inf):
             raise SpecError(f"timeout is a positive number of seconds, not {self.timeout!r}")
         if not isinstance(self.fake_rank, int) or not 0 <= self.fake_rank < self.world_size:
             raise SpecError(f"fake_rank must be one of the {self.world_size} ranks, not {self.fake_rank!r}")

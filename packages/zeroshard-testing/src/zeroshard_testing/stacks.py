@@ -15,7 +15,7 @@ OWN_CODE = str(Path(__file__).parent)
 """The folder of this package, in which wrappers of torch's functions are."""
 
 _BELOW_THE_TEST = re.compile(
-    r"[/\\]zeroshard_testing[/\\](worker|execution|rank_plugin|call_item)\.py|[/\\]_pytest[/\\]|[/\\]pluggy[/\\]"
+    r"[/\\]zeroshard_testing[/\\](worker|execution|rank_plugin)\.py|[/\\]_pytest[/\\]|[/\\]pluggy[/\\]"
 )
 _FRAMES_BELOW = re.compile(rf'^ +File "[^"\n]*({_BELOW_THE_TEST.pattern}).*\n?(^ +File .*\n?)*', re.MULTILINE)
 _MODULES = re.compile(r"^Extension modules:.*", re.MULTILINE)

@@ -1,22 +1,9 @@
 """Test cases for PyTorch's ``MultiProcessTestCase``, unchanged, on the ranks of this plugin.
 
-In: a class whose methods PyTorch's own runner runs in processes that it spawns for each of them. Out: a plain class of
-rank tests with the same methods, which pytest collects under a name that begins with ``Test``::
-
-    import my_cases
-    from zeroshard_testing.torch_cases import as_rank_tests
-
-    TestJoin = as_rank_tests(my_cases.JoinTest, 2, 4)
-
 Every rank calls ``setUpClass``, ``setUp``, ``tearDown`` and ``tearDownClass`` around each test, and takes the
 environment variables that they have set on the last rank. What they set on ``self`` does not reach the body, as with
-PyTorch's runner.
-
-Limits:
-    A body that ends its process on purpose (``special_return_code_checks``, ``skip_return_code_checks``) fails, and so
-    does one that skips on some ranks only. What a body changes in its process and pytest's ranks do not reset is seen
-    by later tests, unless the marker says ``isolation="process"``. ``MultiThreadedTestCase`` and
-    ``MultiProcContinuousTest`` are refused.
+PyTorch's runner. A body that ends its process on purpose (``special_return_code_checks``, ``skip_return_code_checks``)
+fails. ``MultiThreadedTestCase`` and ``MultiProcContinuousTest`` are refused.
 """
 
 from __future__ import annotations
@@ -26,6 +13,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +27,7 @@ def as_rank_tests(
     init: bool = False,
     **marker_options: Any,  # noqa: ANN401 - those of the marker
 ) -> type:
-    """Return a class for pytest that runs the methods of ``case_class`` on ranks.
+    """Return a class for pytest that runs the methods of ``case_class`` on ranks; its name must begin with ``Test``.
 
     Args:
         case_class: a subclass of ``torch.testing._internal.common_distributed.MultiProcessTestCase``. pytest collects
@@ -97,7 +85,7 @@ def _run_as_rank(case_class: type[Any], name: str, rank: int, world_size: int, f
         rank_class.setUpClass()
         stack.callback(rank_class.tearDownClass)
         main = rank_class(name)
-        stack.callback(main.doCleanups)
+        stack.enter_context(main.cleanups)
         main.setUp()
         stack.callback(main.tearDown)
         if is_main:
@@ -126,14 +114,17 @@ def _rank_class(case_class: type[Any], world_size: int, init: bool) -> type[Any]
 
     def run_test(self: Any, test_name: str, _: object) -> None:  # noqa: ANN401 - an instance of the class below
         of_all.set_rng_seed()
-        try:
+        with self.cleanups:
             # The constructor has replaced the method; on an instance with a rank it calls the body.
             getattr(self, test_name)()
             type(self).body_returned = True
-        finally:
-            self.doCleanups()
+
+    def add_cleanup(self: Any, function: Callable[..., object], /, *args: object, **kwargs: object) -> None:  # noqa: ANN401
+        # unittest's own drops the errors of cleanups where it has no runner.
+        self.cleanups.callback(function, *args, **kwargs)
 
     members = {"run_test": run_test, "body_returned": False, "world_size": world_size}
+    members |= {"cleanups": cached_property(lambda _: ExitStack()), "addCleanup": add_cleanup}
     members |= dict.fromkeys(START_PROCESSES, lambda *_: None)
     if init:
         # The one that makes no process group.

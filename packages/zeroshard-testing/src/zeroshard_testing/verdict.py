@@ -18,8 +18,7 @@ class Verdict:
     """How a test ended: ``"passed"``, ``"skipped"``, ``"xfailed"``, ``"xpassed"`` or ``"failed"``.
 
     ``summary`` is one line, the root cause with its ranks or the reason of a skip, ``text`` the whole report of a
-    failure. The root cause's ``path`` and ``line`` (1-based) are empty and 0 if unknown. ``decided_by_ranks`` says
-    that it is a rank's own report, in which pytest has already handled ``xfail``.
+    failure. The root cause's ``path`` and ``line`` (1-based) are empty and 0 if unknown.
     """
 
     kind: str
@@ -27,20 +26,30 @@ class Verdict:
     text: str = ""
     path: str = ""
     line: int = 0
-    decided_by_ranks: bool = False
+
+
+class RanksFailure(Exception):  # noqa: N818 - a verdict about the test, as pytest's own Failed
+    """A test has failed on its ranks. What happened there is in ``verdict``; outside pytest the text is the report."""
+
+    def __init__(self, verdict: Verdict) -> None:
+        super().__init__(f"{verdict.summary}\n{verdict.text}")
+        self.verdict = verdict
 
 
 def judge(outcomes: Mapping[int, Outcome]) -> Verdict:
     """Decide how a test ended, by how it ended on each of its ranks.
 
     A test passes only if every rank reports that it did, and is skipped only if all ranks skip. It fails as expected if
-    every rank does, or is stuck or cut off as a consequence; one that passes where failing is optional does not matter.
-    Everything else is a failure, whose report tells causes before consequences and each traceback once.
+    every rank does; one that passes where failing is optional does not matter, nor, where a mark expected the failure,
+    one that is stuck or cut off as a consequence. Everything else is a failure, whose report tells causes before
+    consequences and each traceback once.
     """
     ended = [outcome for outcome in outcomes.values() if outcome.kind != kinds.FAULTED]
     found = {outcome.kind for outcome in ended} or {kinds.PASSED}
     if kinds.XFAILED in found:
-        found = {outcome.kind for outcome in ended if outcome.kind != kinds.XPASSED and not _follows(outcome)}
+        is_marked = any(outcome.by_mark for outcome in ended)
+        others = (one for one in ended if one.kind != kinds.XPASSED and not (is_marked and _follows(one)))
+        found = {outcome.kind for outcome in others}
     if len(found) == 1 and found <= {kinds.PASSED, kinds.SKIPPED, kinds.XFAILED, kinds.XPASSED}:
         kind = found.pop()
         texts = {outcome.summary for outcome in outcomes.values() if outcome.kind == kind}
@@ -52,9 +61,7 @@ def judge(outcomes: Mapping[int, Outcome]) -> Verdict:
     if faulted := [rank for rank, outcome in outcomes.items() if outcome.kind == kinds.FAULTED]:
         parts.append(f"{_name(faulted)} ended by the fault that the test asked for")
     ranks, cause = groups[0]
-    decided = cause.kind in (kinds.FAILED, kinds.SKIPPED, kinds.XFAILED) and not cause.found_by_controller
-    title = f"{_name(ranks)} {cause.predicate}"
-    return Verdict("failed", title, "\n\n".join(parts), cause.path, cause.line, decided)
+    return Verdict("failed", f"{_name(ranks)} {cause.predicate}", "\n\n".join(parts), cause.path, cause.line)
 
 
 def _follows(outcome: Outcome) -> bool:

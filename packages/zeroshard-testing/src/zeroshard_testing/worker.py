@@ -27,7 +27,7 @@ from zeroshard_testing.ipc import Channel, ClosedError, Message
 from zeroshard_testing.rank_inspector import RankInspector, has_children
 from zeroshard_testing.rank_pytest import run_idle_pytest
 from zeroshard_testing.rank_state import RankState
-from zeroshard_testing.rank_values import RankValues, set_rank_values
+from zeroshard_testing.rank_values import set_rank_values
 from zeroshard_testing.stacks import OWN_THREADS
 
 _Messages = queue.SimpleQueue[tuple[Message, bytes] | ClosedError]
@@ -128,9 +128,10 @@ def _serve(channel: Channel, request: Message, stacks: int, session: pytest.Sess
                 # This process will be replaced.
                 coverage.save()
             # A reference left here would close the group's connections on the next test's time.
-            set_rank_values(RankValues())
+            set_rank_values()
             ended = _look(rank.inspector, message["run"], details=False)
             report = {**outcome.to_message(), "state": ended.to_message(), "held": rank.held()}
+            report["loaded"] = [] if outcome.is_clean else rank.loaded()
             channel.send({"op": "outcome", "run": message["run"], **report}, result)
         elif message["op"] == "retire":
             rank.groups.retire()

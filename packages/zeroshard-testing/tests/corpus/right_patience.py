@@ -434,3 +434,14 @@ def test_a_key_that_a_process_of_another_rank_sets(rank):
         subprocess.Popen([sys.executable, "-c", program])
     else:
         assert store.get("done") == b"1"
+
+
+@pytest.mark.ranks(2, timeout=1)
+def test_imports_for_longer_than_its_timeout(rank, tmp_path):
+    if rank:
+        (tmp_path / "slow_to_import.py").write_text("import time\ntime.sleep(1.5)\n")
+        sys.path.insert(0, str(tmp_path))
+        import slow_to_import
+
+        assert slow_to_import.time is time
+    dist.barrier()

@@ -139,6 +139,13 @@ def test_raised_a_subclass_as_expected(rank):
     raise KeyError(rank) if rank else IndexError(rank)
 
 
+@pytest.mark.xfail(reason="known", strict=True)
+@says("known")
+def test_failed_as_expected_while_another_waits(rank):
+    assert rank
+    dist.barrier()
+
+
 @says("known")
 def test_called_xfail(rank):
     pytest.xfail("known")

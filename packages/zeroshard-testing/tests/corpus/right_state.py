@@ -7,8 +7,10 @@ import logging
 import os
 import random
 import signal
+import socket
 import sys
 import threading
+import time
 import warnings
 from pathlib import Path
 
@@ -99,6 +101,36 @@ def test_autocast(turn):
     torch.set_autocast_enabled("cpu", True)
 
 
+def test_dtype_of_autocast(turn):
+    assert torch.get_autocast_dtype("cpu") == torch.bfloat16
+    torch.set_autocast_dtype("cpu", torch.float16)
+
+
+def test_denormal_numbers(turn):
+    assert torch.tensor(1e-45) / 1 != 0
+    torch.set_flush_denormal(True)
+
+
+def test_memory_that_nobody_has_written(turn):
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = False
+
+
+def test_hooks_of_all_modules(turn):
+    calls = []
+    torch.nn.modules.module.register_module_forward_hook(lambda *_: calls.append(1))
+    torch.nn.modules.module.register_module_module_registration_hook(lambda *_: None)
+    torch.nn.Linear(1, 1)(torch.ones(1))
+    assert len(calls) == 1
+    assert len(torch.nn.modules.module._global_forward_hooks) == 1
+    assert len(torch.nn.modules.module._global_module_registration_hooks) == 1
+
+
+def test_timeout_of_new_groups(turn):
+    assert dist.distributed_c10d.default_pg_timeout.total_seconds() > 60
+    dist.distributed_c10d.default_pg_timeout = dist.distributed_c10d.default_pg_timeout / 100
+
+
 def test_print_options(turn):
     assert "1.2346" in str(torch.tensor([1.23456789]))
     torch.set_printoptions(precision=2)
@@ -119,6 +151,36 @@ def test_warnings_filters(turn):
 def test_signal_handlers(turn):
     assert signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
     signal.signal(signal.SIGALRM, lambda *_: None)
+
+
+@pytest.mark.parametrize("timer", [signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF])
+def test_timers(turn, timer):
+    assert signal.getitimer(timer) == (0, 0)
+    signal.setitimer(timer, 0.05)
+
+
+def test_no_timer_of_another_test_strikes(turn):
+    time.sleep(0.1)
+
+
+def test_profilers(turn):
+    assert sys.getprofile() is threading.getprofile() is None
+    sys.setprofile(lambda *_: None)
+    threading.setprofile(lambda *_: None)
+
+
+def test_timeout_of_sockets(turn):
+    assert socket.getdefaulttimeout() is None
+    socket.setdefaulttimeout(30)
+
+
+@pytest.mark.may_skip("needs numpy")
+def test_settings_of_numpy(turn):
+    numpy = pytest.importorskip("numpy", reason="needs numpy")
+    assert numpy.geterr()["divide"] == "warn"
+    assert numpy.get_printoptions()["precision"] == 8
+    numpy.seterr(divide="raise")
+    numpy.set_printoptions(precision=2)
 
 
 def test_level_of_logging(turn):

@@ -163,6 +163,43 @@ def test_skipped_a_parameter(x, rank):
     pass
 
 
+@pytest.mark.xfail
+@says(r"rank 1 was killed by SIGKILL before it reported")
+def test_died_where_a_failure_is_expected(rank):
+    if rank:
+        os.kill(os.getpid(), 9)
+
+
+@pytest.mark.xfail
+@pytest.mark.ranks(2, timeout=1)
+@says(r"rank 1 timed out: no outcome after 1 s")
+def test_timed_out_where_a_failure_is_expected(rank):
+    if rank:
+        time.sleep(60)
+
+
+@pytest.mark.xfail
+@says(r"rank 0 stuck in all_reduce")
+def test_stuck_where_a_failure_is_expected(rank):
+    if rank == 0:
+        dist.all_reduce(torch.ones(4))
+
+
+@says(r"rank 0 expected a failure alone: known")
+def test_called_xfail_while_another_waits(rank):
+    if rank == 0:
+        pytest.xfail("known")
+    dist.all_reduce(torch.ones(4))
+
+
+@pytest.mark.ranks(2, timeout=1)
+@says(r"rank 0 expected a failure alone: known")
+def test_called_xfail_while_another_hangs(rank):
+    if rank == 0:
+        pytest.xfail("known")
+    time.sleep(60)
+
+
 def test_healthy_after_skips(rank):
     x = torch.ones(3)
     dist.all_reduce(x)
