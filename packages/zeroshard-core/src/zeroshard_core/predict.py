@@ -123,8 +123,8 @@ def predict(
             owned[rank] += part.numel * width
             state[rank] += group.state(part)
             copied[rank] += group.gradients(part)
-            update, before = group.update(part), updates[rank][spec.group]
-            updates[rank][spec.group] = before + update if group.is_foreach else max(before, update)
+            combined = sum if group.is_foreach else max
+            updates[rank][spec.group] = combined((updates[rank][spec.group], group.update(part)))
     parameters = sum(spec.nbytes for spec in plan.tensors)
     temporaries = [copies + max(highest, default=0.0) for copies, highest in zip(copied, updates, strict=True)]
     all_reduced = 2 * gradients * (plan.world_size - 1) // plan.world_size

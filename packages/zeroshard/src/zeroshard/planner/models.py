@@ -47,6 +47,11 @@ class Model:
     groups: Sequence[Mapping[str, Any]] | None = None
     notes: tuple[str, ...] = ()
 
+    @property
+    def dtypes(self) -> list[str]:
+        """Of its parameters, in order of appearance."""
+        return [*dict.fromkeys(str(param.dtype).removeprefix("torch.") for param in self.params.values())]
+
 
 def read_model(text: str, *, real: bool = False, trust_remote_code: bool = False) -> Model:
     """Read a model, as the command's help says; no weights are read, and nothing is fetched. Raises InputError."""
@@ -97,18 +102,13 @@ def _of_function(module: str, function: str, *, real: bool) -> Model:
         raise InputError(f"{text} returns {type(made).__name__}, no model or param groups: {error}") from None
     named = [zip(group.get("param_names", repeat("param")), group["params"], strict=False) for group in groups]
     params = {f"{name}.{number}": param for number, (name, param) in enumerate(chain.from_iterable(named))}
-    if len({*params.values()}) < len(params):
-        raise InputError(f"{text} returns param groups of which two have the same parameter")
     return Model(f"the param groups that {text} returns", params, groups=groups)
 
 
 def _build(make: Callable[[], Any], text: str, *, real: bool) -> Any:  # noqa: ANN401 - what a user's function returns
-    def on_meta() -> Any:  # noqa: ANN401 - the same
-        with torch.device("cpu" if real else "meta"):
-            return make()
-
     try:
-        return _call(on_meta, text)
+        with torch.device("cpu" if real else "meta"):
+            return _call(make, text)
     except InputError as error:
         if real or "meta" not in str(error).lower():
             raise
@@ -130,11 +130,9 @@ def _call(function: Callable[[], Any], text: str) -> Any:  # noqa: ANN401 - what
 
 
 def _of_config(path: Path, *, trust_remote_code: bool) -> Model:
+    import transformers
+
     config = _json(path)
-    try:
-        import transformers
-    except ImportError:
-        raise InputError(f"{path} needs transformers, which is not installed: pip install transformers") from None
     if config.get("auto_map") and not trust_remote_code:
         raise InputError(f"{path} names code beside it (auto_map), which --trust-remote-code would run")
     names, options = config.get("architectures") or [], {"trust_remote_code": trust_remote_code}
@@ -160,19 +158,15 @@ def _of_config(path: Path, *, trust_remote_code: bool) -> Model:
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Of parameters, by the names of safetensors; other dtypes are not trained by the optimizers of torch."""
 
-_BUFFERS = re.compile(
-    r"(inv_freq|\.masked_bias|position_ids|running_mean|running_var|num_batches_tracked)$|\.attn\.bias$"
-)
+_BUFFERS = re.compile(r"(inv_freq|\.masked_bias|position_ids|running_(mean|var)|num_batches_tracked)$|\.attn\.bias$")
 """Names under which well-known models save buffers; GPT-2's ``attn.bias`` is a mask."""
 
 _EMBEDDINGS = re.compile(r"(^|[._])(wte|wpe|embed\w*|\w*embeddings?|shared)\.weight$")
 
 
 def _of_safetensors(path: Path) -> Model:
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError:
-        raise InputError(f"{path} needs safetensors, which is not installed: pip install safetensors") from None
+    from safetensors import SafetensorError, safe_open
+
     files = [path]
     if path.suffix == ".json":
         named = _json(path).get("weight_map")
