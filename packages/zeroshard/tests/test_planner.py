@@ -51,6 +51,11 @@ def parameters():
 def exits():
     raise SystemExit(0)
 
+class Printing(torch.optim.SGD):
+    def __init__(self, params, **defaults):
+        print("an optimizer")
+        super().__init__(params, **defaults)
+
 def prints():
     print("a model")
     return make_model()
@@ -182,6 +187,19 @@ def test_parameters_and_functions_that_print_are_as_the_model(command: Command, 
     assert told[0]["per_rank"][0]["state"] > 0
 
 
+def test_what_classes_print_is_no_output(command: Command) -> None:
+    _, shown, errors = command("train:make_model", "-o", "train.Printing", "--json")
+    assert json.loads(shown)["rows"]
+    assert "an optimizer" in errors
+
+
+def test_work_is_in_one_unit_whatever_placed_the_tensors(command: Command) -> None:
+    _, shown, _ = command("train:make_model", "--ranks", "3", "--json")
+    work = {row["partition"]: sum(row["work"]) for row in json.loads(shown)["rows"] if row["work"]}
+    assert len(work) == 4
+    assert max(work.values()) == pytest.approx(min(work.values()))
+
+
 def test_matrices_are_listed(command: Command) -> None:
     assert command("train:make_model", "--show")[:2] == (0, "1.weight\n")
 
@@ -230,8 +248,8 @@ def test_the_help_has_three_examples_on_one_screen(command: Command) -> None:
         (["train:make_model", "-o", "SparseAdam"], "the state of SparseAdam could not be measured"),
         (["train:make_model", "-o", "Muon:matrices+AdamW", "--partition", "split"], "not known to be elementwise"),
         (["x" * 5000], "is no file, folder or module:function"),
-        (["train:raises"], "train.py:51: RuntimeError: no such layer"),
-        (["train:reads_values"], "train.py:48: .*--real builds it on the CPU"),
+        (["train:raises"], "train.py:56: RuntimeError: no such layer"),
+        (["train:reads_values"], "train.py:53: .*--real builds it on the CPU"),
         (["train:number"], "train:number returns int, no model or param groups"),
         (["gpt2"], "'gpt2' is no file, folder or module:function. .*hf download gpt2 config.json"),
         (["."], r"\. has no config.json, model.safetensors.index.json or model.safetensors"),
@@ -240,8 +258,9 @@ def test_the_help_has_three_examples_on_one_screen(command: Command) -> None:
         (["train:make_model", "-o", "SGD:*.gain+AdamW"], "SGD:.*gain matches no parameter"),
         (["train:make_model", "-o", "AdamW(betas=2)"], "'AdamW.betas=2.'"),
         (["train:make_model", "-o", "AdamW(nothing=2)"], "unexpected keyword argument 'nothing'"),
-        (["train:make_model", "--ranks", "0"], "--ranks '0' is no list of numbers from 1 up, such as 2,4,8"),
-        (["train:make_model", "--ranks", "2,x"], "--ranks '2,x' is no list of numbers from 1 up, such as 2,4,8"),
+        (["train:make_model", "--ranks", "0"], "--ranks '0' is no list of numbers from 1 to 999999, such as 2,4,8"),
+        (["train:make_model", "--ranks", "9" * 5000], "numbers from 1 to 999999"),
+        (["train:make_model", "--ranks", "2,x"], "--ranks '2,x' is no list of numbers from 1 to 999999, such as 2,4,8"),
         (["train:make_model", "--partition", "even"], "--partition 'even' is not one of whole, split, hybrid, level"),
         (
             ["train:make_model", "--memory", "24"],
@@ -313,6 +332,9 @@ def test_damaged_and_missing_files_of_safetensors_are_named(tmp_path: Path) -> N
     (tmp_path / "2.safetensors").write_bytes((tmp_path / "1.safetensors").read_bytes()[:-8])
     with pytest.raises(InputError, match=r"2.safetensors is damaged"):
         read_model(str(index))
+    save_file({"a": torch.zeros(10)}, tmp_path / "2.safetensors")
+    with pytest.raises(InputError, match=r"names the tensor 'b', which 2.safetensors does not have"):
+        read_model(str(index))
     index.write_text("{}")
     with pytest.raises(InputError, match="it has no weight_map"):
         read_model(str(index))
@@ -325,25 +347,26 @@ PLAIN = RankBytes(parameters=100, buffers=10, gradients=100, state=200, staging=
 
 
 @pytest.mark.parametrize(
-    ("case", "is_elementwise", "told"),
+    ("case", "elementwise", "told"),
     [
         ((PLAIN, 400, 1, None), True, "plain optimizer"),
-        ((PLAIN, 300, 8, 299), True, "Use FSDP2"),
-        ((replace(PLAIN, state=10), 300, 8, 300), False, "plain DDP"),
-        ((PLAIN, 300, 8, None), False, "partition='level'"),
-        ((PLAIN, 300, 8, 300), True, "partition='split'"),
+        ((PLAIN, 300, 8, 199), True, "Use FSDP2"),
+        ((replace(PLAIN, state=10), 300, 8, 200), False, "less than 5%"),
+        ((PLAIN, 510, 8, 200), False, "no partition of these takes less memory"),
+        ((PLAIN, 509, 8, None), False, "partition='level'"),
+        ((PLAIN, 509, 8, 200), True, "partition='split'"),
     ],
 )
 def test_the_first_rule_that_applies_is_of_its_case(
-    case: tuple[RankBytes, int, int, int | None], is_elementwise: bool, told: str
+    case: tuple[RankBytes, int, int, int | None], elementwise: bool, told: str
 ) -> None:
-    first, *others = [text for applies, text in rules(*case, is_elementwise=is_elementwise) if applies]
+    first, *others = [text for applies, text in rules(*case, elementwise=elementwise) if applies]
     assert told in first
     assert not any(told in other for other in others)
 
 
 def test_there_are_no_more_rules_than_cases() -> None:
-    assert len(rules(PLAIN, 0, 1, None, is_elementwise=True)) == 5
+    assert len(rules(PLAIN, 0, 1, None, elementwise=True)) == 6
 
 
 def test_adapters_are_better_off_without_sharding(command: Command) -> None:
@@ -356,4 +379,12 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     monkeypatch.setitem(sys.modules, "typer", None)
     with pytest.raises(SystemExit, match="2"):
         main()
-    assert "typer is not installed, which this needs: pip install 'zeroshard[cli]'" in capsys.readouterr().err
+    assert re.search(r"typer.*: pip install 'zeroshard\[cli\]'", capsys.readouterr().err)
+
+
+def test_what_cannot_be_imported_says_why(command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "transformers.py").write_text("raise ImportError('tokenizers>=9 is needed')")
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "transformers", raising=False)
+    assert command("config.json") == (2, "", "zeroshard: tokenizers>=9 is needed\n")

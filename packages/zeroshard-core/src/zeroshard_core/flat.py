@@ -83,10 +83,10 @@ class FlatBuffer:
 
         Those whose ``.data`` was rebound are forgotten and not changed.
         """
-        for tensor, place in self._adopted.values():
+        while self._adopted:
+            _, (tensor, place) = self._adopted.popitem()
             if _place(tensor) == place:
                 tensor.data = tensor.detach().clone()
-        self._adopted.clear()
 
     def _check(self, index: int, tensor: torch.Tensor, view: torch.Tensor) -> None:
         for what, found, expected in (

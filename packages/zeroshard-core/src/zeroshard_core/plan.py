@@ -268,11 +268,11 @@ def _check_owners(index: int, spec: TensorSpec, ranks: tuple[int, ...], world_si
     named = f"tensor {index} {spec.name!r}"
     if not ranks:
         raise ValueError(f"{named} has no owner")
-    for place, rank in enumerate(ranks):
+    for rank in ranks:
         if not 0 <= rank < world_size:
             raise ValueError(f"{named} belongs to rank {rank}, but there are ranks 0 to {world_size - 1} only")
-        if rank in ranks[:place]:
-            raise ValueError(f"{named} belongs to rank {rank} twice; a rank owns at most one part of a tensor")
+    if len({*ranks}) < len(ranks):
+        raise ValueError(f"{named} belongs to rank {max(ranks, key=ranks.count)} twice; it owns at most one part of it")
     possible = max(1, spec.rows // spec.cut_step if spec.numel else 1)
     if len(ranks) > possible:
         raise ValueError(

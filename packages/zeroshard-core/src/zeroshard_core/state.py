@@ -137,7 +137,7 @@ def _rekeyed(state_dict: Mapping[str, Any], renamed: Mapping[Any, Any], expected
     listed = [key for group in state_dict["param_groups"] for key in group["params"]]
     for where, keys in (("state", state_dict["state"]), ("param_groups", listed)):
         for key in keys:
-            if key not in renamed:
+            if not isinstance(key, (int, str)) or key not in renamed:
                 raise StateMapError(f"{where!r} has the key {key!r}, which is not {expected}")
     if repeated := [key for key, count in Counter(listed).items() if count > 1]:
         raise StateMapError(f"'param_groups' lists {repeated[0]!r} twice")

@@ -33,6 +33,7 @@ from zeroshard.plan.groups import ParamGroup, active_mask, check_memory, paramet
 from zeroshard.plan.hyperparameters import to_text
 
 Objects = Literal["refuse", "leave out"]
+Partition = str | Strategy | Level
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Policy:
         by_messages: types of devices whose tensors travel by messages; others do by collectives.
     """
 
-    strategy: str | Strategy | Level
+    strategy: Partition
     cost: Cost | None
     as_bucket_view: bool
     world_size: int
@@ -165,6 +166,11 @@ def first_plan(policy: Policy, specs: Sequence[TensorSpec]) -> Plan:
     plan = partition(specs, policy.world_size, **policy.arguments(specs))
     _check_cuts(policy, plan)
     return plan
+
+
+def with_work(policy: Policy, plan: Plan) -> Plan:
+    """Return a plan whose loads are the work of updates, whatever its tensors were weighed by when they were placed."""
+    return repartition(plan, plan.tensors, place=(), groups=policy.costs)
 
 
 def _check_cuts(policy: Policy, plan: Plan) -> None:

@@ -6,30 +6,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
 from zeroshard_comm import STAGING_BYTES, row_length
-from zeroshard_core import (
-    Cost,
-    GroupBytes,
-    GroupCost,
-    Level,
-    Plan,
-    Prediction,
-    RankBytes,
-    Strategy,
-    TensorSpec,
-    update_bytes,
-)
+from zeroshard_core import Cost, GroupBytes, GroupCost, Plan, Prediction, RankBytes, TensorSpec, update_bytes
 from zeroshard_core import predict as predict_plan
 
 from zeroshard.plan.costs import builder, stepped_spec, with_classes
 from zeroshard.plan.eligibility import ELEMENTWISE, OptimizerFactory, check_shardable, class_of
 from zeroshard.plan.group_classes import GroupClass, take_class
 from zeroshard.plan.groups import ParamGroup, hyperparameters_of, parameters_of, read_groups
-from zeroshard.plan.layout import Policy, first_layout, first_plan
+from zeroshard.plan.layout import Partition, Policy, first_layout, first_plan, with_work
 
 Backend = Literal["gloo", "nccl"]
 """Tensors travel by messages, or by collectives, as on all backends but gloo: there parts are smaller."""
@@ -64,6 +53,8 @@ class Planner:
         grad_dtype: torch.dtype | None = None,
         **defaults: Any,  # noqa: ANN401 - arguments of any optimizer class
     ) -> None:
+        if backend not in (None, *get_args(Backend)):
+            raise ValueError(f"`backend` should be one of {get_args(Backend)}, but is {backend!r}")
         check_shardable(optimizer_class)
         is_module = isinstance(model, nn.Module)
         self._buffers = sum(each.nbytes for each in {*model.buffers()}) if is_module else buffers
@@ -92,8 +83,9 @@ class Planner:
 
     @property
     def is_plain(self) -> bool:
-        """Whether one class steps parameters as they are, so that torch's ``ZeroRedundancyOptimizer`` could, too."""
-        return not (self._policy.has_several or self._policy.master_weights)
+        """Whether torch's ``ZeroRedundancyOptimizer`` could: one class steps parameters of one dtype as they are."""
+        dtypes = {spec.dtype for spec in self._specs if spec.trainable}
+        return not (self._policy.has_several or self._policy.master_weights or len(dtypes) > 1)
 
     @property
     def is_elementwise(self) -> bool:
@@ -103,7 +95,7 @@ class Planner:
     def predict(
         self,
         ranks: int,
-        partition: str | Strategy | Level = "whole",
+        partition: Partition = "whole",
         *,
         reduces_to_owner: bool = True,
         interleaves: bool = False,
@@ -113,7 +105,8 @@ class Planner:
         Raises:
             ValueError: if there is no rank, or the partition cuts tensors of a class that is not elementwise.
         """
-        plan = first_plan(replace(self._policy, strategy=partition, world_size=ranks), self._specs)
+        policy = replace(self._policy, strategy=partition, world_size=ranks)
+        plan = with_work(policy, first_plan(policy, self._specs))
         by_messages = self.backend == "gloo" or all(len(owners) == 1 for owners in plan.owners)
         return predict_plan(
             plan,
@@ -138,7 +131,11 @@ class Planner:
         def update(spec: TensorSpec) -> int:
             spec = stepped_spec(spec, master_weights=self._policy.master_weights)
             if (key := (spec.shape, spec.dtype)) not in known:
-                known[key] = 0 if settings.get("fused") else update_bytes(build, {}, spec, foreach=is_foreach)
+                try:
+                    known[key] = 0 if settings.get("fused") else update_bytes(build, {}, spec, foreach=is_foreach)
+                except Exception as error:
+                    text = f"an update by {chosen.name} of {spec.name!r}, of shape {spec.shape}, raises"
+                    raise ValueError(f"{text} {type(error).__name__}: {error}") from error
             return known[key]
 
         return GroupBytes(cost.state, gradients, update, is_foreach)
@@ -172,7 +169,7 @@ def predict(
     optimizer_class: OptimizerFactory,
     *,
     ranks: int,
-    partition: str | Strategy | Level = "whole",
+    partition: Partition = "whole",
     reduces_to_owner: bool = True,
     interleaves: bool = False,
     **arguments: Any,  # noqa: ANN401 - as for the planner

@@ -11,7 +11,8 @@ def main() -> None:
         from zeroshard.planner.cli import run
 
         run()
-    except ModuleNotFoundError as missing:
-        source = missing.name if missing.name in ("transformers", "safetensors") else "'zeroshard[cli]'"
-        sys.stderr.write(f"zeroshard: {missing.name} is not installed, which this needs: pip install {source}\n")
+    except ImportError as missing:
+        package = "'zeroshard[cli]'" if missing.name in ("typer", "rich", "matplotlib") else missing.name
+        cure = f": pip install {package}" if isinstance(missing, ModuleNotFoundError) else ""
+        sys.stderr.write(f"zeroshard: {missing}{cure}\n")
         sys.exit(2)

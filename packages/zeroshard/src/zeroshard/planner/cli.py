@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -64,27 +65,29 @@ def plan(
         raise InputError(f"--memory: {error}") from None
     if require_fit and device is None:
         raise InputError("--require-fit needs --memory")
-    counts = [*dict.fromkeys(int(part) if part.strip().isdecimal() else 0 for part in ranks.split(","))]
-    if min(counts) < 1:
-        raise InputError(f"--ranks {ranks!r} is no list of numbers from 1 up, such as 2,4,8")
+    counts = [*dict.fromkeys(int(part.strip()[:7]) if part.strip().isdecimal() else 0 for part in ranks.split(","))]
+    if not 1 <= min(counts) <= max(counts) < 10**6:
+        raise InputError(f"--ranks {ranks!r} is no list of numbers from 1 to 999999, such as 2,4,8")
     partitions = [*dict.fromkeys(name.strip() for name in partition.split(","))]
     if unknown := [name for name in partitions if name not in PARTITIONS]:
         raise InputError(f"--partition {unknown[0]!r} is not one of {', '.join(PARTITIONS)}")
+    settings: Any = {"dtype": dtype, "grad_dtype": grad_dtype, "master_weights": master_weights, "backend": backend}
     # For modules of the user's, as with python -m.
     sys.path.insert(0, str(Path.cwd()))
-    found = read_model(model, real=real, trust_remote_code=trust_remote_code)
+    with redirect_stdout(sys.stderr):
+        found = read_model(model, real=real, trust_remote_code=trust_remote_code)
     if show and found.groups is None:
         sys.stdout.writelines(f"{name}\n" for name in sorted(found.matrices))
         return
-    kept: Any = {"dtype": dtype, "grad_dtype": grad_dtype, "master_weights": master_weights, "backend": backend}
-    asked = {text: planner_of(found, text, **kept) for text in optimizer or ["AdamW"]}
-    errors = Console(stderr=True)
-    rows = [
-        row
-        for text, planner in asked.items()
-        for count in track(counts, escape(text), console=errors, transient=True, disable=not errors.is_terminal)
-        for row in compare(planner, text, count, partitions, hook=hook)
-    ]
+    with redirect_stdout(sys.stderr):
+        asked = {text: planner_of(found, text, **settings) for text in optimizer or ["AdamW"]}
+        errors = Console(stderr=True)
+        rows = [
+            row
+            for text, planner in asked.items()
+            for count in track(counts, escape(text), console=errors, transient=True, disable=not errors.is_terminal)
+            for row in compare(planner, text, count, partitions, hook=hook)
+        ]
     if all(row.plan is None for row in rows):
         raise InputError(next(row.note for row in rows if row.note))
     advice = {
@@ -93,7 +96,7 @@ def plan(
     if picture is not None:
         draw(rows, device, picture)
     if json_output:
-        sys.stdout.write(json.dumps({**as_json(found, rows, device, advice), **kept}, indent=2) + "\n")
+        sys.stdout.write(json.dumps({**as_json(found, rows, device, advice), **settings}, indent=2) + "\n")
     else:
         _print(found, rows, device, dtype, advice)
         sys.stdout.write("" if optimizer else "No -o was given: AdamW.\n")
@@ -102,13 +105,12 @@ def plan(
 
 
 def _print(model: Model, rows: list[Row], memory: int | None, dtype: str | None, advice: Mapping[str, str]) -> None:
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 80)
+    console = Console(highlight=False, width=max(80, Console().width) if sys.stdout.isatty() else 80)
     params = [*model.params.values()]
     frozen = sum(param.numel() for param in params if not param.requires_grad)
     kinds = f"{dtype} by --dtype" if dtype else f"the model's {listed(model.dtypes)}"
     console.print(f"{model.source}:", markup=False)
-    numel = sum(param.numel() for param in params)
-    console.print(f"{numel:,} parameters in {kinds}, {frozen:,} of them frozen")
+    console.print(f"{sum(param.numel() for param in params):,} parameters in {kinds}, {frozen:,} of them frozen")
     for note in model.notes:
         console.print(f"Note: {note}.", markup=False)
     for text in dict.fromkeys(row.optimizers for row in rows):

@@ -60,6 +60,8 @@ def compare(planner: Planner, optimizers: str, count: int, partitions: Sequence[
                 warnings.simplefilter("always")
                 found = planner.predict(count, partition, reduces_to_owner=hook)
         except ValueError as error:
+            if planner.is_elementwise or partition not in ("split", "hybrid"):
+                raise
             yield Row(optimizers, partition, count, note=str(error))
         else:
             note = "; ".join(str(each.message) for each in caught)
@@ -68,11 +70,11 @@ def compare(planner: Planner, optimizers: str, count: int, partitions: Sequence[
 
 def planner_of(model: Model, optimizers: str, *, dtype: str | None, grad_dtype: str | None, **settings: Any) -> Planner:  # noqa: ANN401 - the planner's
     """Return what predicts for a model in a dtype, if one is given, and optimizers; InputError if they do not go."""
-    wide = getattr(torch, dtype) if dtype else None
+    given = getattr(torch, dtype) if dtype else None
     settings["grad_dtype"] = getattr(torch, grad_dtype) if grad_dtype else None
     try:
         made = {
-            p: nn.Parameter(p.detach().to("meta", wide if p.is_floating_point() else None), p.requires_grad)
+            p: nn.Parameter(p.detach().to("meta", given if p.is_floating_point() else None), p.requires_grad)
             for p in model.params.values()
         }
         choices = parse(optimizers)
@@ -104,23 +106,19 @@ def advise(planner: Planner, rows: Sequence[Row], memory: int | None) -> str:
     """Return the advice of the first rule that applies for the largest number of ranks in the rows of a planner."""
     count = max(row.count for row in rows)
     least = min((row.largest.total for row in rows if row.count == count and row.plan is not None), default=0)
-    of_rules = rules(planner.plain, least, count, memory, is_elementwise=planner.is_elementwise)
+    of_rules = rules(planner.plain, least, count, memory, elementwise=planner.is_elementwise)
     return f"On {count} ranks: " * (count > 1) + next(text for applies, text in of_rules if applies)
 
 
-def rules(
-    plain: RankBytes, least: int, count: int, memory: int | None, *, is_elementwise: bool
-) -> tuple[tuple[bool, str], ...]:
+def rules(plain: RankBytes, least: int, count: int, memory: int | None, *, elementwise: bool) -> list[tuple[bool, str]]:
     """Return what may be advised, in order, and whether it applies; ``least`` are bytes by the best partition."""
     small = plain.state < 0.05 * (plain.parameters + plain.gradients + plain.state)
-    too_much = memory is not None and least > memory
-    return (
+    too_much = memory is not None and plain.parameters + plain.gradients > memory
+    return [
         (count == 1, "Use the plain optimizer: on one rank there is nothing to shard."),
         (too_much, "No ZeRO-1 partition helps: each rank keeps all parameters and gradients. Use FSDP2."),
         (small, "Use plain DDP: the optimizer state is less than 5% of parameters, gradients and state."),
-        (
-            not is_elementwise,
-            "Use partition='level': what is not elementwise stays whole, the rest fills up the ranks.",
-        ),
+        (least >= plain.total, "Use plain DDP: no partition of these takes less memory."),
+        (not elementwise, "Use partition='level': what may be cut fills up the ranks, other tensors stay whole."),
         (True, "Use partition='split': it divides the state evenly."),
-    )
+    ]

@@ -7,10 +7,8 @@ import json
 import math
 import os
 import re
-import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
 from pathlib import Path
@@ -117,10 +115,9 @@ def _build(make: Callable[[], Any], text: str, *, real: bool) -> Any:  # noqa: A
 
 
 def _call(function: Callable[[], Any], text: str) -> Any:  # noqa: ANN401 - what a user's function returns
-    """Call what may be the user's code, whose output goes to stderr; an InputError says where it raised what."""
+    """Call what may be the user's code; an InputError says where it raised what."""
     try:
-        with redirect_stdout(sys.stderr):
-            return function()
+        return function()
     except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever it raises
         others = [str(Path(file).parent) for file in (__file__, torch.__file__, importlib.__file__)]
         frames = traceback.extract_tb(error.__traceback__)
@@ -167,19 +164,19 @@ _EMBEDDINGS = re.compile(r"(^|[._])(wte|wpe|embed\w*|\w*embeddings?|shared)\.wei
 def _of_safetensors(path: Path) -> Model:
     from safetensors import SafetensorError, safe_open
 
-    files = [path]
+    files, named = [path], dict[str, Any]()
     if path.suffix == ".json":
-        named = _json(path).get("weight_map")
+        named = _json(path).get("weight_map", named)
         if not isinstance(named, dict) or not named or not all(isinstance(file, str) for file in named.values()):
             raise InputError(f"{path} is no index: it has no weight_map")
         files = [path.parent / name for name in dict.fromkeys(named.values())]
     params, left_out, untrained = dict[str, nn.Parameter](), list[str](), 0
     for file in files:
-        if not file.is_file():
-            raise InputError(f"{path} names {len(files)} files, of which {file.name} is missing")
-        if file.open("rb").read(23) == b"version https://git-lfs":
-            raise InputError(f"{file} is a pointer of git-lfs, and has no tensors: run git lfs pull in its folder")
         try:
+            if not file.is_file():
+                raise InputError(f"{path} names {len(files)} files, of which {file.name} is missing")
+            if file.open("rb").read(23) == b"version https://git-lfs":
+                raise InputError(f"{file} is a pointer of git-lfs, and has no tensors: run git lfs pull in its folder")
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118 - it is no dict
                     found = opened.get_slice(name)
@@ -191,6 +188,8 @@ def _of_safetensors(path: Path) -> Model:
                         params[name] = nn.Parameter(torch.empty(found.get_shape(), dtype=dtype, device="meta"))
         except (SafetensorError, OSError) as error:
             raise InputError(f"{file} is damaged: {error}") from None
+    if absent := named.keys() - params.keys() - {*left_out}:
+        raise InputError(f"{path} names the tensor {min(absent)!r}, which {named[min(absent)]} does not have")
     embeddings = {name: param for name, param in params.items() if param.ndim == 2 and _EMBEDDINGS.search(name)}
     if untrained > sum(param.numel() for param in params.values()):
         raise InputError(f"{path}: most of it is of a dtype that is not trained, such as {left_out[0]}")
