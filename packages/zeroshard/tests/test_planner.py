@@ -131,7 +131,7 @@ def test_what_is_left_may_be_negative_and_decides_the_exit_status(command: Comma
 
 
 def test_the_json_has_bytes_as_integers_per_rank_and_as_predicted(command: Command) -> None:
-    from zeroshard import predict
+    from zeroshard import Planner
 
     _, shown, _ = command("train:make_model", "-o", "SGD(momentum=0.9)", "-o", "AdamW", "--ranks", "3", "--json")
     told = json.loads(shown)
@@ -140,12 +140,13 @@ def test_the_json_has_bytes_as_integers_per_rank_and_as_predicted(command: Comma
     assert len(rows) == len(told["rows"]) == 14
     assert told["advice"]["AdamW"] == "On 3 ranks: Use partition='split': it divides the state evenly."
     model = nn.Sequential(nn.Embedding(1000, 64), nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 1000))
-    expected = predict(model, torch.optim.AdamW, ranks=3, partition="split", backend="nccl")
+    planner = Planner(model, torch.optim.AdamW, backend="nccl")
+    expected = planner.predict(3, "split")
     here = rows["AdamW", "split"]
     assert [rank["state"] for rank in here["per_rank"]] == [rank.state for rank in expected.ranks]
     assert [rank["total"] for rank in here["per_rank"]] == [rank.total for rank in expected.ranks]
     assert here["sent"] == [*expected.sent]
-    assert here["work"] == [*expected.plan.loads]
+    assert here["work"] == [*planner.weighed(expected.plan).loads]
     plain = rows["AdamW", "DDP"]["per_rank"][0]
     assert (told["elements"], told["frozen"]) == (133288, 0)
     assert (plain["parameters"], plain["buffers"]) == (4 * 133288, 2 * 4 * 64 + 8)

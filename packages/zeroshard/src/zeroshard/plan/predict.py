@@ -105,8 +105,7 @@ class Planner:
         Raises:
             ValueError: if there is no rank, or the partition cuts tensors of a class that is not elementwise.
         """
-        policy = replace(self._policy, strategy=partition, world_size=ranks)
-        plan = with_work(policy, first_plan(policy, self._specs))
+        plan = first_plan(replace(self._policy, strategy=partition, world_size=ranks), self._specs)
         by_messages = self.backend == "gloo" or all(len(owners) == 1 for owners in plan.owners)
         return predict_plan(
             plan,
@@ -116,6 +115,10 @@ class Planner:
             reduces_to_owner=reduces_to_owner,
             grad_dtype=self._grad_dtype,
         )
+
+    def weighed(self, plan: Plan) -> Plan:
+        """Return a plan whose loads are the work of updates, whatever its tensors were weighed by when placed."""
+        return with_work(self._policy, plan)
 
     def _bytes_of(self, chosen: GroupClass, cost: GroupCost, group: ParamGroup) -> GroupBytes:
         settings = {**chosen.arguments, **hyperparameters_of(group)}

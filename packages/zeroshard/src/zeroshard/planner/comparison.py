@@ -65,7 +65,7 @@ def compare(planner: Planner, optimizers: str, count: int, partitions: Sequence[
             yield Row(optimizers, partition, count, note=str(error))
         else:
             note = "; ".join(str(each.message) for each in caught)
-            yield Row(optimizers, partition, count, found.ranks, found.sent, found.plan, note)
+            yield Row(optimizers, partition, count, found.ranks, found.sent, planner.weighed(found.plan), note)
 
 
 def planner_of(model: Model, optimizers: str, *, dtype: str | None, grad_dtype: str | None, **settings: Any) -> Planner:  # noqa: ANN401 - the planner's
