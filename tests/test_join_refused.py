@@ -57,6 +57,23 @@ def test_gradients_of_which_nobody_knows_a_part(hook: str, script: Script) -> No
         short(numbers, hook).refuse(script, UNKNOWN)
 
 
+def zeroed_in_a_window(loop: Loop, number: int) -> None:
+    loop.backward(number)
+    loop.backward(number + 50, reduces=False)
+    loop.zero(to_none=False)
+    loop.backward(number + 60)
+    loop.step()
+    loop.zero()
+
+
+@pytest.mark.ranks(3, backend="gloo")
+@pytest.mark.parametrize("numbers", [[1, 4, 4], [4, 4, 2]], ids=str)
+def test_gradients_that_are_zeroed_where_a_rank_without_data_does_not_see_it(numbers: list[int]) -> None:
+    Uneven([3, 3, 3], "owner").check(zeroed_in_a_window)
+    match = r"this rank has run out of data in Join, and cannot repeat what was done to the gradient of tensor"
+    short(numbers, "owner").refuse(zeroed_in_a_window, match)
+
+
 @pytest.mark.ranks(2, backend="gloo")
 @pytest.mark.parametrize("numbers", [[2, 4], [1, 4], [0, 4]], ids=str)
 def test_gradients_that_are_kept_while_ddp_rebuilds_its_buckets_without_the_model(numbers: list[int]) -> None:

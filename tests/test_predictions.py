@@ -180,7 +180,8 @@ def test_memory_and_traffic(
     iterations(ddp, [sharded], batch, device_costs)
     sent = (bytes_sent(sharded) - before) / 4
     # then state and bytes sent are those predicted,
-    predicted = planner.predict(world_size, partition, reduces_to_owner=hook != "none")
+    hooked = {"reduces_to_owner": hook != "none", "interleaves": hook == "interleaved"}
+    predicted = planner.predict(world_size, partition, **hooked)
     here = predicted.ranks[rank]
     assert state_bytes([*sharded.local_optimizers]) == here.state
     all_reduced = 2 * here.gradients * (world_size - 1) / world_size if hook == "none" else 0

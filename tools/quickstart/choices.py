@@ -11,9 +11,7 @@ from byte_gpt import ByteGPT, Shape
 from errors import InputError
 from zeroshard import ELEMENTWISE
 from zeroshard.plan import choices as syntax
-from zeroshard.plan.choices import assign, matrix_names, parse
-
-PARTITIONS = ("whole", "split", "hybrid", "level")
+from zeroshard.plan.choices import PARTITIONS, assign, matrix_names, parse
 
 LEARNING_RATES: dict[object, float] = {torch.optim.Muon: 0.02}
 """Where the class's own default is not what it is used with."""

@@ -19,7 +19,7 @@ pytest.importorskip("rich", reason="the command needs the extra zeroshard[cli]")
 
 from safetensors.torch import save_file
 from zeroshard.planner import main
-from zeroshard.planner.comparison import RULES, Case, first_advice
+from zeroshard.planner.comparison import rules
 from zeroshard.planner.models import InputError, read_model
 
 TRAIN = """
@@ -50,6 +50,11 @@ def parameters():
 
 def exits():
     raise SystemExit(0)
+
+class Printing(torch.optim.SGD):
+    def __init__(self, params, **defaults):
+        print("an optimizer")
+        super().__init__(params, **defaults)
 
 def prints():
     print("a model")
@@ -126,7 +131,7 @@ def test_what_is_left_may_be_negative_and_decides_the_exit_status(command: Comma
 
 
 def test_the_json_has_bytes_as_integers_per_rank_and_as_predicted(command: Command) -> None:
-    from zeroshard import predict
+    from zeroshard import Planner
 
     _, shown, _ = command("train:make_model", "-o", "SGD(momentum=0.9)", "-o", "AdamW", "--ranks", "3", "--json")
     told = json.loads(shown)
@@ -135,12 +140,13 @@ def test_the_json_has_bytes_as_integers_per_rank_and_as_predicted(command: Comma
     assert len(rows) == len(told["rows"]) == 14
     assert told["advice"]["AdamW"] == "On 3 ranks: Use partition='split': it divides the state evenly."
     model = nn.Sequential(nn.Embedding(1000, 64), nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 1000))
-    expected = predict(model, torch.optim.AdamW, ranks=3, partition="split", backend="nccl")
+    planner = Planner(model, torch.optim.AdamW, backend="nccl")
+    expected = planner.predict(3, "split")
     here = rows["AdamW", "split"]
     assert [rank["state"] for rank in here["per_rank"]] == [rank.state for rank in expected.ranks]
     assert [rank["total"] for rank in here["per_rank"]] == [rank.total for rank in expected.ranks]
     assert here["sent"] == [*expected.sent]
-    assert here["work"] == [*expected.plan.loads]
+    assert here["work"] == [*planner.weighed(expected.plan).loads]
     plain = rows["AdamW", "DDP"]["per_rank"][0]
     assert (told["elements"], told["frozen"]) == (133288, 0)
     assert (plain["parameters"], plain["buffers"]) == (4 * 133288, 2 * 4 * 64 + 8)
@@ -148,6 +154,7 @@ def test_the_json_has_bytes_as_integers_per_rank_and_as_predicted(command: Comma
     assert rows["SGD(momentum=0.9)", "DDP"]["per_rank"][0]["state"] == (plain["state"] - 4 * 7) // 2
     assert rows["AdamW", "FSDP2"]["is_arithmetic"]
     assert not here["is_arithmetic"]
+    assert (told["dtypes_of_model"], told["dtype"], told["master_weights"]) == (["float32"], None, False)
 
 
 def test_dtypes_and_master_weights(command: Command) -> None:
@@ -179,6 +186,19 @@ def test_parameters_and_functions_that_print_are_as_the_model(command: Command, 
     )
     assert [row["per_rank"][0]["state"] for row in told] == [row["per_rank"][0]["state"] for row in expected]
     assert told[0]["per_rank"][0]["state"] > 0
+
+
+def test_what_classes_print_is_no_output(command: Command) -> None:
+    _, shown, errors = command("train:make_model", "-o", "train.Printing", "--json")
+    assert json.loads(shown)["rows"]
+    assert "an optimizer" in errors
+
+
+def test_work_is_in_one_unit_whatever_placed_the_tensors(command: Command) -> None:
+    _, shown, _ = command("train:make_model", "--ranks", "3", "--json")
+    work = {row["partition"]: sum(row["work"]) for row in json.loads(shown)["rows"] if row["work"]}
+    assert len(work) == 4
+    assert max(work.values()) == pytest.approx(min(work.values()))
 
 
 def test_matrices_are_listed(command: Command) -> None:
@@ -222,15 +242,15 @@ def test_the_help_has_three_examples_on_one_screen(command: Command) -> None:
         (["train:nothing_in_it"], "train:nothing_in_it has no parameters"),
         (["train:lazy"], "uninitialized parameter"),
         (["train:exits"], "SystemExit: 0"),
-        (["train:one_twice"], "param groups of which two have the same parameter"),
+        (["train:one_twice"], "a parameter is in two param groups"),
         (["train:groups", "-o", "SGD+AdamW"], "param groups have their own classes; name one class"),
         (["train:make_model", "-o", "train.Endless"], "the state of Endless could not be measured"),
         (["train:make_model", "-o", "AdamW(betas=(0.9,))"], "IndexError"),
         (["train:make_model", "-o", "SparseAdam"], "the state of SparseAdam could not be measured"),
         (["train:make_model", "-o", "Muon:matrices+AdamW", "--partition", "split"], "not known to be elementwise"),
         (["x" * 5000], "is no file, folder or module:function"),
-        (["train:raises"], "train.py:51: RuntimeError: no such layer"),
-        (["train:reads_values"], "train.py:48: .*--real builds it on the CPU"),
+        (["train:raises"], "train.py:56: RuntimeError: no such layer"),
+        (["train:reads_values"], "train.py:53: .*--real builds it on the CPU"),
         (["train:number"], "train:number returns int, no model or param groups"),
         (["gpt2"], "'gpt2' is no file, folder or module:function. .*hf download gpt2 config.json"),
         (["."], r"\. has no config.json, model.safetensors.index.json or model.safetensors"),
@@ -239,17 +259,15 @@ def test_the_help_has_three_examples_on_one_screen(command: Command) -> None:
         (["train:make_model", "-o", "SGD:*.gain+AdamW"], "SGD:.*gain matches no parameter"),
         (["train:make_model", "-o", "AdamW(betas=2)"], "'AdamW.betas=2.'"),
         (["train:make_model", "-o", "AdamW(nothing=2)"], "unexpected keyword argument 'nothing'"),
-        (["train:make_model", "--ranks", "0"], "--ranks '0': at least one rank is needed"),
-        (["train:make_model", "--ranks", "2,x"], "--ranks '2,x' is no list of numbers, such as 2,4,8"),
+        (["train:make_model", "--ranks", "0"], "--ranks '0' is no list of numbers from 1 to 999999, such as 2,4,8"),
+        (["train:make_model", "--ranks", "9" * 5000], "numbers from 1 to 999999"),
+        (["train:make_model", "--ranks", "2,x"], "--ranks '2,x' is no list of numbers from 1 to 999999, such as 2,4,8"),
         (["train:make_model", "--partition", "even"], "--partition 'even' is not one of whole, split, hybrid, level"),
-        (["train:make_model", "--backend", "mpi"], "'mpi' is not one of 'gloo', 'nccl'"),
-        (["train:make_model", "--dtype", "int8"], "--dtype 'int8' is no floating-point dtype"),
         (
             ["train:make_model", "--memory", "24"],
             "--memory: '24' is no amount of memory: write a number and one of bytes, kB, MB, GB",
         ),
         (["train:make_model", "--require-fit"], "--require-fit needs --memory"),
-        ([], "Missing argument"),
     ],
 )
 def test_bad_input_is_told_in_one_line(command: Command, arguments: list[str], told: str) -> None:
@@ -257,6 +275,21 @@ def test_bad_input_is_told_in_one_line(command: Command, arguments: list[str], t
     assert (status, shown) == (2, "")
     assert errors.count("\n") == 1
     assert re.search(told, errors), errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["train:make_model", "--backend", "mpi"], "'mpi' is not one of 'gloo', 'nccl'"),
+        (["train:make_model", "--dtype", "int8"], "'int8' is not one of 'float64', 'float32', 'bfloat16', 'float16'"),
+        ([], "missing argument 'model'"),
+    ],
+)
+def test_usage_is_told_as_commands_do(command: Command, arguments: list[str], told: str) -> None:
+    status, shown, errors = command(*arguments)
+    assert (status, shown) == (2, "")
+    assert errors.startswith("Usage: zeroshard plan ")
+    assert told in errors.lower()
 
 
 def test_values_are_read_where_the_model_is_built_on_the_cpu(command: Command) -> None:
@@ -281,6 +314,13 @@ def test_files_of_safetensors_are_read_by_their_headers(tmp_path: Path) -> None:
     assert len(read_model(str(tmp_path / "a.safetensors")).params) == 2
 
 
+def test_a_checkpoint_of_integers_is_no_model_to_train(tmp_path: Path) -> None:
+    packed = {"h.0.qweight": torch.zeros(100, 8, dtype=torch.int32), "norm.weight": torch.ones(8)}
+    save_file(packed, tmp_path / "model.safetensors")
+    with pytest.raises(InputError, match=r"most of it is of a dtype that is not trained, such as h\.0\.qweight"):
+        read_model(str(tmp_path))
+
+
 def test_damaged_and_missing_files_of_safetensors_are_named(tmp_path: Path) -> None:
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}))
@@ -293,6 +333,9 @@ def test_damaged_and_missing_files_of_safetensors_are_named(tmp_path: Path) -> N
     (tmp_path / "2.safetensors").write_bytes((tmp_path / "1.safetensors").read_bytes()[:-8])
     with pytest.raises(InputError, match=r"2.safetensors is damaged"):
         read_model(str(index))
+    save_file({"a": torch.zeros(10)}, tmp_path / "2.safetensors")
+    with pytest.raises(InputError, match=r"names the tensor 'b', which 2.safetensors does not have"):
+        read_model(str(index))
     index.write_text("{}")
     with pytest.raises(InputError, match="it has no weight_map"):
         read_model(str(index))
@@ -302,22 +345,29 @@ def test_damaged_and_missing_files_of_safetensors_are_named(tmp_path: Path) -> N
 
 
 PLAIN = RankBytes(parameters=100, buffers=10, gradients=100, state=200, staging=0, temporaries=100)
-CASES = [
-    (Case(PLAIN, 400, 1, is_elementwise=True), "plain optimizer"),
-    (Case(PLAIN, 300, 8, is_elementwise=True, memory=299), "Use FSDP2"),
-    (Case(replace(PLAIN, state=10), 300, 8, is_elementwise=False, memory=300), "plain DDP"),
-    (Case(PLAIN, 300, 8, is_elementwise=False), "partition='level'"),
-    (Case(PLAIN, 300, 8, is_elementwise=True, memory=300), "partition='split'"),
-]
 
 
-@pytest.mark.parametrize(("case", "told"), CASES)
-def test_each_rule_of_advice(case: Case, told: str) -> None:
-    assert told in first_advice(case)
+@pytest.mark.parametrize(
+    ("case", "elementwise", "told"),
+    [
+        ((PLAIN, 400, 1, None), True, "plain optimizer"),
+        ((PLAIN, 300, 8, 199), True, "Use FSDP2"),
+        ((replace(PLAIN, state=10), 300, 8, 200), False, "less than 5%"),
+        ((PLAIN, 510, 8, 200), False, "no partition of these takes less memory"),
+        ((PLAIN, 509, 8, None), False, "partition='level'"),
+        ((PLAIN, 509, 8, 200), True, "partition='split'"),
+    ],
+)
+def test_the_first_rule_that_applies_is_of_its_case(
+    case: tuple[RankBytes, int, int, int | None], elementwise: bool, told: str
+) -> None:
+    first, *others = [text for applies, text in rules(*case, elementwise=elementwise) if applies]
+    assert told in first
+    assert not any(told in other for other in others)
 
 
-def test_every_rule_has_a_case() -> None:
-    assert {first_advice(case) for case, _ in CASES} == {text for _, text in RULES}
+def test_there_are_no_more_rules_than_cases() -> None:
+    assert len(rules(PLAIN, 0, 1, None, elementwise=True)) == 6
 
 
 def test_adapters_are_better_off_without_sharding(command: Command) -> None:
@@ -325,8 +375,17 @@ def test_adapters_are_better_off_without_sharding(command: Command) -> None:
     assert "Use plain DDP: the optimizer state is less than 5% of parameters, gradients and state." in shown
 
 
-def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.delitem(sys.modules, "zeroshard.planner.cli", raising=False)
     monkeypatch.setitem(sys.modules, "typer", None)
-    with pytest.raises(SystemExit, match=r"typer is not installed.*zeroshard\[cli\]"):
+    with pytest.raises(SystemExit, match="2"):
         main()
+    assert re.search(r"typer.*: pip install 'zeroshard\[cli\]'", capsys.readouterr().err)
+
+
+def test_what_cannot_be_imported_says_why(command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "transformers.py").write_text("raise ImportError('tokenizers>=9 is needed')")
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "transformers", raising=False)
+    assert command("config.json") == (2, "", "zeroshard: tokenizers>=9 is needed\n")

@@ -54,8 +54,10 @@ def test_master_weights_are_state_and_their_gradients_copies() -> None:
     )
     numel = 256 * 256
     assert (plain.state, master.state) == (2 * 2 * numel + 4, 3 * 4 * numel + 4)
-    # A copy of the gradient, and foreach's own temporaries.
+    # A copy of the gradient, unless it is in float32, and foreach's own temporaries.
     assert (plain.temporaries, master.temporaries) == (2 * numel, 2 * 4 * numel)
+    wide = predict(half, optim.AdamW, ranks=1, backend="nccl", master_weights=True, grad_dtype=torch.float32).largest
+    assert (wide.temporaries, wide.gradients) == (4 * numel, 4 * numel)
 
 
 def test_collectives_need_staging_and_messages_do_not() -> None:
@@ -75,6 +77,20 @@ def test_staging_does_not_grow_with_the_model_but_for_the_row_that_a_rank_owns()
         large = nn.Linear(1 << 14, 1 << 14, bias=False)
     found = predict(large, optim.SGD, ranks=4, partition="split").largest
     assert found.staging == 2 * 64 * 1024**2 + found.parameters // 4
+
+
+def test_staging_buffers_are_taken_in_turn_and_both_by_a_hook_that_interleaves() -> None:
+    # Given a whole tensor that travels with the parts of its bucket, but does not fit in with those of all buckets,
+    with torch.device("meta"):
+        model = nn.Sequential(*[nn.Linear(1152, 128, bias=False) for _ in range(3)], nn.Linear(2048, 128, bias=False))
+    *cut, whole = model.parameters()
+    groups = [{"params": [whole], "optimizer_class": optim.Muon}, {"params": cut}]
+    planner = Planner(groups, optim.AdamW, backend="nccl", order=model.parameters())
+    in_turn, interleaved = (planner.predict(3, "level", interleaves=flag).largest.staging for flag in (False, True))
+    # then one of the two buffers is as large as that bucket needs, or both.
+    assert in_turn < interleaved
+    without = planner.predict(3, "level", reduces_to_owner=False).largest.staging
+    assert 2 * without < in_turn
 
 
 def test_a_planner_probes_once_for_all_numbers_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,11 +75,16 @@ class OwnerMajor:
         >>> OwnerMajor.of([Run(0, 0, 64, True), Run(1, 64, 128, True), Run(0, 128, 628, False)], 2).columns
         (0, 0, None)
         """
-        chosen = [any(run.is_part for run in runs)] * len(runs)
-        placed = _columns(runs, chosen, world_size)
-        if placed[1] * world_size > PADDED_AT_MOST * sum(run.stop - run.start for run in runs):
-            placed = _columns(runs, [run.is_part for run in runs], world_size)
-        return cls(world_size, runs, *placed)
+        cut, owned, filled = ([0] * world_size for _ in range(3))
+        for run in runs:
+            owned[run.rank] += run.stop - run.start
+            cut[run.rank] += (run.stop - run.start) * run.is_part
+        columns, takes_whole = list[int | None](), _takes_whole(cut, owned)
+        for run in runs:
+            is_chosen = run.is_part or takes_whole
+            columns.append(filled[run.rank] if is_chosen else None)
+            filled[run.rank] += (run.stop - run.start) * is_chosen
+        return cls(world_size, runs, tuple(columns), row_length(cut, owned))
 
     @property
     def outside(self) -> list[int]:
@@ -121,23 +126,18 @@ class OwnerMajor:
 
 
 def row_length(cut: Sequence[int], owned: Sequence[int]) -> int:
-    """Return how long the rows are for what each rank owns, in elements or bytes, but for the last unit of columns.
+    """Return how long the rows are for what each rank owns, in elements; or in bytes, but for the last unit of columns.
 
     >>> row_length(cut=[400, 600], owned=[500, 600]), row_length(cut=[400, 600], owned=[500, 6000])
-    (600, 600)
+    (640, 640)
 
     Args:
         cut: by rank, its parts of cut tensors.
         owned: by rank, these and its whole tensors.
     """
-    fits = max(owned) * len(owned) <= PADDED_AT_MOST * sum(owned)
-    return max(owned) if fits and any(cut) else max(cut)
+    return -(-max(owned if _takes_whole(cut, owned) else cut) // _UNIT) * _UNIT
 
 
-def _columns(runs: Sequence[Run], chosen: Sequence[bool], world_size: int) -> tuple[tuple[int | None, ...], int]:
-    filled = [0] * world_size
-    columns: list[int | None] = []
-    for run, is_chosen in zip(runs, chosen, strict=True):
-        columns.append(filled[run.rank] if is_chosen else None)
-        filled[run.rank] += run.stop - run.start if is_chosen else 0
-    return tuple(columns), -(-max(filled) // _UNIT) * _UNIT
+def _takes_whole(cut: Sequence[int], owned: Sequence[int]) -> bool:
+    padded = -(-max(owned) // _UNIT) * _UNIT * len(owned)
+    return any(cut) and padded <= PADDED_AT_MOST * sum(owned)

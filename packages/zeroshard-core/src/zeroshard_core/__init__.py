@@ -41,7 +41,7 @@ from zeroshard_core.partition import (
 from zeroshard_core.plan import Plan
 from zeroshard_core.predict import GroupBytes, Prediction, RankBytes, predict
 from zeroshard_core.probe import Probed, StateEntry, probe, update_bytes
-from zeroshard_core.spec import ALIGNMENT, Shard, TensorSpec, contiguous_strides, strides_are_dense
+from zeroshard_core.spec import ALIGNMENT, Shard, TensorSpec, strides_are_dense
 from zeroshard_core.state import StateMapError, cut_state, to_indices, to_names
 
 __all__ = [
@@ -68,7 +68,6 @@ __all__ = [
     "TensorSpec",
     "adam",
     "bucket_layouts",
-    "contiguous_strides",
     "cut_state",
     "hybrid",
     "is_dense",

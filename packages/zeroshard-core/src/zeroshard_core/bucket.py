@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from zeroshard_core.plan import Plan
+from zeroshard_core.spec import ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +35,12 @@ class BucketLayout:
         device: logical device of all tensors.
         slots: the places, by ascending offset.
         numel: length of the buffer, in elements.
-        alignment: every slot starts at a multiple of this many elements.
     """
 
     dtype: torch.dtype
     device: str
     slots: tuple[Slot, ...]
     numel: int
-    alignment: int = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,28 +60,22 @@ class Run:
     is_part: bool = False
 
 
-def bucket_layouts(
-    plan: Plan, *, tensors: Collection[int] | None = None, alignment: int = 64
-) -> tuple[BucketLayout, ...]:
+def bucket_layouts(plan: Plan, *, tensors: Collection[int] | None = None) -> tuple[BucketLayout, ...]:
     """Lay out tensors in flat buffers, one per device and dtype.
 
     Slots are ordered by the rank that owns a tensor's first element, then by tensor index, so that whole tensors of one
-    owner lie side by side.
+    owner lie side by side. Every slot starts at a multiple of :data:`ALIGNMENT` elements.
 
     Args:
         plan: who owns what.
         tensors: indices of the tensors to lay out; all if ``None``.
-        alignment: every tensor starts at a multiple of this many elements.
 
     Returns:
         The layouts, by first appearance of device and dtype among the tensors. None of them is empty of slots.
 
     Raises:
-        ValueError: if ``alignment`` is less than 1.
         IndexError: if there is no such tensor.
     """
-    if alignment < 1:
-        raise ValueError(f"the alignment of a bucket should be at least 1 element, but is {alignment}")
     chosen = range(len(plan.tensors)) if tensors is None else sorted(set(tensors))
     kinds: dict[tuple[str, torch.dtype], list[tuple[int, int]]] = {}
     for index in chosen:
@@ -91,11 +84,10 @@ def bucket_layouts(
         kinds.setdefault((spec.device, spec.dtype), []).append((owner, index))
     layouts: list[BucketLayout] = []
     for (device, dtype), members in kinds.items():
-        slots: list[Slot] = []
-        end = 0
+        slots, end = list[Slot](), 0
         for _, index in sorted(members):
-            offset = -(-end // alignment) * alignment
+            offset = -(-end // ALIGNMENT) * ALIGNMENT
             slots.append(Slot(index, offset, plan.tensors[index].numel))
             end = offset + slots[-1].numel
-        layouts.append(BucketLayout(dtype, device, tuple(slots), slots[-1].offset + slots[-1].numel, alignment))
+        layouts.append(BucketLayout(dtype, device, tuple(slots), end))
     return tuple(layouts)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from zeroshard_core.probe import Probed, probe
+from zeroshard_core.probe import probe
 from zeroshard_core.spec import TensorSpec
 
 Cost = Callable[[TensorSpec], float]
@@ -66,20 +66,20 @@ def state_bytes(optimizer_class: Callable[..., torch.optim.Optimizer], **default
         The cost, in bytes. 0.0 everywhere for a class without state, such as plain SGD: weigh by :func:`numel` then,
         or nothing will be balanced. It raises ValueError if the class cannot be stepped on such a tensor.
     """
-    known: Probed = {}
+    known: dict[tuple[tuple[int, ...], torch.dtype], float] = {}
 
     def weigh(spec: TensorSpec) -> float:
         key = (spec.shape, spec.dtype)
         if key not in known:
             try:
-                known.update(probe(optimizer_class, defaults, [spec]))
+                known[key] = float(sum(e.nbytes for e in probe(optimizer_class, defaults, [spec])[key].values()))
             except Exception as error:
                 name = getattr(optimizer_class, "__name__", repr(optimizer_class))
                 raise ValueError(
                     f"the state of {name} could not be measured for {spec.name!r} on a {len(spec.shape)}-dimensional "
                     f"{spec.dtype} tensor on the CPU ({type(error).__name__}: {error}); use another cost, such as numel"
                 ) from error
-        return float(sum(entry.nbytes for entry in known[key].values()))
+        return known[key]
 
     return weigh
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -78,17 +78,14 @@ class FlatBuffer:
         """
         return tuple([index for index, (tensor, place) in self._adopted.items() if _place(tensor) != place])
 
-    def release(self, tensors: Collection[int] | None = None) -> None:
-        """Give adopted tensors storage of their own again, with values and memory format kept.
+    def release(self) -> None:
+        """Give all adopted tensors storage of their own again, with values and memory format kept.
 
-        Tensors that were never adopted are ignored; those whose ``.data`` was rebound are forgotten and not changed.
-
-        Args:
-            tensors: indices; all adopted tensors if ``None``.
+        Those whose ``.data`` was rebound are forgotten and not changed.
         """
-        for index in list(self._adopted if tensors is None else tensors):
-            tensor, place = self._adopted.pop(index, (None, None))
-            if tensor is not None and _place(tensor) == place:
+        while self._adopted:
+            _, (tensor, place) = self._adopted.popitem()
+            if _place(tensor) == place:
                 tensor.data = tensor.detach().clone()
 
     def _check(self, index: int, tensor: torch.Tensor, view: torch.Tensor) -> None:

@@ -19,8 +19,6 @@ from zeroshard_core.plan_text import (
 )
 from zeroshard_core.spec import ALIGNMENT, Shard, TensorSpec
 
-__all__ = ["Plan", "Shard", "TensorSpec"]
-
 
 @dataclass(frozen=True, repr=False)
 class Plan:
@@ -104,7 +102,8 @@ class Plan:
         """
         if not 0 <= rank < self.world_size:
             raise IndexError(f"there is no rank {rank}; the plan is for {self.world_size} ranks")
-        return tuple([self._part(index, ranks.index(rank)) for index, ranks in enumerate(self.owners) if rank in ranks])
+        mine = [(index, ranks.index(rank)) for index, ranks in enumerate(self.owners) if rank in ranks]
+        return tuple([self._part(index, rank, *self._bounds(index)[place : place + 2]) for index, place in mine])
 
     def of_tensor(self, tensor: int) -> tuple[Shard, ...]:
         """Return the shards of a tensor, by row; at least one.
@@ -112,7 +111,8 @@ class Plan:
         Raises:
             IndexError: if there is no such tensor.
         """
-        return tuple([self._part(tensor, place) for place in range(len(self._owners_of(tensor)))])
+        owned = zip(self._owners_of(tensor), pairwise(self._bounds(tensor)), strict=True)
+        return tuple([self._part(tensor, rank, *rows) for rank, rows in owned])
 
     def is_cut(self, tensor: int) -> bool:
         """Tell whether a tensor has several owners.
@@ -157,18 +157,6 @@ class Plan:
     def useful_ranks(self) -> int | None:
         """How many ranks are useful: with more, the heaviest uncut tensor costs more than the mean. None if it is 0."""
         return int(math.fsum(self.loads) / self.heaviest) if self.heaviest else None
-
-    @cached_property
-    def optimality_gap(self) -> float:
-        """How far the largest load lies above a lower bound, as a fraction: largest load / lower bound - 1.
-
-        The bound is the larger of the mean load, and the cost of the heaviest tensor that has one owner: some rank must
-        hold at least the mean, and some rank must hold that tensor. So no other choice of owners for the same uncut
-        tensors is better by more than this. 0.0 when nothing weighs anything. ``"whole"`` stays at or below 1 - 1/N on
-        N ranks that started empty (R. L. Graham, Bounds for certain multiprocessing anomalies, 1966).
-        """
-        bound = max(math.fsum(self.loads) / self.world_size, self.heaviest)
-        return max(0.0, max(self.loads) / bound - 1) if bound > 0 else 0.0
 
     def fingerprint(self) -> str:
         """Return 64 hex digits (SHA-256) that are equal for plans of equal world size, tensors, owners and rows.
@@ -241,12 +229,11 @@ class Plan:
             raise IndexError(f"there is no tensor {tensor}; the plan is for {len(self.tensors)} tensors")
         return self.owners[tensor]
 
-    def _part(self, tensor: int, place: int) -> Shard:
-        spec, ranks = self.tensors[tensor], self.owners[tensor]
-        if len(ranks) == 1:
-            return spec.shard(tensor=tensor, rank=ranks[0])
-        start, stop = cuts(spec, len(ranks), self.starts[tensor] if self.starts else ())[place : place + 2]
-        return spec.shard(tensor=tensor, rank=ranks[place], start=start, stop=stop)
+    def _bounds(self, tensor: int) -> list[int]:
+        return cuts(self.tensors[tensor], len(self.owners[tensor]), self.starts[tensor] if self.starts else ())
+
+    def _part(self, tensor: int, rank: int, start: int, stop: int) -> Shard:
+        return self.tensors[tensor].shard(tensor=tensor, rank=rank, start=start, stop=stop)
 
 
 def _imbalance(loads: Sequence[float]) -> float:
@@ -270,8 +257,8 @@ def cuts(spec: TensorSpec, parts: int, starts: Sequence[int] = ()) -> list[int]:
     >>> cuts(TensorSpec("weight", (100, 64), torch.float32), 3), cuts(TensorSpec("bias", (200,), torch.float32), 3)
     ([0, 34, 67, 100], [0, 64, 128, 200])
     """
-    if starts:
-        return [*starts, spec.rows]
+    if starts or parts == 1:
+        return [*(starts or (0,)), spec.rows]
     step = spec.cut_step
     least, larger = divmod(spec.rows // step, parts)
     return [*[(place * least + min(place, larger)) * step for place in range(parts)], spec.rows]
@@ -281,11 +268,11 @@ def _check_owners(index: int, spec: TensorSpec, ranks: tuple[int, ...], world_si
     named = f"tensor {index} {spec.name!r}"
     if not ranks:
         raise ValueError(f"{named} has no owner")
-    for place, rank in enumerate(ranks):
+    for rank in ranks:
         if not 0 <= rank < world_size:
             raise ValueError(f"{named} belongs to rank {rank}, but there are ranks 0 to {world_size - 1} only")
-        if rank in ranks[:place]:
-            raise ValueError(f"{named} belongs to rank {rank} twice; a rank owns at most one part of a tensor")
+    if len({*ranks}) < len(ranks):
+        raise ValueError(f"{named} belongs to rank {max(ranks, key=ranks.count)} twice; it owns at most one part of it")
     possible = max(1, spec.rows // spec.cut_step if spec.numel else 1)
     if len(ranks) > possible:
         raise ValueError(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields
+from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
@@ -55,12 +57,12 @@ def read_json(text: str) -> dict[str, Any]:
         raise ValueError(f'this is no plan: it lacks "format": "{FORMAT}"')
     if (version := content.get("version")) not in (VERSION, UNEVEN):
         raise ValueError(f"this plan has version {version!r}, but this release reads version {VERSION} and {UNEVEN}")
-    lists = {name: read for name, read in _LISTS.items() if name in _ALWAYS or name in content}
-    return {
-        "world_size": _integer(content.get("world_size"), "world_size"),
-        "heaviest": _number(content.get("heaviest"), "heaviest"),
-        **{name: tuple([read(item, where) for item, where in _items(content, name)]) for name, read in lists.items()},
-    }
+    found: dict[str, Any] = {"world_size": _integer(content.get("world_size"), "world_size")}
+    found["heaviest"] = _number(content.get("heaviest"), "heaviest")
+    for name in [name for name in _LISTS if name in _ALWAYS or name in content]:
+        items = enumerate(_list(content.get(name), name))
+        found[name] = tuple([_LISTS[name](item, f"{name}[{i}]") for i, item in items])
+    return found
 
 
 def tensor_difference(here: Sequence[TensorSpec], there: Sequence[TensorSpec]) -> str | None:
@@ -73,7 +75,9 @@ def tensor_difference(here: Sequence[TensorSpec], there: Sequence[TensorSpec]) -
         if ours.name != theirs.name:
             return _name_difference(position, here, there)
         if ours != theirs:
-            return f"tensor {position} {ours.name!r}: {_field_difference(ours, theirs)}"
+            pairs = {name: (getattr(ours, name), getattr(theirs, name)) for name in _FIELDS}
+            name, (mine, other) = next((name, pair) for name, pair in pairs.items() if pair[0] != pair[1])
+            return f"tensor {position} {ours.name!r}: {name} {mine} here, {other} there"
     shorter = min(len(here), len(there))
     if len(here) != len(there):
         longer, side, other = (here, "here", "there") if len(here) > shorter else (there, "there", "here")
@@ -114,18 +118,15 @@ def _fields(spec: TensorSpec) -> dict[str, Any]:
     }
 
 
-def _spec(item: object, where: str) -> TensorSpec:
-    if not isinstance(item, dict):
-        raise _damaged(where, "an object", item)
+def _spec(found: object, where: str) -> TensorSpec:
+    item = _typed(found, where, kind=dict, expected="an object")
     stride = item.get("stride")
-    if not isinstance(item.get("trainable"), bool):
-        raise _damaged(f"{where}.trainable", "true or false", item.get("trainable"))
     return TensorSpec(
         name=_text(item.get("name"), f"{where}.name"),
         shape=_integers(item.get("shape"), f"{where}.shape"),
         dtype=_dtype(item.get("dtype"), f"{where}.dtype"),
         device=_text(item.get("device"), f"{where}.device"),
-        trainable=item["trainable"],
+        trainable=_typed(item.get("trainable"), f"{where}.trainable", kind=bool, expected="true or false"),
         group=_integer(item.get("group"), f"{where}.group"),
         stride=None if stride is None else _integers(stride, f"{where}.stride"),
     )
@@ -138,43 +139,28 @@ def _dtype(item: object, where: str) -> torch.dtype:
     return dtype
 
 
-def _items(content: dict[str, Any], key: str) -> Iterator[tuple[Any, str]]:
-    return ((item, f"{key}[{i}]") for i, item in enumerate(_list(content.get(key), key)))
-
-
-def _list(item: object, where: str) -> list[Any]:
-    if not isinstance(item, list):
-        raise _damaged(where, "a list", item)
+def _typed(item: object, where: str, *, kind: Any, expected: str) -> Any:  # noqa: ANN401 - of that kind
+    # bool is an int to Python, but true is no number in JSON.
+    if not isinstance(item, kind) or (isinstance(item, bool) and kind is not bool):
+        raise _damaged(where, expected, item)
     return item
+
+
+_list = partial(_typed, kind=list, expected="a list")
+_integer = partial(_typed, kind=int, expected="an integer")
+_text = partial(_typed, kind=str, expected="a text")
 
 
 def _integers(item: object, where: str) -> tuple[int, ...]:
     return tuple([_integer(number, f"{where}[{i}]") for i, number in enumerate(_list(item, where))])
 
 
-def _integer(item: object, where: str) -> int:
-    # bool is an int to Python, but true is no number in JSON.
-    if not isinstance(item, int) or isinstance(item, bool):
-        raise _damaged(where, "an integer", item)
-    return item
-
-
 def _number(item: object, where: str) -> float:
-    if not isinstance(item, (int, float)) or isinstance(item, bool):
-        raise _damaged(where, "a number", item)
-    try:
-        number = float(item)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
-        raise _damaged(where, "a finite number", item)
-    return number
-
-
-def _text(item: object, where: str) -> str:
-    if not isinstance(item, str):
-        raise _damaged(where, "a text", item)
-    return item
+    number = _typed(item, where, kind=(int, float), expected="a number")
+    with suppress(OverflowError):
+        if math.isfinite(number):
+            return float(number)
+    raise _damaged(where, "a finite number", item)
 
 
 def _damaged(where: str, expected: str, found: object) -> ValueError:
@@ -198,15 +184,6 @@ def _name_difference(position: int, here: Sequence[TensorSpec], there: Sequence[
     return f"tensor {position} is {ours!r} here, {theirs!r} there"
 
 
-def _field_difference(here: TensorSpec, there: TensorSpec) -> str | None:
-    """Name the first field that differs between two specs."""
-    for name in _FIELDS:
-        ours, theirs = getattr(here, name), getattr(there, name)
-        if ours != theirs:
-            return f"{name} {ours} here, {theirs} there"
-    return None
-
-
-_ALWAYS: Mapping[str, Callable[[Any, str], Any]] = {"tensors": _spec, "owners": _integers, "loads": _number}
+_ALWAYS: Mapping[str, Any] = {"tensors": _spec, "owners": _integers, "loads": _number}
 _LISTS = {**_ALWAYS, "starts": _integers, "state_loads": _number, "weights": _number, "classes": _text}
 """The lists of a plan, of which older ones do not have all, and how an item of each is read."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -114,31 +114,31 @@ def predict(
     ranks = range(plan.world_size)
     trained = [(index, spec) for index, spec in enumerate(plan.tensors) if spec.trainable]
     gradients = sum(spec.numel * (grad_dtype or spec.dtype).itemsize for _, spec in trained)
-    owned, state, copied = ([0.0 for _ in ranks] for _ in range(3))
+    owned, sent, state, copied = ([0.0] * plan.world_size for _ in range(4))
     updates = [[0.0 for _ in groups] for _ in ranks]
     for index, spec in trained:
         group, width = groups[spec.group], (grad_dtype or spec.dtype).itemsize
         for shard in plan.of_tensor(index):
             rank, part = shard.rank, _part(spec, shard)
             owned[rank] += part.numel * width
+            sent[rank] += part.nbytes * (plan.world_size - 1)
             state[rank] += group.state(part)
             copied[rank] += group.gradients(part)
-            update, before = group.update(part), updates[rank][spec.group]
-            updates[rank][spec.group] = before + update if group.is_foreach else max(before, update)
+            both = updates[rank][spec.group], group.update(part)
+            updates[rank][spec.group] = sum(both) if group.is_foreach else max(both)
     parameters = sum(spec.nbytes for spec in plan.tensors)
     temporaries = [copies + max(highest, default=0.0) for copies, highest in zip(copied, updates, strict=True)]
     all_reduced = 2 * gradients * (plan.world_size - 1) // plan.world_size
     return Prediction(
         plan,
         tuple(RankBytes(parameters, buffers, gradients, int(state[r]), staging, int(temporaries[r])) for r in ranks),
-        tuple(gradients - int(owned[rank]) if reduces_to_owner else all_reduced for rank in ranks),
-        tuple(load * (plan.world_size - 1) for load in plan.sent_loads),
+        tuple(gradients - int(owner) if reduces_to_owner else all_reduced for owner in owned),
+        tuple(map(int, sent)),
     )
 
 
 def _part(spec: TensorSpec, shard: Shard) -> TensorSpec:
-    """Describe a part of a tensor as a tensor of its own."""
     if shard.numel == spec.numel:
         return spec
     shape = (*spec.shape[: shard.dim], shard.stop - shard.start, *spec.shape[shard.dim + 1 :])
-    return replace(spec, shape=shape, stride=None)
+    return TensorSpec(spec.name, shape, spec.dtype, spec.device, group=spec.group)

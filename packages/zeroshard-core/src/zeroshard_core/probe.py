@@ -57,16 +57,8 @@ def probe(cls: _Factory, hyperparameters: Mapping[str, Any], tensors: Iterable[T
     Raises:
         Exception: what the class raises on a tensor of the CPU.
     """
-    found: Probed = {}
-    for spec in tensors:
-        if (spec.shape, spec.dtype) not in found:
-            try:
-                with _MetaMode():
-                    entries = _stepped(cls, hyperparameters, spec, "meta")
-            except Exception:  # noqa: BLE001 - whatever it is, a tensor with values tells
-                entries = _stepped(cls, hyperparameters, spec, "cpu")
-            found[spec.shape, spec.dtype] = entries
-    return found
+    kinds = {(spec.shape, spec.dtype): spec for spec in tensors}
+    return {kind: _step(cls, hyperparameters, spec)[0] for kind, spec in kinds.items()}
 
 
 def update_bytes(cls: _Factory, hyperparameters: Mapping[str, Any], spec: TensorSpec, *, foreach: bool = False) -> int:
@@ -77,46 +69,43 @@ def update_bytes(cls: _Factory, hyperparameters: Mapping[str, Any], spec: Tensor
     (320, 160)
 
     Args:
-        cls: as for :func:`probe`; it must take tensors of the meta device.
-        hyperparameters: as for :func:`probe`.
-        spec: what to step, twice: the first update allocates the state.
+        cls: as for :func:`probe`.
+        hyperparameters: as there.
+        spec: what to step, as there; twice, as the first update allocates the state.
         foreach: whether torch's optimizers update all tensors at a time, so that the temporaries of all add up.
 
     Raises:
-        Exception: what the class raises on the meta device.
+        Exception: as :func:`probe`.
     """
-    with _MetaMode() as mode:
-        optimizer, _ = _built(cls, hyperparameters, spec, "meta", foreach=foreach)
-        _step(optimizer)
-        before: int = mode.now
-        mode.highest = before
-        _step(optimizer)
-    return int(mode.highest) - before
+    return _step(cls, hyperparameters, spec, steps=2, foreach=foreach)[1]
 
 
-def _stepped(cls: _Factory, hyperparameters: Mapping[str, Any], spec: TensorSpec, device: str) -> dict[str, StateEntry]:
-    optimizer, param = _built(cls, hyperparameters, spec, device)
-    _step(optimizer)
-    return {key: _entry(value, param) for key, value in optimizer.state[param].items()}
-
-
-def _built(
-    cls: _Factory, hyperparameters: Mapping[str, Any], spec: TensorSpec, device: str, *, foreach: bool = False
-) -> tuple[torch.optim.Optimizer, torch.Tensor]:
-    param = torch.zeros(spec.shape, dtype=spec.dtype, device=device).requires_grad_()
-    param.grad = torch.ones(spec.shape, dtype=spec.dtype, device=device)
+def _step(
+    cls: _Factory, hyperparameters: Mapping[str, Any], spec: TensorSpec, *, steps: int = 1, foreach: bool = False
+) -> tuple[dict[str, StateEntry], int]:
+    """Return the state after so many steps, and what the last one allocated beside it at the highest."""
     given = {key: value for key, value in hyperparameters.items() if key not in _IMPLEMENTATIONS}
-    optimizer = cls([param], **{k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in given.items()})
-    for group in optimizer.param_groups:
-        # Also where the class, or a function that builds it, has chosen one by itself.
-        group.update({key: foreach and key == "foreach" for key in _IMPLEMENTATIONS & group.keys()})
-    return optimizer, param
 
+    def on(device: str) -> tuple[dict[str, StateEntry], int]:
+        with _Allocations() as mode:
+            param = torch.zeros(spec.shape, dtype=spec.dtype, device=device).requires_grad_()
+            param.grad = torch.ones(spec.shape, dtype=spec.dtype, device=device)
+            optimizer = cls([param], **{k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in given.items()})
+            for group in optimizer.param_groups:
+                # Also where the class, or a function that builds it, has chosen one by itself.
+                group.update({key: foreach and key == "foreach" for key in _IMPLEMENTATIONS & group.keys()})
+            # Without the hooks that users register for all optimizers: torch marks the wrapper that calls them.
+            step: Any = type(optimizer).step
+            step = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
+            for _ in range(steps):
+                before = mode.highest = mode.now
+                step(optimizer)
+            return {key: _entry(value, param) for key, value in optimizer.state[param].items()}, mode.highest - before
 
-def _step(optimizer: torch.optim.Optimizer) -> None:
-    # Without the hooks that users register for all optimizers: torch marks the wrapper that calls them.
-    step: Callable[..., Any] = type(optimizer).step
-    (getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step)(optimizer)
+    try:
+        return on("meta")
+    except Exception:  # noqa: BLE001 - whatever it is, a tensor with values tells
+        return on("cpu")
 
 
 def _entry(value: object, param: torch.Tensor) -> StateEntry:
@@ -143,53 +132,45 @@ def _tensors(value: object, seen: set[int]) -> Iterator[torch.Tensor]:
         yield from _tensors(each, seen)
 
 
-class _MetaMode(DispatchMode):
-    """Answers what is asked of values that meta tensors lack, and counts the bytes of tensors that operators return."""
+class _Allocations(DispatchMode):
+    """Counts the bytes of tensors that operators return, and answers what is asked of values that meta tensors lack."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # torch's
-        self.now = self.highest = 0
-        self._asked = 0
+        self.now = self.highest = self._asked = 0
         self._known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401 - torch's
-        if func is ATEN_ITEM and args[0].is_meta:
-            dtype = args[0].dtype
-            self._asked += 1
-            if self._asked > _MOST_QUESTIONS:
-                raise RuntimeError("the class asks for values without end, and 1 is always the answer")
-            return False if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
-        if func in _QUESTIONS and args[0].is_meta:
-            return False
-        if _writes_alone(func):
-            # A kernel for meta tensors would check shapes, which is most of the time of a step.
-            written = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
-            if all(isinstance(tensor, torch.Tensor) and tensor.is_meta for tensor in written):
+        written = args[0] if args and isinstance(args[0], (list, tuple)) else args[:1]
+        if written and all(isinstance(tensor, torch.Tensor) and tensor.is_meta for tensor in written):
+            if func is ATEN_ITEM:
+                self._asked += 1
+                if self._asked > _MOST_QUESTIONS:
+                    raise RuntimeError("the class asks for values without end, and 1 is always the answer")
+                return torch.ones((), dtype=args[0].dtype).item() if args[0].dtype != torch.bool else False
+            if func in _QUESTIONS:
+                return False
+            if _writes_alone(func):
+                # A kernel for meta tensors would check shapes, which is most of the time of a step.
                 return None if written is args[0] else args[0]
         result = func(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, (list, tuple)) else [result]:
-            if isinstance(tensor, torch.Tensor):
-                self._count(tensor.untyped_storage())
+            if isinstance(tensor, torch.Tensor) and id(storage := tensor.untyped_storage()) not in self._known:
+                self._add(id(storage), storage.nbytes())
+                weakref.finalize(storage, self._add, id(storage), -storage.nbytes())
         return result
 
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        if id(storage) not in self._known:
-            self._known.add(id(storage))
-            self.now += storage.nbytes()
-            self.highest = max(self.highest, self.now)
-            weakref.finalize(storage, self._drop, id(storage), storage.nbytes())
-
-    def _drop(self, key: int, nbytes: int) -> None:
-        self._known.remove(key)
-        self.now -= nbytes
+    def _add(self, key: int, nbytes: int) -> None:
+        self._known ^= {key}
+        self.now += nbytes
+        self.highest = max(self.highest, self.now)
 
 
 @cache
 def _writes_alone(func: Any) -> bool:  # noqa: ANN401 - an operator
     """Whether an operator writes values to its first argument and changes nothing else of it."""
     name = str(func).split(".")[1]
-    resizes = torch.Tag.inplace_view in func.tags or name.startswith(("_resize", "resize"))
-    return name.endswith("_") and not name.endswith("__") and not resizes
+    return name.endswith("_") and not name.endswith("__") and torch.Tag.inplace_view not in func.tags
 
 
 _MOST_QUESTIONS = 10_000

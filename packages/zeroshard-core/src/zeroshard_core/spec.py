@@ -74,10 +74,11 @@ class TensorSpec:
     @property
     def cut_dim(self) -> int:
         """The dimension along which the tensor may be cut: of those longer than 1 the one with the largest stride."""
+        stride = self.stride
+        if stride is None and self.shape[:1] > (1,):
+            return 0
         longer = [dim for dim, size in enumerate(self.shape) if size > 1]
-        if self.stride is None or not longer:
-            return longer[0] if longer else 0
-        return max(longer, key=self.stride.__getitem__)
+        return max(longer, key=stride.__getitem__ if stride else lambda dim: -dim, default=0)
 
     @property
     def rows(self) -> int:
@@ -136,20 +137,6 @@ class Shard:
     def narrow(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the view of its rows in the tensor, or in any other tensor of the same shape, whatever the strides."""
         return tensor.narrow(self.dim, self.start, self.stop - self.start) if tensor.dim() else tensor
-
-
-def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides (elements) of a contiguous tensor of this shape.
-
-    >>> contiguous_strides((2, 3, 4))
-    (12, 4, 1)
-    """
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
 
 
 def strides_are_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:

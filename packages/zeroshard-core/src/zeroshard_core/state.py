@@ -5,12 +5,13 @@ Pure functions over dicts of tensors. Arguments are not changed; results may ali
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from zeroshard_core.spec import Shard, TensorSpec, contiguous_strides
+from zeroshard_core.spec import Shard, TensorSpec
 
 
 class StateMapError(ValueError):
@@ -65,14 +66,8 @@ def to_names(state_dict: Mapping[str, Any], names: Sequence[str]) -> dict[str, A
     Raises:
         StateMapError: if two indices have one name, or an index has no name or is in two places.
     """
-    _positions(names)
-    known = range(len(names))
-    return _rekeyed(
-        state_dict,
-        lambda key: isinstance(key, int) and key in known,
-        lambda key: names[key],
-        f"an index from 0 to {len(names) - 1}",
-    )
+    indices = {index: name for name, index in _positions(names).items()}
+    return _rekeyed(state_dict, indices, f"an index from 0 to {len(names) - 1}")
 
 
 def to_indices(state_dict: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
@@ -88,10 +83,7 @@ def to_indices(state_dict: Mapping[str, Any], names: Sequence[str]) -> dict[str,
     Raises:
         StateMapError: if two indices have one name, or the state dict has an unknown name or one in two places.
     """
-    positions = _positions(names)
-    return _rekeyed(
-        state_dict, lambda key: key in positions, lambda key: positions[key], f"one of the {len(names)} names given"
-    )
+    return _rekeyed(state_dict, _positions(names), f"one of the {len(names)} names given")
 
 
 def _is_per_element(value: object, spec: TensorSpec) -> bool:
@@ -103,19 +95,13 @@ def _is_per_element(value: object, spec: TensorSpec) -> bool:
     )
 
 
-def _travels(value: object) -> bool:
+def _travels(value: Any) -> bool:  # noqa: ANN401 - any entry
     """Whether an entry goes with every shard as it is."""
     if isinstance(value, torch.Tensor):
         return value.dim() == 0
-    if isinstance(value, Mapping):
-        return not _holds_tensor(value.values())
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return not _holds_tensor(value)
-    return True
-
-
-def _holds_tensor(values: Iterable[object]) -> bool:
-    return any(isinstance(value, torch.Tensor) or not _travels(value) for value in values)
+    values = value.values() if isinstance(value, Mapping) else value
+    inside = values if isinstance(value, (Mapping, list, tuple, set, frozenset)) else ()
+    return not any(isinstance(each, torch.Tensor) or not _travels(each) for each in inside)
 
 
 def _shape_to_text(value: object) -> str:
@@ -127,15 +113,16 @@ def _shape_to_text(value: object) -> str:
 
 def _laid_out(value: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     """The same values in the spec's strides, which fused kernels take for granted."""
-    stride = contiguous_strides(spec.shape) if spec.stride is None else spec.stride
+    if spec.stride is None:
+        return value.contiguous()
     # The stride of a dimension of size 1 does not matter.
-    if all(size == 1 or a == b for size, a, b in zip(spec.shape, value.stride(), stride, strict=True)):
+    if all(size == 1 or a == b for size, a, b in zip(spec.shape, value.stride(), spec.stride, strict=True)):
         return value
-    return torch.empty_strided(spec.shape, stride, dtype=value.dtype, device=value.device).copy_(value)
+    return torch.empty_strided(spec.shape, spec.stride, dtype=value.dtype, device=value.device).copy_(value)
 
 
-def _positions(names: Sequence[str]) -> dict[Hashable, int]:
-    positions: dict[Hashable, int] = {}
+def _positions(names: Sequence[str]) -> dict[str, int]:
+    positions: dict[str, int] = {}
     for index, name in enumerate(names):
         if name in positions:
             raise StateMapError(f"the name {name!r} stands for index {positions[name]} and for index {index}")
@@ -143,26 +130,21 @@ def _positions(names: Sequence[str]) -> dict[Hashable, int]:
     return positions
 
 
-def _rekeyed(
-    state_dict: Mapping[str, Any], knows: Callable[[Any], bool], rename: Callable[[Any], Any], expected: str
-) -> dict[str, Any]:
+def _rekeyed(state_dict: Mapping[str, Any], renamed: Mapping[Any, Any], expected: str) -> dict[str, Any]:
     for section in ("state", "param_groups"):
         if section not in state_dict:
             raise StateMapError(f"this is no state dict of an optimizer: it lacks {section!r}")
     listed = [key for group in state_dict["param_groups"] for key in group["params"]]
     for where, keys in (("state", state_dict["state"]), ("param_groups", listed)):
         for key in keys:
-            if not knows(key):
+            if not isinstance(key, (int, str)) or key not in renamed:
                 raise StateMapError(f"{where!r} has the key {key!r}, which is not {expected}")
-    seen: set[Hashable] = set()
-    for key in listed:
-        if key in seen:
-            raise StateMapError(f"'param_groups' lists {key!r} twice")
-        seen.add(key)
+    if repeated := [key for key, count in Counter(listed).items() if count > 1]:
+        raise StateMapError(f"'param_groups' lists {repeated[0]!r} twice")
     return {
         **state_dict,
-        "state": {rename(key): entries for key, entries in state_dict["state"].items()},
+        "state": {renamed[key]: entries for key, entries in state_dict["state"].items()},
         "param_groups": [
-            {**group, "params": [rename(key) for key in group["params"]]} for group in state_dict["param_groups"]
+            {**group, "params": [renamed[key] for key in group["params"]]} for group in state_dict["param_groups"]
         ],
     }

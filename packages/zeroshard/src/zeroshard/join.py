@@ -207,6 +207,7 @@ class JoinState:
         return {
             "parameters": self._of_rank(peer, params) if updates else {},
             "gradients": self._of_rank(peer, grads) if updates and not takes_buckets else {},
+            "done": {} if self._engine.exchange is None else dict(self._engine.exchange.operations.to_text),
             "held": [None if g is None else not (isinstance(g, GradPlaceholder) and g.is_zero()) for g in grads],
         }
 
@@ -237,6 +238,13 @@ class JoinState:
             param.grad = None if held is None else param.grad
             if held is False and param.grad is not None:
                 param.grad.zero_()
+        mine = {} if self._engine.exchange is None else self._engine.exchange.operations.to_text
+        if call is Call.STEP and (other := dict(given["done"].items() - mine.items())):
+            what, done = min(other.items())
+            raise RuntimeError(
+                f"this rank has run out of data in Join, and cannot repeat {what}: {done}. Gradients that were reduced "
+                f"may be zeroed or clipped there before the next backward, and not changed otherwise"
+            )
         for tensor, values in given["gradients"].items():
             shard = shards[tensor]
             shard.param.grad = torch.zeros_like(shard.param) if shard.is_cut else values.to(shard.param.device)

@@ -18,7 +18,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from zeroshard_core import STRATEGIES
 
+PARTITIONS = (*STRATEGIES, "level")
 MATRICES, REST = "matrices", "rest"
 _CLASS = re.compile(r"\s*([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)\s*")
 _PATTERN = re.compile(r"\s*(?::\s*([^\s:+]+))?\s*")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -15,29 +15,51 @@ from zeroshard.plan.groups import ParamGroup, hyperparameters_of
 from zeroshard.plan.layout import Policy
 
 
-def with_classes(policy: Policy, classes: Sequence[GroupClass], groups: Sequence[ParamGroup]) -> Policy:
-    """Return a policy for these groups, as the user has written them, and their classes; it knows those before."""
-    known = len(policy.costs)
-    new = [_cost_of(policy, each, group) for each, group in zip(classes[known:], groups[known:], strict=True)]
-    return replace(policy, classes=[*classes], costs=[*policy.costs, *new])
+def with_classes(
+    policy: Policy, classes: Sequence[GroupClass], groups: Sequence[ParamGroup], *, strict: bool = False
+) -> Policy:
+    """Return a policy for these groups, as the user has written them, and their classes; it knows those before.
+
+    Where a class cannot be stepped on a tensor, its state counts as much as the tensor; that raises ValueError if
+    ``strict``.
+    """
+    added = zip(classes[len(policy.costs) :], groups[len(policy.costs) :], strict=True)
+    costs = [*policy.costs, *[_cost_of(policy, *each, strict=strict) for each in added]]
+    return replace(policy, classes=[*classes], costs=costs)
 
 
-def _cost_of(policy: Policy, chosen: GroupClass, group: ParamGroup) -> GroupCost:
-    settings = {**chosen.arguments, **hyperparameters_of(group)}
-    given = chosen.cost or policy.cost
-    known = _known_work(class_of(chosen.factory), settings)
-    # A copy: steps and schedulers write to the group.
+def builder(chosen: GroupClass, group: ParamGroup) -> Callable[[list[torch.Tensor]], optim.Optimizer]:
+    """Return what builds an optimizer over parameters, with the hyperparameters that a group has now."""
     written = hyperparameters_of(group)
-    measured = state_bytes(lambda params: chosen.build([{**written, "params": params}]))
+
+    def build(params: list[torch.Tensor]) -> optim.Optimizer:
+        return chosen.build([{**written, "params": params}])
+
+    # For errors.
+    build.__name__ = chosen.name
+    return build
+
+
+def stepped_spec(spec: TensorSpec, *, master_weights: bool) -> TensorSpec:
+    """Describe what is stepped in place of a tensor: its master weights in float32, if there are any, or itself."""
+    has_master = master_weights and spec.dtype in (torch.float16, torch.bfloat16)
+    return replace(spec, dtype=torch.float32) if has_master else spec
+
+
+def _cost_of(policy: Policy, chosen: GroupClass, group: ParamGroup, *, strict: bool) -> GroupCost:
+    given = chosen.cost or policy.cost
+    known = _known_work(class_of(chosen.factory), {**chosen.arguments, **hyperparameters_of(group)})
+    measured = state_bytes(builder(chosen, group))
 
     def state(spec: TensorSpec) -> float:
-        has_master = policy.master_weights and spec.dtype in (torch.float16, torch.bfloat16)
-        stepped = replace(spec, dtype=torch.float32) if has_master else spec
+        stepped = stepped_spec(spec, master_weights=policy.master_weights)
         try:
-            return measured(stepped) + has_master * stepped.nbytes
+            own = measured(stepped)
         except ValueError:
-            # It could not be stepped: as much as the tensor.
-            return (1 + has_master) * stepped.nbytes
+            if strict:
+                raise
+            own = stepped.nbytes
+        return own + stepped.nbytes * (stepped is not spec)
 
     return GroupCost(
         chosen.name, given or known or numel, state, chosen.may_be_cut, is_assumed=given is None and known is None

@@ -33,6 +33,7 @@ from zeroshard.plan.groups import ParamGroup, active_mask, check_memory, paramet
 from zeroshard.plan.hyperparameters import to_text
 
 Objects = Literal["refuse", "leave out"]
+Partition = str | Strategy | Level
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Policy:
         by_messages: types of devices whose tensors travel by messages; others do by collectives.
     """
 
-    strategy: str | Strategy | Level
+    strategy: Partition
     cost: Cost | None
     as_bucket_view: bool
     world_size: int
@@ -85,15 +86,15 @@ class Policy:
         """The name of the class, or the classes of all groups."""
         return ", ".join(each.name for each in self.classes) if self.has_several else names_of(self.classes)
 
-    @property
-    def weights(self) -> dict[str, Any]:
-        """What tensors weigh, as arguments of :func:`zeroshard_core.partition`."""
+    def arguments(self, specs: Sequence[TensorSpec]) -> dict[str, Any]:
+        """How tensors are placed, as arguments of :func:`zeroshard_core.partition`."""
+        how: dict[str, Any] = {"strategy": self.strategy, "smallest_part": self._smallest_part(specs)}
         if self.strategy == "level" or isinstance(self.strategy, Level):
-            return {"groups": self.costs}
+            return {**how, "groups": self.costs}
         is_by_group = any(each.cost for each in self.classes) or (self.has_several and self.cost is None)
-        return {"cost": (lambda spec: self.costs[spec.group].work(spec)) if is_by_group else self.cost or numel}
+        return {**how, "cost": (lambda spec: self.costs[spec.group].work(spec)) if is_by_group else self.cost or numel}
 
-    def smallest_part(self, specs: Sequence[TensorSpec]) -> int:
+    def _smallest_part(self, specs: Sequence[TensorSpec]) -> int:
         """Return the least number of elements of a part of a cut tensor.
 
         A part costs a message, but nothing in a collective of all ranks. There larger parts cost padding, if there are
@@ -135,13 +136,8 @@ def next_layout(policy: Policy, layout: Layout | None, groups: Sequence[ParamGro
     weighs = [is_active or index in fixed for index, is_active in enumerate(active)]
     specs = specs_of(groups, weighs, policy.names)
     check_memory(groups, active)
-    how: dict[str, Any] = {
-        "strategy": policy.strategy,
-        "smallest_part": policy.smallest_part(specs),
-        **policy.weights,
-    }
     if layout is None:
-        plan = partition(specs, policy.world_size, **how)
+        plan = first_plan(policy, specs)
     else:
         for index, (before, now) in enumerate(zip(layout.plan.tensors, specs, strict=False)):
             if before.shape != now.shape:
@@ -150,8 +146,8 @@ def next_layout(policy: Policy, layout: Layout | None, groups: Sequence[ParamGro
                     f"optimizer state no longer fits, so build a new optimizer"
                 )
         place = [index for index, spec in enumerate(specs) if spec.trainable and index not in fixed]
-        plan = repartition(layout.plan, specs, place=place, **how)
-    _check_cuts(policy, plan)
+        plan = repartition(layout.plan, specs, place=place, **policy.arguments(specs))
+        _check_cuts(policy, plan)
     settings: dict[str, str | bool] = {
         "optimizer": policy.class_names,
         **({"optimizer_defaults": to_text([each.arguments for each in policy.classes])} if policy.has_several else {}),
@@ -163,6 +159,18 @@ def next_layout(policy: Policy, layout: Layout | None, groups: Sequence[ParamGro
     }
     fixed = frozenset(index for index, weighed in enumerate(weighs) if weighed)
     return Layout(plan, active, fixed, ShardingConfig(plan, settings, active))
+
+
+def first_plan(policy: Policy, specs: Sequence[TensorSpec]) -> Plan:
+    """Place all tensors."""
+    plan = partition(specs, policy.world_size, **policy.arguments(specs))
+    _check_cuts(policy, plan)
+    return plan
+
+
+def with_work(policy: Policy, plan: Plan) -> Plan:
+    """Return a plan whose loads are the work of updates, whatever its tensors were weighed by when they were placed."""
+    return repartition(plan, plan.tensors, place=(), groups=policy.costs)
 
 
 def _check_cuts(policy: Policy, plan: Plan) -> None:

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Literal
+from functools import cached_property
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
 from zeroshard_comm import STAGING_BYTES, row_length
-from zeroshard_core import Cost, GroupBytes, Level, Plan, Prediction, Strategy, TensorSpec, state_bytes, update_bytes
+from zeroshard_core import Cost, GroupBytes, GroupCost, Plan, Prediction, RankBytes, TensorSpec, update_bytes
 from zeroshard_core import predict as predict_plan
 
-from zeroshard.plan.costs import with_classes
+from zeroshard.plan.costs import builder, stepped_spec, with_classes
 from zeroshard.plan.eligibility import ELEMENTWISE, OptimizerFactory, check_shardable, class_of
 from zeroshard.plan.group_classes import GroupClass, take_class
-from zeroshard.plan.groups import hyperparameters_of, parameters_of, read_groups
-from zeroshard.plan.layout import Policy, first_layout
+from zeroshard.plan.groups import ParamGroup, hyperparameters_of, parameters_of, read_groups
+from zeroshard.plan.layout import Partition, Policy, first_layout, first_plan, with_work
 
 Backend = Literal["gloo", "nccl"]
 """Tensors travel by messages, or by collectives, as on all backends but gloo: there parts are smaller."""
@@ -52,6 +53,8 @@ class Planner:
         grad_dtype: torch.dtype | None = None,
         **defaults: Any,  # noqa: ANN401 - arguments of any optimizer class
     ) -> None:
+        if backend not in (None, *get_args(Backend)):
+            raise ValueError(f"`backend` should be one of {get_args(Backend)}, but is {backend!r}")
         check_shardable(optimizer_class)
         is_module = isinstance(model, nn.Module)
         self._buffers = sum(each.nbytes for each in {*model.buffers()}) if is_module else buffers
@@ -69,16 +72,20 @@ class Planner:
         self.backend, self._grad_dtype = backend or ("gloo" if on_cpu else "nccl"), grad_dtype
         policy = Policy("whole", cost, as_bucket_view=False, world_size=1, master_weights=master_weights)
         by_messages = ("cpu", "meta") if self.backend == "gloo" else ()
-        self._policy = with_classes(replace(policy, by_messages=by_messages), classes, self._groups)
-        self._bytes = [self._bytes_of(*each) for each in zip(classes, self._groups, strict=True)]
-        # The same, but an error where the optimizer would make do with a guess.
-        costs = [replace(cost, state=own.state) for cost, own in zip(self._policy.costs, self._bytes, strict=True)]
-        self._policy = replace(self._policy, costs=costs)
+        self._policy = with_classes(replace(policy, by_messages=by_messages), classes, self._groups, strict=True)
+        self._specs = first_layout(self._policy, self._groups).plan.tensors
+        self._bytes = [self._bytes_of(*each) for each in zip(classes, self._policy.costs, self._groups, strict=True)]
+
+    @cached_property
+    def plain(self) -> RankBytes:
+        """What each rank holds without sharding."""
+        return self.predict(1).ranks[0]
 
     @property
     def is_plain(self) -> bool:
-        """Whether one class steps parameters as they are, so that torch's ``ZeroRedundancyOptimizer`` could, too."""
-        return not (self._policy.has_several or self._policy.master_weights)
+        """Whether torch's ``ZeroRedundancyOptimizer`` could: one class steps parameters of one dtype as they are."""
+        dtypes = {spec.dtype for spec in self._specs if spec.trainable}
+        return not (self._policy.has_several or self._policy.master_weights or len(dtypes) > 1)
 
     @property
     def is_elementwise(self) -> bool:
@@ -86,56 +93,58 @@ class Planner:
         return all(each.may_be_cut for each in self._policy.classes)
 
     def predict(
-        self, ranks: int, partition: str | Strategy | Level = "whole", *, reduces_to_owner: bool = True
+        self,
+        ranks: int,
+        partition: Partition = "whole",
+        *,
+        reduces_to_owner: bool = True,
+        interleaves: bool = False,
     ) -> Prediction:
-        """Predict for so many ranks and a partition; ``reduces_to_owner`` says whether DDP has a hook of ours.
+        """Predict for so many ranks and a partition, see :func:`predict`.
 
         Raises:
             ValueError: if there is no rank, or the partition cuts tensors of a class that is not elementwise.
         """
-        policy = replace(self._policy, strategy=partition, world_size=ranks)
-        plan = first_layout(policy, self._groups).plan
+        plan = first_plan(replace(self._policy, strategy=partition, world_size=ranks), self._specs)
+        by_messages = self.backend == "gloo" or all(len(owners) == 1 for owners in plan.owners)
         return predict_plan(
             plan,
             self._bytes,
             buffers=self._buffers,
-            staging=self._staging_bytes(plan, reduces=reduces_to_owner) if self.backend == "nccl" else 0,
+            staging=0 if by_messages else self._staging(plan, reduces=reduces_to_owner, interleaves=interleaves),
             reduces_to_owner=reduces_to_owner,
             grad_dtype=self._grad_dtype,
         )
 
-    def _bytes_of(self, chosen: GroupClass, group: Mapping[str, Any]) -> GroupBytes:
-        written = hyperparameters_of(group)
-        settings, kind = {**chosen.arguments, **written}, class_of(chosen.factory)
-        # On accelerators torch's elementwise classes do so by default.
-        by_default = self.backend == "nccl" and kind in ELEMENTWISE
+    def weighed(self, plan: Plan) -> Plan:
+        """Return a plan whose loads are the work of updates, whatever its tensors were weighed by when placed."""
+        return with_work(self._policy, plan)
+
+    def _bytes_of(self, chosen: GroupClass, cost: GroupCost, group: ParamGroup) -> GroupBytes:
+        settings = {**chosen.arguments, **hyperparameters_of(group)}
+        # On accelerators torch's elementwise classes update all tensors at a time by default.
+        by_default = self.backend == "nccl" and class_of(chosen.factory) in ELEMENTWISE
         is_foreach = not settings.get("fused") and bool(by_default if (f := settings.get("foreach")) is None else f)
-        build = _builder(chosen, written)
-        measured, known = state_bytes(build), dict[tuple[tuple[int, ...], torch.dtype], int]()
-
-        def stepped(spec: TensorSpec) -> TensorSpec:
-            has_copy = self._policy.master_weights and spec.dtype in (torch.float16, torch.bfloat16)
-            return replace(spec, dtype=torch.float32) if has_copy else spec
-
-        def state(spec: TensorSpec) -> float:
-            return measured(stepped(spec)) + (stepped(spec).nbytes if stepped(spec) is not spec else 0)
+        build, known = builder(chosen, group), dict[tuple[tuple[int, ...], torch.dtype], int]()
 
         def gradients(spec: TensorSpec) -> int:
-            is_copied = stepped(spec) is not spec and (self._grad_dtype or spec.dtype) != torch.float32
-            return 4 * spec.numel * is_copied
+            has_master = stepped_spec(spec, master_weights=self._policy.master_weights) is not spec
+            return 4 * spec.numel * (has_master and (self._grad_dtype or spec.dtype) != torch.float32)
 
         def update(spec: TensorSpec) -> int:
-            spec = stepped(spec)
+            spec = stepped_spec(spec, master_weights=self._policy.master_weights)
             if (key := (spec.shape, spec.dtype)) not in known:
-                known[key] = 0 if settings.get("fused") else _tried(build, spec, foreach=is_foreach)
+                try:
+                    known[key] = 0 if settings.get("fused") else update_bytes(build, {}, spec, foreach=is_foreach)
+                except Exception as error:
+                    text = f"an update by {chosen.name} of {spec.name!r}, of shape {spec.shape}, raises"
+                    raise ValueError(f"{text} {type(error).__name__}: {error}") from error
             return known[key]
 
-        return GroupBytes(state, gradients, update, is_foreach)
+        return GroupBytes(cost.state, gradients, update, is_foreach)
 
-    def _staging_bytes(self, plan: Plan, *, reduces: bool) -> int:
+    def _staging(self, plan: Plan, *, reduces: bool, interleaves: bool) -> int:
         """Return the bytes of the buffers in which collectives move cut tensors, see zeroshard_comm.collectives."""
-        if plan.world_size == 1:
-            return 0
         everything = [0] * plan.world_size, [0] * plan.world_size
         rows = []
         for bucket in _buckets(plan, self._order):
@@ -149,10 +158,13 @@ class Planner:
             rows.append(row_length(cut, owned))
             for total, of_bucket in zip(everything, (cut, owned), strict=True):
                 total[:] = map(sum, zip(total, of_bucket, strict=True))
-        # All buckets are one in the first iteration, and in a step.
-        matrix = plan.world_size * max(row_length(*everything), max(rows) if reduces else 0)
-        # The two buffers are taken in turn; the means that a rank receives lie in rows of their own.
-        return (2 if reduces or matrix > STAGING_BYTES else 1) * min(STAGING_BYTES, matrix) + sum(rows) * reduces
+        # A step gathers all buckets at once; before that, the first iteration reduces them as one.
+        turns = [row_length(*everything)] * (1 + reduces)
+        turns += [row for row in rows for _ in range(1 + interleaves) if reduces]
+        sizes = [plan.world_size * row for row in turns]
+        chunks = [min(STAGING_BYTES, size - at) for size in sizes for at in range(0, size, STAGING_BYTES)]
+        # Two buffers are taken in turn; the means that a rank receives lie in rows of their own.
+        return max(chunks[::2], default=0) + max(chunks[1::2], default=0) + sum(rows) * reduces
 
 
 def predict(
@@ -160,8 +172,9 @@ def predict(
     optimizer_class: OptimizerFactory,
     *,
     ranks: int,
-    partition: str | Strategy | Level = "whole",
+    partition: Partition = "whole",
     reduces_to_owner: bool = True,
+    interleaves: bool = False,
     **arguments: Any,  # noqa: ANN401 - as for the planner
 ) -> Prediction:
     """Predict what each rank holds and sends, from shapes alone: without a process group, and nothing is allocated.
@@ -176,13 +189,14 @@ def predict(
         ranks: how many.
         partition: as for the optimizer.
         reduces_to_owner: whether DDP has a communication hook that sends gradients to their owners alone.
+        interleaves: whether this hook steps a bucket while others are reduced.
         **arguments: as for the optimizer, and for :class:`Planner`.
 
     Raises:
         TypeError, ValueError: as the optimizer's constructor.
     """
     planner = Planner(model, optimizer_class, **arguments)
-    return planner.predict(ranks, partition, reduces_to_owner=reduces_to_owner)
+    return planner.predict(ranks, partition, reduces_to_owner=reduces_to_owner, interleaves=interleaves)
 
 
 def _buckets(plan: Plan, order: Sequence[int]) -> list[list[int]]:
@@ -205,19 +219,3 @@ def _check_class(chosen: GroupClass, group: Mapping[str, Any]) -> None:
     # Some classes cannot be built over tensors of the meta device; whatever else is wrong, a step on the CPU tells.
     with suppress(RuntimeError):
         chosen.build([{**hyperparameters_of(group), "params": params}])
-
-
-def _builder(chosen: GroupClass, written: Mapping[str, Any]) -> Callable[[list[torch.Tensor]], torch.optim.Optimizer]:
-    def build(params: list[torch.Tensor]) -> torch.optim.Optimizer:
-        return chosen.build([{**written, "params": params}])
-
-    # For errors.
-    build.__name__ = chosen.name
-    return build
-
-
-def _tried(build: Callable[..., torch.optim.Optimizer], spec: TensorSpec, *, foreach: bool) -> int:
-    try:
-        return update_bytes(build, {}, spec, foreach=foreach)
-    except Exception:  # noqa: BLE001 - a class that refuses tensors without values, in whatever way
-        return spec.nbytes

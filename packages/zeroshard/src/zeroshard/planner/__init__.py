@@ -6,9 +6,13 @@ import sys
 
 
 def main() -> None:
-    """Run the command ``zeroshard``; what it needs is in the extra ``zeroshard[cli]``."""
+    """Run the command ``zeroshard``; what it needs is in the extra ``zeroshard[cli]``, and transformers for configs."""
     try:
         from zeroshard.planner.cli import run
-    except ModuleNotFoundError as missing:
-        sys.exit(f"zeroshard: {missing.name} is not installed, which the command needs: pip install 'zeroshard[cli]'")
-    run()
+
+        run()
+    except ImportError as missing:
+        package = "'zeroshard[cli]'" if missing.name in ("typer", "rich", "matplotlib") else missing.name
+        cure = f": pip install {package}" if isinstance(missing, ModuleNotFoundError) else ""
+        sys.stderr.write(f"zeroshard: {missing}{cure}\n")
+        sys.exit(2)

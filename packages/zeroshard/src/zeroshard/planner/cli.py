@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import track
 
 from zeroshard.byte_units import format_bytes, parse_bytes
-from zeroshard.plan.choices import listed
-from zeroshard.planner.comparison import PARTITIONS, Row, advise, compare, planner_of
+from zeroshard.plan.choices import PARTITIONS, listed
+from zeroshard.planner.comparison import Row, advise, compare, planner_of
 from zeroshard.planner.models import InputError, Model, read_model
 from zeroshard.planner.report import BY_ARITHMETIC, NOT_COUNTED, as_json, draw, table
 
@@ -29,8 +29,7 @@ EXAMPLES = """Examples:
   zeroshard plan model.safetensors.index.json -o AdamW --json
 """
 
-_UsageError: type[Any] = typer.BadParameter.__mro__[1]
-"""What options of the wrong kind raise; its module is not the same in all versions of typer."""
+Dtype = Literal["float64", "float32", "bfloat16", "float16"]
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -48,8 +47,8 @@ def plan(
     partition: Annotated[str, typer.Option(help="of whole, split, hybrid, level")] = ",".join(PARTITIONS),
     backend: Annotated[Literal["gloo", "nccl"], typer.Option(help="nccl stands for all that use collectives")] = "nccl",
     hook: Annotated[bool, typer.Option(help="whether a hook sends gradients to their owners")] = True,
-    dtype: Annotated[str, typer.Option(help="of parameters, e.g. bfloat16")] = "",
-    grad_dtype: Annotated[str, typer.Option(help="of gradients")] = "",
+    dtype: Annotated[Dtype | None, typer.Option(help="of parameters")] = None,
+    grad_dtype: Annotated[Dtype | None, typer.Option(help="of gradients")] = None,
     master_weights: Annotated[bool, typer.Option("--master-weights", help="float32 copies at owners")] = False,
     memory: Annotated[str, typer.Option(help="of a device, e.g. 80GiB")] = "",
     show: Annotated[bool, typer.Option("--show", help="list what `matrices` means")] = False,
@@ -66,25 +65,29 @@ def plan(
         raise InputError(f"--memory: {error}") from None
     if require_fit and device is None:
         raise InputError("--require-fit needs --memory")
-    counts, partitions = _numbers(ranks), [*dict.fromkeys(name.strip() for name in partition.split(","))]
+    counts = [*dict.fromkeys(int(part.strip()[:7]) if part.strip().isdecimal() else 0 for part in ranks.split(","))]
+    if not 1 <= min(counts) <= max(counts) < 10**6:
+        raise InputError(f"--ranks {ranks!r} is no list of numbers from 1 to 999999, such as 2,4,8")
+    partitions = [*dict.fromkeys(name.strip() for name in partition.split(","))]
     if unknown := [name for name in partitions if name not in PARTITIONS]:
         raise InputError(f"--partition {unknown[0]!r} is not one of {', '.join(PARTITIONS)}")
+    settings: Any = {"dtype": dtype, "grad_dtype": grad_dtype, "master_weights": master_weights, "backend": backend}
     # For modules of the user's, as with python -m.
     sys.path.insert(0, str(Path.cwd()))
-    found = read_model(model, real=real, trust_remote_code=trust_remote_code)
+    with redirect_stdout(sys.stderr):
+        found = read_model(model, real=real, trust_remote_code=trust_remote_code)
     if show and found.groups is None:
         sys.stdout.writelines(f"{name}\n" for name in sorted(found.matrices))
         return
-    of_params = _dtype(dtype, "--dtype")
-    settings: Any = {"grad_dtype": _dtype(grad_dtype, "--grad-dtype"), "master_weights": master_weights}
-    asked = {text: planner_of(found, text, of_params, backend=backend, **settings) for text in optimizer or ["AdamW"]}
-    errors = Console(stderr=True)
-    rows = [
-        row
-        for text, planner in asked.items()
-        for count in track(counts, escape(text), console=errors, transient=True, disable=not errors.is_terminal)
-        for row in compare(planner, text, count, partitions, hook=hook)
-    ]
+    with redirect_stdout(sys.stderr):
+        asked = {text: planner_of(found, text, **settings) for text in optimizer or ["AdamW"]}
+        errors = Console(stderr=True)
+        rows = [
+            row
+            for text, planner in asked.items()
+            for count in track(counts, escape(text), console=errors, transient=True, disable=not errors.is_terminal)
+            for row in compare(planner, text, count, partitions, hook=hook)
+        ]
     if all(row.plan is None for row in rows):
         raise InputError(next(row.note for row in rows if row.note))
     advice = {
@@ -93,7 +96,7 @@ def plan(
     if picture is not None:
         draw(rows, device, picture)
     if json_output:
-        sys.stdout.write(json.dumps(as_json(found, rows, device, advice), indent=2) + "\n")
+        sys.stdout.write(json.dumps({**as_json(found, rows, device, advice), **settings}, indent=2) + "\n")
     else:
         _print(found, rows, device, dtype, advice)
         sys.stdout.write("" if optimizer else "No -o was given: AdamW.\n")
@@ -101,14 +104,13 @@ def plan(
         raise typer.Exit(1)
 
 
-def _print(model: Model, rows: list[Row], memory: int | None, dtype: str, advice: Mapping[str, str]) -> None:
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 80)
+def _print(model: Model, rows: list[Row], memory: int | None, dtype: str | None, advice: Mapping[str, str]) -> None:
+    console = Console(highlight=False, width=max(80, Console().width) if sys.stdout.isatty() else 80)
     params = [*model.params.values()]
     frozen = sum(param.numel() for param in params if not param.requires_grad)
-    kinds = "the model's " + listed([*dict.fromkeys(str(param.dtype).removeprefix("torch.") for param in params)])
+    kinds = f"{dtype} by --dtype" if dtype else f"the model's {listed(model.dtypes)}"
     console.print(f"{model.source}:", markup=False)
-    numel = sum(param.numel() for param in params)
-    console.print(f"{numel:,} parameters in {f'{dtype} by --dtype' if dtype else kinds}, {frozen:,} of them frozen")
+    console.print(f"{sum(param.numel() for param in params):,} parameters in {kinds}, {frozen:,} of them frozen")
     for note in model.notes:
         console.print(f"Note: {note}.", markup=False)
     for text in dict.fromkeys(row.optimizers for row in rows):
@@ -124,30 +126,10 @@ def _print(model: Model, rows: list[Row], memory: int | None, dtype: str, advice
     console.print(f"\n{BY_ARITHMETIC}\n{NOT_COUNTED}", markup=False)
 
 
-def _numbers(text: str) -> list[int]:
-    try:
-        found = [*dict.fromkeys(int(part) for part in text.split(","))]
-    except ValueError:
-        raise InputError(f"--ranks {text!r} is no list of numbers, such as 2,4,8") from None
-    if min(found) < 1:
-        raise InputError(f"--ranks {text!r}: at least one rank is needed")
-    return found
-
-
-def _dtype(name: str, option: str) -> torch.dtype | None:
-    found = getattr(torch, name, None) if name else None
-    if name and not (isinstance(found, torch.dtype) and found.is_floating_point):
-        raise InputError(f"{option} {name!r} is no floating-point dtype of torch, such as bfloat16")
-    return found
-
-
 def run() -> None:
     """Run the command; what is wrong with its input is told in one line, with exit status 2."""
     try:
-        sys.exit(app(standalone_mode=False))
-    except (InputError, _UsageError) as error:
-        told = str(error) if isinstance(error, InputError) else error.format_message()
-    except typer.Abort:
-        sys.exit(130)
-    sys.stderr.write(f"zeroshard: {told}\n")
-    sys.exit(2)
+        app()
+    except InputError as error:
+        sys.stderr.write(f"zeroshard: {error}\n")
+        sys.exit(2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,9 +14,6 @@ from zeroshard_core import Plan, RankBytes
 from zeroshard.plan.choices import REST, assign, optimizer_class, parse
 from zeroshard.plan.predict import Planner
 from zeroshard.planner.models import InputError, Model
-
-PARTITIONS = ("whole", "split", "hybrid", "level")
-SMALL_STATE = 0.05
 
 
 @dataclass(frozen=True)
@@ -49,12 +46,12 @@ class Row:
 
 def compare(planner: Planner, optimizers: str, count: int, partitions: Sequence[str], *, hook: bool) -> Iterator[Row]:
     """Predict for a number of ranks: DDP, torch's ZeRO and FSDP2 by arithmetic, and each partition."""
-    plain, whole = planner.predict(1).ranks[0], planner.predict(count, "whole", reduces_to_owner=False)
-    yield Row(optimizers, "DDP", count, (plain,) * count, whole.sent_in_backward)
+    plain = planner.plain
+    yield Row(optimizers, "DDP", count, (plain,) * count, (2 * plain.gradients * (count - 1) // count,) * count)
     if planner.is_plain:
-        yield Row(optimizers, "torch ZeRO", count, tuple(replace(rank, staging=0) for rank in whole.ranks), whole.sent)
-    kinds = ("parameters", "gradients", "state", "temporaries")
-    shared = {kind: -(-getattr(plain, kind) // count) for kind in kinds}
+        whole = planner.predict(count, "whole", reduces_to_owner=False)
+        yield Row(optimizers, "torch ZeRO", count, whole.ranks, whole.sent)
+    shared = {kind: -(-getattr(plain, kind) // count) for kind in ("parameters", "gradients", "state", "temporaries")}
     gathered = (2 * plain.parameters + plain.gradients) * (count - 1) // count
     yield Row(optimizers, "FSDP2", count, (replace(plain, **shared),) * count, (gathered,) * count)
     for partition in partitions:
@@ -68,13 +65,18 @@ def compare(planner: Planner, optimizers: str, count: int, partitions: Sequence[
             yield Row(optimizers, partition, count, note=str(error))
         else:
             note = "; ".join(str(each.message) for each in caught)
-            yield Row(optimizers, partition, count, found.ranks, found.sent, found.plan, note)
+            yield Row(optimizers, partition, count, found.ranks, found.sent, planner.weighed(found.plan), note)
 
 
-def planner_of(model: Model, optimizers: str, dtype: torch.dtype | None, **settings: Any) -> Planner:  # noqa: ANN401
+def planner_of(model: Model, optimizers: str, *, dtype: str | None, grad_dtype: str | None, **settings: Any) -> Planner:  # noqa: ANN401 - the planner's
     """Return what predicts for a model in a dtype, if one is given, and optimizers; InputError if they do not go."""
+    given = getattr(torch, dtype) if dtype else None
+    settings["grad_dtype"] = getattr(torch, grad_dtype) if grad_dtype else None
     try:
-        made = {param: _converted(param, dtype) for param in model.params.values()}
+        made = {
+            p: nn.Parameter(p.detach().to("meta", given if p.is_floating_point() else None), p.requires_grad)
+            for p in model.params.values()
+        }
         choices = parse(optimizers)
         classes, common = [optimizer_class(choice.name) for choice in choices], dict(choices[0].arguments)
         if model.groups is None:
@@ -93,70 +95,30 @@ def planner_of(model: Model, optimizers: str, dtype: torch.dtype | None, **setti
         else:
             groups = [{**group, "params": [made[param] for param in group["params"]]} for group in model.groups]
         planner = Planner(groups, classes[0], buffers=model.buffers, order=made.values(), **settings, **common)
-        planner.predict(1)
+        _ = planner.plain
     except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a class raises
         what = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         raise InputError(f"-o {optimizers!r}: {what}{' '.join(str(error).split())}") from None
     return planner
 
 
-def _converted(param: nn.Parameter, dtype: torch.dtype | None) -> nn.Parameter:
-    kept = dtype is None or not param.dtype.is_floating_point
-    made = torch.empty(param.shape, dtype=param.dtype if kept else dtype, device="meta")
-    return nn.Parameter(made, requires_grad=param.requires_grad)
-
-
-@dataclass(frozen=True)
-class Case:
-    """What advice depends on.
-
-    Attributes:
-        plain: what a rank of DDP holds.
-        least: bytes on the rank that holds most, by the best partition.
-        count: number of ranks.
-        is_elementwise: whether all tensors may be cut.
-        memory: of a device, in bytes; None if not given.
-    """
-
-    plain: RankBytes
-    least: int
-    count: int
-    is_elementwise: bool
-    memory: int | None = None
-
-    @property
-    def state_share(self) -> float:
-        """The state's share of parameters, gradients and state."""
-        return self.plain.state / (self.plain.parameters + self.plain.gradients + self.plain.state)
-
-
-RULES: tuple[tuple[Callable[[Case], bool], str], ...] = (
-    (lambda case: case.count == 1, "Use the plain optimizer: on one rank there is nothing to shard."),
-    (
-        lambda case: case.memory is not None and case.least > case.memory,
-        "No ZeRO-1 partition helps: each rank keeps all parameters and gradients, and exceeds the memory. Use FSDP2.",
-    ),
-    (
-        lambda case: case.state_share < SMALL_STATE,
-        f"Use plain DDP: the optimizer state is less than {SMALL_STATE:.0%} of parameters, gradients and state.",
-    ),
-    (
-        lambda case: not case.is_elementwise,
-        "Use partition='level': tensors of a class that is not elementwise stay whole, others fill up the ranks.",
-    ),
-    (lambda _: True, "Use partition='split': it divides the state evenly."),
-)
-"""Conditions, in order, and what is advised where they hold."""
-
-
 def advise(planner: Planner, rows: Sequence[Row], memory: int | None) -> str:
     """Return the advice of the first rule that applies for the largest number of ranks in the rows of a planner."""
     count = max(row.count for row in rows)
     least = min((row.largest.total for row in rows if row.count == count and row.plan is not None), default=0)
-    case = Case(planner.predict(1).ranks[0], least, count, planner.is_elementwise, memory)
-    return f"On {count} ranks: " * (count > 1) + first_advice(case)
+    of_rules = rules(planner.plain, least, count, memory, elementwise=planner.is_elementwise)
+    return f"On {count} ranks: " * (count > 1) + next(text for applies, text in of_rules if applies)
 
 
-def first_advice(case: Case) -> str:
-    """Return the advice of the first rule that applies."""
-    return next(text for applies, text in RULES if applies(case))
+def rules(plain: RankBytes, least: int, count: int, memory: int | None, *, elementwise: bool) -> list[tuple[bool, str]]:
+    """Return what may be advised, in order, and whether it applies; ``least`` are bytes by the best partition."""
+    small = plain.state < 0.05 * (plain.parameters + plain.gradients + plain.state)
+    too_much = memory is not None and plain.parameters + plain.gradients > memory
+    return [
+        (count == 1, "Use the plain optimizer: on one rank there is nothing to shard."),
+        (too_much, "No ZeRO-1 partition helps: each rank keeps all parameters and gradients. Use FSDP2."),
+        (small, "Use plain DDP: the optimizer state is less than 5% of parameters, gradients and state."),
+        (least >= plain.total, "Use plain DDP: no partition of these takes less memory."),
+        (not elementwise, "Use partition='level': what may be cut fills up the ranks, other tensors stay whole."),
+        (True, "Use partition='split': it divides the state evenly."),
+    ]

@@ -7,10 +7,8 @@ import json
 import math
 import os
 import re
-import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
 from pathlib import Path
@@ -46,6 +44,11 @@ class Model:
     matrices: frozenset[str] = frozenset()
     groups: Sequence[Mapping[str, Any]] | None = None
     notes: tuple[str, ...] = ()
+
+    @property
+    def dtypes(self) -> list[str]:
+        """Of its parameters, in order of appearance."""
+        return [*dict.fromkeys(str(param.dtype).removeprefix("torch.") for param in self.params.values())]
 
 
 def read_model(text: str, *, real: bool = False, trust_remote_code: bool = False) -> Model:
@@ -97,18 +100,13 @@ def _of_function(module: str, function: str, *, real: bool) -> Model:
         raise InputError(f"{text} returns {type(made).__name__}, no model or param groups: {error}") from None
     named = [zip(group.get("param_names", repeat("param")), group["params"], strict=False) for group in groups]
     params = {f"{name}.{number}": param for number, (name, param) in enumerate(chain.from_iterable(named))}
-    if len({*params.values()}) < len(params):
-        raise InputError(f"{text} returns param groups of which two have the same parameter")
     return Model(f"the param groups that {text} returns", params, groups=groups)
 
 
 def _build(make: Callable[[], Any], text: str, *, real: bool) -> Any:  # noqa: ANN401 - what a user's function returns
-    def on_meta() -> Any:  # noqa: ANN401 - the same
-        with torch.device("cpu" if real else "meta"):
-            return make()
-
     try:
-        return _call(on_meta, text)
+        with torch.device("cpu" if real else "meta"):
+            return _call(make, text)
     except InputError as error:
         if real or "meta" not in str(error).lower():
             raise
@@ -117,10 +115,9 @@ def _build(make: Callable[[], Any], text: str, *, real: bool) -> Any:  # noqa: A
 
 
 def _call(function: Callable[[], Any], text: str) -> Any:  # noqa: ANN401 - what a user's function returns
-    """Call what may be the user's code, whose output goes to stderr; an InputError says where it raised what."""
+    """Call what may be the user's code; an InputError says where it raised what."""
     try:
-        with redirect_stdout(sys.stderr):
-            return function()
+        return function()
     except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever it raises
         others = [str(Path(file).parent) for file in (__file__, torch.__file__, importlib.__file__)]
         frames = traceback.extract_tb(error.__traceback__)
@@ -130,11 +127,9 @@ def _call(function: Callable[[], Any], text: str) -> Any:  # noqa: ANN401 - what
 
 
 def _of_config(path: Path, *, trust_remote_code: bool) -> Model:
+    import transformers
+
     config = _json(path)
-    try:
-        import transformers
-    except ImportError:
-        raise InputError(f"{path} needs transformers, which is not installed: pip install transformers") from None
     if config.get("auto_map") and not trust_remote_code:
         raise InputError(f"{path} names code beside it (auto_map), which --trust-remote-code would run")
     names, options = config.get("architectures") or [], {"trust_remote_code": trust_remote_code}
@@ -160,32 +155,28 @@ def _of_config(path: Path, *, trust_remote_code: bool) -> Model:
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Of parameters, by the names of safetensors; other dtypes are not trained by the optimizers of torch."""
 
-_BUFFERS = re.compile(
-    r"(inv_freq|\.masked_bias|position_ids|running_mean|running_var|num_batches_tracked)$|\.attn\.bias$"
-)
+_BUFFERS = re.compile(r"(inv_freq|\.masked_bias|position_ids|running_(mean|var)|num_batches_tracked)$|\.attn\.bias$")
 """Names under which well-known models save buffers; GPT-2's ``attn.bias`` is a mask."""
 
 _EMBEDDINGS = re.compile(r"(^|[._])(wte|wpe|embed\w*|\w*embeddings?|shared)\.weight$")
 
 
 def _of_safetensors(path: Path) -> Model:
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError:
-        raise InputError(f"{path} needs safetensors, which is not installed: pip install safetensors") from None
-    files = [path]
+    from safetensors import SafetensorError, safe_open
+
+    files, named = [path], dict[str, Any]()
     if path.suffix == ".json":
-        named = _json(path).get("weight_map")
+        named = _json(path).get("weight_map", named)
         if not isinstance(named, dict) or not named or not all(isinstance(file, str) for file in named.values()):
             raise InputError(f"{path} is no index: it has no weight_map")
         files = [path.parent / name for name in dict.fromkeys(named.values())]
     params, left_out, untrained = dict[str, nn.Parameter](), list[str](), 0
     for file in files:
-        if not file.is_file():
-            raise InputError(f"{path} names {len(files)} files, of which {file.name} is missing")
-        if file.open("rb").read(23) == b"version https://git-lfs":
-            raise InputError(f"{file} is a pointer of git-lfs, and has no tensors: run git lfs pull in its folder")
         try:
+            if not file.is_file():
+                raise InputError(f"{path} names {len(files)} files, of which {file.name} is missing")
+            if file.open("rb").read(23) == b"version https://git-lfs":
+                raise InputError(f"{file} is a pointer of git-lfs, and has no tensors: run git lfs pull in its folder")
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118 - it is no dict
                     found = opened.get_slice(name)
@@ -197,6 +188,8 @@ def _of_safetensors(path: Path) -> Model:
                         params[name] = nn.Parameter(torch.empty(found.get_shape(), dtype=dtype, device="meta"))
         except (SafetensorError, OSError) as error:
             raise InputError(f"{file} is damaged: {error}") from None
+    if absent := named.keys() - params.keys() - {*left_out}:
+        raise InputError(f"{path} names the tensor {min(absent)!r}, which {named[min(absent)]} does not have")
     embeddings = {name: param for name, param in params.items() if param.ndim == 2 and _EMBEDDINGS.search(name)}
     if untrained > sum(param.numel() for param in params.values()):
         raise InputError(f"{path}: most of it is of a dtype that is not trained, such as {left_out[0]}")

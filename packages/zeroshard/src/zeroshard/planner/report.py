@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -28,29 +29,27 @@ BY_ARITHMETIC = "* by the same arithmetic, not run; FSDP2 without the layers tha
 def table(rows: Iterable[Row], memory: int | None) -> Table:
     """Return a line for each row, in at most 80 columns: each number is the largest of any rank."""
     found = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
-    for name in ("ranks", "partition"):
-        found.add_column(name, no_wrap=True)
-    for name in ("state", "peak", "work", "sent", "sent, all", *(["left"] if memory is not None else [])):
-        found.add_column(name, justify="right", no_wrap=True)
-    before = 0
-    for row in rows:
-        if before not in (0, row.count):
-            found.add_section()
-        before = row.count
-        if not row.ranks:
-            found.add_row(str(row.count), row.partition, "refused")
-            continue
-        left = memory - row.largest.total if memory is not None else 0
-        found.add_row(
-            str(row.count),
-            row.partition + "*" * (row.plan is None),
-            format_bytes(max(rank.state for rank in row.ranks)),
-            format_bytes(row.largest.total),
-            f"{row.plan.imbalance:.2f}" if row.plan is not None else "",
-            format_bytes(max(row.sent)),
-            format_bytes(sum(row.sent)),
-            *([f"[red]{format_bytes(left)}[/red]" if left < 0 else format_bytes(left)] if memory is not None else []),
-        )
+    names = ["state", "peak", "work", "sent", "sent, all", *(["left"] if memory is not None else [])]
+    for name in ("ranks", "partition", *names):
+        found.add_column(name, justify="right" if name in names else "left", no_wrap=True)
+    for _, of_count in groupby(rows, key=lambda row: row.count):
+        found.add_section()
+        for row in of_count:
+            found.add_row(
+                str(row.count), row.partition + "*" * (row.plan is None and row.ranks != ()), *_cells(row, memory)
+            )
+    return found
+
+
+def _cells(row: Row, memory: int | None) -> list[str]:
+    if not row.ranks:
+        return ["refused"]
+    sizes = [max(rank.state for rank in row.ranks), row.largest.total, max(row.sent), sum(row.sent)]
+    found = [*map(format_bytes, sizes)]
+    found.insert(2, f"{row.plan.imbalance:.2f}" if row.plan is not None else "")
+    if memory is not None:
+        left = memory - row.largest.total
+        found.append(f"[red]{format_bytes(left)}[/red]" if left < 0 else format_bytes(left))
     return found
 
 
@@ -60,6 +59,7 @@ def as_json(model: Model, rows: Iterable[Row], memory: int | None, advice: Mappi
         "schema": SCHEMA,
         "model": model.source,
         "notes": [*model.notes, NOT_COUNTED],
+        "dtypes_of_model": model.dtypes,
         "memory": memory,
         "advice": dict(advice),
         "elements": sum(param.numel() for param in model.params.values()),
@@ -69,7 +69,7 @@ def as_json(model: Model, rows: Iterable[Row], memory: int | None, advice: Mappi
                 "optimizers": row.optimizers,
                 "ranks": row.count,
                 "partition": row.partition,
-                "is_arithmetic": row.plan is None and bool(row.ranks),
+                "is_arithmetic": row.plan is None and row.ranks != (),
                 "note": row.note,
                 "work": [] if row.plan is None else [*row.plan.loads],
                 "imbalances": {} if row.plan is None else dict(row.plan.imbalances),
@@ -85,10 +85,8 @@ def as_json(model: Model, rows: Iterable[Row], memory: int | None, advice: Mappi
 
 def draw(rows: Sequence[Row], memory: int | None, file: Path) -> None:
     """Draw bytes by kind for the first number of ranks, and their sums over all numbers; InputError if it cannot."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise InputError("--picture needs matplotlib, which is not installed: pip install 'zeroshard[cli]'") from None
+    from matplotlib.figure import Figure
+
     by_name: dict[str, list[Row]] = {}
     for row in [row for row in rows if row.ranks]:
         by_name.setdefault(f"{row.optimizers}, {row.partition}", []).append(row)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from zeroshard_comm import Manifest, agreed, gather
-from zeroshard_core import Plan, Shard, StateMapError, contiguous_strides, storage_view
+from zeroshard_core import Plan, Shard, StateMapError, storage_view
 
 from zeroshard.local.optimizer import sync_groups
 from zeroshard.plan.groups import ParamGroup, pack_groups
@@ -155,4 +155,5 @@ class _Assembler:
 
 
 def _empty(dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int] | None, _: str) -> torch.Tensor:
-    return torch.empty_strided(tuple(shape), stride or contiguous_strides(shape), dtype=dtype, device="cpu")
+    like = torch.empty(tuple(shape), dtype=dtype, device="meta")
+    return torch.empty_strided(tuple(shape), stride or like.stride(), dtype=dtype, device="cpu")
