@@ -135,10 +135,18 @@ def test_a_timeout_is_that_of_the_run_unless_a_test_has_its_own(suite: RunSuite,
     assert "ranks 0, 1 timed out: no outcome after 1 s" in done.cases["test_calls"].text
 
 
-def test_a_timeout_that_is_no_number_is_refused(suite: RunSuite) -> None:
-    done = suite("-o", "ranks_timeout=soon", test_backends=BACKENDS)
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        ("--override-ini=ranks_timeout=soon", "could not convert string to float: 'soon'"),
+        ("--ranks-timeout=-1", "a timeout is a positive number of seconds, not -1"),
+        ("--ranks-timeout=0", "a timeout is a positive number of seconds, not 0"),
+    ],
+)
+def test_a_timeout_that_is_no_positive_number_is_refused(suite: RunSuite, option: str, told: str) -> None:
+    done = suite(option, test_backends=BACKENDS)
     assert done.status == pytest.ExitCode.USAGE_ERROR
-    assert "ranks_timeout in the ini file: could not convert string to float: 'soon'" in done.text
+    assert f"--ranks-timeout, or ranks_timeout in the ini file: {told}" in done.text
 
 
 def test_xdist_runs_rank_tests(suite: RunSuite) -> None:

@@ -12,7 +12,7 @@ from _pytest._code.code import ReprEntryNative, ReprExceptionInfo, ReprFileLocat
 
 from zeroshard_testing.marker import RANK_FIXTURES, leave_out_rank_fixtures, parametrize, spec_of
 from zeroshard_testing.session import RanksSession, running_sessions
-from zeroshard_testing.spec import BACKENDS, CHECKS
+from zeroshard_testing.spec import BACKENDS, CHECKS, SpecError
 from zeroshard_testing.verdict import RanksFailure
 
 _MARKER_HELP = (
@@ -47,7 +47,8 @@ def pytest_configure(config: pytest.Config) -> None:
         # As the fixture tmp_path_factory does.
         session = RanksSession(config, lambda: config._tmp_path_factory.getbasetemp())  # type: ignore[attr-defined]
     except ValueError as error:
-        raise pytest.UsageError(f"ranks_checks or ranks_timeout in the ini file: {error}") from error
+        option = "ranks_checks" if isinstance(error, SpecError) else "--ranks-timeout, or ranks_timeout"
+        raise pytest.UsageError(f"{option} in the ini file: {error}") from error
     config.pluginmanager.register(session)
     running_sessions.append(session)
 

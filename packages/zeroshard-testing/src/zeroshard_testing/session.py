@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
@@ -48,8 +49,12 @@ class RanksSession:
         # Which checks are off, as the header says.
         self._said: list[str] = []
         self._checks_off, self._checks_on = parse_checks("" if config is None else config.getini("ranks_checks"))
-        chosen = None if config is None else config.getoption("--ranks-timeout") or config.getini("ranks_timeout")
-        self._timeout = float(chosen or 60)
+        self._timeout = 60.0
+        if config is not None:
+            given = config.getoption("--ranks-timeout")
+            self._timeout = float(config.getini("ranks_timeout") if given is None else given)
+            if not 0 < self._timeout < math.inf:
+                raise ValueError(f"a timeout is a positive number of seconds, not {self._timeout:g}")
         if "races" in self._checks_off:
             raise SpecError("no:races is said of a test, in its marker, with the reason")
 
