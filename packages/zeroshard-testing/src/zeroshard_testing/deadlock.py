@@ -61,7 +61,9 @@ def _group_is_never_made(awaited: Awaited, states: Mapping[int, RankState]) -> s
         return None
     known = [member for member in absent if member in states]
     begun = {key.rpartition(" ")[0] for member in known for key in states[member].begun}
-    other = next((key for key in sorted(begun) if key != awaited.group and group_members(key) == members), None)
+    alike = [key for key in sorted(begun) if key != awaited.group and group_members(key) == members]
+    # Names that torch hashes are not numbers of calls.
+    other = next((key for key in alike if _is_numbered(key) and _is_numbered(awaited.group)), None)
     hint = f"; it is group {_name(awaited.group)} here and {_name(other)} there: {_UNEQUAL}" if other else ""
     return f"stuck waiting for the other ranks of a new process group: {_fates(known, states)}{hint}"
 
@@ -69,6 +71,10 @@ def _group_is_never_made(awaited: Awaited, states: Mapping[int, RankState]) -> s
 def _times_taken(group: str, place: int, states: Mapping[int, RankState]) -> int:
     """How often a place in a group was taken in the test; all of them are, each time that the group is made."""
     return sum(state.begun.get(f"{group} {place}", 0) for state in states.values())
+
+
+def _is_numbered(group: str) -> bool:
+    return group.rpartition(":")[0].isdecimal()
 
 
 def _name(group: str) -> str:
@@ -96,7 +102,7 @@ def _lacks(key: str, number: int, operation: Operation, rank: int, states: Mappi
         if member == rank:
             continue
         if there is None:
-            if is_made_in_test and _times_taken(group, place, states) <= int(number_made or 0):
+            if is_made_in_test and _is_numbered(group) and _times_taken(group, place, states) <= int(number_made or 0):
                 return f"stuck in {what}: rank {member} has not made this group: {_UNEQUAL}"
             continue
         other = there.operations.get(number)

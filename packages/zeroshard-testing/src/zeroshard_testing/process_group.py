@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch exports them unseen
 
-from zeroshard_testing._torch_private import fake_store, process_groups
+from zeroshard_testing._torch_private import count_groups_anew, fake_store, process_groups
 from zeroshard_testing.ipc import Message
 from zeroshard_testing.stacks import OWN_THREADS
 
@@ -63,6 +63,7 @@ class GroupKeeper:
             name, timeout = BACKEND, message["timeout"] * _EMULATED_TIMEOUT
         store = fake_store() if backend == "fake" else PrefixStore(key, self._store)
         limit = timedelta(seconds=timeout)
+        count_groups_anew()
         with _torch_warnings_ignored():
             dist.init_process_group(name, store=store, rank=rank, world_size=message["world_size"], timeout=limit)
         if backend != "fake":

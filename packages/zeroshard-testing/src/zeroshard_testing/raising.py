@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from zeroshard_testing.rank_values import rank_and_world_size
+
 
 @contextlib.contextmanager
 def raises_on(
@@ -17,7 +19,7 @@ def raises_on(
     ranks: int | Iterable[int],
     match: str | None = None,
 ) -> Iterator[pytest.ExceptionInfo[Any] | None]:
-    """Assert that a block raises on these ranks of the default group, and on no other.
+    """Assert that a block raises on these ranks of the default group, or of the test without one, and on no other.
 
     Args:
         expected: The exception, or several.
@@ -32,9 +34,10 @@ def raises_on(
         ValueError: If there is no such rank.
     """
     named = [ranks] if isinstance(ranks, int) else list(ranks)
-    if not named or not set(named) <= set(range(dist.get_world_size())):
-        raise ValueError(f"raises_on: ranks are some of the {dist.get_world_size()} that there are, not {named}")
-    if dist.get_rank() not in named:
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else rank_and_world_size()
+    if not named or not set(named) <= set(range(world_size)):
+        raise ValueError(f"raises_on: ranks are some of the {world_size} that there are, not {named}")
+    if rank not in named:
         yield None
         return
     with pytest.raises(expected, match=match) as info:

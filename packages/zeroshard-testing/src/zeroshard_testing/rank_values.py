@@ -22,6 +22,11 @@ def set_rank_values(**values: object) -> None:
     _current.update(values)
 
 
+def rank_and_world_size() -> tuple[int, int]:
+    """Return what the fixtures of the current test give as these, also where it makes no process group."""
+    return _current["rank"], _current["world_size"]
+
+
 def _given(name: str, scope: Any = "function") -> Any:  # noqa: ANN401 - pytest's fixture object, whose type is private
     return pytest.fixture(lambda: _current[name], name=name, scope=scope)
 

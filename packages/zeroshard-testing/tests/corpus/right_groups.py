@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import ones
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_store
+from zeroshard_testing import raises_on
 
 pytestmark = pytest.mark.ranks(2)
 
@@ -274,3 +275,16 @@ def test_after_an_error_that_is_expected_on_all_ranks(rank):
     with pytest.raises((RuntimeError, ValueError), match="nvalid"):
         dist.broadcast(ones(1), src=7)
     dist.barrier()
+
+
+@pytest.mark.ranks(2, init=False)
+def test_a_default_group_that_one_rank_cannot_make(rank):
+    with raises_on(RuntimeError, ranks=0):
+        if rank == 0:
+            dist.init_process_group("gloo", timeout=timedelta(seconds=0.2))
+
+
+def test_the_group_after_one_that_was_not_made(world_size):
+    x = ones(1)
+    dist.all_reduce(x)
+    assert x == world_size
