@@ -6,7 +6,7 @@ Pure functions over dicts of tensors. Arguments are not changed; results may ali
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -95,12 +95,12 @@ def _is_per_element(value: object, spec: TensorSpec) -> bool:
     )
 
 
-def _travels(value: Any) -> bool:  # noqa: ANN401 - any entry
+def _travels(value: object) -> bool:
     """Whether an entry goes with every shard as it is."""
     if isinstance(value, torch.Tensor):
         return value.dim() == 0
-    values = value.values() if isinstance(value, Mapping) else value
-    inside = values if isinstance(value, (Mapping, list, tuple, set, frozenset)) else ()
+    inside: Iterable[object] = value if isinstance(value, (list, tuple, set, frozenset)) else ()
+    inside = value.values() if isinstance(value, Mapping) else inside
     return not any(isinstance(each, torch.Tensor) or not _travels(each) for each in inside)
 
 
