@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from zeroshard_testing import raises_on
 from zeroshard_testing.outcome import Outcome, is_echo
 from zeroshard_testing.stacks import readable_stacks
 from zeroshard_testing.verdict import judge
@@ -68,3 +69,8 @@ def test_stacks_end_where_the_test_was_called():
 def test_stacks_that_hold_no_frame_of_the_test_are_whole():
     text = 'Stack (most recent call first):\n  File "/x/zeroshard_testing/worker.py", line 5 in runtest'
     assert readable_stacks(text) == text
+
+
+def test_raises_on_outside_of_ranks_says_so() -> None:
+    with pytest.raises(RuntimeError, match="this process is no rank"), raises_on(ranks=0):
+        pass

@@ -24,6 +24,8 @@ def set_rank_values(**values: object) -> None:
 
 def rank_and_world_size() -> tuple[int, int]:
     """Return what the fixtures of the current test give as these, also where it makes no process group."""
+    if not _current:
+        raise RuntimeError("this process is no rank: there is neither a process group nor a test on ranks")
     return _current["rank"], _current["world_size"]
 
 
