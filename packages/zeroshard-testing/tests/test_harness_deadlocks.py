@@ -194,16 +194,12 @@ def test_two_ranks_that_make_groups_in_another_order_are_stuck():
     assert find_deadlock({0: making("1:0,1"), 1: making("2:0,1", place=1)})
 
 
-def test_a_group_that_is_made_by_another_name_is_told_with_both():
-    found = find_deadlock({0: making("1:0,1"), 1: making("2:0,1", place=1)})
-    assert found[1].endswith("it is group '2' here and '1' there: ranks call new_group unequally")
-
-
-def test_a_collective_lacks_a_member_that_has_not_made_its_group():
-    here = replace(state("all_reduce"), begun={f"{KEY} 0": 1})
-    found = find_deadlock({0: here, 1: RankState(finished=True)})
-    assert found[0].endswith("rank 1 has not made this group: ranks call new_group unequally")
-    assert find_deadlock({0: here, 1: RankState(finished=True, begun={f"{KEY} 1": 1})}) == {}
+def test_ranks_that_wait_after_unequal_calls_of_new_group_are_stuck():
+    here = replace(state("all_reduce"), begun={"1:0,1 0": 1})
+    there = replace(state("all_reduce"), begun={"1:1 0": 1})
+    text = "stuck: group '1' is the group of ranks 0, 1 on rank 0, and the group of rank 1 on rank 1: ranks"
+    assert find_deadlock({0: here, 1: there})[1].startswith(text)
+    assert find_deadlock({0: here, 1: here}) == {}
 
 
 def test_a_process_that_a_rank_has_started_may_be_a_member():

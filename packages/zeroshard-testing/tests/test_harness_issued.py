@@ -10,6 +10,7 @@ from zeroshard_testing.issued import (
     find_left_out,
     find_mismatch,
     find_other_tensors,
+    find_unequal_groups,
     find_unmatched_messages,
     find_worlds_of_one,
 )
@@ -118,27 +119,51 @@ def in_order(*keys: str) -> RankState:
 
 
 def test_groups_that_ranks_share_are_used_in_one_order():
-    assert find_crossed({0: in_order("1:0,1", "2:0,1"), 1: in_order("1:0,1", "2:0,1")}) == {}
-    assert find_crossed({0: in_order("1:0,1", "2:0"), 1: in_order("3:1", "1:0,1")}) == {}
-    assert find_crossed({}) == {}
+    assert find_crossed({0: in_order("1:0,1", "2:0,1"), 1: in_order("1:0,1", "2:0,1")}) is None
+    assert find_crossed({0: in_order("1:0,1", "2:0"), 1: in_order("3:1", "1:0,1")}) is None
+    assert find_crossed({}) is None
     found = find_crossed({0: in_order("1:0,1", "2:0,1"), 1: in_order("2:0,1", "1:0,1")})
-    assert found[1] == (
-        "passed, but rank 0 issues barrier #1 of group '1' before barrier #1 of group '2', and rank 1 after it"
-    )
+    assert found == ("rank 0 issues barrier #1 of group '1' before barrier #1 of group '2', and rank 1 after it")
 
 
 def test_the_order_of_what_cpp_has_issued_is_not_known():
     states = {0: in_order("1:0,1", "2:0,1"), 1: in_order("2:0,1", "1:0,1")}
     states[1].groups["1:0,1"].operations[1] = Operation("barrier", from_python=False)
-    assert find_crossed(states) == {}
+    assert find_crossed(states) is None
 
 
 def test_a_world_of_its_own_on_every_rank_is_told():
     alone = RankState(True, begun={"0:0 0": 2})
-    assert set(find_worlds_of_one({0: alone, 1: alone})) == {0, 1}
+    assert find_worlds_of_one({0: alone, 1: alone}) == "each of 2 ranks made a default group of itself alone"
     for other in (RankState(True), RankState(True, begun={"0:0 0": 1, "0:0,1 1": 1}), RankState(True, groups={KEY: 0})):
-        assert find_worlds_of_one({0: alone, 1: other}) == {}
-    assert find_worlds_of_one({0: alone}) == {}
+        assert find_worlds_of_one({0: alone, 1: other}) is None
+    assert find_worlds_of_one({0: alone}) is None
+
+
+def begun(*groups: str) -> RankState:
+    return RankState(True, begun={f"{group} 0": 1 for group in groups})
+
+
+def test_groups_of_one_number_with_other_members_are_told():
+    assert find_unequal_groups({0: begun("1:0,1", "2:0"), 1: begun("1:1", "2:0,1")}) == (
+        "group '1' is the group of ranks 0, 1 on rank 0, and the group of rank 1 on rank 1: ranks call "
+        "new_group unequally, or in another order"
+    )
+
+
+@pytest.mark.parametrize(
+    ("here", "there"),
+    [
+        (["1:0,1", "2:0"], ["1:0,1"]),
+        (["1:0,1", "1:0"], ["1:0"]),
+        (["feed:0,1"], ["feed:1"]),
+        (["0:0", "1:0"], ["0:0,1", "1:1"]),
+        (["0:0", "1:0"], ["0:0", "1:1"]),
+    ],
+    ids=["not_yet_made", "default_group_made_anew", "hashed", "other_default_groups", "default_groups_of_one"],
+)
+def test_groups_that_may_be_equal_are_not_told(here: list[str], there: list[str]) -> None:
+    assert find_unequal_groups({0: begun(*here), 1: begun(*there)}) is None
 
 
 def test_a_message_that_nobody_receives_is_told_of_its_sender():

@@ -46,6 +46,7 @@ GROUP_METHODS: Mapping[str, tuple[str, int]] = {
     "alltoall_base": ("all_to_all_single", 0),
     "all_to_all_single": ("all_to_all_single", 0),
     "barrier": ("barrier", -1),
+    "monitored_barrier": ("monitored_barrier", -1),
 }
 """Methods of `ProcessGroup` that `torch.distributed` calls to issue a collective: the public name, and which argument
 holds this rank's tensors, or the tensors of all ranks where their sizes may differ (-1 for none). The public functions

@@ -7,12 +7,11 @@ or what another has issued, there is no proof.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
-from zeroshard_testing.issued import differ, name_of
+from zeroshard_testing.issued import differ, find_unequal_groups, name_of
 from zeroshard_testing.rank_state import Awaited, Operation, RankState, group_members
-
-_UNEQUAL = "ranks call new_group unequally"
 
 
 def find_deadlock(states: Mapping[int, RankState]) -> dict[int, str]:
@@ -23,6 +22,9 @@ def find_deadlock(states: Mapping[int, RankState]) -> dict[int, str]:
     running = {rank: state.awaited for rank, state in states.items() if not state.finished}
     if not all(running.values()):
         return {}
+    if unequal := find_unequal_groups(states):
+        # Whoever they have met by that number, it is not those whom they wait for.
+        return dict.fromkeys(running, f"stuck: {unequal}")
     reasons: dict[int, str] = {}
     for rank, waits in running.items():
         for awaited in waits:
@@ -53,32 +55,14 @@ def _never_comes(awaited: Awaited, rank: int, states: Mapping[int, RankState]) -
 
 def _group_is_never_made(awaited: Awaited, states: Mapping[int, RankState]) -> str | None:
     """Whether a member of the group that a rank is making has not begun to, by whatever number the test calls it."""
-    members = group_members(awaited.group)
-    absent = [
-        member for place, member in enumerate(members) if _times_taken(awaited.group, place, states) <= awaited.number
-    ]
+    # All of the group's places are taken each time that it is made.
+    begun = sum((Counter(state.begun) for state in states.values()), Counter[str]())
+    members = enumerate(group_members(awaited.group))
+    absent = [member for place, member in members if begun[f"{awaited.group} {place}"] <= awaited.number]
     if not absent:
         return None
     known = [member for member in absent if member in states]
-    begun = {key.rpartition(" ")[0] for member in known for key in states[member].begun}
-    alike = [key for key in sorted(begun) if key != awaited.group and group_members(key) == members]
-    # Names that torch hashes are not numbers of calls.
-    other = next((key for key in alike if _is_numbered(key) and _is_numbered(awaited.group)), None)
-    hint = f"; it is group {_name(awaited.group)} here and {_name(other)} there: {_UNEQUAL}" if other else ""
-    return f"stuck waiting for the other ranks of a new process group: {_fates(known, states)}{hint}"
-
-
-def _times_taken(group: str, place: int, states: Mapping[int, RankState]) -> int:
-    """How often a place in a group was taken in the test; all of them are, each time that the group is made."""
-    return sum(state.begun.get(f"{group} {place}", 0) for state in states.values())
-
-
-def _is_numbered(group: str) -> bool:
-    return group.rpartition(":")[0].isdecimal()
-
-
-def _name(group: str) -> str:
-    return repr(group.rpartition(":")[0])
+    return f"stuck waiting for the other ranks of a new process group: {_fates(known, states)}"
 
 
 def _collectives_never_complete(rank: int, states: Mapping[int, RankState]) -> str | None:
@@ -95,15 +79,9 @@ def _collectives_never_complete(rank: int, states: Mapping[int, RankState]) -> s
 def _lacks(key: str, number: int, operation: Operation, rank: int, states: Mapping[int, RankState]) -> str | None:
     here = states[rank].groups[key]
     what = name_of(here, number)
-    number_made, _, group = key.rpartition(" ")
-    is_made_in_test = _times_taken(group, here.members.index(rank), states) > int(number_made or 0)
-    for place, member in enumerate(here.members):
+    for member in here.members:
         there = states[member].groups.get(key) if member in states else None
-        if member == rank:
-            continue
-        if there is None:
-            if is_made_in_test and _is_numbered(group) and _times_taken(group, place, states) <= int(number_made or 0):
-                return f"stuck in {what}: rank {member} has not made this group: {_UNEQUAL}"
+        if member == rank or there is None:
             continue
         other = there.operations.get(number)
         if other is not None and differ(operation, other):

@@ -57,8 +57,6 @@ class _Server:
     def serve(self) -> None:
         """Work until the controller is gone, then end the children and this process."""
         gc.collect()
-        # Pages of what is loaded stay shared with the workers as long as the collector does not write to them.
-        gc.freeze()
         wakeup, self._wakeup = socket.socketpair()
         self._wakeup.setblocking(False)
         sources: list[Channel | socket.socket] = [self._channel, wakeup]
@@ -89,6 +87,7 @@ class _Server:
             # What a worker whose test failed has loaded, so that its successors need not.
             with contextlib.suppress(Exception):
                 importlib.import_module(name)
+        # Pages of what is loaded stay shared with the workers as long as the collector does not write to them.
         gc.freeze()
         descriptors = self._channel.take_descriptors(4)
         pid = os.fork()

@@ -9,7 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from itertools import combinations, permutations
 
-from zeroshard_testing.rank_state import WORLD_OF_ONE, GroupState, Messages, Operation, RankState
+from zeroshard_testing.rank_state import (
+    WORLD_OF_ONE,
+    GroupState,
+    Messages,
+    Operation,
+    RankState,
+    group_key,
+    group_label,
+)
 
 _SINGLE = ("all_reduce", "broadcast", "reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
 _LISTS = ("all_gather", "reduce_scatter")
@@ -36,6 +44,33 @@ def find_mismatch(states: Mapping[int, RankState], *, excuses_failures: bool = T
     return None
 
 
+def find_unequal_groups(states: Mapping[int, RankState]) -> str | None:
+    """Return, as text, a group of which ranks of one default group name other members, None if there is none.
+
+    `torch.distributed.new_group` numbers its calls, and ranks meet by that number.
+    """
+    made = {rank: _numbered_groups(state) for rank, state in sorted(states.items())}
+    world = {group_key("0", made)}
+    if any(groups.get("0", world) != world for groups in made.values()):
+        return None
+    for (one, here), (other, there) in combinations(made.items(), 2):
+        for number in sorted(here.keys() & there.keys(), key=int):
+            if (ours := here[number] - there[number]) and (theirs := there[number] - here[number]):
+                what = (
+                    f"group {number!r} is {group_label(min(ours), 0)} on rank {one}, and {group_label(min(theirs), 0)}"
+                )
+                return f"{what} on rank {other}: ranks call new_group unequally, or in another order"
+    return None
+
+
+def _numbered_groups(state: RankState) -> dict[str, set[str]]:
+    """Return the keys of the groups that a rank has begun to make, by name, unless torch has hashed that."""
+    found: dict[str, set[str]] = {}
+    for key in (begun.rpartition(" ")[0] for begun in state.begun):
+        found.setdefault(key.rpartition(":")[0], set()).add(key)
+    return {name: keys for name, keys in found.items() if name.isdecimal()}
+
+
 def collectives_to_compare(states: Mapping[int, RankState]) -> bool:
     """Whether ranks that have finished have issued different numbers of collectives, or perhaps different ones."""
     for groups in _whole_groups(states):
@@ -58,17 +93,15 @@ def find_left_out(states: Mapping[int, RankState]) -> dict[int, str]:
     return found
 
 
-def find_worlds_of_one(states: Mapping[int, RankState]) -> dict[int, str]:
-    """Return, as text by rank, that each of several ranks that have all finished has made a world of its own alone."""
-    if len(states) == 1 or any(
-        state.begun.keys() != {f"{WORLD_OF_ONE} 0"} or state.groups for state in states.values()
-    ):
-        return {}
-    return dict.fromkeys(states, f"passed, but each of {len(states)} ranks made a default group of itself alone")
+def find_worlds_of_one(states: Mapping[int, RankState]) -> str | None:
+    """Return, as text, that each of several ranks that have all finished has made a world of its own alone."""
+    alone = [state.begun.keys() == {f"{WORLD_OF_ONE} 0"} and not state.groups for state in states.values()]
+    is_found = len(alone) > 1 and all(alone)
+    return f"each of {len(states)} ranks made a default group of itself alone" if is_found else None
 
 
-def find_crossed(states: Mapping[int, RankState]) -> dict[int, str]:
-    """Return, as text by rank, where two ranks issue collectives of groups that they share in another order."""
+def find_crossed(states: Mapping[int, RankState]) -> str | None:
+    """Return, as text, where two ranks issue collectives of groups that they share in another order."""
     for one, other in combinations(sorted(states), 2):
         here, there = _serials(states[one]), _serials(states[other])
         known = here.keys() & there.keys()
@@ -79,9 +112,8 @@ def find_crossed(states: Mapping[int, RankState]) -> dict[int, str]:
                     f"{states[one].groups[key].operations[number].name} #{number} of group {key.rpartition(':')[0]!r}"
                     for key, number in crossed
                 )
-                text = f"passed, but rank {one} issues {first} before {second}, and rank {other} after it"
-                return dict.fromkeys(states, text)
-    return {}
+                return f"rank {one} issues {first} before {second}, and rank {other} after it"
+    return None
 
 
 def _serials(state: RankState) -> dict[tuple[str, int], int]:

@@ -86,8 +86,8 @@ class Monitor:
             self._notice_deadlock()
         for slot in self._out():
             self._outcomes[slot] = Outcome(kinds.FAULTED, "was stopped by its own fault")
+        self._explain_failures()
         self._notice_unmatched()
-        self._explain_aborts()
         return [outcome for _, outcome in sorted(self._outcomes.items())]
 
     def _out(self) -> list[int]:
@@ -215,12 +215,16 @@ class Monitor:
         for slot, text in self._snapshots.unmatched(self._checks_off).items():
             self._outcomes[slot] = Outcome(kinds.FAILED, text)
 
-    def _explain_aborts(self) -> None:
-        """Say of ranks that a signal has ended, and of no others, in which collective they met another one."""
-        for slot, outcome in list(self._outcomes.items()):
-            status = self._workers[slot].status
-            if outcome.kind == kinds.DIED and status == -signal.SIGABRT and (why := self._snapshots.why_aborted()):
-                self._outcomes[slot] = replace(outcome, summary=f"{describe_exit(status)}: {why}")
+    def _explain_failures(self) -> None:
+        """Say of ranks that C++ has aborted, and beside what ranks have raised, in what they had met something else."""
+        aborted = [slot for slot, child in enumerate(self._workers) if child.status == -signal.SIGABRT]
+        raised = [slot for slot, outcome in self._outcomes.items() if outcome.kind == kinds.FAILED]
+        why = self._snapshots.why_failed() if aborted or (raised and "collectives" not in self._checks_off) else None
+        for slot, outcome in list(self._outcomes.items()) if why else []:
+            if slot in aborted and outcome.kind == kinds.DIED:
+                self._outcomes[slot] = replace(outcome, summary=f"{describe_exit(-signal.SIGABRT)}: {why}")
+            elif slot in raised:
+                self._outcomes[slot] = replace(outcome, detail=f"{outcome.detail}\n\nThe ranks differ: {why}")
 
     def _give_up(self) -> None:
         """Settle the ranks that are still out, with their Python stacks."""

@@ -211,7 +211,7 @@ class RankInspector:
         return False
 
     def _awaited(self, wait: Wait) -> Awaited | None:
-        if isinstance(wait.owner, dist.ProcessGroup) or (wait.until is not None and wait.until < self._deadline):
+        if wait.until is not None and wait.until < self._deadline:
             return None
         if _is_done(wait.owner):
             # The thread will go on as soon as it gets a processor; another collective may be pending for ever.

@@ -150,4 +150,4 @@ def group_label(key: str, world_size: int) -> str:
     members = group_members(key)
     if key.startswith("0:") and len(members) == world_size:
         return "the default group"
-    return f"the group of ranks {', '.join(map(str, members))}"
+    return f"the group of rank{'s' * (len(members) > 1)} {', '.join(map(str, members))}"

@@ -21,6 +21,7 @@ from zeroshard_testing.issued import (
     find_left_out,
     find_mismatch,
     find_other_tensors,
+    find_unequal_groups,
     find_unmatched_messages,
     find_worlds_of_one,
     name_of,
@@ -89,35 +90,35 @@ class Snapshots:
         self._there.pop(slot, None)
 
     def mismatch(self) -> str | None:
-        """Return, as text, which collective the ranks have issued differently, as far as the latest round tells."""
-        return find_mismatch(self._answers)
+        """Return, as text, which group or collective differs between ranks, as far as the latest round tells."""
+        return find_unequal_groups(self._answers) or find_mismatch(self._answers)
 
-    def why_aborted(self) -> str | None:
-        """Return, as text, in what a rank that C++ has aborted had met other tensors, or another collective."""
+    def why_failed(self) -> str | None:
+        """Return, as text, in what a rank that has failed had met other tensors, or another collective."""
         self._collect(self._there.keys() - self.aborted.keys())
         states = {**self._answers, **self.aborted}
         # What fails on the others follows from the abort.
-        return find_mismatch(states, excuses_failures=False) or find_other_tensors(states)
+        differs = find_unequal_groups(states) or find_mismatch(states, excuses_failures=False)
+        return differs or find_other_tensors(states)
 
     def unmatched(self, checks_off: Collection[str]) -> Mapping[int, str]:
         """Return, as text by slot, the operations that ranks which all passed have issued differently."""
         if len(self._finished) < len(self._workers):
             return {}
-        is_compared = "collectives" not in checks_off
-        found: Mapping[int, str] = find_worlds_of_one(self._finished) if is_compared else {}
-        is_ordered = "order" not in checks_off
-        if is_ordered or (is_compared and collectives_to_compare(self._finished)):
-            self._collect(range(len(self._workers)), _COMPARISON_TIMEOUT)
-            gone = self._finished.keys() - self._answers.keys()
-            if gone:
+        states, is_compared, is_ordered = self._finished, "collectives" not in checks_off, "order" not in checks_off
+        if is_compared and (text := find_worlds_of_one(states) or find_unequal_groups(states)):
+            return dict.fromkeys(states, f"passed, but {text}")
+        found: Mapping[int, str] = {}
+        if is_ordered or (is_compared and collectives_to_compare(states)):
+            self._collect(states, _COMPARISON_TIMEOUT)
+            if gone := states.keys() - self._answers.keys():
                 # Perhaps ended by gloo just after it had passed.
-                what = f": {text}" if (text := self.why_aborted()) else ""
+                what = f": {text}" if (text := self.why_failed()) else ""
                 return dict.fromkeys(gone, f"left before what it has issued could be compared{what}")
-            found = found or (find_left_out(self._answers) if is_compared else {})
-            found = found or (find_crossed(self._answers) if is_ordered else {})
-        if not found and "messages" not in checks_off:
-            found = find_unmatched_messages(self._finished)
-        return found
+            found = find_left_out(self._answers) if is_compared else {}
+            if not found and is_ordered and (text := find_crossed(self._answers)):
+                found = dict.fromkeys(states, f"passed, but {text}")
+        return found or ({} if "messages" in checks_off else find_unmatched_messages(states))
 
     def details(self, slots: Sequence[int]) -> Mapping[int, str]:
         """Return Python stacks and last collective of ranks that still run, by slot."""

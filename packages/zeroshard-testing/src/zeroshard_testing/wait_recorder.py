@@ -91,8 +91,9 @@ class GroupRecord:
     """What was issued in one process group from Python, and what of it has ended with an exception.
 
     Messages are by kind, peer and tag, the latest collectives by number. Some collectives take two of the group's
-    sequence numbers: ``numbers`` is how many all of them took. The checksum is of all of them, in order. Of an unlisted
-    group, which torch does not know by rank, only messages are looked at.
+    sequence numbers: ``numbers`` is how many all of them took, ``surplus`` how many more torch has counted here alone.
+    The checksum is of all of them, in order. Of an unlisted group, which torch does not know by rank, only messages are
+    looked at.
     """
 
     messages: dict[tuple[str, int, int], Messages] = field(default_factory=lambda: defaultdict(Messages))
@@ -100,6 +101,7 @@ class GroupRecord:
     collectives: dict[int, Operation] = field(default_factory=dict)
     failed_collectives: set[int] = field(default_factory=set)
     numbers: int = 0
+    surplus: int = 0
     checksum: int = 0
     unlisted: bool = False
     _issuing: threading.RLock = field(default_factory=threading.RLock)
@@ -107,6 +109,10 @@ class GroupRecord:
     def count(self, number: int, operation: Operation, latest: int) -> None:
         """Count a collective that has been issued, with its number and the latest one that the group has taken."""
         self.collectives[number] = operation
+        if operation.name == "monitored_barrier":
+            # Two numbers, in the flight recorder as well, but for rank 0, which takes two for each of the others.
+            self.surplus += latest - number - 1
+            latest = number + 1
         self.numbers += latest - number + 1
         text = f"{operation.name} {operation.amounts} {operation.root} {operation.reduce_op}"
         self.checksum = zlib.crc32(text.encode(), self.checksum)
@@ -205,7 +211,7 @@ class WaitRecorder:
             return 0
         with record.no_message_half_counted():
             # The group numbers collectives and messages alike.
-            return sequence_number(group) - sum(messages.count for messages in record.messages.values())
+            return sequence_number(group) - record.surplus - sum(one.count for one in record.messages.values())
 
     def collective(
         self, title: str, place: int, call: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]
@@ -236,7 +242,8 @@ class WaitRecorder:
             *peers, tag = map(int, values)
             peer = peers[0] if peers else ANY_SOURCE
             messages = self.of_group(group).messages[kind, peer, tag]
-            self._note_work(work, Issued(kind, weakref.ref(group), peer, tag, messages.count))
+            if work is not None:
+                self._works[work] = Issued(kind, weakref.ref(group), peer, tag, messages.count)
             messages.count += 1
             messages.latest.append(described(tensors))
         return work
@@ -266,19 +273,15 @@ class WaitRecorder:
                 record.count(number, operation, self.collectives_in(group))
             raise
         record.count(number, operation, self.collectives_in(group))
-        self._note_work(work, Issued("collective", weakref.ref(group), number=number))
-        return work
-
-    def _note_work(self, work: object, issued: Issued) -> None:
-        """Note what a work stands for, where there is one."""
         if work is not None:
-            self._works[work] = issued
+            self._works[work] = Issued("collective", weakref.ref(group), number=number)
+        return work
 
     def wait(self, call: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:  # noqa: ANN401 - whatever the wrapped method returns
         """Call a method that waits, with the wait on record for as long."""
         __tracebackhide__ = True
         owner, *others = arguments
-        issued = self._works.get(owner) if isinstance(owner, Work) else self._monitored(owner)
+        issued = self._works.get(owner) if isinstance(owner, Work) else None
         me = threading.get_ident()
         outer = self.current.get(me)
         until = _end_of(owner, issued, [*others, *named.values()])
@@ -290,15 +293,6 @@ class WaitRecorder:
             raise
         finally:
             self.current[me] = outer
-
-    def _monitored(self, owner: object) -> Issued | None:
-        """Return the collective that a process group is about to wait in by itself: a monitored barrier."""
-        if not isinstance(owner, dist.ProcessGroup):
-            return None
-        try:
-            return Issued("collective", weakref.ref(owner), number=self.collectives_in(owner) + 1)
-        except (RuntimeError, AttributeError):
-            return None
 
     def _note_failure(self, issued: Issued | None) -> None:
         if issued is None or (group := issued.group()) is None:
@@ -352,4 +346,5 @@ def _end_of(owner: object, issued: Issued | None, arguments: Iterable[Any]) -> f
         seconds: float = owner.timeout.total_seconds()  # type: ignore[attr-defined]  # missing in torch's stubs
         return monotonic() + seconds
     group = None if issued is None or issued.kind == "collective" else issued.group()
+    group = owner if isinstance(owner, dist.ProcessGroup) else group
     return None if group is None else monotonic() + timeout_of(group)

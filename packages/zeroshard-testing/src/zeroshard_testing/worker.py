@@ -71,21 +71,11 @@ def _host_store(channel: Channel) -> None:
     while True:
         message, _ = channel.receive()
         if message["op"] == "emulated":
-            channel.send({"op": "emulated", **_emulated(builds=message["builds"])})
+            from zeroshard_testing.emulated.build import state
+
+            channel.send({"op": "emulated", **state(builds=message["builds"])})
         else:
             channel.send({"op": "machine", **machine()})
-
-
-def _emulated(*, builds: bool) -> Message:
-    from zeroshard_testing.emulated import build
-
-    error, reason = "", build.why_unavailable()
-    if builds:
-        try:
-            build.build()
-        except build.BuildError as failure:
-            error = str(failure)
-    return {"error": error, "reason": reason, "is_built": build.library().exists()}
 
 
 def _serve(channel: Channel, request: Message, stacks: int, session: pytest.Session) -> None:

@@ -262,9 +262,12 @@ def test_objects(rank):
     assert taken == ["ab"[rank]]
 
 
+@pytest.mark.ranks(2, 3)
 def test_a_barrier_that_all_pass(rank):
     dist.monitored_barrier()
     dist.barrier()
+    dist.monitored_barrier(wait_all_ranks=True)
+    dist.all_reduce(ones(1))
 
 
 def test_more_collectives_than_are_kept_on_record(rank):

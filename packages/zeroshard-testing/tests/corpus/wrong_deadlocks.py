@@ -68,7 +68,9 @@ def test_group_made_by_one(rank):
         dist.new_group([0, 1])
 
 
-@says(r"rank 0 stuck waiting .*: rank 1 .*; it is group '1' here and '2' there: ranks call new_group unequally")
+@says(
+    r"ranks 0, 1 stuck: group '1' is the group of ranks 0, 1 on rank 0, and the group of rank 1 on rank 1: ranks call"
+)
 def test_groups_made_in_another_order(rank):
     sizes = [[0, 1], [rank]]
     for ranks in reversed(sizes) if rank else sizes:
@@ -76,7 +78,9 @@ def test_groups_made_in_another_order(rank):
     dist.barrier()
 
 
-@says(r"rank 0 stuck waiting .*: rank 1 .*; it is group '1' here and '2' there: ranks call new_group unequally")
+@says(
+    r"ranks 0, 1 stuck: group '1' is the group of ranks 0, 1 on rank 0, and the group of rank 1 on rank 1: ranks call"
+)
 def test_one_more_group_on_one_rank(rank):
     if rank:
         dist.new_group([1])
@@ -84,11 +88,45 @@ def test_one_more_group_on_one_rank(rank):
 
 
 @pytest.mark.ranks(4, timeout=30)
-@says(r"ranks? .*stuck .*(it is group '2' here and '1' there|has not made this group): ranks call new_group unequally")
+@says(r"ranks 0-3 stuck: group '1' is the group of ranks 0, 1 on rank 0, and the group of ranks 0, 1, 2, 3 on rank 2: ")
 def test_group_that_its_members_alone_make(rank):
     if rank < 2:
         dist.new_group([0, 1])
     dist.all_reduce(ones(2), group=dist.new_group([0, 1, 2, 3]))
+
+
+@pytest.mark.ranks(4, timeout=30)
+@says(r"(?s)ranks? .*group '1' is the group of ranks 0, 1 on rank 0, and the group of ranks 2, 3 on rank 2: ranks call")
+def test_groups_of_others_made_in_another_order(rank):
+    pairs = [[0, 1], [2, 3]]
+    for ranks in pairs if rank < 2 else reversed(pairs):
+        dist.new_group(ranks)
+
+
+@pytest.mark.ranks(4, timeout=30)
+@says(r"(?s)ranks? .*group '1' is the group of ranks 0, 1 on rank 0, and the group of ranks 2, 3 on rank 2: ranks call")
+def test_collectives_of_groups_made_in_another_order(rank):
+    pairs = [[0, 1], [2, 3]]
+    mine, _ = [dist.new_group(ranks) for ranks in (pairs if rank < 2 else reversed(pairs))]
+    dist.all_reduce(ones(2), group=mine)
+
+
+@pytest.mark.ranks(3, timeout=30)
+@says(r"ranks 0, 2 stuck in monitored_barrier \(collective #1 of the default group\): rank 1 never joins, it has ended")
+def test_monitored_barrier_without_one_rank(rank):
+    if rank != 1:
+        dist.monitored_barrier()
+
+
+@pytest.mark.ranks(3, timeout=30)
+@says(
+    r"ranks 0, 2 stuck: rank 0 is in all_reduce of float32\[1\], rank 1 in monitored_barrier, as collective #3 of the"
+)
+def test_one_monitored_barrier_too_many(rank):
+    dist.monitored_barrier()
+    if rank == 1:
+        dist.monitored_barrier()
+    dist.all_reduce(ones(1))
 
 
 @says(r"rank 0 (stuck|failed: )")

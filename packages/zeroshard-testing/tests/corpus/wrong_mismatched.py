@@ -85,10 +85,21 @@ def test_shapes_of_a_functional_all_reduce(rank):
 
 @pytest.mark.ranks(4, timeout=30)
 @says(
-    r"ranks? .*(stuck|SIGABRT): rank 0 is in all_reduce of float32\[2\], rank 3 in all_reduce of float32\[3\], as coll"
+    # gloo lets some ranks of the ring go, others than in the next run.
+    r"ranks? .*(stuck|SIGABRT): rank [0-2] is in all_reduce of float32\[2\], rank 3 in all_reduce of float32\[3\], as"
 )
 def test_shapes_of_an_all_reduce_on_one_of_four(rank):
     dist.all_reduce(ones(2 + (rank == 3)))
+
+
+@pytest.mark.may_skip("collectives of objects need numpy")
+@says(
+    r"(?s)ranks? .*rank 0 is in broadcast of int64\[2\] with root 0, rank 1 in broadcast of int64\[3\] with root 0, as"
+)
+def test_lists_of_objects_of_other_lengths(rank):
+    pytest.importorskip("numpy", reason="collectives of objects need numpy")
+    # The size of a third object is whatever the memory holds.
+    dist.broadcast_object_list(["an object"] * (2 + rank))
 
 
 @says(r"ranks 0, 1 passed, but rank 0 is in broadcast of float32\[4\].*, rank 1 in broadcast of float32\[5\]")

@@ -117,3 +117,14 @@ def _digest(file: Path) -> str:
 
 def _read(file: Path) -> str:
     return file.read_text() if file.exists() else ""
+
+
+def state(*, builds: bool) -> dict[str, str | bool | None]:
+    """Return why it cannot be built here, or None, and whether it is built; first build it, with what goes wrong."""
+    error, reason = "", why_unavailable()
+    if builds:
+        try:
+            build()
+        except BuildError as failure:
+            error = str(failure)
+    return {"error": error, "reason": reason, "is_built": library().exists()}
