@@ -224,7 +224,7 @@ class Monitor:
             if slot in aborted and outcome.kind == kinds.DIED:
                 self._outcomes[slot] = replace(outcome, summary=f"{describe_exit(-signal.SIGABRT)}: {why}")
             elif slot in raised:
-                self._outcomes[slot] = replace(outcome, detail=f"{outcome.detail}\n\nThe ranks differ: {why}")
+                self._outcomes[slot] = replace(outcome, detail=f"{outcome.detail}\n\nThe ranks differ: {why}".lstrip())
 
     def _give_up(self) -> None:
         """Settle the ranks that are still out, with their Python stacks."""
