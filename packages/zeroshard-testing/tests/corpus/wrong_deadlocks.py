@@ -88,7 +88,7 @@ def test_one_more_group_on_one_rank(rank):
 
 
 @pytest.mark.ranks(4, timeout=30)
-@says(r"ranks 0-3 stuck: group '1' is the group of ranks 0, 1 on rank 0, and the group of ranks 0, 1, 2, 3 on rank 2: ")
+@says(r"ranks? .*stuck: group '1' is the group of ranks 0, 1 on rank 0, and the group of ranks 0, 1, 2, 3 on rank 2: ")
 def test_group_that_its_members_alone_make(rank):
     if rank < 2:
         dist.new_group([0, 1])
