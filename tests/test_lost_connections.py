@@ -159,6 +159,7 @@ def test_nobody_waits_for_a_rank_that_is_killed_between_two_rounds(
     # Its word is out, so ranks may rightly have agreed with it.
     coordinator = Coordinator(RankGroup.of())
     coordinator.agree("warming up")
+    coordinator.agree("connected")
     faults.kill(rank=1, at="send#2")
     with contextlib.suppress(PeerLostError):
         CALLS[call](coordinator, rank)
@@ -172,6 +173,7 @@ def test_ranks_of_which_one_has_left_the_ring_raise(
 ) -> None:
     coordinator = Coordinator(RankGroup.of())
     coordinator.agree("warming up")
+    coordinator.agree("connected")
     combine = ring.Ring.combine
 
     def fail(this: ring.Ring, numbers: torch.Tensor, traffic: Traffic) -> bool:
@@ -247,6 +249,7 @@ def test_a_rank_that_has_lost_another_one_tells_so_in_the_next_agreement(
     monkeypatch.setattr(rounds, "_TELLING", timedelta(seconds=30))
     coordinator = Coordinator(RankGroup.of())
     coordinator.agree("warming up")
+    coordinator.agree("connected")
     error = PeerLostError("some collective could not be finished")
     error.peer = lost
     others = "another rank has lost one, whose" if lost is None else "another rank has lost rank 2, whose"
