@@ -5,6 +5,7 @@ Each worker writes a data file beside the controller's, which pytest-cov combine
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -28,21 +29,18 @@ def coverage_request(config: pytest.Config | None) -> Message | None:
     }
 
 
-class Coverage:
-    """The measurement of one worker, from when it is made with what `coverage_request` returned."""
+def measure_coverage(request: Message | None) -> Callable[[], None]:
+    """Measure from now on as `coverage_request` has said; the result writes what was measured so far, as often."""
+    if request is None:
+        return lambda: None
+    import coverage
 
-    def __init__(self, request: Message | None) -> None:
-        self._coverage: Any = None
-        if request is None:
-            return
-        import coverage
+    measured = coverage.Coverage(**request)
+    measured.start()
 
-        self._coverage = coverage.Coverage(**request)
-        self._coverage.start()
+    def save() -> None:
+        measured.stop()
+        measured.save()
+        measured.start()
 
-    def save(self) -> None:
-        """Write what was measured so far. Safe to call repeatedly."""
-        if self._coverage is not None:
-            self._coverage.stop()
-            self._coverage.save()
-            self._coverage.start()
+    return save

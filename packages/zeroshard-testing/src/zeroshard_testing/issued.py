@@ -80,14 +80,15 @@ def collectives_to_compare(states: Mapping[int, RankState]) -> bool:
     return False
 
 
-def find_left_out(states: Mapping[int, RankState]) -> dict[int, str]:
+def find_left_out(states: Mapping[int, RankState], *, excuses_failures: bool = True) -> dict[int, str]:
     """Return, as text by rank, where ranks that have all finished left collectives out, or issued others."""
     found: dict[int, str] = {}
     for groups in _whole_groups(states):
         most, group = max(groups.items(), key=lambda item: item[1].issued)
         for rank, other in groups.items():
-            if other.issued < group.issued and not _may_have_failed(groups, other.issued + 1):
-                found[rank] = f"returned without {name_of(group, other.issued + 1)}, which rank {most} has issued"
+            number = other.issued + 1
+            if number <= group.issued and not (excuses_failures and _may_have_failed(groups, number)):
+                found[rank] = f"returned without {name_of(group, number)}, which rank {most} has issued"
     if not found and (mismatch := find_mismatch(states)) is not None:
         found = dict.fromkeys(states, f"passed, but {mismatch}")
     return found
@@ -150,13 +151,14 @@ def differ(one: Operation, other: Operation) -> bool:
     if one.from_python != other.from_python and "complex" in one.tensors + other.tensors:
         # C++ has them as pairs of real numbers.
         return False
-    if not one.amounts or not other.amounts:
+    both = one.from_python == other.from_python
+    here, there = ([known[: 2 + both] for known in operation.amounts] for operation in (one, other))
+    if not here or not there:
         return False
-    are_alike = one.from_python == other.from_python or one.name not in _LISTS
-    if one.name == other.name and one.name in _SAME_SIZES and are_alike:
-        return one.amounts != other.amounts
+    if one.name == other.name and one.name in _SAME_SIZES and (both or one.name not in _LISTS):
+        return here != there
     # In other collectives the ranks' own tensors may differ in size and number.
-    return {dtype for dtype, _ in one.amounts} != {dtype for dtype, _ in other.amounts}
+    return {dtype for dtype, *_ in here} != {dtype for dtype, *_ in there}
 
 
 def name_of(group: GroupState, number: int) -> str:

@@ -24,7 +24,7 @@ FAULTED = "faulted"
 
 _ECHOES = re.compile(
     r"connection (was )?(reset|closed|refused|aborted)|broken pipe|socket closed|peer closed"
-    r"|remote (process|rank|peer) (has )?(exited|died)",
+    r"|remote (process|rank|peer) (has )?(exited|died)|reached monitoredBarrier, but received errors",
     re.IGNORECASE,
 )
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import queue
-import threading
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +18,6 @@ from zeroshard_testing.stacks import OWN_THREADS
 
 # Gloo needs about 20 ms to close the connections of a group, most of it asleep.
 _REAPERS = 8
-_BACKLOG = 64
 # The test's own timeout, which comes with every rank's stack, is to strike first.
 _GROUP_TIMEOUT_MARGIN = 60.0
 # Of the test's timeout.
@@ -38,8 +35,7 @@ class GroupKeeper:
         self._store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
         self._current: str | None = None
         self._is_emulated = False
-        self._retired: queue.Queue[list[Any]] = queue.Queue(_BACKLOG)
-        self._reapers = 0
+        self._reapers = ThreadPoolExecutor(_REAPERS, f"{OWN_THREADS}group-reaper")
 
     def begin(self, message: Message) -> None:
         """Initialise the default process group that a test asks for, unless it is there already under the same key.
@@ -84,14 +80,7 @@ class GroupKeeper:
         groups = process_groups()
         with _torch_warnings_ignored():
             dist.destroy_process_group()
-        if not self._reapers or (self._reapers < _REAPERS and not self._retired.empty()):
-            threading.Thread(target=self._reap, name=f"{OWN_THREADS}group-reaper", daemon=True).start()
-            self._reapers += 1
-        self._retired.put(groups)
-
-    def _reap(self) -> None:
-        while True:
-            self._retired.get().clear()
+        self._reapers.submit(groups.clear)
 
 
 def _meet(store: PrefixStore, world_size: int, timeout: timedelta) -> None:

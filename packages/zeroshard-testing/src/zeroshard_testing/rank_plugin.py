@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import dataclass, field
 from functools import wraps
 from inspect import iscoroutinefunction
+from itertools import dropwhile
 from typing import Any
 
 import pytest
@@ -106,6 +107,8 @@ class RankPlugin:
         if is_echo(summary):
             # It explains nothing, and pytest would parse all of torch.distributed to show it.
             item.config.option.tbstyle = "native"
+            entries = dropwhile(lambda entry: is_harness(str(entry.path)), call.excinfo.traceback)
+            call.excinfo.traceback = type(call.excinfo.traceback)([*entries] or call.excinfo.traceback)
         try:
             report = yield
         finally:

@@ -10,7 +10,7 @@ from typing import Any
 
 WORLD_OF_ONE = "0:0"
 """The key of a default group of one rank."""
-_TENSOR = re.compile(r"(\w+)\[([^\]]*)\]")
+_TENSOR = re.compile(r"(\w+)\[([^\]]*)\](?: with strides \[([^\]]*)\])?")
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,14 @@ class Operation:
     serial: int = -1
 
     @property
-    def amounts(self) -> list[tuple[str, int]]:
-        """Dtype and number of elements of each tensor: what has to match, whatever the shapes."""
+    def amounts(self) -> list[tuple[str, int, str]]:
+        """Dtype, number of elements and strides of each tensor: what has to match, whatever the shapes.
+
+        There are no strides of what is contiguous, and of what C++ has issued.
+        """
         return [
-            (dtype, math.prod(int(size) for size in sizes.split(",") if size.strip()))
-            for dtype, sizes in _TENSOR.findall(self.tensors)
+            (dtype, math.prod(int(size) for size in sizes.split(",") if size.strip()), strides)
+            for dtype, sizes, strides in _TENSOR.findall(self.tensors)
         ]
 
     def __str__(self) -> str:

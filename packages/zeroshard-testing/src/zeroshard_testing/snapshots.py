@@ -93,13 +93,15 @@ class Snapshots:
         """Return, as text, which group or collective differs between ranks, as far as the latest round tells."""
         return find_unequal_groups(self._answers) or find_mismatch(self._answers)
 
-    def why_failed(self) -> str | None:
-        """Return, as text, in what a rank that has failed had met other tensors, or another collective."""
+    def why_failed(self, *, only_by_others: bool = False) -> str | None:
+        """Return, as text, in what a rank that has failed had met something else, or in what it lacked another rank."""
         self._collect(self._there.keys() - self.aborted.keys())
         states = {**self._answers, **self.aborted}
         # What fails on the others follows from the abort.
         differs = find_unequal_groups(states) or find_mismatch(states, excuses_failures=False)
-        return differs or find_other_tensors(states)
+        left_out = find_left_out(states, excuses_failures=False) if only_by_others else {}
+        absent = [f"rank {rank} {text}" for rank, text in left_out.items()]
+        return differs or find_other_tensors(states) or next(iter(absent), None)
 
     def unmatched(self, checks_off: Collection[str]) -> Mapping[int, str]:
         """Return, as text by slot, the operations that ranks which all passed have issued differently."""

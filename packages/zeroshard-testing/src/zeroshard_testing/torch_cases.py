@@ -18,6 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import DistStoreError, FileStore  # type: ignore[attr-defined]  # torch exports them unseen
+
+from zeroshard_testing._torch_private import RUN_CASE, START_PROCESSES, case_modules
 
 
 def as_rank_tests(
@@ -42,9 +45,6 @@ def as_rank_tests(
         TypeError: ``case_class`` is no ``MultiProcessTestCase``.
         AttributeError: ``case_class`` has no method of a name in ``methods``.
     """
-    # Late, as everywhere here: the plugin must not import torch.
-    from zeroshard_testing._torch_private import case_modules
-
     if not issubclass(case_class, case_modules()[0].MultiProcessTestCase):
         raise TypeError(f"as_rank_tests takes a subclass of MultiProcessTestCase, not {case_class!r}")
     names = [name for name in dir(case_class) if name.startswith("test")] if methods is None else methods
@@ -72,10 +72,6 @@ def _rank_test(case_class: type[Any], name: str, init: bool) -> Callable[..., No
 
 def _run_as_rank(case_class: type[Any], name: str, rank: int, world_size: int, folder: Path, init: bool) -> None:
     """Do on one rank what PyTorch's runner does in its own process, and between that, what it does in the rank's."""
-    from torch.distributed import DistStoreError, FileStore  # type: ignore[attr-defined]  # torch exports them unseen
-
-    from zeroshard_testing._torch_private import RUN_CASE
-
     rank_class = _rank_class(case_class, world_size, init)
     store = FileStore(str(folder / "store"))
     # The last rank, because reports begin with rank 0, and the wait below explains no failure.
@@ -108,8 +104,6 @@ def _run_as_rank(case_class: type[Any], name: str, rank: int, world_size: int, f
 
 def _rank_class(case_class: type[Any], world_size: int, init: bool) -> type[Any]:
     """Return ``case_class`` without the parts that need the processes of PyTorch's runner."""
-    from zeroshard_testing._torch_private import RUN_CASE, START_PROCESSES, case_modules
-
     of_ranks, of_all = case_modules()
 
     def run_test(self: Any, test_name: str, _: object) -> None:  # noqa: ANN401 - an instance of the class below
@@ -135,8 +129,6 @@ def _rank_class(case_class: type[Any], world_size: int, init: bool) -> type[Any]
 @contextmanager
 def _exit_codes_understood(rank_class: type[Any]) -> Iterator[None]:
     """Turn the exit codes by which PyTorch's decorators skip into skips; let the `_run` of a class exit with 0."""
-    from zeroshard_testing._torch_private import case_modules
-
     try:
         yield
     except SystemExit as exit_:

@@ -99,7 +99,8 @@ def _nearness_to_cause(outcome: Outcome) -> int:
     if _is_echo(outcome):
         return 4
     if outcome.kind in (kinds.SKIPPED, kinds.XFAILED):
-        return 2
+        # A mark expects it of every rank.
+        return 7 if outcome.by_mark else 2
     return {kinds.DIED: 0, kinds.FAILED: 1, kinds.DEADLOCKED: 3, kinds.TIMED_OUT: 5}.get(outcome.kind, 6)
 
 

@@ -60,7 +60,10 @@ def described(tensors: object, originals: Mapping[tuple[int, ...], torch.Tensor]
     """Return tensors as reports show them, with the originals, by address and shape, in place of views of them."""
     if isinstance(tensors, torch.Tensor):
         one = originals.get((tensors.data_ptr(), *tensors.shape), tensors) if originals else tensors
-        return f"{str(one.dtype).removeprefix('torch.')}{list(one.shape)}"
+        text = f"{str(one.dtype).removeprefix('torch.')}{list(one.shape)}"
+        if one.layout is not torch.strided:
+            return f"{str(one.layout).removeprefix('torch.')}_{text}"
+        return text if one.is_contiguous() else f"{text} with strides {list(one.stride())}"
     return ", ".join(described(one, originals) for one in tensors) if isinstance(tensors, (list, tuple)) else ""
 
 

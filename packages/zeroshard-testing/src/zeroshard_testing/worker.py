@@ -21,7 +21,7 @@ import pytest
 from zeroshard_testing.aborts import call_before_abort
 from zeroshard_testing.backends import machine
 from zeroshard_testing.calls import refuse_on_this_process
-from zeroshard_testing.coverage_on_ranks import Coverage
+from zeroshard_testing.coverage_on_ranks import measure_coverage
 from zeroshard_testing.execution import Rank
 from zeroshard_testing.ipc import Channel, ClosedError, Message
 from zeroshard_testing.rank_inspector import RankInspector, has_children
@@ -91,7 +91,7 @@ def _serve(channel: Channel, request: Message, stacks: int, session: pytest.Sess
     faulthandler.enable(stacks, all_threads=False)
     # The controller's way to ask a rank that does not answer.
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=False, chain=False)
-    coverage = Coverage(request["coverage"])
+    save_coverage = measure_coverage(request["coverage"])
     messages: _Messages = queue.SimpleQueue()
     reading = threading.Thread(
         target=_read, args=(channel, messages, rank.inspector), name=f"{OWN_THREADS}reader", daemon=True
@@ -116,7 +116,7 @@ def _serve(channel: Channel, request: Message, stacks: int, session: pytest.Sess
                     stream.flush()
             if not outcome.is_clean:
                 # This process will be replaced.
-                coverage.save()
+                save_coverage()
             # A reference left here would close the group's connections on the next test's time.
             set_rank_values()
             ended = _look(rank.inspector, message["run"], details=False)
@@ -128,11 +128,11 @@ def _serve(channel: Channel, request: Message, stacks: int, session: pytest.Sess
         elif message["op"] == "tear down":
             channel.send({"op": "torn down", "error": rank.tear_down(message["keep"])})
         else:
-            coverage.save()
+            save_coverage()
             # As Python waits at its end, but not for ever: an executor's thread may be idle.
             deadline = time.monotonic() + 0.2
             for thread in {*threading.enumerate()} - {threading.main_thread()}:
-                if not thread.daemon:
+                if not (thread.daemon or thread.name.startswith(OWN_THREADS)):
                     thread.join(max(deadline - time.monotonic(), 0))
             channel.send({"op": "bye"})
             return

@@ -270,6 +270,19 @@ def test_a_barrier_that_all_pass(rank):
     dist.all_reduce(ones(1))
 
 
+def test_strides_that_all_ranks_have(rank):
+    x = torch.arange(16.0).reshape(1, 4, 2, 2).contiguous(memory_format=torch.channels_last)
+    dist.all_reduce(x)
+    assert x.flatten().tolist() == [2.0 * number for number in range(16)]
+    dist.broadcast(ones(2, 3).t(), 0)
+
+
+def test_sparse_tensors_of_other_numbers_of_elements(rank):
+    x = (torch.eye(2) if rank else ones(2, 2)).to_sparse()
+    dist.all_reduce(x)
+    assert x.to_dense().sum() == 6
+
+
 def test_more_collectives_than_are_kept_on_record(rank):
     for _ in range(600):
         dist.all_reduce(ones(1))

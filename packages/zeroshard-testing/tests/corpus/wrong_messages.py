@@ -136,7 +136,7 @@ def test_shorter_than_what_is_sent(rank):
         dist.send(ones(4), 1)
 
 
-@pytest.mark.unchecked("dtype and size of a message that a receive from any source takes")
+@pytest.mark.unchecked("dtype and size of one that a receive from any source takes")
 def test_dtypes_of_a_message_from_anyone(rank):
     if rank:
         dist.recv(ones(4, dtype=int32))
@@ -144,7 +144,7 @@ def test_dtypes_of_a_message_from_anyone(rank):
         dist.send(ones(4), 1)
 
 
-@pytest.mark.unchecked("in messages, complex numbers against pairs of real ones")
+@pytest.mark.unchecked("complex numbers against pairs of real ones")
 def test_complex_and_real_numbers(rank):
     if rank:
         dist.recv(ones(2, 2), 0)

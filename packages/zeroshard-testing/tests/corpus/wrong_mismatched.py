@@ -92,6 +92,24 @@ def test_shapes_of_an_all_reduce_on_one_of_four(rank):
     dist.all_reduce(ones(2 + (rank == 3)))
 
 
+@says(
+    r"ranks? .*rank 0 is in all_reduce of float32\[1, 4, 2, 2\], rank 1 in all_reduce .* with strides \[16, 1, 8, 4\]"
+)
+def test_memory_formats(rank):
+    x = torch.arange(16.0).reshape(1, 4, 2, 2)
+    dist.all_reduce(x.contiguous(memory_format=torch.channels_last) if rank else x)
+
+
+@says(r"ranks? .*rank 0 is in broadcast of float32\[3, 2\] with root 0, rank 1 in broadcast .* with strides \[1, 3\]")
+def test_strides(rank):
+    dist.broadcast(torch.zeros(2, 3).t() if rank else ones(3, 2), 0)
+
+
+@says(r"ranks? .*rank 0 is in all_reduce of float32\[2, 2\], rank 1 in all_reduce of sparse_coo_float32\[2, 2\]")
+def test_sparse_and_dense(rank):
+    dist.all_reduce(ones(2, 2).to_sparse() if rank else ones(2, 2))
+
+
 @pytest.mark.may_skip("collectives of objects need numpy")
 @says(
     r"(?s)ranks? .*rank 0 is in broadcast of int64\[2\] with root 0, rank 1 in broadcast of int64\[3\] with root 0, as"
@@ -299,7 +317,7 @@ def test_sum_and_max_of_a_reduce_scatter(rank):
     dist.reduce_scatter_tensor(ones(2), ones(4), ReduceOp.MAX if rank else ReduceOp.SUM)
 
 
-@pytest.mark.unchecked("functional collectives), root and reduce operation")
+@pytest.mark.unchecked("functional collectives), root, reduce operation and strides")
 def test_sum_and_max_of_a_functional_all_reduce(rank):
     functional.all_reduce(ones(4), "max" if rank else "sum", dist.group.WORLD) + 1
 

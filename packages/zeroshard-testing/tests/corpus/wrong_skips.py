@@ -102,6 +102,14 @@ def test_raised_another_exception_on_one(rank):
     raise KeyError("one") if rank else ValueError("zero")
 
 
+@pytest.mark.xfail(strict=True)
+@pytest.mark.ranks(2, timeout=1)
+@says(r"rank 1 timed out: no outcome after 1 s")
+def test_expected_a_failure_where_one_has_no_end(rank):
+    assert rank
+    time.sleep(60)
+
+
 @pytest.mark.xfail(raises=ValueError, strict=True)
 @says(r"rank 1 failed: KeyError: 'one'")
 def test_raised_another_exception_on_one_strictly(rank):
