@@ -46,7 +46,7 @@ CEILINGS: Mapping[str, Ceiling] = {
 }
 APART: Mapping[str, Ceiling] = {
     "zeroshard.planner": Ceiling(582, "the command zeroshard plan"),
-    "zeroshard_testing.emulated": Ceiling(1436, "its build says by itself what it has found and made"),
+    "zeroshard_testing.emulated": Ceiling(1459, "its build asks for itself, and says what it has found and made"),
     "zeroshard_testing.emulated (C++)": Ceiling(1789),
 }
 """Folders that are counted by themselves, and not with their package."""

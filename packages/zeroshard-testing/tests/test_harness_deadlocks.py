@@ -194,14 +194,6 @@ def test_two_ranks_that_make_groups_in_another_order_are_stuck():
     assert find_deadlock({0: making("1:0,1"), 1: making("2:0,1", place=1)})
 
 
-def test_ranks_that_wait_after_unequal_calls_of_new_group_are_stuck():
-    here = replace(state("all_reduce"), begun={"1:0,1 0": 1})
-    there = replace(state("all_reduce"), begun={"1:1 0": 1})
-    text = "stuck: group '1' is the group of ranks 0, 1 on rank 0, and the group of rank 1 on rank 1: ranks"
-    assert find_deadlock({0: here, 1: there})[1].startswith(text)
-    assert find_deadlock({0: here, 1: here}) == {}
-
-
 def test_a_process_that_a_rank_has_started_may_be_a_member():
     assert find_deadlock({0: making(), 1: RankState(finished=True, has_children=True)}) == {}
 

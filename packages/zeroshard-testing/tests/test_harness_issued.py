@@ -157,10 +157,18 @@ def test_groups_of_one_number_with_other_members_are_told():
         (["1:0,1", "2:0"], ["1:0,1"]),
         (["1:0,1", "1:0"], ["1:0"]),
         (["feed:0,1"], ["feed:1"]),
+        (["1:0"], ["1:1"]),
         (["0:0", "1:0"], ["0:0,1", "1:1"]),
         (["0:0", "1:0"], ["0:0", "1:1"]),
     ],
-    ids=["not_yet_made", "default_group_made_anew", "hashed", "other_default_groups", "default_groups_of_one"],
+    ids=[
+        "not_yet_made",
+        "default_group_made_anew",
+        "hashed",
+        "of_one_rank",
+        "other_default_groups",
+        "default_groups_of_one",
+    ],
 )
 def test_groups_that_may_be_equal_are_not_told(here: list[str], there: list[str]) -> None:
     assert find_unequal_groups({0: begun(*here), 1: begun(*there)}) is None

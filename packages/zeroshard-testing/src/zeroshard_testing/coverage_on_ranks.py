@@ -30,7 +30,7 @@ def coverage_request(config: pytest.Config | None) -> Message | None:
 
 
 def measure_coverage(request: Message | None) -> Callable[[], None]:
-    """Measure from now on as `coverage_request` has said; the result writes what was measured so far, as often."""
+    """Measure as `coverage_request` says; return what writes what was measured so far, and may be called repeatedly."""
     if request is None:
         return lambda: None
     import coverage

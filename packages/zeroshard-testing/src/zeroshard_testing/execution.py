@@ -54,7 +54,6 @@ class Rank:
         result = b""
         try:
             item = self._prepare(message, payload)
-            shared = dist.group.WORLD if message["isolation"] == "none" else None
             # What another file has left, if the controller could not tell that it was the last of its tests.
             self._session._setupstate.teardown_exact(item)
             outcome = _outcome(self._plugin.run(item, _next_item(item.listchain()[:-1], message["keep"])))
@@ -67,10 +66,6 @@ class Rank:
             unreached = [] if "faults" in message["checks_off"] else self._faults._unreached()
             if outcome.kind == kinds.PASSED and unreached:
                 outcome = Outcome(kinds.FAILED, f"left faults unreached: {', '.join(unreached)}")
-            elif outcome.kind == kinds.PASSED and shared is not None and dist.group.WORLD is not shared:
-                outcome = Outcome(
-                    kinds.FAILED, "left no default group to the next test, which shares it: isolation='none'"
-                )
         except CollectionFailure as error:
             causes = [line[1:].strip() for line in str(error).splitlines() if line.startswith("E   ")]
             text = printable(causes[-1] if causes else "the test's module cannot be collected on the rank")

@@ -218,16 +218,22 @@ class Monitor:
     def _explain_failures(self) -> None:
         """Say of ranks that C++ has aborted, and beside what ranks have raised, in what they had met something else."""
         aborted = [slot for slot, child in enumerate(self._workers) if child.status == -signal.SIGABRT]
-        raised = [slot for slot, outcome in self._outcomes.items() if outcome.kind == kinds.FAILED]
-        if not aborted and (not raised or "collectives" in self._checks_off):
+        failed = [slot for slot, outcome in self._outcomes.items() if outcome.kind == kinds.FAILED]
+        raised = [] if "collectives" in self._checks_off else failed
+        if not aborted and not raised:
             return
-        by_others = all(one.is_clean or kinds.is_echo(one.summary) for one in self._outcomes.values())
-        why = self._snapshots.why_failed(only_by_others=by_others)
+        why = self._snapshots.why_failed()
+        if all(outcome.is_clean or kinds.is_echo(outcome.summary) for outcome in self._outcomes.values()):
+            for slot, text in self._snapshots.left_out().items():
+                if self._outcomes[slot].kind in (kinds.PASSED, kinds.XPASSED):
+                    self._outcomes[slot] = Outcome(kinds.FAILED, text)
         for slot, outcome in list(self._outcomes.items()) if why else []:
             if slot in aborted and outcome.kind == kinds.DIED:
                 self._outcomes[slot] = replace(outcome, summary=f"{describe_exit(-signal.SIGABRT)}: {why}")
             elif slot in raised:
-                self._outcomes[slot] = replace(outcome, detail=f"{outcome.detail}\n\nThe ranks differ: {why}".lstrip())
+                self._outcomes[slot] = replace(
+                    outcome, detail=f"{outcome.detail}\n\nThe ranks also differ: {why}".lstrip()
+                )
 
     def _give_up(self) -> None:
         """Settle the ranks that are still out, with their Python stacks."""

@@ -20,8 +20,6 @@ from zeroshard_testing.stacks import readable_stacks
 
 _PATIENCE = 30.0
 """Seconds that workers between tests may take to tear down fixtures, and to end."""
-# Seconds for a compilation, and for that of another process before it.
-_BUILD_PATIENCE = 600.0
 
 
 @dataclass
@@ -51,20 +49,6 @@ class Pool:
         self._loaded: dict[str, None] = {}
         self._runs = 0
         self._started = 0
-
-    def machine(self) -> Message:
-        """Return what `zeroshard_testing.backends.machine` finds in the store's process: no other one touches CUDA."""
-        return self._ask_store({"op": "machine"}, _PATIENCE)
-
-    def emulated(self, *, builds: bool) -> Message:
-        """Return the ``reason`` why there can be no emulated accelerator here, or None, and whether it ``is_built``.
-
-        If it builds, it does so unless that was done. Raises LaunchError with what the compiler, or the cache, says.
-        """
-        answer = self._ask_store({"op": "emulated", "builds": builds}, _BUILD_PATIENCE)
-        if answer["error"]:
-            raise LaunchError(answer["error"])
-        return answer
 
     def checks_off(self) -> Mapping[str, str]:
         """Return the checks that cannot work with this torch, with the reason of each."""
@@ -177,7 +161,8 @@ class Pool:
         there = {slot: child for slot, child in enumerate(children) if child.status is None and child.ready}
         return ask(there, question, lambda message: "run" not in message, patience)
 
-    def _ask_store(self, question: Message, patience: float) -> Message:
+    def ask_store(self, question: Message, patience: float = _PATIENCE) -> Message:
+        """Return what the store's process answers, the only one that touches CUDA; LaunchError if it is silent."""
         answers = self._ask([self._ready_store()], question, patience)
         if not answers:
             raise LaunchError(f"the process that hosts the store does not answer within {patience:g} s")

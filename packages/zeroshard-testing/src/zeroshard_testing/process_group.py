@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import warnings
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import torch
@@ -16,8 +16,6 @@ from zeroshard_testing._torch_private import count_groups_anew, fake_store, proc
 from zeroshard_testing.ipc import Message
 from zeroshard_testing.stacks import OWN_THREADS
 
-# Gloo needs about 20 ms to close the connections of a group, most of it asleep.
-_REAPERS = 8
 # The test's own timeout, which comes with every rank's stack, is to strike first.
 _GROUP_TIMEOUT_MARGIN = 60.0
 # Of the test's timeout.
@@ -35,7 +33,7 @@ class GroupKeeper:
         self._store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
         self._current: str | None = None
         self._is_emulated = False
-        self._reapers = ThreadPoolExecutor(_REAPERS, f"{OWN_THREADS}group-reaper")
+        self._shared: dist.ProcessGroup | None = None
 
     def begin(self, message: Message) -> None:
         """Initialise the default process group that a test asks for, unless it is there already under the same key.
@@ -43,14 +41,15 @@ class GroupKeeper:
         The message's ``group`` is the key: the same on all ranks of a group, and no other group's.
         """
         key, backend, rank = message["group"], message["backend"], message["rank"]
+        if message["isolation"] == "none":
+            key += f" {self._store.add(f'{key} lost', 0)}"
         if key == self._current and dist.is_initialized():
             return
         self.retire()
         name, timeout = backend, message["timeout"] + _GROUP_TIMEOUT_MARGIN
         if backend in ("nccl", "gloo-cuda"):
             torch.cuda.set_device(rank % torch.cuda.device_count())
-        if backend == "gloo-cuda":
-            name = "gloo"
+            name = backend.removesuffix("-cuda")
         self._is_emulated = backend == "emulated"
         if self._is_emulated:
             from zeroshard_testing.emulated.runtime import BACKEND
@@ -64,11 +63,17 @@ class GroupKeeper:
             dist.init_process_group(name, store=store, rank=rank, world_size=message["world_size"], timeout=limit)
         if backend != "fake":
             _meet(store, message["world_size"], limit)
-        self._current = key
+        self._current, self._shared = key, dist.group.WORLD if message["isolation"] == "none" else None
+
+    def end(self, message: Message) -> None:
+        """Tell all ranks if a test has destroyed, or replaced, the default group that its module's tests share."""
+        if self._shared is not None and self._shared is not dist.group.WORLD:
+            self._current = self._shared = None
+            self._store.add(f"{message['group']} lost", 1)
 
     def retire(self) -> None:
         """Uninitialise `torch.distributed` at once and close the groups' connections in the background."""
-        self._current = None
+        self._current = self._shared = None
         if self._is_emulated:
             from zeroshard_testing.emulated.runtime import close_groups
 
@@ -80,7 +85,8 @@ class GroupKeeper:
         groups = process_groups()
         with _torch_warnings_ignored():
             dist.destroy_process_group()
-        self._reapers.submit(groups.clear)
+        # Gloo needs about 20 ms to close the connections of a group, most of it asleep.
+        threading.Thread(target=groups.clear, name=f"{OWN_THREADS}group-reaper", daemon=True).start()
 
 
 def _meet(store: PrefixStore, world_size: int, timeout: timedelta) -> None:

@@ -31,15 +31,17 @@ class Operation:
     serial: int = -1
 
     @property
-    def amounts(self) -> list[tuple[str, int, str]]:
-        """Dtype, number of elements and strides of each tensor: what has to match, whatever the shapes.
-
-        There are no strides of what is contiguous, and of what C++ has issued.
-        """
+    def amounts(self) -> list[tuple[str, int]]:
+        """Dtype and number of elements of each tensor: what has to match, whatever the shapes."""
         return [
-            (dtype, math.prod(int(size) for size in sizes.split(",") if size.strip()), strides)
-            for dtype, sizes, strides in _TENSOR.findall(self.tensors)
+            (dtype, math.prod(int(size) for size in sizes.split(",") if size.strip()))
+            for dtype, sizes, _ in _TENSOR.findall(self.tensors)
         ]
+
+    @property
+    def layouts(self) -> list[tuple[str, str]]:
+        """Shape and strides of each tensor, as text: none of what is contiguous, and of what C++ has issued."""
+        return [(sizes, strides) for _, sizes, strides in _TENSOR.findall(self.tensors)]
 
     def __str__(self) -> str:
         tensors = f" of {self.tensors}" if self.tensors else ""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import pytest
 
@@ -210,17 +210,14 @@ class RanksSession:
 
     @cached_property
     def _machine(self) -> Mapping[str, Any]:
-        return self._boot().machine()
+        return self._boot().ask_store({"op": "machine"})
 
     @cached_property
     def _why_not_emulated(self) -> str | None:
-        found = self._boot().emulated(builds=False)
-        if found["reason"] is None:
-            reporter = self._config and self._config.pluginmanager.get_plugin("terminalreporter")
-            if reporter and not found["is_built"]:
-                reporter.write_line("ranks: compiling the emulated accelerator, once, for about a minute")
-            self._boot().emulated(builds=True)
-        return cast("str | None", found["reason"])
+        from zeroshard_testing.emulated.build import why_not_built
+
+        reporter = self._config and self._config.pluginmanager.get_plugin("terminalreporter")
+        return why_not_built(self._boot().ask_store, reporter.write_line if reporter else print)
 
     def _cannot_launch(self, what: str, error: LaunchError) -> NoReturn:
         self.close()

@@ -93,15 +93,17 @@ class Snapshots:
         """Return, as text, which group or collective differs between ranks, as far as the latest round tells."""
         return find_unequal_groups(self._answers) or find_mismatch(self._answers)
 
-    def why_failed(self, *, only_by_others: bool = False) -> str | None:
-        """Return, as text, in what a rank that has failed had met something else, or in what it lacked another rank."""
+    def why_failed(self) -> str | None:
+        """Return, as text, in what a rank that has failed had met other tensors, or another group or collective."""
         self._collect(self._there.keys() - self.aborted.keys())
         states = {**self._answers, **self.aborted}
         # What fails on the others follows from the abort.
         differs = find_unequal_groups(states) or find_mismatch(states, excuses_failures=False)
-        left_out = find_left_out(states, excuses_failures=False) if only_by_others else {}
-        absent = [f"rank {rank} {text}" for rank, text in left_out.items()]
-        return differs or find_other_tensors(states) or next(iter(absent), None)
+        return differs or find_other_tensors(states)
+
+    def left_out(self) -> Mapping[int, str]:
+        """Return, as text by slot, what ranks have left out, as far as the latest round tells, failed or not."""
+        return find_left_out(self._answers, excuses_failures=False)
 
     def unmatched(self, checks_off: Collection[str]) -> Mapping[int, str]:
         """Return, as text by slot, the operations that ranks which all passed have issued differently."""
@@ -118,7 +120,8 @@ class Snapshots:
                 what = f": {text}" if (text := self.why_failed()) else ""
                 return dict.fromkeys(gone, f"left before what it has issued could be compared{what}")
             found = find_left_out(self._answers) if is_compared else {}
-            if not found and is_ordered and (text := find_crossed(self._answers)):
+            differs = find_mismatch(self._answers) if is_compared else None
+            if not found and (text := differs or (find_crossed(self._answers) if is_ordered else None)):
                 found = dict.fromkeys(states, f"passed, but {text}")
         return found or ({} if "messages" in checks_off else find_unmatched_messages(states))
 

@@ -94,7 +94,7 @@ class GroupRecord:
     """What was issued in one process group from Python, and what of it has ended with an exception.
 
     Messages are by kind, peer and tag, the latest collectives by number. Some collectives take two of the group's
-    sequence numbers: ``numbers`` is how many all of them took, ``surplus`` how many more torch has counted here alone.
+    sequence numbers: ``numbers`` is how many all of them took, ``surplus`` how many more, or fewer, torch counts here.
     The checksum is of all of them, in order. Of an unlisted group, which torch does not know by rank, only messages are
     looked at.
     """
@@ -113,11 +113,12 @@ class GroupRecord:
         """Count a collective that has been issued, with its number and the latest one that the group has taken."""
         self.collectives[number] = operation
         if operation.name == "monitored_barrier":
-            # Two numbers, in the flight recorder as well, but for rank 0, which takes two for each of the others.
+            # The flight recorder counts two on every rank; the sequence number of rank 0 two for each other rank.
             self.surplus += latest - number - 1
             latest = number + 1
         self.numbers += latest - number + 1
-        text = f"{operation.name} {operation.amounts} {operation.root} {operation.reduce_op}"
+        strides = [strides for _, strides in operation.layouts]
+        text = f"{operation.name} {operation.amounts} {strides} {operation.root} {operation.reduce_op}"
         self.checksum = zlib.crc32(text.encode(), self.checksum)
 
     def latest_collectives(self, recorded: Iterable[Recorded]) -> dict[int, Operation]:

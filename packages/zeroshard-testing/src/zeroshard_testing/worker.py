@@ -22,6 +22,7 @@ from zeroshard_testing.aborts import call_before_abort
 from zeroshard_testing.backends import machine
 from zeroshard_testing.calls import refuse_on_this_process
 from zeroshard_testing.coverage_on_ranks import measure_coverage
+from zeroshard_testing.emulated.build import availability
 from zeroshard_testing.execution import Rank
 from zeroshard_testing.ipc import Channel, ClosedError, Message
 from zeroshard_testing.rank_inspector import RankInspector, has_children
@@ -71,9 +72,7 @@ def _host_store(channel: Channel) -> None:
     while True:
         message, _ = channel.receive()
         if message["op"] == "emulated":
-            from zeroshard_testing.emulated.build import state
-
-            channel.send({"op": "emulated", **state(builds=message["builds"])})
+            channel.send({"op": "emulated", **availability(builds=message["builds"])})
         else:
             channel.send({"op": "machine", **machine()})
 
@@ -110,6 +109,7 @@ def _serve(channel: Channel, request: Message, stacks: int, session: pytest.Sess
                 # A copy of this process that the test has forked speaks for no rank.
                 os._exit(1)
             rank.inspector.end()
+            rank.groups.end(message)
             for stream in (sys.stdout, sys.stderr):
                 # A test may have put anything in their place.
                 with contextlib.suppress(Exception):
@@ -132,7 +132,7 @@ def _serve(channel: Channel, request: Message, stacks: int, session: pytest.Sess
             # As Python waits at its end, but not for ever: an executor's thread may be idle.
             deadline = time.monotonic() + 0.2
             for thread in {*threading.enumerate()} - {threading.main_thread()}:
-                if not (thread.daemon or thread.name.startswith(OWN_THREADS)):
+                if not thread.daemon:
                     thread.join(max(deadline - time.monotonic(), 0))
             channel.send({"op": "bye"})
             return

@@ -277,6 +277,15 @@ def test_strides_that_all_ranks_have(rank):
     dist.broadcast(ones(2, 3).t(), 0)
 
 
+def test_strides_of_lists_and_of_other_shapes(rank):
+    lists = [list(torch.zeros(3, 2).unbind(1)), [torch.zeros(3), torch.zeros(3)]]
+    dist.all_gather(lists[rank], torch.full((3,), float(rank)))
+    assert [one.tolist() for one in lists[rank]] == [[0.0] * 3, [1.0] * 3]
+    x = torch.zeros(2, 3) if rank else torch.arange(6.0).view(2, 3).t()
+    dist.broadcast(x, 0)
+    assert rank == 0 or x.flatten().tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+
+
 def test_sparse_tensors_of_other_numbers_of_elements(rank):
     x = (torch.eye(2) if rank else ones(2, 2)).to_sparse()
     dist.all_reduce(x)

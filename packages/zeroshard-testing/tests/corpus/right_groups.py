@@ -253,6 +253,31 @@ def test_one_group_of_the_module(turn):
     assert _get_default_store().add("seen", 1) <= 6
 
 
+class TestGroupOfTheModuleThatATestDestroys:
+    pytestmark = pytest.mark.ranks(3, isolation="none")
+
+    @pytest.mark.parametrize("destroyers", [(0, 1, 2), (1,)])
+    def test_destroyed(self, rank, destroyers):
+        if rank in destroyers:
+            dist.destroy_process_group()
+
+    @pytest.mark.parametrize("turn", [1, 2])
+    def test_there_again(self, turn):
+        dist.barrier()
+
+    @pytest.mark.ranks(3, isolation="none", init=False)
+    def test_destroyed_by_one_that_makes_its_own(self):
+        dist.destroy_process_group()
+
+    def test_there_once_more(self):
+        dist.barrier()
+
+
+def test_groups_of_one_rank_each(rank):
+    dist.all_reduce(ones(1), group=dist.new_group([rank]))
+    dist.barrier()
+
+
 @pytest.mark.ranks(2, isolation="group")
 @pytest.mark.parametrize("turn", [1, 2])
 def test_a_fresh_group(turn):

@@ -87,15 +87,17 @@ def test_one_more_group_on_one_rank(rank):
     dist.new_group([0, 1])
 
 
-@pytest.mark.ranks(4, timeout=30)
-@says(r"ranks? .*stuck: group '1' is the group of ranks 0, 1 on rank 0, and the group of ranks 0, 1, 2, 3 on rank 2: ")
+@pytest.mark.ranks(4, timeout=3)
+@says(
+    r"ranks? .*(stuck:|after 3 s;) group '1' is the group of ranks 0, 1 on rank 0, and the group of ranks 0, 1, 2, 3 "
+)
 def test_group_that_its_members_alone_make(rank):
     if rank < 2:
         dist.new_group([0, 1])
     dist.all_reduce(ones(2), group=dist.new_group([0, 1, 2, 3]))
 
 
-@pytest.mark.ranks(4, timeout=30)
+@pytest.mark.ranks(4, timeout=3)
 @says(r"(?s)ranks? .*group '1' is the group of ranks 0, 1 on rank 0, and the group of ranks 2, 3 on rank 2: ranks call")
 def test_groups_of_others_made_in_another_order(rank):
     pairs = [[0, 1], [2, 3]]
@@ -103,7 +105,7 @@ def test_groups_of_others_made_in_another_order(rank):
         dist.new_group(ranks)
 
 
-@pytest.mark.ranks(4, timeout=30)
+@pytest.mark.ranks(4, timeout=3)
 @says(r"(?s)ranks? .*group '1' is the group of ranks 0, 1 on rank 0, and the group of ranks 2, 3 on rank 2: ranks call")
 def test_collectives_of_groups_made_in_another_order(rank):
     pairs = [[0, 1], [2, 3]]
@@ -138,8 +140,7 @@ def test_default_group_made_anew_by_one(rank):
 
 
 @says(
-    r"(?s)rank 0 (stuck in barrier|failed: RuntimeError: .*Connection (closed|reset) by peer"
-    r".*The ranks differ: rank 1 returned without barrier \(collective #1 of the default group\), which rank 0 has)"
+    r"rank (0 stuck in barrier|1 returned without barrier \(collective #1 of the default group\), which rank 0 has is)"
 )
 def test_group_destroyed_by_one(rank):
     if rank:

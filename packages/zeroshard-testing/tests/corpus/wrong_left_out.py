@@ -260,18 +260,6 @@ def test_a_world_for_one_rank(rank):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
-@pytest.mark.ranks(2, isolation="none")
-@says(r"rank 0 left no default group to the next test, which shares it: isolation='none'")
-def test_default_group_of_the_module_destroyed(rank):
-    if rank == 0:
-        dist.destroy_process_group()
-
-
-@pytest.mark.ranks(2, isolation="none")
-def test_healthy_after_a_default_group_of_the_module_was_destroyed(rank):
-    dist.barrier()
-
-
 def test_healthy_after_left_out_collectives(rank):
     x = torch.ones(3)
     dist.all_reduce(x)

@@ -13,7 +13,11 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
+
+from zeroshard_testing.ipc import Message
+from zeroshard_testing.launcher import LaunchError
 
 MODULE = "zeroshard_emulated"
 """The name under which Python imports the extension."""
@@ -21,6 +25,8 @@ MODULE = "zeroshard_emulated"
 _SOURCES = Path(__file__).parent / "csrc"
 # Optimising more takes twice the time to compile, and the kernels are torch's anyway.
 _FLAGS = ("-std=c++20", "-O1", "-g0", "-fPIC", "-shared", "-w", "-DUSE_DISTRIBUTED", f"-DTORCH_EXTENSION_NAME={MODULE}")
+# Seconds for a compilation, and for that of another process before it.
+_BUILD_PATIENCE = 600.0
 _LIBRARIES = ("c10", "torch_cpu", "torch", "torch_python")
 
 
@@ -119,8 +125,25 @@ def _read(file: Path) -> str:
     return file.read_text() if file.exists() else ""
 
 
-def state(*, builds: bool) -> dict[str, str | bool | None]:
-    """Return why it cannot be built here, or None, and whether it is built; first build it, with what goes wrong."""
+def why_not_built(ask: Callable[[Message, float], Message], say: Callable[[str], object]) -> str | None:
+    """Let another process build it; return the reason why there can be none here, None if there is one.
+
+    It is asked by ``ask``, with the seconds that its answer may take. Raises LaunchError with what the compiler, or the
+    cache, says.
+    """
+    for builds in (False, True):
+        answer = ask({"op": "emulated", "builds": builds}, _BUILD_PATIENCE)
+        if answer["error"]:
+            raise LaunchError(answer["error"])
+        if answer["reason"] is not None:
+            return str(answer["reason"])
+        if not answer["is_built"]:
+            say("ranks: compiling the emulated accelerator, once, for about a minute")
+    return None
+
+
+def availability(*, builds: bool) -> dict[str, str | bool | None]:
+    """Return the ``reason`` why there can be none here, whether it ``is_built``, and the ``error`` of building it."""
     error, reason = "", why_unavailable()
     if builds:
         try:
