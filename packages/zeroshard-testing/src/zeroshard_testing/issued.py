@@ -59,10 +59,9 @@ def find_unequal_groups(states: Mapping[int, RankState]) -> str | None:
             ours, theirs = here[number] - there[number], there[number] - here[number]
             # Groups of one rank meet nobody: each rank may call one its own.
             if ours and theirs and any(len(group_members(key)) > 1 for key in ours | theirs):
-                what = (
-                    f"group {number!r} is {group_label(min(ours), 0)} on rank {one}, and {group_label(min(theirs), 0)}"
-                )
-                return f"{what} on rank {other}: ranks call new_group unequally, or in another order"
+                here_is, there_is = (group_label(min(keys), 0) for keys in (ours, theirs))
+                text = f"group {number!r} is {here_is} on rank {one}, and {there_is} on rank {other}"
+                return f"{text}: ranks call new_group unequally, or in another order"
     return None
 
 

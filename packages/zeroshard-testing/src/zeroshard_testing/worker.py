@@ -22,7 +22,6 @@ from zeroshard_testing.aborts import call_before_abort
 from zeroshard_testing.backends import machine
 from zeroshard_testing.calls import refuse_on_this_process
 from zeroshard_testing.coverage_on_ranks import measure_coverage
-from zeroshard_testing.emulated.build import availability
 from zeroshard_testing.execution import Rank
 from zeroshard_testing.ipc import Channel, ClosedError, Message
 from zeroshard_testing.rank_inspector import RankInspector, has_children
@@ -72,6 +71,8 @@ def _host_store(channel: Channel) -> None:
     while True:
         message, _ = channel.receive()
         if message["op"] == "emulated":
+            from zeroshard_testing.emulated.build import availability
+
             channel.send({"op": "emulated", **availability(builds=message["builds"])})
         else:
             channel.send({"op": "machine", **machine()})

@@ -68,9 +68,7 @@ def test_group_made_by_one(rank):
         dist.new_group([0, 1])
 
 
-@says(
-    r"ranks 0, 1 stuck: group '1' is the group of ranks 0, 1 on rank 0, and the group of rank 1 on rank 1: ranks call"
-)
+@says(r"ranks? .*stuck: group '1' is the group of ranks 0, 1 on rank 0, and the group of rank 1 on rank 1: ranks call")
 def test_groups_made_in_another_order(rank):
     sizes = [[0, 1], [rank]]
     for ranks in reversed(sizes) if rank else sizes:
@@ -78,9 +76,7 @@ def test_groups_made_in_another_order(rank):
     dist.barrier()
 
 
-@says(
-    r"ranks 0, 1 stuck: group '1' is the group of ranks 0, 1 on rank 0, and the group of rank 1 on rank 1: ranks call"
-)
+@says(r"ranks? .*stuck: group '1' is the group of ranks 0, 1 on rank 0, and the group of rank 1 on rank 1: ranks call")
 def test_one_more_group_on_one_rank(rank):
     if rank:
         dist.new_group([1])
