@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import queue
 import threading
 import warnings
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ from zeroshard_testing._torch_private import count_groups_anew, fake_store, proc
 from zeroshard_testing.ipc import Message
 from zeroshard_testing.stacks import OWN_THREADS
 
+# Gloo needs about 20 ms to close the connections of a group, most of it asleep.
+_REAPERS = 8
 # The test's own timeout, which comes with every rank's stack, is to strike first.
 _GROUP_TIMEOUT_MARGIN = 60.0
 # Of the test's timeout.
@@ -34,6 +37,10 @@ class GroupKeeper:
         self._current: str | None = None
         self._is_emulated = False
         self._shared: dist.ProcessGroup | None = None
+        self._retired: queue.SimpleQueue[list[dist.ProcessGroup]] = queue.SimpleQueue()
+        # For good: tests may count threads.
+        for _ in range(_REAPERS):
+            threading.Thread(target=self._reap, name=f"{OWN_THREADS}group-reaper", daemon=True).start()
 
     def begin(self, message: Message) -> None:
         """Initialise the default process group that a test asks for, unless it is there already under the same key.
@@ -85,8 +92,11 @@ class GroupKeeper:
         groups = process_groups()
         with _torch_warnings_ignored():
             dist.destroy_process_group()
-        # Gloo needs about 20 ms to close the connections of a group, most of it asleep.
-        threading.Thread(target=groups.clear, name=f"{OWN_THREADS}group-reaper", daemon=True).start()
+        self._retired.put(groups)
+
+    def _reap(self) -> None:
+        while True:
+            self._retired.get().clear()
 
 
 def _meet(store: PrefixStore, world_size: int, timeout: timedelta) -> None:
