@@ -123,7 +123,7 @@ def test_groups_that_ranks_share_are_used_in_one_order():
     assert find_crossed({0: in_order("1:0,1", "2:0"), 1: in_order("3:1", "1:0,1")}) is None
     assert find_crossed({}) is None
     found = find_crossed({0: in_order("1:0,1", "2:0,1"), 1: in_order("2:0,1", "1:0,1")})
-    assert found == ("rank 0 issues barrier #1 of group '1' before barrier #1 of group '2', and rank 1 after it")
+    assert found == "rank 0 issues barrier #1 of group '1' before barrier #1 of group '2', and rank 1 after it"
 
 
 def test_the_order_of_what_cpp_has_issued_is_not_known():

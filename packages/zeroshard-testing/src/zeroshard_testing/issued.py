@@ -83,7 +83,7 @@ def collectives_to_compare(states: Mapping[int, RankState]) -> bool:
 
 
 def find_left_out(states: Mapping[int, RankState], *, excuses_failures: bool = True) -> dict[int, str]:
-    """Return, as text by rank, where ranks that have all finished left collectives out."""
+    """Return, as text by rank, where ranks that have all ended left collectives out; failures excuse, or nothing."""
     found: dict[int, str] = {}
     for groups in _whole_groups(states):
         most, group = max(groups.items(), key=lambda item: item[1].issued)

@@ -45,7 +45,7 @@ class GroupKeeper:
     def begin(self, message: Message) -> None:
         """Initialise the default process group that a test asks for, unless it is there already under the same key.
 
-        The message's ``group`` is the key: the same on all ranks of a group, and no other group's.
+        The key is the message's ``group``, and how often tests that share it have lost it: the same on all its ranks.
         """
         key, backend, rank = message["group"], message["backend"], message["rank"]
         if message["isolation"] == "none":

@@ -217,7 +217,7 @@ class RanksSession:
         from zeroshard_testing.emulated.build import why_not_built
 
         reporter = self._config and self._config.pluginmanager.get_plugin("terminalreporter")
-        return why_not_built(self._boot().ask_store, reporter.write_line if reporter else print)
+        return why_not_built(self._boot().ask_store, reporter.write_line if reporter else lambda _: None)
 
     def _cannot_launch(self, what: str, error: LaunchError) -> NoReturn:
         self.close()
