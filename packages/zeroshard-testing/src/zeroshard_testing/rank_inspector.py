@@ -2,20 +2,24 @@
 
 Runs in workers only. A thread counts as waiting for other ranks only if that is certain: it is inside a wait that
 `zeroshard_testing.wait_recorder` has on record and that will not give up before the test's time is up, or inside native
-code of torch that is known to wait there, with every thread of the process asleep in the kernel. A thread that merely
-seems idle may continue.
+code of torch that is known to wait there. A thread that merely seems idle may continue.
+
+Frames of another thread are read only while a test runs, a wait, a collective or a new group of this process is on
+record, and every other thread sleeps in the kernel; see `zeroshard_testing.stacks.frames_of_threads`.
 """
 
 from __future__ import annotations
 
+import _thread
 import functools
+import importlib
 import math
+import os
 import signal
 import sys
 import threading
 from collections import Counter
 from concurrent.futures import thread as _pool_threads
-from datetime import timedelta
 from pathlib import Path
 from time import monotonic, time
 from types import FrameType
@@ -27,13 +31,16 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # torch expor
 
 from zeroshard_testing import _torch_private as private
 from zeroshard_testing.rank_state import Awaited, GroupState, Messages, RankState, group_key, group_label
-from zeroshard_testing.stacks import OWN_CODE, OWN_THREADS, python_stacks
+from zeroshard_testing.stacks import OWN_CODE, OWN_THREADS, frames_of_threads, python_stacks
 from zeroshard_testing.wait_recorder import ANY_SOURCE, Wait, WaitRecorder
 
 # Seconds until a rank that has finished tells its latest collectives unasked, since others may be stuck in them.
 _SETTLING_TIME = 0.5
 
-_TORCH = str(Path(torch.__file__).parent)
+_TASKS = Path("/proc/self/task")
+
+NOTHING: tuple[tuple[Awaited, ...], str] = ((), "")
+"""Nothing is awaited: some thread may continue."""
 
 
 class RankInspector:
@@ -74,27 +81,27 @@ class RankInspector:
     def look(self, run: int, *, details: bool) -> RankState:
         """Return what the rank is doing now in a test; nothing is known of any but the latest.
 
-        Details are stacks, and the latest collectives also of a rank that is not waiting, or has just finished.
+        Details are stacks, if the rank is known to wait, and the latest collectives also of a rank that is not waiting,
+        or has just finished.
         """
         if run != self.run:
-            return RankState(stacks=python_stacks() if details else "", importing=None)
-        found = self._waiting()
+            return RankState(importing=None)
         begun = dict(self._waits.begun)
-        awaited, fingerprint = found or ((), "")
         if self._ended is not None:
-            # A thread that the test has left behind may still issue something.
-            finished = found is not None and not awaited
             # What has not reached another rank by then, because the machine is busy, never will.
             is_settled = time() - self._ended > _SETTLING_TIME
             groups = self.groups(self._recorded() if details or is_settled else None)
-            return RankState(finished, groups=groups, begun=begun)
+            return RankState(not _threads_left(), groups=groups, begun=begun)
+        sleeps = _sleeps()
+        recorded = self._recorded() if sleeps or details else []
+        is_known_to_wait = sleeps and self._is_on_record(recorded)
+        awaited, fingerprint = self._waiting() if is_known_to_wait else NOTHING
         if not awaited and not details:
             return RankState(importing=_imports())
-        recorded = self._recorded()
         if any(one.operation.pending and one.created + one.timeout < self._began + self._timeout for one in recorded):
             # It will end by its own timeout within the test's time.
-            awaited, fingerprint = (), ""
-        stacks = python_stacks() if details else ""
+            awaited, fingerprint = NOTHING
+        stacks = python_stacks() if details and is_known_to_wait else ""
         return RankState(False, awaited, fingerprint, self.groups(recorded), stacks, begun=begun)
 
     def groups(self, recorded: list[private.Recorded] | None) -> dict[str, GroupState]:
@@ -165,11 +172,14 @@ class RankInspector:
             # The probe has said so in the header of the run.
             return []
 
-    def _waiting(self) -> tuple[tuple[Awaited, ...], str] | None:
-        """Return what all threads wait for, with a fingerprint, or None if one of them may continue.
+    def _is_on_record(self, recorded: list[private.Recorded]) -> bool:
+        """Whether a wait of this rank, a new group, or a collective that is issued or pending is on record."""
+        waits = any(wait is not None for wait in list(self._waits.current.values()))
+        begun = bool(self._waits.making or self._waits.issuing)
+        return waits or begun or any(one.operation.pending for one in recorded)
 
-        The main thread does not count when it is between tests.
-        """
+    def _waiting(self) -> tuple[tuple[Awaited, ...], str]:
+        """Return what all threads wait for, with a fingerprint; nothing if one of them may continue."""
         waits = dict(self._waits.current)
         awaited: list[Awaited] = []
         marks: list[str] = []
@@ -177,38 +187,31 @@ class RankInspector:
         threads = {thread.ident: thread for thread in threading.enumerate()}
         for ident, doing in _what_threads_do().items():
             thread = threads.get(ident)
-            is_main = thread is threading.main_thread()
-            is_own = ident == threading.get_ident() or (thread is not None and thread.name.startswith(OWN_THREADS))
-            if is_own or (is_main and self._ended is not None):
+            if ident == threading.get_ident() or _is_own(thread):
                 continue
             wait = waits.get(ident)
             if wait is not None:
                 found = self._awaited(wait)
                 if found is None:
-                    return None
+                    return NOTHING
                 awaited.append(found)
                 marks.append(f"wait {wait.serial}")
             elif doing.waits_natively and thread is not None:
-                if doing.time_limit < self._timeout or self._gives_up_natively():
-                    return None
+                what, until = self._waits.making.get(ident, (Awaited("collective"), None))
+                # Under torch's debug level DETAIL ranks wait within the call, before the flight recorder knows of it.
+                within = self._waits.issuing.get(ident)
+                if (until or math.inf) < self._deadline or (within and private.timeout_of(within) < self._timeout):
+                    return NOTHING
                 native.append(thread)
-                awaited.append(self._waits.making.get(ident, Awaited("collective")))
-            elif not doing.is_idle or (is_main and _has_signal_handlers()):
-                return None
+                awaited.append(what)
+            elif not doing.is_idle or (thread is threading.main_thread() and _has_signal_handlers()):
+                return NOTHING
         if native:
             still = _stillness(native)
             if still is None:
-                return None
+                return NOTHING
             marks.append(still)
         return tuple(awaited), "; ".join(marks)
-
-    def _gives_up_natively(self) -> bool:
-        # Under torch's debug level DETAIL ranks wait within the call, before the flight recorder knows of it.
-        for group in private.process_groups():
-            pending = any(one.pending for one in list(self._waits.of_group(group).collectives.values()))
-            if pending and private.timeout_of(group) < self._timeout:
-                return True
-        return False
 
     def _awaited(self, wait: Wait) -> Awaited | None:
         if wait.until is not None and wait.until < self._deadline:
@@ -247,38 +250,41 @@ def _rank_of(peer: int, group: dist.ProcessGroup) -> int:
 
 
 def _imports() -> bool:
-    """Whether the main thread is importing a module."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
-        frame = frame.f_back
-    return frame is not None
+    """Whether the main thread is importing a module.
+
+    Python locks each module while it is imported. It has no public list of these locks, and a Python without it stops
+    no clock.
+    """
+    locks = getattr(importlib._bootstrap, "_module_locks", {})
+    main = threading.main_thread().ident
+    return any(getattr(lock(), "owner", None) == main for lock in list(locks.values()))
+
+
+def _is_own(thread: threading.Thread | None) -> bool:
+    """Whether a thread is the harness's own."""
+    return thread is not None and thread.name.startswith(OWN_THREADS)
+
+
+def _threads_left() -> bool:
+    """Whether a test has left a thread behind: it may still issue something."""
+    # A dummy stands for a thread of C++, whether it still runs or not.
+    others = [thread for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)]
+    others.remove(threading.main_thread())
+    # Threads that were started by other means than `threading` are in the count alone.
+    return not all(map(_is_own, others)) or _thread._count() > len(others)
 
 
 class _Doing(NamedTuple):
-    """What a thread is doing: whether it is in native code of torch, which waits for so many seconds; or is idle."""
+    """What a thread is doing: whether it is in native code of torch that waits for other ranks; or is idle."""
 
     waits_natively: bool
-    time_limit: float
     is_idle: bool
 
 
 def _what_threads_do() -> dict[int, _Doing]:
     """Look at all threads, and keep none of their frames: these keep alive what a test has dropped."""
-    return {
-        ident: _Doing(_waits_natively(frame), _time_limit(frame), _is_idle(frame))
-        for ident, frame in sys._current_frames().items()
-    }
-
-
-def _time_limit(frame: FrameType | None) -> float:
-    """The shortest time limit, in seconds, of torch's functions that a thread is in."""
-    limit = math.inf
-    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
-        # In Python before 3.13 to ask for locals copies all of them into the frame, which keeps them until it ends.
-        timeout = frame.f_locals.get("timeout") if "timeout" in frame.f_code.co_varnames else None
-        limit = min(limit, timeout.total_seconds()) if isinstance(timeout, timedelta) else limit
-        frame = frame.f_back
-    return limit
+    with frames_of_threads() as frames:
+        return {ident: _Doing(_waits_natively(frame), _is_idle(frame)) for ident, frame in frames.items()}
 
 
 def _waits_natively(frame: FrameType) -> bool:
@@ -329,27 +335,40 @@ def _is_idle(frame: FrameType) -> bool:
     return path == _pool_threads.__file__ and name == "_worker"
 
 
+def _sleeps() -> bool:
+    """Whether every thread of this process but the one that asks sleeps in the kernel; only Linux tells."""
+    if not sys.platform.startswith("linux"):
+        return False
+    others = {task.name for task in _TASKS.iterdir()} - {str(threading.get_native_id())}
+    try:
+        return all(_kernel_status(task)["State"].startswith("S") for task in others)
+    except (OSError, ValueError, KeyError):
+        # A thread that is just beginning or ending.
+        return False
+
+
+def _kernel_status(thread: int | str | None) -> dict[str, str]:
+    """Return the kernel's status of a thread of this process, by its native id."""
+    lines = (_TASKS / str(thread) / "status").read_text().splitlines()
+    return dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+
+
 def _stillness(threads: list[threading.Thread]) -> str | None:
-    """Return a mark that stays the same as long as these threads sleep, or None unless the whole process sleeps.
+    """Return a mark that stays the same as long as these threads sleep, or None unless all threads of the process do.
 
     The kernel counts how often it has put a thread aside: a thread that is asleep at two moments with the same count
     has not run in between. A device may wake a thread without this process, so with CUDA nothing is certain.
     """
-    if not sys.platform.startswith("linux") or torch.cuda.is_initialized():
+    if torch.cuda.is_initialized() or not _sleeps():
         return None
-    me = threading.get_native_id()
-    watched = {thread.native_id for thread in threads}
     marks = []
-    for task in Path("/proc/self/task").iterdir():
-        if int(task.name) == me:
-            continue
+    for thread in threads:
+        # In a process that was forked, the main thread's own attribute is still that of its parent.
+        native_id = os.getpid() if thread is threading.main_thread() else thread.native_id
         try:
-            status = dict(line.split(":\t", 1) for line in (task / "status").read_text().splitlines() if ":\t" in line)
-        except (OSError, ValueError):
+            status = _kernel_status(native_id)
+        except OSError:
             return None
-        if not status["State"].startswith("S"):
-            return None
-        if int(task.name) in watched:
-            switches = (status["voluntary_ctxt_switches"], status["nonvoluntary_ctxt_switches"])
-            marks.append(f"thread {task.name}: {' '.join(switches)}")
+        switches = (status["voluntary_ctxt_switches"], status["nonvoluntary_ctxt_switches"])
+        marks.append(f"thread {native_id}: {' '.join(switches)}")
     return ", ".join(sorted(marks))

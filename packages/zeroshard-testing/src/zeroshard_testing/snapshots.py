@@ -28,7 +28,7 @@ from zeroshard_testing.issued import (
 )
 from zeroshard_testing.launcher import Child, ask, text_of
 from zeroshard_testing.rank_state import RankState
-from zeroshard_testing.stacks import readable_stacks
+from zeroshard_testing.stacks import dumped_stack
 
 # Seconds between rounds, and until the first one after news.
 _INTERVAL = 0.1
@@ -128,9 +128,10 @@ class Snapshots:
     def details(self, slots: Sequence[int]) -> Mapping[int, str]:
         """Return Python stacks and last collective of ranks that still run, by slot."""
         self._collect(self._there)
-        texts = {slot: _described(self._answers[slot]) for slot in slots if slot in self._answers}
-        silent = [slot for slot in slots if slot not in texts]
-        return {**texts, **self._dumped_stacks(silent)} if silent else texts
+        states = {slot: self._answers.get(slot, RankState()) for slot in slots}
+        # A thread that may be running writes its own stack: no other one reads its frames.
+        dumped = self._dumped_stacks([slot for slot, state in states.items() if not state.stacks])
+        return {slot: _described(state, state.stacks or dumped[slot]) for slot, state in states.items()}
 
     def _next_question(self, *, details: bool) -> Message:
         self._round += 1
@@ -158,7 +159,7 @@ class Snapshots:
         return message.get("run") == self._run and (message["op"] == "aborted" or message.get("round") == self._round)
 
     def _dumped_stacks(self, slots: Sequence[int]) -> dict[int, str]:
-        """Have workers that do not answer write their Python stacks from a signal handler, and wait a moment."""
+        """Have workers write the stack of their main thread from a signal handler, and wait a moment."""
         asked = []
         for child in map(self._workers.__getitem__, slots):
             if child.pid is not None and child.status is None:
@@ -173,17 +174,17 @@ class Snapshots:
             if sizes == before and all(sizes):
                 break
         nothing = "(it did not answer when asked for its Python stack)"
-        return {slot: readable_stacks(text_of(self._workers[slot].stacks)) or nothing for slot in slots}
+        return {slot: dumped_stack(text_of(self._workers[slot].stacks)) or nothing for slot in slots}
 
 
 def _positions(states: Mapping[int, RankState]) -> dict[int, tuple[bool, str]]:
     return {slot: (state.finished, state.fingerprint) for slot, state in states.items()}
 
 
-def _described(state: RankState) -> str:
+def _described(state: RankState, stacks: str) -> str:
     latest = [
         f"Last collective: {name_of(group, number)}{', unfinished' if group.operations[number].pending else ''}"
         for group in state.groups.values()
         if (number := max(group.operations, default=0))
     ]
-    return "\n".join([*latest, state.stacks])
+    return "\n".join([*latest, stacks])

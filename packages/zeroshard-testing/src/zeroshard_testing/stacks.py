@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import sys
 import threading
 import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 OWN_THREADS = "ranks-harness-"
 """How the names of this package's own threads begin."""
@@ -19,28 +23,60 @@ _BELOW_THE_TEST = re.compile(
 )
 _FRAMES_BELOW = re.compile(rf'^ +File "[^"\n]*({_BELOW_THE_TEST.pattern}).*\n?(^ +File .*\n?)*', re.MULTILINE)
 _MODULES = re.compile(r"^Extension modules:.*", re.MULTILINE)
+_DUMPED_FRAME = re.compile(r'^ +File "([^"\n]*)", line (\d+) in (.*)$', re.MULTILINE)
 _ABOVE_THE_WAIT = re.compile(r"[/\\]zeroshard_testing[/\\]wait_recorder\.py$")
 
 
+@contextmanager
+def frames_of_threads() -> Iterator[Mapping[int, FrameType]]:
+    """Yield the innermost frame of each thread, by `threading.get_ident`, with garbage collection held off.
+
+    Enter it only while all other threads wait. In Python 3.11 to ask for a frame allocates an object for it, and an
+    allocation may begin a collection, here, in the midst of the walk over the threads. A destructor that it calls may
+    release Python's global lock, as that of a process group does; other threads go on, and the frames that this walk
+    holds by their addresses are those of functions that have returned: the process crashes, or hangs on the lock of the
+    list of threads. From Python 3.12 on no allocation collects.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield sys._current_frames()
+    finally:
+        if collects:
+            gc.enable()
+
+
 def python_stacks() -> str:
-    """Render the stacks of this process's threads but this package's own, the one that runs the test first."""
+    """Render the stacks of this process's threads but this package's own, the one that runs the test first.
+
+    For a process whose other threads are known to wait, as `frames_of_threads` needs it.
+    """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
+    with frames_of_threads() as frames:
+        places = {ident: list(traceback.walk_stack(frame)) for ident, frame in frames.items()}
     blocks = []
-    for ident, frame in sorted(sys._current_frames().items(), key=lambda item: item[0] != main):
+    for ident, found in sorted(places.items(), key=lambda item: item[0] != main):
         name = names.get(ident, f"thread {ident}")
         if ident == threading.get_ident() or name.startswith(OWN_THREADS):
             continue
-        lines = traceback.format_list(_users_part(traceback.extract_stack(frame)))
         title = "" if ident == main else f"Thread {name!r}:\n"
-        blocks.append(title + "".join(lines).rstrip())
+        blocks.append(title + _render(traceback.StackSummary.extract(reversed(found))))
     return "\n\n".join(block for block in blocks if block)
 
 
-def _users_part(summary: traceback.StackSummary) -> list[traceback.FrameSummary]:
-    own = [place for place, entry in enumerate(summary) if _BELOW_THE_TEST.search(entry.filename)]
-    entries = summary[own[-1] + 1 :] if own else list(summary)
-    return [entry for entry in entries if not _ABOVE_THE_WAIT.search(entry.filename)]
+def dumped_stack(text: str) -> str:
+    """Render the last stack that `faulthandler` wrote as `python_stacks` renders one; empty if it wrote no frame."""
+    latest = _DUMPED_FRAME.findall(text.rpartition("(most recent call first)")[2])
+    return _render([traceback.FrameSummary(path, int(line), name) for path, line, name in reversed(latest)])
+
+
+def _render(frames: Sequence[traceback.FrameSummary]) -> str:
+    """Render the frames of a stack, the latest call last, without those below the test and of what records waits."""
+    own = [place for place, entry in enumerate(frames) if _BELOW_THE_TEST.search(entry.filename)]
+    entries = frames[own[-1] + 1 :] if own else frames
+    shown = [entry for entry in entries if not _ABOVE_THE_WAIT.search(entry.filename)]
+    return "".join(traceback.format_list(shown)).rstrip()
 
 
 def is_below_the_test(path: str) -> bool:

@@ -167,8 +167,10 @@ class WaitRecorder:
         self._serials = itertools.count()
         self.current: dict[int, Wait | None] = {}
         """What each thread waits for, by `threading.get_ident`."""
-        self.making: dict[int, Awaited] = {}
-        """Which group each thread is making, by `threading.get_ident`."""
+        self.making: dict[int, tuple[Awaited, float | None]] = {}
+        """Which group each thread is making, by `threading.get_ident`; it gives up as `Wait.until` says."""
+        self.issuing: dict[int, dist.ProcessGroup] = {}
+        """In which group each thread is issuing a collective, by `threading.get_ident`."""
         self.begun: Counter[str] = Counter()
         """How often each place in each group was taken in a test, as `RankState.begun`: ranks leave it one by one."""
         self._made: Counter[str] = Counter()
@@ -182,7 +184,9 @@ class WaitRecorder:
 
     def unlisted(self) -> list[dist.ProcessGroup]:
         """Return the groups with messages that torch does not list."""
-        return [group for group, record in list(self._groups.items()) if record.unlisted]
+        # The references are listed at once; another thread may make a group while they are followed.
+        groups = [group for reference in self._groups.keyrefs() if (group := reference()) is not None]
+        return [group for group in groups if (record := self._groups.get(group)) and record.unlisted]
 
     def begin_test(self) -> None:
         """Forget the groups made in the last test, and those that torch does not list: names come again."""
@@ -199,7 +203,7 @@ class WaitRecorder:
         key = group_key(given["group_name"], given["global_ranks_in_group"] or range(given["group_size"]))
         made, me = self._made, threading.get_ident()
         self.begun[f"{key} {given['group_rank']}"] += 1
-        self.making[me] = Awaited("group", key, number=made[key])
+        self.making[me] = Awaited("group", key, number=made[key]), _end_of(None, None, given.values())
         try:
             group = call(*arguments, **named)
         finally:
@@ -266,6 +270,8 @@ class WaitRecorder:
         # Pending while it is issued: torch's debug level DETAIL lets ranks wait for one another there.
         record.collectives[number] = replace(operation, pending=True)
         record.collectives.pop(number - _KEPT, None)
+        me = threading.get_ident()
+        self.issuing[me] = group
         try:
             work = call()
         except BaseException:
@@ -276,6 +282,8 @@ class WaitRecorder:
                 record.failed_collectives.add(number)
                 record.count(number, operation, self.collectives_in(group))
             raise
+        finally:
+            self.issuing.pop(me, None)
         record.count(number, operation, self.collectives_in(group))
         if work is not None:
             self._works[work] = Issued("collective", weakref.ref(group), number=number)
