@@ -1,0 +1,177 @@
+"""Looks at the threads of a rank, which must not disturb them: its own process is all that they run in."""
+
+from __future__ import annotations
+
+import _thread
+import gc
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from zeroshard_testing import rank_inspector
+from zeroshard_testing.faults import Faults
+from zeroshard_testing.rank_inspector import RankInspector
+from zeroshard_testing.stacks import dumped_stack, frames_of_threads
+from zeroshard_testing.wait_recorder import WaitRecorder
+
+LOOKS = 10_000
+# A collection that begins wherever something is allocated, of groups whose destructors let other threads go on.
+BUSY_RANK = """
+import gc, sys, threading
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from zeroshard_testing.faults import Faults
+from zeroshard_testing.rank_inspector import RankInspector
+from zeroshard_testing.wait_recorder import record_waits
+from zeroshard_testing.worker import _look
+
+
+class Cycle:
+    def __init__(self, group):
+        self.itself, self.group = self, group
+
+
+def look():
+    global looks, read_between
+    for looks in range(1, int(sys.argv[1]) + 1):
+        before, run = reads, inspector.run
+        ended = inspector._ended
+        _look(inspector, run, details=looks % 100 == 0)
+        if ended is not None and (run, ended) == (inspector.run, inspector._ended):
+            read_between += reads - before
+
+
+def current_frames():
+    global reads
+    reads += 1
+    return read_frames()
+
+
+looks = reads = read_between = run = 0
+read_frames, sys._current_frames = sys._current_frames, current_frames
+inspector = RankInspector(record_waits(Faults(None)))
+inspector.keep_destroyed_groups()
+gc.set_threshold(100)
+looking = threading.Thread(target=look, name="ranks-harness-reader", daemon=True)
+inspector.begin(run, 60.0, 0, 1)
+looking.start()
+while looking.is_alive():
+    run += 1
+    inspector.begin(run, 60.0, 0, 1)
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=30))
+    group = dist.new_group([0], timeout=timedelta(seconds=20))
+
+    def wait():
+        try:
+            store.wait(["missing"], timedelta(milliseconds=3))
+        except dist.DistStoreError:
+            dist.all_reduce(torch.ones(1))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    thread.join()
+    dist.destroy_process_group()
+    Cycle(group)
+    del group
+    inspector.end()
+print(looks, "looks,", run, "tests, frames read:", reads, "between tests:", read_between)
+"""
+
+
+def test_a_rank_outlives_looks_while_threads_and_groups_begin_and_end() -> None:
+    done = subprocess.run(
+        [sys.executable, "-X", "faulthandler", "-c", BUSY_RANK, str(LOOKS)], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    looks, tests, reads, between = (int(word.strip(",")) for word in done.stdout.split() if word.strip(",").isdigit())
+    assert looks == LOOKS
+    assert tests > 10
+    # Frames are read while the process waits, and never between tests.
+    assert reads > 0
+    assert between == 0
+
+
+def test_no_frame_is_read_while_a_thread_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    inspector = RankInspector(WaitRecorder(Faults(None)))  # type: ignore[arg-type]  # nothing strikes
+    inspector.begin(1, 60.0, 0, 1)
+    stop = threading.Event()
+
+    def compute() -> None:
+        while not stop.is_set():
+            pass
+
+    def refuse() -> None:
+        raise AssertionError("the frames of all threads were asked for")
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    monkeypatch.setattr(sys, "_current_frames", refuse)
+    inspector._waits.current[0] = object()
+    try:
+        assert inspector.look(1, details=True).stacks == ""
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_collection_is_held_off_while_frames_are_read_and_is_as_before_then() -> None:
+    for collects in (True, False):
+        (gc.enable if collects else gc.disable)()
+        try:
+            with frames_of_threads() as frames:
+                assert not gc.isenabled()
+                assert threading.get_ident() in frames
+            assert gc.isenabled() == collects
+        finally:
+            gc.enable()
+
+
+def test_an_import_of_the_main_thread_is_told_and_of_another_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "imported_slowly.py"
+    path.write_text("from zeroshard_testing.rank_inspector import _imports\nfound = _imports()\n")
+    sys.path.insert(0, str(tmp_path))
+    try:
+        import imported_slowly
+
+        assert imported_slowly.found
+        del sys.modules["imported_slowly"]
+        thread = threading.Thread(target=__import__, args=["imported_slowly"])
+        thread.start()
+        thread.join()
+        assert not sys.modules["imported_slowly"].found
+    finally:
+        sys.path.remove(str(tmp_path))
+        sys.modules.pop("imported_slowly", None)
+    assert not rank_inspector._imports()
+
+
+def test_a_thread_that_is_left_behind_is_told_however_it_was_started() -> None:
+    assert not rank_inspector._threads_left()
+    runs, lock = threading.Event(), threading.Lock()
+    lock.acquire()
+    _thread.start_new_thread(lambda: (runs.set(), lock.acquire()), ())
+    runs.wait()
+    assert rank_inspector._threads_left()
+    lock.release()
+    while rank_inspector._threads_left():
+        time.sleep(0.001)
+
+
+def test_a_stack_that_a_signal_handler_has_written_reads_as_any_other(tmp_path: Path) -> None:
+    test = tmp_path / "test_it.py"
+    test.write_text("def test_it():\n    wait()\n")
+    text = (
+        'Stack (most recent call first):\n  File "/x/old.py", line 9 in old\n\n'
+        'Stack (most recent call first):\n  File "/x/torch/it.py", line 7 in wait\n'
+        f'  File "{test}", line 2 in test_it\n'
+        '  File "/x/zeroshard_testing/worker.py", line 5 in _serve\n'
+    )
+    expected = f'  File "{test}", line 2, in test_it\n    wait()\n  File "/x/torch/it.py", line 7, in wait'
+    assert dumped_stack(text) == expected
+    assert dumped_stack("Stack (most recent call first):\n  <no Python frame>\n") == ""
