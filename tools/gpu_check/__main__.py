@@ -14,6 +14,7 @@ memory, launches and host time are those of the collectives.
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 
@@ -23,4 +24,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from gpu_check.cli import main
 
 if __name__ == "__main__":
+    # The step that is running ends with this process.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     raise SystemExit(main())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -31,13 +30,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"gpu_check: {error}", file=sys.stderr)
         return 2
-    # The step that is running must end with this process.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     options.out.mkdir(parents=True, exist_ok=True)
     report, log = options.out / "report.md", options.out / "log.txt"
     log.write_text("", encoding="utf-8")
     notes: list[str] = []
-    commit = os.environ.get("COMMIT") or _commit()
 
     def took_place(outcome: Outcome, output: str) -> None:
         detail = f": {outcome.detail}" if outcome.detail else ""
@@ -45,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with log.open("a", encoding="utf-8") as file:
             file.write(f"\n##### {outcome.name} {outcome.title}\n{output}")
         # After each step: what ends this process must not take the report with it.
-        report.write_text(report_of(run.machine, commit, notes, run.outcomes), encoding="utf-8")
+        report.write_text(report_of(run.machine, options.commit or _commit(), notes, run.outcomes), encoding="utf-8")
 
     run = Run(Budget(options.budget, options.slow), took_place)
     run.find_machine()
@@ -112,6 +108,7 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         help="names of steps, such as 1,3b,5; step 1 always runs",
     )
+    add("--commit", default=given("COMMIT", ""), help="name of the sources, if they are no git checkout; also COMMIT")
     add("--no-mps", action="store_true", help="do not start NVIDIA's MPS for two NCCL ranks")
     add("--keep", action="store_true", help="copy the report of a GPU to docs/measured")
     return parser

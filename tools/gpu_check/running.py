@@ -128,8 +128,9 @@ class Run:
 
     def find_machine(self) -> None:
         """Run the first step."""
-        outcome, output = self._run(VERSIONS, VERSIONS.command, VERSIONS.title)
-        with suppress(ValueError, IndexError):
+        reason = self._why_not(VERSIONS)
+        outcome, output = (_skipped(VERSIONS, reason), "") if reason else self._run(VERSIONS, {})
+        if outcome.verdict == "passed":
             self.machine = json.loads(output.splitlines()[-1])
         self._end(outcome, output)
 
@@ -141,41 +142,38 @@ class Run:
             share: called before each step on two NCCL ranks of one GPU; returns variables that it needs too.
         """
         for step in steps:
-            title, command, reason = step.title, step.command, self._why_not(step)
-            if not self.has_gpu and not reason and step.without_gpu is not None:
-                if isinstance(step.without_gpu, str):
-                    reason = step.without_gpu
-                else:
-                    title, command = f"{title} ({step.without_gpu.name})", step.without_gpu.command
-            if not reason and shutil.which(command[0]) is None:
-                reason = f"{command[0]} is not installed"
-            if reason:
-                self._end(Outcome(step.name, title, "skipped", reason), "")
+            chosen = step if self.has_gpu else step.on_cpu()
+            reason = self._why_not(step) or (chosen if isinstance(chosen, str) else "")
+            if reason or isinstance(chosen, str):
+                self._end(_skipped(step, reason), "")
+            elif shutil.which(chosen.command[0]) is None:
+                self._end(_skipped(step, f"{chosen.command[0]} is not installed"), "")
             else:
-                self._end(*self._run(step, command, title, share if step.shares and self.has_gpu else dict))
+                self._end(*self._run(chosen, share() if self.has_gpu and step.shares else {}))
 
     def _why_not(self, step: Step) -> str:
-        if not self.machine:
-            return "step 1 failed"
-        needed = [each for each in self.outcomes if each.name == step.after and each.verdict != "passed"]
-        return f"step {step.after} {needed[0].verdict}" if needed and self.has_gpu else ""
-
-    def _run(
-        self, step: Step, command: Command, title: str, share: Callable[[], Mapping[str, str]] = dict
-    ) -> tuple[Outcome, str]:
         if self.budget.left < _LEAST:
-            return Outcome(step.name, title, "skipped", f"the budget of {self.budget.seconds:g} s is spent"), ""
+            return f"the budget of {self.budget.seconds:g} s is spent"
+        if not self.machine and step is not VERSIONS:
+            return "step 1 failed"
+        hung = self.has_gpu and (step.after, "timed out") in ((each.name, each.verdict) for each in self.outcomes)
+        return f"step {step.after} timed out" if hung else ""
+
+    def _run(self, step: Step, shared: Mapping[str, str]) -> tuple[Outcome, str]:
         base = {"PYTHONPATH": pythonpath(), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
-        environment = {**base, **step.environment, **share()}
-        limit = max(min(step.limit * self.budget.slow, self.budget.left), 0.0)
-        ended = run_process(command, limit, environment)
-        verdict, detail = judge(ended, limit, counts_tests="pytest" in command)
+        limit = max(min(step.limit * self.budget.slow, self.budget.left - _GRACE), 0.0)
+        ended = run_process(step.command, limit, {**base, **step.environment, **shared})
+        verdict, detail = judge(ended, limit, counts_tests="pytest" in step.command)
         body = body_of(ended.output, is_well=verdict == "passed")
-        return Outcome(step.name, title, verdict, detail, ended.seconds, body), ended.output
+        return Outcome(step.name, step.title, verdict, detail, ended.seconds, body), ended.output
 
     def _end(self, outcome: Outcome, output: str) -> None:
         self.outcomes.append(outcome)
         self.took_place(outcome, output)
+
+
+def _skipped(step: Step, reason: str) -> Outcome:
+    return Outcome(step.name, step.title, "skipped", reason)
 
 
 # "tests/a.py::test[x] PASSED [ 50%]", and with pytest-xdist "[gw0] [ 50%] PASSED tests/a.py::test[x]".
@@ -185,7 +183,7 @@ _TEST = re.compile(
 )
 
 
-def tests_in(output: str) -> list[tuple[str, str]]:
+def find_tests(output: str) -> list[tuple[str, str]]:
     """Return outcome and name of each test in the output of ``pytest -v``, also of a run that did not end."""
     found = filter(None, map(_TEST.match, output.splitlines()))
     return [(match[1] or match[4], (match[2] or match[3]).strip()) for match in found]
@@ -193,7 +191,7 @@ def tests_in(output: str) -> list[tuple[str, str]]:
 
 def judge(ended: Ended, limit: float, *, counts_tests: bool) -> tuple[Verdict, str]:
     """Return the verdict of a process, and its reason or the counts of its tests."""
-    counts = Counter(outcome.lower() for outcome, _ in tests_in(ended.output)) if counts_tests else Counter[str]()
+    counts = Counter(outcome.lower() for outcome, _ in find_tests(ended.output)) if counts_tests else Counter[str]()
     told = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
     if ended.status is None:
         return "timed out", f"after {limit:.0f} s" + (f": {told}" if told else "")
@@ -210,8 +208,10 @@ def body_of(output: str, *, is_well: bool) -> str:
     lines = output.splitlines()
     tables = [line if line.startswith("| ") else "" for line in lines]
     parts = re.split(r"\n{2,}", "\n".join(tables).strip("\n")) if any(tables) else []
-    wrong = [f"{outcome} {name}" for outcome, name in tests_in(output) if outcome in ("FAILED", "ERROR")]
-    wrong += [line for line in lines if line.startswith(("SKIPPED [", "E   ")) or "NCCL WARN" in line]
+    # The summary has causes; a run that was killed has none.
+    wrong = [line for line in lines if line.startswith(("FAILED ", "ERROR "))]
+    wrong = wrong or [" ".join(found) for found in find_tests(output) if found[0] in ("FAILED", "ERROR")]
+    wrong += [line for line in lines if line.startswith("SKIPPED [") or "NCCL WARN" in line]
     parts += [_fenced(wrong[:_MOST_LINES])] if wrong else []
     parts += [] if is_well else [_fenced(lines[-_TAIL:])]
     return "\n\n".join(filter(None, parts))

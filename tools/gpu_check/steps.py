@@ -6,7 +6,7 @@ import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from gpu_check.sharing import ALSO_ON, ENVIRONMENT
@@ -23,10 +23,12 @@ class Substitute:
     Attributes:
         name: what it is, for the report.
         command: the program and its arguments.
+        limit: seconds after which it is ended, if other than the step's.
     """
 
     name: str
     command: Command
+    limit: float | None = None
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Step:
         command: the program and its arguments.
         without_gpu: what runs without a GPU, or why nothing does; None if the same command does.
         environment: variables beside those of the driver.
-        after: name of a step without whose success this one is skipped.
+        after: name of a step that shows whether this one can work: it is skipped if that one timed out.
     """
 
     name: str
@@ -55,6 +57,13 @@ class Step:
     def shares(self) -> bool:
         """Whether two NCCL ranks share the GPU."""
         return ENVIRONMENT.items() <= self.environment.items()
+
+    def on_cpu(self) -> Step | str:
+        """Return the step that runs without a GPU, under a title that names the substitute, or why none does."""
+        if not isinstance(self.without_gpu, Substitute):
+            return self.without_gpu or self
+        title, limit = f"{self.title} ({self.without_gpu.name})", self.without_gpu.limit or self.limit
+        return replace(self, title=title, command=self.without_gpu.command, limit=limit, without_gpu=None)
 
 
 VERSIONS = Step("1", "versions", 90, (sys.executable, "-m", "gpu_check.machine"), None)
@@ -77,7 +86,8 @@ def table(workers: int) -> list[Step]:
             "two ranks on one GPU over gloo: hooks",
             60,
             _tests(workers, *gloo, _HOOKS, "tests/test_master_weights.py"),
-            Substitute("stand-in: the emulated device", emulated),
+            # Its extension may have to be compiled.
+            Substitute("stand-in: the emulated device", emulated, 180),
         ),
         Step(
             "2b",
@@ -112,7 +122,9 @@ def table(workers: int) -> list[Step]:
         _measure("6b", "time of GPT-2 124M, one of 8 ranks, without the exchange", 50, "times", 8, "fake"),
         _measure("6c", "time of GPT-2 124M, two ranks over gloo", 60, "times", 2, "gloo", *_ONCE),
         _measure("7a", "CUDA graph of step() at one rank", 30, "graph", 1, "nccl", without_gpu=_NO_GRAPHS),
-        _measure("7b", "CUDA graph of step() on two NCCL ranks", 40, "graph", 2, "nccl", without_gpu=_NO_GRAPHS),
+        _measure(
+            "7b", "CUDA graph of step() on two NCCL ranks", 40, "graph", 2, "nccl", without_gpu=_NO_GRAPHS, after="3b"
+        ),
         _measure("7c", "CUDA graph of step() over gloo: refused", 30, "graph", 2, "gloo", without_gpu=_NO_GRAPHS),
         _measure(
             "8a",
@@ -175,6 +187,7 @@ def _measure(
     without_gpu: str = "",
     environment: Mapping[str, str] | None = None,
     started_by: Command = (),
+    after: str = "",
 ) -> Step:
     """Return a step of ``gpu_check.measure``; without a GPU it runs on the CPU, or not if `without_gpu` says why."""
 
@@ -190,6 +203,7 @@ def _measure(
         (*started_by, *on(backend)),
         without_gpu or Substitute(f"stand-in: {on_cpu}, CPU, a tiny model", on(on_cpu)),
         {**shared, **(environment or {})},
+        after,
     )
 
 
