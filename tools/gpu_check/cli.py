@@ -1,4 +1,4 @@
-"""The command line: options, the folder of results, and the order of what runs."""
+"""Reads the command line, runs the steps, and writes the folder of results."""
 
 from __future__ import annotations
 

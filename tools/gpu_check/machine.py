@@ -1,4 +1,4 @@
-"""What the machine is: prints it as one line of JSON, ``python -m gpu_check.machine``."""
+"""Prints GPU, driver and versions as one line of JSON: ``python -m gpu_check.machine``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is measured on ranks that exist already: each function prints a table and returns how many rows are wrong.
+"""Measures on the ranks of the default group: each function prints a table and returns how many rows are wrong.
 
 All are collective. Without CUDA they run on the CPU with the smallest model, and cells that need CUDA are "-".
 """
@@ -83,24 +83,27 @@ _LOOPS: Mapping[str, Callable[[Trainer, torch.amp.GradScaler], object]] = {
 
 def parity(_: Settings) -> int:
     """Compare six iterations of every hook, with streams delayed, with DDP and the plain optimizer."""
-    table = Table("trainer", "largest difference / largest parameter", "replicas", "verdict")
+    table = Table("trainer", "largest difference / largest parameter", "replicas are equal")
     reference = trainer(DDP, "tiny", **COMPARABLE)
     for number in range(6):
         reference.iterate(batch(2, 64, number))
     theirs = reference.flat()
     for name in HOOKS:
-        one = trainer(name, "tiny", **COMPARABLE)
-        with _delays():
-            for number in range(6):
-                one.iterate(batch(2, 64, number))
-        ours = one.flat()
-        off = float((ours - theirs).abs().max() / theirs.abs().max())
-        low, high = ours.clone(), ours.clone()
-        dist.all_reduce(low, dist.ReduceOp.MIN)
-        dist.all_reduce(high, dist.ReduceOp.MAX)
-        replicas = "equal" if torch.equal(low, high) else "differ"
-        is_right = replicas == "equal" and off < _ROUNDING
-        table.row(name, f"{off:.1e}", replicas, "ok" if is_right else "wrong", failed=not is_right)
+        with table.tried(name) as cells:
+            one = trainer(name, "tiny", **COMPARABLE)
+            with _delays():
+                for number in range(6):
+                    one.iterate(batch(2, 64, number))
+            ours = one.flat()
+            off = float((ours - theirs).abs().max() / theirs.abs().max())
+            low, high = ours.clone(), ours.clone()
+            dist.all_reduce(low, dist.ReduceOp.MIN)
+            dist.all_reduce(high, dist.ReduceOp.MAX)
+            if not torch.equal(low, high):
+                raise AssertionError(f"replicas differ by up to {float((high - low).abs().max()):.1e}")
+            if off >= _ROUNDING:
+                raise AssertionError(f"parameters differ from DDP's by {off:.1e} of the largest")
+            cells += [f"{off:.1e}", "ok"]
     return table.failed
 
 
@@ -144,26 +147,30 @@ def memory(settings: Settings) -> int:
     # Libraries allocate once.
     trainer(DDP, "tiny").iterate(batch(1, 64))
     for name in (DDP, TORCH, WHOLE, SPLIT):
-        gc.collect()
-        torch.cuda.empty_cache()
-        before = _allocated()
-        _peak()
-        one = trainer(name, settings.model)
-        one.iterate(ids, BF16)
-        first = _peak()
-        one.iterate(ids, BF16)
-        one.optimizer.zero_grad()
-        _peak()
-        one.backward(ids, BF16)
-        in_backward = _peak()
-        one.optimizer.step()
-        measured = (_allocated(), _peak(), in_backward, first)
-        partition = name if name in (WHOLE, SPLIT) else WHOLE
-        predicted = planner.predict(1 if name == DDP else ranks, partition).ranks
-        total = predicted[min(dist.get_rank(), len(predicted) - 1)].total
-        table.row(name, ranks, total / 1e9, *((each - before) / 1e9 if CUDA else NOTHING for each in measured))
-        del one
+        with table.tried(name, ranks) as cells:
+            predicted = planner.predict(1 if name == DDP else ranks, name if name in (WHOLE, SPLIT) else WHOLE).ranks
+            # With whole tensors ranks differ, so this rank's own.
+            cells.append(predicted[min(dist.get_rank(), len(predicted) - 1)].total / 1e9)
+            cells += [nbytes / 1e9 if CUDA else NOTHING for nbytes in _held(name, settings.model, ids)]
     return table.failed
+
+
+def _held(name: str, model: str, ids: torch.Tensor) -> tuple[int, int, int, int]:
+    """Return bytes above those before the model was built, in the order of the table's columns."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = _allocated()
+    _peak()
+    one = trainer(name, model)
+    one.iterate(ids, BF16)
+    first = _peak()
+    one.iterate(ids, BF16)
+    one.optimizer.zero_grad()
+    _peak()
+    one.backward(ids, BF16)
+    in_backward = _peak()
+    one.optimizer.step()
+    return _allocated() - before, _peak() - before, in_backward - before, first - before
 
 
 def _allocated() -> int:
@@ -186,7 +193,14 @@ def _synchronize() -> None:
 def times(settings: Settings) -> int:
     """Print medians of the time of an iteration under bf16 autocast, trainers in turn, and what it launches."""
     table = Table(
-        "batch", "trainer", "ms by events", "ms of the host", "launches", "copies, sets", "host waits", "ms of kernels"
+        "batch",
+        "trainer",
+        "ms by events",
+        "ms of the host",
+        "launches",
+        "copies, sets",
+        "host waits",
+        "ms on device",
     )
     trainers = {name: trainer(name, settings.model) for name in (DDP, TORCH, WHOLE, SPLIT)}
     batches = {"8 x 1024": batch(8, 1024)} if CUDA else {}
@@ -222,21 +236,40 @@ def _timed(one: Trainer, ids: torch.Tensor, iterations: int) -> tuple[float, flo
 
 
 def _profiled(one: Trainer, ids: torch.Tensor) -> tuple[object, ...]:
-    """Return kernel launches, copies and sets, waits of the host, and milliseconds of kernels in one iteration."""
+    """Return kernel launches, copies and sets, waits of the host, and milliseconds on the device in one iteration."""
     if not CUDA:
         return (NOTHING,) * 4
+    counted, nothing = _profile(lambda: one.iterate(ids, BF16)), _profile(lambda: None)
+    # The profiler waits for the device itself.
+    return counted.launches, counted.copies, counted.waits - nothing.waits, counted.busy
+
+
+@dataclass(frozen=True)
+class _Profile:
+    launches: int
+    copies: int
+    waits: int
+    busy: float
+
+
+def _profile(run: Callable[[], object]) -> _Profile:
+    _synchronize()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
-        one.iterate(ids, BF16)
+        run()
         _synchronize()
     events = profiled.key_averages()
 
     def calls(*beginnings: str) -> int:
         return sum(event.count for event in events if event.key.startswith(beginnings))
 
-    # One wait is that of `_synchronize`.
-    waited = calls("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize") - 1
-    busy = sum(event.self_device_time_total for event in events) / 1e3
-    return calls("cudaLaunchKernel", "cuLaunchKernel"), calls("cudaMemcpy", "cudaMemset"), waited, busy
+    # Operators of the host repeat the time of the kernels that they launch.
+    on_device = [event for event in events if event.device_type.name == "CUDA" and not event.is_user_annotation]
+    return _Profile(
+        calls("cudaLaunchKernel", "cuLaunchKernel"),
+        calls("cudaMemcpy", "cudaMemset"),
+        calls("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize"),
+        sum(event.self_device_time_total for event in on_device) / 1e3,
+    )
 
 
 def graph(_: Settings) -> int:

@@ -1,4 +1,4 @@
-"""What is trained: a GPT whose forward returns its loss, in sizes by name, and its batches."""
+"""Builds a GPT whose forward returns its loss, in sizes by name, and its batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report in Markdown: versions, a row for each step with its verdict, then what each step printed."""
+"""Writes the report in Markdown: versions, a row for each step with its verdict, then what each step printed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of steps, in order of value, and what replaces each on a machine without a GPU."""
+"""Lists the steps in order of value, and what replaces each on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from gpu_check.sharing import ALSO_ON, ENVIRONMENT
 
 ROOT = Path(__file__).parents[2]
-"""The checkout."""
+"""The root of the checkout."""
 Command = tuple[str, ...]
 
 

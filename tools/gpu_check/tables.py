@@ -1,9 +1,9 @@
-"""Tables in Markdown that rank 0 prints while a measurement runs, and the verdict of each row."""
+"""Prints tables in Markdown on rank 0 while a measurement runs, and counts the rows that are wrong."""
 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch.distributed as dist
@@ -34,25 +34,23 @@ class Table:
             print("|", " | ".join(texts), "|", flush=True)
 
     @contextmanager
-    def tried(self, *cells: object, well: str = "ok") -> Iterator[None]:
-        """Print a row that ends with `well`, or with the error that the block raises, and go on."""
+    def tried(self, *cells: object) -> Iterator[list[object]]:
+        """Print a row that ends with the error that the block raises, and go on.
+
+        Yields:
+            An empty list. The row ends with the cells that the block adds to it, or with "ok".
+        """
+        found: list[object] = []
         try:
-            yield
+            yield found
         except Exception as error:  # noqa: BLE001 - the other rows are still worth measuring
             traceback.print_exc()
             self.row(*cells, code(f"{type(error).__name__}: {error}"), failed=True)
         else:
-            self.row(*cells, well)
+            self.row(*cells, *(found or ["ok"]))
 
 
 def code(text: str) -> str:
     """Return the first line of a text as inline code that fits into a cell."""
     first = (text.splitlines() or [""])[0]
     return f"`{first[:_LONGEST].replace('`', chr(39)).replace('|', '/')}`"
-
-
-def row_of(line: str) -> Sequence[str]:
-    """Return the cells of a line of a table, none of another line."""
-    stripped = line.strip()
-    is_row = len(stripped) > 1 and stripped.startswith("|") and stripped.endswith("|")
-    return [cell.strip() for cell in stripped[1:-1].split(" | ")] if is_row else []

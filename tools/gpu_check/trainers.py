@@ -1,4 +1,4 @@
-"""Who trains: DDP with the plain optimizer, with torch's ZeroRedundancyOptimizer, and with zeroshard's hooks."""
+"""Builds what trains: DDP with the plain optimizer, torch's ZeroRedundancyOptimizer, or zeroshard and its hooks."""
 
 # No `from __future__ import annotations`: DDP compares the annotations of hooks with the types themselves.
 from collections.abc import Callable
