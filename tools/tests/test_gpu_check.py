@@ -48,17 +48,17 @@ def is_alive(pid):
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
-@pytest.mark.parametrize("leader", ["time.sleep(60)", "pass"], ids=["late", "in time"])
-def test_the_process_group_of_a_step_ends_with_it(monkeypatch, leader):
+@pytest.mark.parametrize(("leader", "limit", "status"), [("time.sleep(60)", 3, None), ("pass", 30, 0)])
+def test_the_process_group_of_a_step_ends_with_it(monkeypatch, leader, limit, status):
     # Given a step that ignores interrupts, and another process that it has started,
     monkeypatch.setattr(running, "_GRACE", 0.1)
     started = "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']).pid"
     ignores = "signal.signal(signal.SIGINT, signal.SIG_IGN)"
     code = f"import signal, subprocess, sys, time; {ignores}; print({started}, flush=True); {leader}"
     # when it ends, or is ended,
-    ended = run_process(python(code), 2, {})
+    ended = run_process(python(code), limit, {})
     # then both are gone, and what was printed is there.
-    assert ended.status == (None if "sleep" in leader else 0)
+    assert ended.status == status
     deadline = time.monotonic() + 10
     while is_alive(int(ended.output)) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -118,10 +118,13 @@ def test_on_a_gpu_the_steps_themselves_run_and_those_of_two_nccl_ranks_share():
     assert [outcome.body for outcome in run.outcomes] == ["| None None |", "| on 1 |"]
 
 
-@pytest.mark.parametrize(("first", "second"), [("pass", "passed"), ("1 / 0", "passed"), ("while True: ...", "skipped")])
-def test_a_step_is_skipped_if_the_one_that_it_needs_hangs(first, second):
-    steps = [step("3b", first, limit=2), step("3c", after="3b")]
-    assert run_of(steps, found=ON_GPU).outcomes[1].verdict == second
+@pytest.mark.parametrize(
+    ("first", "limit", "second"),
+    [("pass", 30, "passed"), ("1 / 0", 30, "passed"), ("while True: ...", 0.1, "skipped: step 3b timed out")],
+)
+def test_a_step_is_skipped_if_the_one_that_it_needs_hangs(first, limit, second):
+    run = run_of([step("3b", first, limit=limit), step("3c", after="3b")], found=ON_GPU)
+    assert verdicts(run)["3c"] == second
 
 
 VERBOSE = """\
