@@ -58,7 +58,8 @@ def served_by_mps() -> Iterator[tuple[Mapping[str, str], str]]:
     if program is None:
         yield {}, "MPS is not installed: kernels of the two ranks take turns."
         return
-    with tempfile.TemporaryDirectory() as pipes:
+    # The daemon may still write to it while it ends.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as pipes:
         served = {"CUDA_MPS_PIPE_DIRECTORY": pipes, "CUDA_MPS_LOG_DIRECTORY": pipes}
         try:
             if _starts(program, served):
