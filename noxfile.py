@@ -223,6 +223,13 @@ def emulated(session: nox.Session, torch: str) -> None:
     _pytest(session, *own, *hooks, *everything, *session.posargs)
 
 
+@nox.session(name="gpu-check", tags=["gpu"])
+def gpu_check(session: nox.Session) -> None:
+    """Check one GPU in 8 minutes and write a report, without one on the CPU; ``-- --help`` lists the options."""
+    _install_sources(session, list(PACKAGES), "pytest-xdist")
+    session.run("python", "tools/gpu_check", *session.posargs)
+
+
 @nox.session(name="dropped-edges", tags=["nightly"])
 def dropped_edges(session: nox.Session) -> None:
     """Leave out each edge between streams that our packages make, and fail where no test misses it."""

@@ -29,7 +29,7 @@ extensions = [
     "sphinx_copybutton",
 ]
 myst_heading_anchors = 3
-exclude_patterns = ["_build", "examples", "measured"]
+exclude_patterns = ["_build", "examples"]
 html_show_copyright = False
 html_theme = "furo"
 pygments_style = "tango"  # the colours of a diff

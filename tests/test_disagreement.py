@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from ddp_training import Twins
@@ -20,6 +19,7 @@ from zeroshard_comm import DisagreementError
 from zeroshard_integrations.ddp import register_reduce_to_owner
 from zeroshard_testing import assert_replicas_equal
 
+np = pytest.importorskip("numpy", reason="hyperparameters are NumPy's numbers too")
 VIEWS = pytest.mark.parametrize("as_bucket_view", [False, True], ids=["params", "views"])
 Pair = tuple[nn.Module, nn.Module]
 Optimizers = tuple[ZeroRedundancyOptimizer, optim.Optimizer]

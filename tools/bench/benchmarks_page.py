@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -52,6 +53,15 @@ _RANKS = """
 What one rank computes and holds falls with the number of ranks; what remains is to pack and unpack what all of them
 own. This is measured on a backend that moves no data: the time of the network is not in it.
 """
+
+_GPUS = """
+## On GPUs
+
+{found}To make one, run `bash tools/gpu_check/gpu_check.sh` in a clone. It checks hooks, training, memory, time and CUDA
+graphs on one GPU, in at most 8 minutes. Please paste `gpu-check-out/report.md` into an issue.
+"""
+
+_NO_GPU = "There is no report of a GPU yet.\n"
 
 _METHOD = """
 ## How it is measured
@@ -164,11 +174,30 @@ def norms_of(found: Sequence[Mapping[str, Any]]) -> str:
     return _NORMS.format(rows="\n".join(rows))
 
 
+def gpus_of(reports: Sequence[Path]) -> str:
+    """Return the section about GPUs, from the reports that tools/gpu_check has written."""
+    if not reports:
+        return _GPUS.format(found=_NO_GPU)
+    rows = []
+    for report in reports:
+        text = report.read_text(encoding="utf-8")
+        facts = dict(re.findall(r"^\| ([\w ]+) \| (.*) \|$", text, re.MULTILINE))
+        [(device, verdicts)] = re.findall(r"^# gpu-check: (.*)\n\n\d+ steps: (.*?)\.", text)
+        name, *cells = device, facts["torch"], facts["CUDA"], facts["NCCL"], facts["commit"], verdicts
+        rows.append(f"| [{name}](measured/{report.name}) | {' | '.join(cells)} |")
+    tree = "".join(f"measured/{report.stem}\n" for report in reports)
+    table = "\n".join(
+        ["| GPU | torch | CUDA | NCCL | commit | steps |", "| --- | --- | --- | --- | --- | --- |", *rows]
+    )
+    return _GPUS.format(found=f"{table}\n\n```{{toctree}}\n:hidden:\n\n{tree}```\n\n")
+
+
 def main(
     files: Annotated[
         list[Path] | None,
         typer.Argument(
-            help="written by training.py, many_ranks.py or norms.py with --json; by default all in docs/measured"
+            help="written by training.py, many_ranks.py or norms.py with --json, or a report of tools/gpu_check; by "
+            "default all in docs/measured"
         ),
     ] = None,
     page: Annotated[Path, typer.Option(help="file to write; pictures go to a folder beside it")] = PAGE,
@@ -178,7 +207,11 @@ def main(
     many: dict[str, Any] | None = None
     norms: list[dict[str, Any]] = []
     collectives: dict[str, dict[str, Any]] = {}
-    for file in files or sorted(MEASURED.glob("*.json")):
+    reports: list[Path] = []
+    for file in files or sorted([*MEASURED.glob("*.json"), *MEASURED.glob("*.md")]):
+        if file.suffix == ".md":
+            reports.append(file)
+            continue
         try:
             found = json.loads(file.read_text(encoding="utf-8"))
             if found.get("program") == "many_ranks":
@@ -192,8 +225,9 @@ def main(
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             typer.echo(f"{file} is no result of training.py, many_ranks.py or norms.py: {error}", err=True)
             raise typer.Exit(2) from None
-    page.write_text(page_of(runs, many, norms, collectives, page.parent / _PICTURES), encoding="utf-8")
-    typer.echo(f"{len(runs) + len(norms) + len(collectives) + (many is not None)} runs written to {page}")
+    page.write_text(page_of(runs, many, norms, collectives, reports, page.parent / _PICTURES), encoding="utf-8")
+    count = len(runs) + len(norms) + len(collectives) + len(reports) + (many is not None)
+    typer.echo(f"{count} runs written to {page}")
 
 
 def page_of(
@@ -201,6 +235,7 @@ def page_of(
     many: dict[str, Any] | None,
     norms: Sequence[Mapping[str, Any]],
     collectives: Mapping[str, Mapping[str, Any]],
+    reports: Sequence[Path],
     pictures: Path,
 ) -> str:
     """Draw the pictures, and return the page.
@@ -210,6 +245,7 @@ def page_of(
         many: of many_ranks.py.
         norms: of norms.py.
         collectives: of collective_counts.py and host_time.py, by their names.
+        reports: of tools/gpu_check.
         pictures: folder to draw to.
     """
     remembered = [run for run in runs if any(entry.peaks for entry in run.entries)]
@@ -227,7 +263,7 @@ def page_of(
     if many is not None:
         draw_ranks(growth(many), pictures / "ranks.svg")
         parts.append(_RANKS.format(file=f"{_PICTURES}/ranks.svg"))
-    parts += [collectives_of(collectives), norms_of(norms) if norms else ""]
+    parts += [gpus_of(reports), collectives_of(collectives), norms_of(norms) if norms else ""]
     whats = {entry.name: entry.what for run in runs for entry in run.entries if entry.failure is None}
     parts += [_METHOD, *(f"- `{name}`: {what}\n" for name, what in whats.items()), "\n## Figures\n\n"]
     parts += [

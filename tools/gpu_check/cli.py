@@ -1,0 +1,114 @@
+"""Reads the command line, runs the steps, and writes the folder of results."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import cache
+from pathlib import Path
+
+from gpu_check.report import report_of, slug
+from gpu_check.running import Budget, Outcome, Run
+from gpu_check.sharing import served_by_mps
+from gpu_check.steps import ROOT, select, table
+
+KEPT = ROOT / "docs" / "measured"
+"""Where reports of GPUs are kept, each by the name of its device."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the steps, write the report, and return the exit status: 1 if a step failed or timed out."""
+    options = _parser().parse_args(arguments)
+    try:
+        steps = select(table(options.workers), options.only)
+    except ValueError as error:
+        print(f"gpu_check: {error}", file=sys.stderr)
+        return 2
+    options.out.mkdir(parents=True, exist_ok=True)
+    report, log = options.out / "report.md", options.out / "log.txt"
+    log.write_text("", encoding="utf-8")
+    notes: list[str] = []
+
+    def took_place(outcome: Outcome, output: str) -> None:
+        detail = f": {outcome.detail}" if outcome.detail else ""
+        print(f"{outcome.name} {outcome.title}: {outcome.verdict}{detail}, {outcome.seconds:.0f} s", flush=True)
+        with log.open("a", encoding="utf-8") as file:
+            file.write(f"\n##### {outcome.name} {outcome.title}\n{output}")
+        # After each step: what ends this process must not take the report with it.
+        report.write_text(report_of(run.machine, options.commit or _commit(), notes, run.outcomes), encoding="utf-8")
+
+    run = Run(Budget(options.budget, options.slow), took_place)
+    run.find_machine()
+    with ExitStack() as stack:
+
+        @cache
+        def share() -> Mapping[str, str]:
+            if options.no_mps:
+                return {}
+            served, note = stack.enter_context(served_by_mps())
+            notes.append(note)
+            return served
+
+        run.run(steps, share)
+    print(f"{time.monotonic() - run.budget.began:.0f} s; the report: {report}")
+    if options.keep:
+        _keep(report, run)
+    return int(any(outcome.verdict in ("failed", "timed out") for outcome in run.outcomes))
+
+
+def _keep(report: Path, run: Run) -> None:
+    """Copy a report of a GPU to where the page of benchmarks finds it."""
+    if not run.has_gpu:
+        print("not kept: there is no GPU")
+        return
+    kept = KEPT / f"{slug(run.machine['GPU'])}.md"
+    shutil.copyfile(report, kept)
+    print(f"kept as {kept.relative_to(ROOT)}; `python tools/bench/benchmarks_page.py` lists it on docs/benchmarks.md")
+
+
+def _commit() -> str:
+    """Return the commit of the checkout, "unknown" without git."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="gpu_check", description="Check zeroshard on one GPU, and write report.md and log.txt."
+    )
+    given = os.environ.get
+    workers = 4 if (os.cpu_count() or 1) > 4 else 2
+    add = parser.add_argument
+    add("--out", type=Path, default=given("OUT", "gpu-check-out"), help="folder of results; also OUT")
+    add(
+        "--budget",
+        type=float,
+        default=given("BUDGET_S", "480"),
+        help="seconds for all steps, by default 480; also BUDGET_S",
+    )
+    add("--slow", type=float, default=given("SLOW", "1"), help="factor of every step's time limit; also SLOW")
+    add(
+        "--workers",
+        type=int,
+        default=given("WORKERS", workers),
+        help="tests at a time, with pytest-xdist; also WORKERS",
+    )
+    add(
+        "--only",
+        type=lambda text: text.split(","),
+        default=[],
+        help="names of steps, such as 1,3b,5; step 1 always runs",
+    )
+    add("--commit", default=given("COMMIT", ""), help="name of the sources, if they are no git checkout; also COMMIT")
+    add("--no-mps", action="store_true", help="do not start NVIDIA's MPS for two NCCL ranks")
+    add("--keep", action="store_true", help="copy the report of a GPU to docs/measured")
+    return parser

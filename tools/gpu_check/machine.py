@@ -1,0 +1,76 @@
+"""Prints GPU, driver and versions as one line of JSON: ``python -m gpu_check.machine``."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from gpu_check.steps import NO_GPU
+
+_DRIVER = ("driver_version", "compute_mode", "mig.mode.current")
+
+
+def describe() -> Mapping[str, str]:
+    """Return the names and values of the report's table of versions; ``GPU`` is first."""
+    has_gpu = torch.cuda.is_available()
+    backends = ", ".join(name for name in ("gloo", "nccl") if dist.is_backend_available(name))
+    return {
+        "GPU": torch.cuda.get_device_name(0) if has_gpu else NO_GPU,
+        **(_gpu() if has_gpu else {}),
+        "torch": torch.__version__,
+        "CUDA": torch.version.cuda or "none",
+        "NCCL": ".".join(map(str, nccl_version())) or "none",
+        "backends": backends,
+        "Python": platform.python_version(),
+        "CPUs": str(os.cpu_count()),
+        "system": f"{platform.system()} {platform.release()}",
+    }
+
+
+def nccl_version() -> tuple[int, ...]:
+    """Return the version of the NCCL that is loaded, empty without one; torch knows only the one it was built with."""
+    if not (dist.is_available() and dist.is_nccl_available()):
+        return ()
+    found = ctypes.c_int()
+    try:
+        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(found))
+    except (OSError, AttributeError):  # linked statically
+        return tuple(torch.cuda.nccl.version())
+    # 22809 is 2.28.9.
+    return found.value // 10_000, found.value // 100 % 100, found.value % 100
+
+
+def _gpu() -> Mapping[str, str]:
+    properties = torch.cuda.get_device_properties(0)
+    driver, compute_mode, mig = _ask_driver()
+    return {
+        "GPUs": str(torch.cuda.device_count()),
+        "GPU memory": f"{properties.total_memory / 1e9:.1f} GB",
+        "compute capability": f"{properties.major}.{properties.minor}",
+        "driver": driver,
+        "compute mode": compute_mode,
+        "MIG": mig,
+    }
+
+
+def _ask_driver() -> list[str]:
+    """Return the values of `_DRIVER` for the first GPU, "unknown" where nvidia-smi does not tell."""
+    program = shutil.which("nvidia-smi")
+    command = [program or "", f"--query-gpu={','.join(_DRIVER)}", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        values = [value.strip() for value in done.stdout.splitlines()[0].split(",")]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        values = []
+    return values if len(values) == len(_DRIVER) else ["unknown"] * len(_DRIVER)
+
+
+if __name__ == "__main__":
+    print(json.dumps(describe()))

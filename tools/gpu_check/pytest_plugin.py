@@ -1,0 +1,24 @@
+"""pytest plugin (``-p gpu_check.pytest_plugin``): more rank tests run on one GPU than in the repository's sessions."""
+
+from __future__ import annotations
+
+import importlib
+import os
+
+import pytest
+from gpu_check.sharing import ALSO_ON, SHARED, claim_host
+from zeroshard_testing import backends
+
+if os.environ.get(ALSO_ON):
+    # The module beside the tests, whose list their marks take; tools/bench has another one of this name.
+    importlib.import_module("training").EVERYWHERE.extend(os.environ[ALSO_ON].split(","))
+
+if os.environ.get(SHARED):
+    # Before 2.30 too, by sharing.claim_host.
+    backends._NCCL_THAT_SHARES = (2, 0)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """On a rank, claim a host before the first collective."""
+    claim_host()

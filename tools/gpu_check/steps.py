@@ -1,0 +1,227 @@
+"""Lists the steps in order of value, and what replaces each on a machine without a GPU."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from gpu_check.sharing import ALSO_ON, ENVIRONMENT
+
+ROOT = Path(__file__).parents[2]
+"""The root of the checkout."""
+Command = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Substitute:
+    """What runs in place of a step where there is no GPU.
+
+    Attributes:
+        name: what it is, for the report.
+        command: the program and its arguments.
+        limit: seconds after which it is ended, if other than the step's.
+    """
+
+    name: str
+    command: Command
+    limit: float | None = None
+
+
+@dataclass(frozen=True)
+class Step:
+    """One row of the table.
+
+    Attributes:
+        name: number and letter, as ``--only`` takes them.
+        title: what it shows.
+        limit: seconds after which it is ended.
+        command: the program and its arguments.
+        without_gpu: what runs without a GPU, or why nothing does; None if the same command does.
+        environment: variables beside those of the driver.
+        after: name of a step that shows whether this one can work: it is skipped if that one timed out.
+    """
+
+    name: str
+    title: str
+    limit: float
+    command: Command
+    without_gpu: Substitute | str | None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    after: str = ""
+
+    @property
+    def shares(self) -> bool:
+        """Whether two NCCL ranks share the GPU."""
+        return ENVIRONMENT.items() <= self.environment.items()
+
+    def on_cpu(self) -> Step | str:
+        """Return the step that runs without a GPU, under a title that names the substitute, or why none does."""
+        if not isinstance(self.without_gpu, Substitute):
+            return self.without_gpu or self
+        title, limit = f"{self.title} ({self.without_gpu.name})", self.without_gpu.limit or self.limit
+        return replace(self, title=title, command=self.without_gpu.command, limit=limit, without_gpu=None)
+
+
+VERSIONS = Step("1", "versions", 90, (sys.executable, "-m", "gpu_check.machine"), None)
+"""The first step. It tells whether there is a GPU."""
+NO_GPU = "none"
+"""What it tells where there is none."""
+
+
+def table(workers: int) -> list[Step]:
+    """Return the steps after `VERSIONS`.
+
+    Args:
+        workers: how many tests run at a time, if pytest-xdist is installed.
+    """
+    gloo, nccl = ("--ranks-backend=gloo-cuda",), ("--ranks-backend=nccl",)
+    emulated = _tests(workers, "--ranks-backend=emulated", "-m", "exhaustive or not exhaustive", "-k", _PARITY, _HOOKS)
+    return [
+        Step(
+            "2a",
+            "two ranks on one GPU over gloo: hooks",
+            60,
+            _tests(workers, *gloo, _HOOKS, "tests/test_master_weights.py"),
+            # Its extension may have to be compiled.
+            Substitute("stand-in: the emulated device", emulated, 180),
+        ),
+        Step(
+            "2b",
+            "two ranks on one GPU over gloo: tests of the CPU",
+            80,
+            _tests(workers, *gloo, "tests"),
+            "no GPU; `nox -s tests` runs these tests on the CPU",
+            {ALSO_ON: "gloo-cuda"},
+        ),
+        Step(
+            "3a",
+            "NCCL at one rank: tests",
+            60,
+            _tests(workers, *nccl, "-k", "1-nccl", "tests"),
+            "no GPU, and NCCL needs one",
+        ),
+        _measure("3b", "two NCCL ranks share the GPU: delayed streams, host waits", 70, "parity,waits", 2, "nccl"),
+        Step(
+            "3c",
+            "two NCCL ranks share the GPU: tests",
+            80,
+            _tests(1, *nccl, "--ranks-timeout=30", "-k", "2-nccl", _HOOKS, *_TRANSFERS),
+            "no GPU, and NCCL needs one",
+            ENVIRONMENT,
+            after="3b",
+        ),
+        _measure("4", "host waits at one rank: every hook, clipping, unscaling", 40, "waits", 1, "nccl"),
+        _measure("5a", "memory of a 1.3B model, one of 8 ranks", 50, "memory", 8, "fake", "--model=1.3B"),
+        _measure("5b", "memory of a 1.3B model, one rank", 40, "memory", 1, "nccl", "--model=1.3B"),
+        _measure("5c", "memory of GPT-2 124M, two ranks over gloo", 50, "memory", 2, "gloo"),
+        _measure("6a", "time of GPT-2 124M, one rank", 50, "times", 1, "nccl"),
+        _measure("6b", "time of GPT-2 124M, one of 8 ranks, without the exchange", 50, "times", 8, "fake"),
+        _measure("6c", "time of GPT-2 124M, two ranks over gloo", 60, "times", 2, "gloo", *_ONCE),
+        _measure("7a", "CUDA graph of step() at one rank", 30, "graph", 1, "nccl", without_gpu=_NO_GRAPHS),
+        _measure(
+            "7b", "CUDA graph of step() on two NCCL ranks", 40, "graph", 2, "nccl", without_gpu=_NO_GRAPHS, after="3b"
+        ),
+        _measure("7c", "CUDA graph of step() over gloo: refused", 30, "graph", 2, "gloo", without_gpu=_NO_GRAPHS),
+        _measure(
+            "8a",
+            "torch's sanitizer of streams, one of 2 ranks",
+            40,
+            "iterations",
+            2,
+            "fake",
+            without_gpu="no GPU, and the sanitizer looks at CUDA's streams",
+            environment={"TORCH_CUDA_SANITIZER": "1"},
+        ),
+        _measure(
+            "8b",
+            "compute-sanitizer, one of 2 ranks",
+            90,
+            "iterations",
+            2,
+            "fake",
+            without_gpu="no GPU, and the sanitizer looks at CUDA's kernels",
+            started_by=("compute-sanitizer", "--error-exitcode=9"),
+        ),
+    ]
+
+
+def pythonpath() -> str:
+    """Return what ``PYTHONPATH`` needs so that nothing of the checkout has to be installed."""
+    folders = [*sorted(ROOT.glob("packages/*/src")), ROOT / "tests", ROOT / "tools"]
+    return ":".join(map(str, folders))
+
+
+def select(steps: Sequence[Step], names: Sequence[str]) -> list[Step]:
+    """Return the steps with these names, or numbers such as ``"5"`` for 5a to 5c; all if there is no name.
+
+    Raises:
+        ValueError: if a name belongs to no step.
+    """
+    known = {VERSIONS.name, *(step.name for step in steps)}
+    chosen = {each for each in known if not names or each in names or each.rstrip("abc") in names}
+    unknown = [name for name in names if name not in {*known, *(each.rstrip("abc") for each in known)}]
+    if unknown:
+        raise ValueError(f"no step {', '.join(unknown)}; there are: {', '.join(sorted(known))}")
+    return [step for step in steps if step.name in chosen]
+
+
+_HOOKS = "tests/test_ddp_cuda.py"
+_PARITY = "test_parity and views"
+_TRANSFERS = ("tests/test_state_transfer.py", "tests/test_implementations.py")
+_ONCE = ("--iterations=1", "--rounds=1")
+_NO_GRAPHS = "no GPU, and the CPU has no CUDA graphs"
+
+
+def _measure(
+    name: str,
+    title: str,
+    limit: float,
+    what: str,
+    ranks: int,
+    backend: str,
+    *options: str,
+    without_gpu: str = "",
+    environment: Mapping[str, str] | None = None,
+    started_by: Command = (),
+    after: str = "",
+) -> Step:
+    """Return a step of ``gpu_check.measure``; without a GPU it runs on the CPU, or not if `without_gpu` says why."""
+
+    def on(chosen: str) -> Command:
+        return (sys.executable, "-m", "gpu_check.measure", what, f"--ranks={ranks}", f"--backend={chosen}", *options)
+
+    on_cpu = "gloo" if backend == "nccl" else backend
+    shared = ENVIRONMENT if backend == "nccl" and ranks > 1 else {}
+    return Step(
+        name,
+        title,
+        limit,
+        (*started_by, *on(backend)),
+        without_gpu or Substitute(f"stand-in: {on_cpu}, CPU, a tiny model", on(on_cpu)),
+        {**shared, **(environment or {})},
+        after,
+    )
+
+
+# Loaded once by the process that ranks are forked from.
+_LOADED = ("torch._dynamo.compiled_autograd", "torch.distributed.optim", "zeroshard_integrations.ddp")
+
+
+def _tests(workers: int, *arguments: str) -> Command:
+    """Return a command that runs rank tests, each with its verdict on a line."""
+    plugins: list[str] = ["gpu_check.pytest_plugin", *_LOADED]
+    try:
+        # pytest finds the plugin of a package that is installed.
+        importlib.metadata.version("zeroshard-testing")
+    except importlib.metadata.PackageNotFoundError:
+        plugins.append("zeroshard_testing.plugin")
+    has_xdist = workers > 1 and importlib.util.find_spec("xdist") is not None
+    at_a_time = [f"-n{workers}", "--dist=load"] if has_xdist else []
+    loaded = [argument for plugin in plugins for argument in ("-p", plugin)]
+    start: Sequence[str] = [sys.executable, "-m", "pytest", "-v", "--tb=short", "-rs", "-p", "no:cacheprovider"]
+    # A module that this machine lacks must not keep the other files from running.
+    return (*start, "--continue-on-collection-errors", *loaded, *at_a_time, "--ranks-timeout=60", *arguments)

@@ -1,0 +1,56 @@
+"""Prints tables in Markdown on rank 0 while a measurement runs, and counts the rows that are wrong."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+_LONGEST = 300
+
+
+class Table:
+    """Prints a table row by row, so that a killed measurement leaves the rows that it finished.
+
+    Args:
+        columns: headings.
+
+    Attributes:
+        failed: how many rows were wrong on this rank.
+    """
+
+    def __init__(self, *columns: str) -> None:
+        self.failed = 0
+        self.row(*columns)
+        self.row(*["---"] * len(columns))
+
+    def row(self, *cells: object, failed: bool = False) -> None:
+        """Print a row; numbers with a fraction get three digits of it."""
+        self.failed += failed
+        if dist.get_rank() == 0:
+            texts = (f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in cells)
+            print("|", " | ".join(texts), "|", flush=True)
+
+    @contextmanager
+    def tried(self, *cells: object) -> Iterator[list[object]]:
+        """Print a row that ends with the error that the block raises, and go on.
+
+        Yields:
+            An empty list. The row ends with the cells that the block adds to it, or with "ok".
+        """
+        found: list[object] = []
+        try:
+            yield found
+        except Exception as error:  # noqa: BLE001 - the other rows are still worth measuring
+            traceback.print_exc()
+            self.row(*cells, code(f"{type(error).__name__}: {error}"), failed=True)
+        else:
+            self.row(*cells, *(found or ["ok"]))
+
+
+def code(text: str) -> str:
+    """Return the first line of a text as inline code that fits into a cell."""
+    first = (text.splitlines() or [""])[0]
+    return f"`{first[:_LONGEST].replace('`', chr(39)).replace('|', '/')}`"

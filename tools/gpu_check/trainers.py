@@ -1,0 +1,90 @@
+"""Builds what trains: DDP with the plain optimizer, torch's ZeroRedundancyOptimizer, or zeroshard and its hooks."""
+
+# No `from __future__ import annotations`: DDP compares the annotations of hooks with the types themselves.
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from gpu_check.models import CUDA, DEVICE, build
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, AdamW, Optimizer
+from zeroshard import ZeroRedundancyOptimizer
+from zeroshard_integrations.ddp import hook_with_zero_step, hook_with_zero_step_interleaved, register_reduce_to_owner
+
+DDP, TORCH = "DDP", "torch's class"
+WHOLE, SPLIT = "whole", "split"
+_STEPPING: dict[str, Callable[..., Any]] = {
+    "hook_with_zero_step": hook_with_zero_step,
+    "hook_with_zero_step_interleaved": hook_with_zero_step_interleaved,
+}
+HOOKS = [WHOLE, SPLIT, *(f"{partition}, {hook}" for hook in _STEPPING for partition in (WHOLE, SPLIT))]
+"""Partition and hook of zeroshard; `reduce_to_owner_hook` where none is named."""
+
+FP32, BF16 = torch.float32, torch.bfloat16
+# Adam divides small gradients by their own size, so roundings of two correct runs grow. SGD compares better.
+COMPARABLE: dict[str, Any] = {"kind": SGD, "lr": 0.1, "momentum": 0.9}
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """A model under DDP and its optimizer."""
+
+    ddp: DistributedDataParallel
+    optimizer: Any
+
+    def backward(self, ids: torch.Tensor, dtype: torch.dtype = FP32) -> None:
+        """Run forward and backward, under autocast unless `dtype` is float32."""
+        with torch.autocast(DEVICE.type, BF16, enabled=dtype == BF16):
+            loss = self.ddp(ids)
+        loss.backward()
+
+    def iterate(self, ids: torch.Tensor, dtype: torch.dtype = FP32) -> None:
+        """Train on one batch."""
+        self.optimizer.zero_grad()
+        self.backward(ids, dtype)
+        self.optimizer.step()
+
+    def flat(self) -> torch.Tensor:
+        """Return a copy of all parameters as one vector."""
+        return torch.cat([param.detach().flatten() for param in self.ddp.parameters()])
+
+
+def steps_in_backward(name: str) -> bool:
+    """Whether a hook of zeroshard steps during backward, so that the loop has no gradients to clip or to unscale."""
+    return "," in name
+
+
+def trainer(name: str, size: str, kind: type[Optimizer] = AdamW, **settings: Any) -> Trainer:  # noqa: ANN401 - of any optimizer
+    """Build a trainer by its name: `DDP`, `TORCH`, or one of `HOOKS`."""
+    ddp = DistributedDataParallel(build(size), gradient_as_bucket_view=True)
+    params, settings = ddp.parameters(), {"lr": 1e-4, "fused": True, **settings}
+    is_fake = dist.get_backend() == "fake"
+    if name in (DDP, TORCH):
+        if is_fake:
+            ddp.register_comm_hook(None, _all_reduce_without_data)
+        if name == DDP:
+            return Trainer(ddp, kind(params, **settings))
+        return Trainer(ddp, TorchZero(params, kind, parameters_as_bucket_view=True, **settings))
+    _, _, hook = name.partition(", ")
+    partition: Literal["whole", "split"] = "split" if name.startswith(SPLIT) else "whole"
+    optimizer = ZeroRedundancyOptimizer(params, kind, partition=partition, overlap_with_ddp=bool(hook), **settings)
+    if hook:
+        inner = _all_reduce_without_data if is_fake else allreduce_hook
+        ddp.register_comm_hook(None, _STEPPING[hook](inner, ddp, optimizer))
+    else:
+        register_reduce_to_owner(ddp, optimizer)
+    return Trainer(ddp, optimizer)
+
+
+def _all_reduce_without_data(_: None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Do what DDP does without a hook, which the fake backend does not support: its work has no future."""
+    buffer = bucket.buffer().div_(dist.get_world_size())
+    dist.all_reduce(buffer, async_op=True)
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[DEVICE] if CUDA else [])
+    done.set_result(buffer)
+    return done
