@@ -6,6 +6,8 @@ builds.
 
 Tags say where a session runs by itself: ``ci`` on every change, ``unit`` on every change and every Python, ``nightly``,
 and ``gpu`` where there is one. The workflows take their matrices from ``nox -l --json -t TAG``.
+
+Which torch runs when: every change is tested with ``TORCH`` and with the newest, every night with ``OLDEST`` too.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ nox.needs_version = ">=2024.3.2"
 nox.options.sessions = ["lint", "typecheck", "tests"]
 
 ROOT = Path(__file__).parent
-# The oldest torch that the packages allow; the session tests-newest has the newest that pip gives.
+# The oldest torch that the packages allow. PyPI has it only with CUDA, 5 GB, which is too much for every change.
+OLDEST = "2.11.0"
+# What sessions install that do not name another version: an older one that is there as a small build for CPUs.
 TORCH = os.environ.get("ZEROSHARD_TORCH", "2.13.0")
 RUFF = "ruff==0.17.5"
 MYPY = "mypy==2.4.1"
@@ -43,8 +47,8 @@ BACKENDS = {
     "emulated": ["nightly"],
     "fake": ["ci", "nightly"],
 }
-# Versions of torch against which the emulated accelerator compiles; on every change only the one of the other sessions.
-EMULATED_WITH = {"2.13": "==2.13.0", "newest": ""}
+# Versions of torch against which the emulated accelerator compiles: all of them nightly, one on every change.
+EMULATED_WITH = {"2.11": f"=={OLDEST}", "2.13": "==2.13.0", "newest": ""}
 EMULATED_ON_EVERY_CHANGE = "2.13"
 # Programs import what lies beside them, and a name there may be one in tests/ too.
 BESIDE_PROGRAMS = ["--override-ini", "pythonpath=tools tools/bench tools/quickstart"]
@@ -126,6 +130,12 @@ def typecheck(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """All that must pass without a GPU: tests and doctests of the packages and the tools, then rank tests."""
     _run_all_tests(session, f"torch=={TORCH}")
+
+
+@nox.session(name="tests-oldest", tags=["nightly"])
+def tests_oldest(session: nox.Session) -> None:
+    """The same with the oldest torch that the packages allow, which is too large for every change."""
+    _run_all_tests(session, f"torch=={OLDEST}")
 
 
 @nox.session(name="tests-newest", tags=["ci", "nightly"])

@@ -352,5 +352,7 @@ def test_parts_without_state_are_an_error_on_every_rank(rank: int, ranks_tmp_pat
         sharded.optim.register_step_pre_hook(fail)
     with pytest.raises(ArithmeticError, match="not today"):
         train(model, sharded, range(1))
-    with pytest.raises(CheckpointException, match=r"key:optimizer\.state\.0\.weight\.exp_avg invalid fill"):
+    # Up to torch 2.11 the error does not name the key; a warning that is logged before it does.
+    invalid = r"key:optimizer\.state\.0\.weight\.exp_avg invalid fill"
+    with pytest.raises(CheckpointException, match="Failed to validate" if torch.__version__ < "2.12" else invalid):
         saved(model, sharded, ranks_tmp_path, None, flat=True)

@@ -59,6 +59,8 @@ def test_an_asynchronous_save_has_the_values_of_the_moment_of_the_call(
     train(reference, optimizer_class(reference.parameters(), **settings), range(8))
     group, stager, written = dist.new_group(), make(), dcp.FileSystemWriter.write_data
     for number, first in enumerate((2, 5)):
+        # Up to torch 2.12 the second use of a DefaultStager raises KeyError, whatever the state.
+        stager = make() if torch.__version__ < "2.13" else stager
         trained = threading.Event()
 
         def write_late(*args: Any, trained: threading.Event = trained) -> Any:

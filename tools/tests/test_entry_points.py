@@ -73,17 +73,26 @@ def test_every_python_and_the_oldest_torch_that_packages_allow_are_tested():
         assert f"--python {' '.join(pythons)})" in workflow
         assert re.findall(r'requires-python = ">=(.*)"', text) == pythons[:1]
         [floor] = re.findall(r'"torch>=([\d.]+)"', text)
-        assert f'"ZEROSHARD_TORCH", "{floor}.0"' in sessions
+        assert f'OLDEST = "{floor}.0"' in sessions
+
+
+def sessions_of(tag):
+    listed = subprocess.run(
+        [sys.executable, "-m", "nox", "-l", "--json", "-t", tag], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return {entry["session"] for entry in json.loads(listed.stdout)}
 
 
 def test_each_backend_that_needs_no_gpu_has_a_job_on_every_change():
-    listed = subprocess.run(
-        [sys.executable, "-m", "nox", "-l", "--json", "-t", "ci"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    sessions = {entry["session"] for entry in json.loads(listed.stdout)}
     assert {
         "ranks(backend='gloo-cpu')",
         "ranks(backend='fake')",
         "emulated(torch='2.13')",
         "tests-newest",
-    } <= sessions
+    } <= sessions_of("ci")
+
+
+def test_the_oldest_torch_has_its_jobs_in_the_night_alone():
+    oldest = {"tests-oldest", "emulated(torch='2.11')"}
+    assert oldest <= sessions_of("nightly")
+    assert not oldest & sessions_of("ci")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 if TYPE_CHECKING:
     from conftest import Suite
@@ -395,6 +396,7 @@ def test_a_thread_that_ends_a_rank_after_the_last_test_is_waited_for(suite: RunS
     assert "exited with status 3" in done.text
 
 
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="a failed assert_close loads sympy since torch 2.12")
 def test_workers_after_a_failure_have_loaded_what_it_made_torch_load(suite: RunSuite) -> None:
     body = """
         import os, sys

@@ -155,7 +155,10 @@ def test_reduce_scatter_of_a_tensor(rank):
     assert x.tolist() == ([4, 6] if rank else [0, 2])
 
 
+@pytest.mark.may_skip("gloo has all_to_all of lists since torch 2.12")
 def test_all_to_all(rank):
+    if torch.__version__ < "2.12":
+        pytest.skip("gloo has all_to_all of lists since torch 2.12")
     found = [torch.empty(1), torch.empty(1)]
     dist.all_to_all(found, [torch.tensor([10.0 * rank]), torch.tensor([10.0 * rank + 1])])
     assert [x.item() for x in found] == [rank, 10 + rank]

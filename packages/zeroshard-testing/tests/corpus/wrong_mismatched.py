@@ -266,7 +266,10 @@ def test_dtypes_of_a_reduce_scatter(rank):
 
 
 @says(r"ranks? .*rank 0 is in all_to_all of float32.*, rank 1 in all_to_all of int32")
+@pytest.mark.may_skip("gloo has all_to_all of lists since torch 2.12")
 def test_dtypes_of_an_all_to_all(rank):
+    if torch.__version__ < "2.12":
+        pytest.skip("gloo has all_to_all of lists since torch 2.12")
     parts = [ones(2, dtype=int32 if rank else float32) for _ in range(4)]
     dist.all_to_all(parts[:2], parts[2:])
 
