@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import _thread
 import gc
+import json
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -20,13 +19,13 @@ from zeroshard_testing.wait_recorder import WaitRecorder
 LOOKS = 10_000
 # A collection that begins wherever something is allocated, of groups whose destructors let other threads go on.
 BUSY_RANK = """
-import gc, sys, threading
+import _thread, gc, json, sys, threading
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from zeroshard_testing.faults import Faults
-from zeroshard_testing.rank_inspector import RankInspector
+from zeroshard_testing.rank_inspector import RankInspector, _threads_left
 from zeroshard_testing.wait_recorder import record_waits
 from zeroshard_testing.worker import _look
 
@@ -80,7 +79,13 @@ while looking.is_alive():
     Cycle(group)
     del group
     inspector.end()
-print(looks, "looks,", run, "tests, frames read:", reads, "between tests:", read_between)
+left = [_threads_left()]
+runs, lock = threading.Event(), threading.Lock()
+lock.acquire()
+_thread.start_new_thread(lambda: (runs.set(), lock.acquire()), ())
+runs.wait()
+left.append(_threads_left())
+print(json.dumps({"looks": looks, "tests": run, "reads": reads, "between": read_between, "left": left}))
 """
 
 
@@ -89,12 +94,14 @@ def test_a_rank_outlives_looks_while_threads_and_groups_begin_and_end() -> None:
         [sys.executable, "-X", "faulthandler", "-c", BUSY_RANK, str(LOOKS)], capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
-    looks, tests, reads, between = (int(word.strip(",")) for word in done.stdout.split() if word.strip(",").isdigit())
-    assert looks == LOOKS
-    assert tests > 10
+    found = json.loads(done.stdout)
+    assert found["looks"] == LOOKS
+    assert found["tests"] > 10
     # Frames are read while the process waits, and never between tests.
-    assert reads > 0
-    assert between == 0
+    assert found["reads"] > 0
+    assert found["between"] == 0
+    # A thread that a test leaves behind is noticed, however it was started.
+    assert found["left"] == [False, True]
 
 
 def test_no_frame_is_read_while_a_thread_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,18 +156,6 @@ def test_an_import_of_the_main_thread_is_told_and_of_another_is_not(tmp_path: Pa
         sys.path.remove(str(tmp_path))
         sys.modules.pop("imported_slowly", None)
     assert not rank_inspector._imports()
-
-
-def test_a_thread_that_is_left_behind_is_told_however_it_was_started() -> None:
-    assert not rank_inspector._threads_left()
-    runs, lock = threading.Event(), threading.Lock()
-    lock.acquire()
-    _thread.start_new_thread(lambda: (runs.set(), lock.acquire()), ())
-    runs.wait()
-    assert rank_inspector._threads_left()
-    lock.release()
-    while rank_inspector._threads_left():
-        time.sleep(0.001)
 
 
 def test_a_stack_that_a_signal_handler_has_written_reads_as_any_other(tmp_path: Path) -> None:
