@@ -147,11 +147,11 @@ def tests_newest(session: nox.Session) -> None:
 def _run_all_tests(session: nox.Session, torch: str) -> None:
     # With nox, this environment has all that mypy reads.
     _install_sources(session, list(PACKAGES), "nox", *TOOL_NEEDS, *PLUGIN_NEEDS, torch=torch)
-    # Rank tests wait about as long as they compute.
-    two_files_at_a_time = ["-n2", "--dist=loadfile"]
+    # Rank tests wait about as long as they compute, so that three use two cores.
+    three_files_at_a_time = ["-n3", "--dist=loadfile"]
     session.log("1 of 2: tests and doctests of the packages and the tools")
     tests = ["--doctest-modules", *BESIDE_PROGRAMS, "packages", "tools"]
-    _pytest(session, *two_files_at_a_time, *tests, *session.posargs)
+    _pytest(session, *three_files_at_a_time, *tests, *session.posargs)
     session.log("2 of 2: rank tests")
     # Workers are forked from a process that has loaded these; each would load them otherwise, in its first test.
     loaded = [
@@ -162,7 +162,7 @@ def _run_all_tests(session: nox.Session, torch: str) -> None:
         "zeroshard_integrations.join",
     ]
     load = [argument for module in loaded for argument in ("-p", module)]
-    _pytest(session, *two_files_at_a_time, *load, "tests", *session.posargs)
+    _pytest(session, *three_files_at_a_time, *load, "tests", *session.posargs)
 
 
 @nox.session(tags=["nightly"])

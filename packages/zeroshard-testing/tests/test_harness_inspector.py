@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -55,6 +56,8 @@ looks = reads = read_between = run = 0
 read_frames, sys._current_frames = sys._current_frames, current_frames
 inspector = RankInspector(record_waits(Faults(None)))
 inspector.keep_destroyed_groups()
+# What is loaded is no garbage.
+gc.freeze()
 gc.set_threshold(100)
 looking = threading.Thread(target=look, name="ranks-harness-reader", daemon=True)
 inspector.begin(run, 60.0, 0, 1)
@@ -91,7 +94,12 @@ print(json.dumps({"looks": looks, "tests": run, "reads": reads, "between": read_
 
 def test_a_rank_outlives_looks_while_threads_and_groups_begin_and_end() -> None:
     done = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", BUSY_RANK, str(LOOKS)], capture_output=True, text=True, timeout=300
+        [sys.executable, "-X", "faulthandler", "-c", BUSY_RANK, str(LOOKS)],
+        # Each look reads the whole flight recorder.
+        env={**os.environ, "TORCH_FR_BUFFER_SIZE": "16"},
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
