@@ -266,7 +266,7 @@ def _is_own(thread: threading.Thread | None) -> bool:
 
 
 def _threads_left() -> bool:
-    """Whether a test has left a thread behind: it may still issue something."""
+    """Whether a thread outlives the test: it may still issue something."""
     # A dummy stands for a thread of C++, whether it still runs or not.
     others = [thread for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)]
     others.remove(threading.main_thread())

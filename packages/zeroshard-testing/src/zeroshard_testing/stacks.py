@@ -31,11 +31,10 @@ _ABOVE_THE_WAIT = re.compile(r"[/\\]zeroshard_testing[/\\]wait_recorder\.py$")
 def frames_of_threads() -> Iterator[Mapping[int, FrameType]]:
     """Yield the innermost frame of each thread, by `threading.get_ident`, with garbage collection held off.
 
-    Enter it only while all other threads wait. In Python 3.11 to ask for a frame allocates an object for it, and an
-    allocation may begin a collection, here, in the midst of the walk over the threads. A destructor that it calls may
-    release Python's global lock, as that of a process group does; other threads go on, and the frames that this walk
-    holds by their addresses are those of functions that have returned: the process crashes, or hangs on the lock of the
-    list of threads. From Python 3.12 on no allocation collects.
+    Enter it only while all other threads wait. In Python 3.11, asking for a frame allocates an object, and that may
+    start a collection in this thread. If a destructor then releases the global interpreter lock, as a process group's
+    does, other threads run and return from the functions whose frames are being listed, and the process crashes.
+    Python 3.12 and later do not collect during an allocation.
     """
     collects = gc.isenabled()
     gc.disable()
