@@ -18,30 +18,37 @@ from zeroshard_testing.stacks import dumped_stack, frames_of_threads
 from zeroshard_testing.wait_recorder import WaitRecorder
 
 LOOKS = 10_000
-# A collection that begins wherever something is allocated, of groups whose destructors let other threads go on.
+# A collection may begin wherever something is allocated, also in a look, and destructors let other threads go on.
 BUSY_RANK = """
-import _thread, gc, json, sys, threading
+import _thread, gc, json, sys, threading, time
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from zeroshard_testing.faults import Faults
-from zeroshard_testing.rank_inspector import RankInspector, _threads_left
+from zeroshard_testing.rank_inspector import RankInspector
 from zeroshard_testing.wait_recorder import record_waits
 from zeroshard_testing.worker import _look
 
 
-class Cycle:
-    def __init__(self, group):
+class Garbage:
+    def __init__(self, group=None):
         self.itself, self.group = self, group
+
+    def __del__(self):
+        if threading.current_thread() is looking:
+            time.sleep(0.0001)
 
 
 def look():
-    global looks, read_between
+    global looks, read_between, unobserved
     for looks in range(1, int(sys.argv[1]) + 1):
+        # So that the tests get on, too.
+        time.sleep(0.0002)
         before, run = reads, inspector.run
         ended = inspector._ended
-        _look(inspector, run, details=looks % 100 == 0)
+        state = _look(inspector, run, details=looks % 100 == 0)
+        unobserved += "could not be observed" in state.stacks
         if ended is not None and (run, ended) == (inspector.run, inspector._ended):
             read_between += reads - before
 
@@ -49,17 +56,31 @@ def look():
 def current_frames():
     global reads
     reads += 1
+    Garbage()
     return read_frames()
 
 
-looks = reads = read_between = run = 0
+def compute(depth=0):
+    values = [[depth], {depth: depth}]
+    return compute(depth + 1) if depth < run % 12 else values
+
+
+def compute_until_told():
+    while not told.is_set():
+        compute()
+
+
+looks = reads = read_between = unobserved = run = 0
 read_frames, sys._current_frames = sys._current_frames, current_frames
 inspector = RankInspector(record_waits(Faults(None)))
 inspector.keep_destroyed_groups()
 # What is loaded is no garbage.
 gc.freeze()
-gc.set_threshold(100)
+gc.set_threshold(3)
+sys.setswitchinterval(0.0001)
 looking = threading.Thread(target=look, name="ranks-harness-reader", daemon=True)
+# As a conftest may do.
+threading.Thread(target=threading.Event().wait, daemon=True).start()
 inspector.begin(run, 60.0, 0, 1)
 looking.start()
 while looking.is_alive():
@@ -75,20 +96,29 @@ while looking.is_alive():
         except dist.DistStoreError:
             dist.all_reduce(torch.ones(1))
 
-    thread = threading.Thread(target=wait)
-    thread.start()
-    thread.join()
+    # At first threads that compute, and then only such as wait.
+    told = threading.Event()
+    threads = [threading.Thread(target=compute_until_told) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.002)
+    told.set()
+    for thread in [*threads, threading.Thread(target=wait)]:
+        if not thread.ident:
+            thread.start()
+        thread.join()
     dist.destroy_process_group()
-    Cycle(group)
+    Garbage(group)
     del group
     inspector.end()
-left = [_threads_left()]
+left = [inspector._threads_left()]
 runs, lock = threading.Event(), threading.Lock()
 lock.acquire()
 _thread.start_new_thread(lambda: (runs.set(), lock.acquire()), ())
 runs.wait()
-left.append(_threads_left())
-print(json.dumps({"looks": looks, "tests": run, "reads": reads, "between": read_between, "left": left}))
+left.append(inspector._threads_left())
+found = {"looks": looks, "tests": run, "reads": reads, "between": read_between, "unobserved": unobserved, "left": left}
+print(json.dumps(found))
 """
 
 
@@ -108,6 +138,7 @@ def test_a_rank_outlives_looks_while_threads_and_groups_begin_and_end() -> None:
     # Frames are read while the process waits, and never between tests.
     assert found["reads"] > 0
     assert found["between"] == 0
+    assert found["unobserved"] == 0
     # A thread that a test leaves behind is noticed, however it was started.
     assert found["left"] == [False, True]
 
@@ -124,27 +155,32 @@ def test_no_frame_is_read_while_a_thread_runs(monkeypatch: pytest.MonkeyPatch) -
     def refuse() -> None:
         raise AssertionError("the frames of all threads were asked for")
 
-    thread = threading.Thread(target=compute)
-    thread.start()
+    # While one runs, the other may sleep until it gets the lock of the interpreter.
+    threads = [threading.Thread(target=compute) for _ in range(2)]
+    for thread in threads:
+        thread.start()
     monkeypatch.setattr(sys, "_current_frames", refuse)
     inspector._waits.current[0] = object()
     try:
         assert inspector.look(1, details=True).stacks == ""
     finally:
         stop.set()
-        thread.join()
+        for thread in threads:
+            thread.join()
 
 
-def test_collection_is_held_off_while_frames_are_read_and_is_as_before_then() -> None:
-    for collects in (True, False):
-        (gc.enable if collects else gc.disable)()
-        try:
-            with frames_of_threads() as frames:
-                assert not gc.isenabled()
-                assert threading.get_ident() in frames
-            assert gc.isenabled() == collects
-        finally:
+def test_collection_is_held_off_while_frames_are_read_and_what_a_test_has_set_stays() -> None:
+    thresholds = gc.get_threshold()
+    gc.disable()
+    try:
+        with frames_of_threads() as frames:
+            assert threading.get_ident() in frames
+            assert sys.version_info >= (3, 12) or gc.get_threshold()[0] == 0
             gc.enable()
+        assert gc.isenabled()
+    finally:
+        gc.enable()
+    assert gc.get_threshold() == thresholds
 
 
 def test_an_import_of_the_main_thread_is_told_and_of_another_is_not(tmp_path: Path) -> None:

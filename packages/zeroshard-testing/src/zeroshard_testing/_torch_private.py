@@ -58,7 +58,8 @@ _WAITING = ("distributed", "nn/parallel/distributed.py", "autograd/graph.py", "_
 WAITING_CODE = tuple(str(Path(_TORCH, name)) for name in _WAITING)
 """Where the Python frame of a thread is that waits for other ranks inside C++."""
 
-NEVER_WAITING_CODE = tuple(str(Path(_TORCH, "distributed", name)) for name in ("elastic", "rpc", "launcher"))
+_NEVER_WAITING = ("elastic", "rpc", "launcher", "rendezvous.py")
+NEVER_WAITING_CODE = tuple(str(Path(_TORCH, "distributed", name)) for name in _NEVER_WAITING)
 LOADED_LATE = re.compile(r"(torch|sympy|mpmath)\.(?!_inductor|testing\._internal)")
 """Modules that torch loads when they are needed, a second's work. Left out is what may start processes, or use CUDA."""
 

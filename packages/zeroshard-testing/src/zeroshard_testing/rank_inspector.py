@@ -4,8 +4,8 @@ Runs in workers only. A thread counts as waiting for other ranks only if that is
 `zeroshard_testing.wait_recorder` has on record and that will not give up before the test's time is up, or inside native
 code of torch that is known to wait there. A thread that merely seems idle may continue.
 
-Frames of another thread are read only while a test runs, a wait, a collective or a new group of this process is on
-record, and every other thread sleeps in the kernel; see `zeroshard_testing.stacks.frames_of_threads`.
+Frames of other threads are read only while a test runs and a wait, a collective or a new group of this process is on
+record, after every other thread was seen to sleep in the kernel; see `zeroshard_testing.stacks.frames_of_threads`.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ class RankInspector:
         self._waits = waits
         self.run = -1
         """The number of the latest test."""
+        self._threads_before: tuple[set[threading.Thread], int] = set(), 0
         self._destroyed: dict[str, GroupState] = {}
         self._made_anew: Counter[str] = Counter()
         self._place = (0, 0)
@@ -64,6 +65,8 @@ class RankInspector:
 
     def begin(self, run: int, timeout: float, rank: int, world_size: int) -> None:
         """Say that a test begins, which may take that many seconds, on one of so many ranks."""
+        if self.run < 0:
+            self._threads_before = _other_threads()
         self._place = (rank, world_size)
         self._waits.begin_test()
         self.run = run
@@ -91,7 +94,8 @@ class RankInspector:
             # What has not reached another rank by then, because the machine is busy, never will.
             is_settled = time() - self._ended > _SETTLING_TIME
             groups = self.groups(self._recorded() if details or is_settled else None)
-            return RankState(not _threads_left(), groups=groups, begun=begun)
+            finished = not self._waits.callbacks and not self._threads_left()
+            return RankState(finished, groups=groups, begun=begun)
         sleeps = _sleeps()
         recorded = self._recorded() if sleeps or details else []
         is_known_to_wait = sleeps and self._is_on_record(recorded)
@@ -172,10 +176,16 @@ class RankInspector:
             # The probe has said so in the header of the run.
             return []
 
+    def _threads_left(self) -> bool:
+        """Whether there are threads that were not there before the first test: they may still issue something."""
+        threads, others = _other_threads()
+        before, others_before = self._threads_before
+        return not threads <= before or others > others_before
+
     def _is_on_record(self, recorded: list[private.Recorded]) -> bool:
         """Whether a wait of this rank, a new group, or a collective that is issued or pending is on record."""
         waits = any(wait is not None for wait in list(self._waits.current.values()))
-        begun = bool(self._waits.making or self._waits.issuing)
+        begun = bool(self._waits.making) or any(list(self._waits.issuing.values()))
         return waits or begun or any(one.operation.pending for one in recorded)
 
     def _waiting(self) -> tuple[tuple[Awaited, ...], str]:
@@ -265,13 +275,12 @@ def _is_own(thread: threading.Thread | None) -> bool:
     return thread is not None and thread.name.startswith(OWN_THREADS)
 
 
-def _threads_left() -> bool:
-    """Whether a thread outlives the test: it may still issue something."""
+def _other_threads() -> tuple[set[threading.Thread], int]:
+    """Return the threads beside the main one and the harness's own, and how many there are that `threading` lacks."""
     # A dummy stands for a thread of C++, whether it still runs or not.
-    others = [thread for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)]
-    others.remove(threading.main_thread())
-    # Threads that were started by other means than `threading` are in the count alone.
-    return not all(map(_is_own, others)) or _thread._count() > len(others)
+    known = {thread for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)}
+    known.discard(threading.main_thread())
+    return {thread for thread in known if not _is_own(thread)}, _thread._count() - len(known)
 
 
 class _Doing(NamedTuple):

@@ -160,21 +160,26 @@ class Snapshots:
 
     def _dumped_stacks(self, slots: Sequence[int]) -> dict[int, str]:
         """Have workers write the stack of their main thread from a signal handler, and wait a moment."""
-        asked = []
+        asked: list[tuple[Child, int]] = []
         for child in map(self._workers.__getitem__, slots):
             if child.pid is not None and child.status is None:
                 with suppress(ProcessLookupError):
+                    asked.append((child, _written(child)))
                     os.kill(child.pid, signal.SIGUSR1)
-                    asked.append(child)
         deadline = time.monotonic() + _STACKS_TIMEOUT
-        sizes: list[int] | None = None
+        sizes: list[int] = []
         while asked and time.monotonic() < deadline:
             time.sleep(0.02)
-            before, sizes = sizes, [os.fstat(child.stacks.fileno()).st_size for child in asked]
-            if sizes == before and all(sizes):
+            before, sizes = sizes, [_written(child) - first for child, first in asked]
+            if sizes == before and min(sizes) > 0:
                 break
         nothing = "(it did not answer when asked for its Python stack)"
         return {slot: dumped_stack(text_of(self._workers[slot].stacks)) or nothing for slot in slots}
+
+
+def _written(child: Child) -> int:
+    """Return how many bytes of stacks a worker has written."""
+    return os.fstat(child.stacks.fileno()).st_size
 
 
 def _positions(states: Mapping[int, RankState]) -> dict[int, tuple[bool, str]]:

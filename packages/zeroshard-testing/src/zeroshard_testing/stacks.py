@@ -29,20 +29,23 @@ _ABOVE_THE_WAIT = re.compile(r"[/\\]zeroshard_testing[/\\]wait_recorder\.py$")
 
 @contextmanager
 def frames_of_threads() -> Iterator[Mapping[int, FrameType]]:
-    """Yield the innermost frame of each thread, by `threading.get_ident`, with garbage collection held off.
+    """Yield the innermost frame of each thread, by `threading.get_ident`.
 
-    Enter it only while all other threads wait. In Python 3.11, asking for a frame allocates an object, and that may
-    start a collection in this thread. If a destructor then releases the global interpreter lock, as a process group's
-    does, other threads run and return from the functions whose frames are being listed, and the process crashes.
-    Python 3.12 and later do not collect during an allocation.
+    Enter it only after every other thread was seen to sleep. In Python 3.11, asking for a frame allocates an object,
+    and that may start a collection in this thread. If a destructor then releases the global interpreter lock, as a
+    process group's does, other threads run and return from the functions whose frames are being listed, and the process
+    crashes or hangs. So there automatic collection is off during the block. Python 3.12 and later do not collect during
+    an allocation.
     """
-    collects = gc.isenabled()
-    gc.disable()
+    thresholds = gc.get_threshold()
+    if sys.version_info < (3, 12):
+        # Not by gc.disable(), which tests use themselves.
+        gc.set_threshold(0)
     try:
         yield sys._current_frames()
     finally:
-        if collects:
-            gc.enable()
+        if sys.version_info < (3, 12):
+            gc.set_threshold(*thresholds)
 
 
 def python_stacks() -> str:

@@ -169,8 +169,10 @@ class WaitRecorder:
         """What each thread waits for, by `threading.get_ident`."""
         self.making: dict[int, tuple[Awaited, float | None]] = {}
         """Which group each thread is making, by `threading.get_ident`; it gives up as `Wait.until` says."""
-        self.issuing: dict[int, dist.ProcessGroup] = {}
+        self.issuing: dict[int, dist.ProcessGroup | None] = {}
         """In which group each thread is issuing a collective, by `threading.get_ident`."""
+        self.callbacks: set[object] = set()
+        """A mark for each callback of a future that has not ended: it may issue something, in a thread of C++."""
         self.begun: Counter[str] = Counter()
         """How often each place in each group was taken in a test, as `RankState.begun`: ranks leave it one by one."""
         self._made: Counter[str] = Counter()
@@ -190,8 +192,8 @@ class WaitRecorder:
 
     def begin_test(self) -> None:
         """Forget the groups made in the last test, and those that torch does not list: names come again."""
-        # What a thread is still making counts for the last one.
-        self.begun, self._made = Counter(), Counter()
+        # What a thread is still making counts for the last one, and so do callbacks.
+        self.begun, self._made, self.callbacks = Counter(), Counter(), set()
         for group in self.unlisted():
             self._groups.pop(group, None)
 
@@ -271,6 +273,7 @@ class WaitRecorder:
         record.collectives[number] = replace(operation, pending=True)
         record.collectives.pop(number - _KEPT, None)
         me = threading.get_ident()
+        outer = self.issuing.get(me)
         self.issuing[me] = group
         try:
             work = call()
@@ -283,7 +286,7 @@ class WaitRecorder:
                 record.count(number, operation, self.collectives_in(group))
             raise
         finally:
-            self.issuing.pop(me, None)
+            self.issuing[me] = outer
         record.count(number, operation, self.collectives_in(group))
         if work is not None:
             self._works[work] = Issued("collective", weakref.ref(group), number=number)
@@ -306,6 +309,20 @@ class WaitRecorder:
         finally:
             self.current[me] = outer
 
+    def callback(self, call: Callable[..., Any], future: Any, run: Callable[[Any], Any]) -> Any:  # noqa: ANN401 - a future
+        """Add a callback to a future, on record until it has ended."""
+        callbacks, mark = self.callbacks, object()
+
+        def recorded(done: Any) -> Any:  # noqa: ANN401 - as the callback
+            __tracebackhide__ = True
+            try:
+                return run(done)
+            finally:
+                callbacks.discard(mark)
+
+        callbacks.add(mark)
+        return call(future, recorded)
+
     def _note_failure(self, issued: Issued | None) -> None:
         if issued is None or (group := issued.group()) is None:
             return
@@ -324,6 +341,8 @@ def record_waits(faults: Faults) -> WaitRecorder:
     barrier = (dist.ProcessGroup, "monitored_barrier")
     for owner, name in ((Work, "wait"), (FUTURE, "wait"), (Store, "wait"), (Store, "get"), barrier):
         _wrap(owner, name, recorder.wait)
+    for name in ("then", "add_done_callback"):
+        _wrap(FUTURE, name, lambda call, args, kwargs: recorder.callback(call, *args, **kwargs))
     for name in ("send", "recv", "recv_anysource"):
         _wrap(dist.ProcessGroup, name, partial(recorder.message, name.removesuffix("_anysource")))
     for name, (title, place) in GROUP_METHODS.items():

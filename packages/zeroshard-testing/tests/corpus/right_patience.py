@@ -1,10 +1,12 @@
 """A slow rank is not a dead one: what looks like a stall but can still complete is waited for."""
 
 import ctypes
+import gc
 import multiprocessing
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -130,6 +132,47 @@ def test_a_group_with_a_timeout_of_its_own(rank):
     if rank == 0:
         with pytest.raises(RuntimeError):
             dist.all_reduce(ones(2), group=group)
+
+
+def test_a_rendezvous_with_a_timeout_while_collectives_are_pending(rank):
+    groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
+    first, second = groups if rank == 0 else groups[::-1]
+    early = dist.all_reduce(ones(1), group=first, async_op=True)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with pytest.raises(RuntimeError):
+        next(dist.rendezvous(f"tcp://127.0.0.1:{port}", rank=0, world_size=3, timeout=timedelta(seconds=1)))
+    late = dist.all_reduce(ones(1), group=second, async_op=True)
+    early.wait()
+    late.wait()
+
+
+_KEPT = []
+
+
+def test_a_callback_that_issues_when_the_test_has_ended(rank):
+    other = dist.new_group([0, 1])
+
+    def go_on(future):
+        time.sleep(0.6)
+        _KEPT.append(dist.all_reduce(ones(2), group=other, async_op=True))
+
+    if rank == 0:
+        _KEPT.append(dist.all_reduce(ones(2), async_op=True).get_future().then(go_on))
+    else:
+        time.sleep(0.2)
+        dist.all_reduce(ones(2))
+        dist.all_reduce(ones(2), group=other)
+
+
+def test_collection_that_the_test_turns_off_and_on(rank):
+    for _ in range(200):
+        gc.disable()
+        dist.all_reduce(ones(1))
+        assert not gc.isenabled()
+        gc.enable()
+        dist.all_reduce(ones(1))
+        assert gc.isenabled()
 
 
 def test_a_barrier_that_names_who_is_missing(rank):
