@@ -210,7 +210,7 @@ def main(
     reports: list[Path] = []
     for file in files or sorted([*MEASURED.glob("*.json"), *MEASURED.glob("*.md")]):
         if file.suffix == ".md":
-            reports.append(file)
+            reports += [file] if file.read_text(encoding="utf-8").startswith("# gpu-check:") else []
             continue
         try:
             found = json.loads(file.read_text(encoding="utf-8"))

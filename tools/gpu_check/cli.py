@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -16,10 +15,7 @@ from pathlib import Path
 from gpu_check.report import report_of, slug
 from gpu_check.running import Budget, Outcome, Run
 from gpu_check.sharing import served_by_mps
-from gpu_check.steps import ROOT, select, table
-
-KEPT = ROOT / "docs" / "measured"
-"""Where reports of GPUs are kept, each by the name of its device."""
+from gpu_check.steps import FULL, ROOT, select, table
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,16 +30,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report, log = options.out / "report.md", options.out / "log.txt"
     log.write_text("", encoding="utf-8")
     notes: list[str] = []
+    commit = options.commit or _commit()
 
-    def took_place(outcome: Outcome, output: str) -> None:
+    def write_report() -> None:
+        report.write_text(report_of(run.machine, commit, notes, run.outcomes), encoding="utf-8")
+
+    def record_outcome(outcome: Outcome, output: str) -> None:
         detail = f": {outcome.detail}" if outcome.detail else ""
         print(f"{outcome.name} {outcome.title}: {outcome.verdict}{detail}, {outcome.seconds:.0f} s", flush=True)
         with log.open("a", encoding="utf-8") as file:
             file.write(f"\n##### {outcome.name} {outcome.title}\n{output}")
         # After each step: what ends this process must not take the report with it.
-        report.write_text(report_of(run.machine, options.commit or _commit(), notes, run.outcomes), encoding="utf-8")
+        write_report()
 
-    run = Run(Budget(options.budget, options.slow), took_place)
+    if options.cpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    run = Run(Budget(options.budget, options.slow), record_outcome)
     run.find_machine()
     with ExitStack() as stack:
 
@@ -51,25 +53,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         def share() -> Mapping[str, str]:
             if options.no_mps:
                 return {}
-            served, note = stack.enter_context(served_by_mps())
-            notes.append(note)
-            return served
+            return stack.enter_context(served_by_mps(notes))
 
         run.run(steps, share)
+    # With what has happened at the end.
+    write_report()
     print(f"{time.monotonic() - run.budget.began:.0f} s; the report: {report}")
-    if options.keep:
-        _keep(report, run)
+    if run.has_gpu:
+        print(f"to keep it: cp {report} {ROOT}/docs/measured/{slug(run.machine['GPU'])}.md")
     return int(any(outcome.verdict in ("failed", "timed out") for outcome in run.outcomes))
-
-
-def _keep(report: Path, run: Run) -> None:
-    """Copy a report of a GPU to where the page of benchmarks finds it."""
-    if not run.has_gpu:
-        print("not kept: there is no GPU")
-        return
-    kept = KEPT / f"{slug(run.machine['GPU'])}.md"
-    shutil.copyfile(report, kept)
-    print(f"kept as {kept.relative_to(ROOT)}; `python tools/bench/benchmarks_page.py` lists it on docs/benchmarks.md")
 
 
 def _commit() -> str:
@@ -82,33 +74,17 @@ def _commit() -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="gpu_check", description="Check zeroshard on one GPU, and write report.md and log.txt."
-    )
+    parser = argparse.ArgumentParser("gpu_check", description="Check one GPU, and write report.md and log.txt.")
     given = os.environ.get
     workers = 4 if (os.cpu_count() or 1) > 4 else 2
     add = parser.add_argument
     add("--out", type=Path, default=given("OUT", "gpu-check-out"), help="folder of results; also OUT")
-    add(
-        "--budget",
-        type=float,
-        default=given("BUDGET_S", "480"),
-        help="seconds for all steps, by default 480; also BUDGET_S",
-    )
+    add("--budget", type=float, default=given("BUDGET_S", FULL), help=f"seconds for all, {FULL:g}; also BUDGET_S")
     add("--slow", type=float, default=given("SLOW", "1"), help="factor of every step's time limit; also SLOW")
-    add(
-        "--workers",
-        type=int,
-        default=given("WORKERS", workers),
-        help="tests at a time, with pytest-xdist; also WORKERS",
-    )
-    add(
-        "--only",
-        type=lambda text: text.split(","),
-        default=[],
-        help="names of steps, such as 1,3b,5; step 1 always runs",
-    )
+    add("--workers", type=int, default=given("WORKERS", workers), help="tests at a time, by pytest-xdist; also WORKERS")
+    names = "names of steps, such as 1,3b,5; step 1 always runs"
+    add("--only", type=lambda text: text.split(","), default=[], help=names)
     add("--commit", default=given("COMMIT", ""), help="name of the sources, if they are no git checkout; also COMMIT")
     add("--no-mps", action="store_true", help="do not start NVIDIA's MPS for two NCCL ranks")
-    add("--keep", action="store_true", help="copy the report of a GPU to docs/measured")
+    add("--cpu", action="store_true", help="run the stand-ins on the CPU, also if there is a GPU")
     return parser

@@ -14,8 +14,6 @@ import torch
 import torch.distributed as dist
 from gpu_check.steps import NO_GPU
 
-_DRIVER = ("driver_version", "compute_mode", "mig.mode.current")
-
 
 def describe() -> Mapping[str, str]:
     """Return the names and values of the report's table of versions; ``GPU`` is first."""
@@ -49,7 +47,8 @@ def nccl_version() -> tuple[int, ...]:
 
 def _gpu() -> Mapping[str, str]:
     properties = torch.cuda.get_device_properties(0)
-    driver, compute_mode, mig = _ask_driver()
+    told = _first_line_of_smi("--query-gpu=driver_version,compute_mode,mig.mode.current", "--format=csv,noheader")
+    driver, compute_mode, mig = told.split(", ") if told.count(", ") == 2 else ["unknown"] * 3
     return {
         "GPUs": str(torch.cuda.device_count()),
         "GPU memory": f"{properties.total_memory / 1e9:.1f} GB",
@@ -60,17 +59,30 @@ def _gpu() -> Mapping[str, str]:
     }
 
 
-def _ask_driver() -> list[str]:
-    """Return the values of `_DRIVER` for the first GPU, "unknown" where nvidia-smi does not tell."""
-    program = shutil.which("nvidia-smi")
-    command = [program or "", f"--query-gpu={','.join(_DRIVER)}", "--format=csv,noheader"]
+def _first_line_of_smi(*options: str) -> str:
+    """Return the first line that nvidia-smi prints, empty if it is not installed or fails."""
+    command = [shutil.which("nvidia-smi") or "", *options]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-        values = [value.strip() for value in done.stdout.splitlines()[0].split(",")]
-    except (OSError, subprocess.SubprocessError, IndexError):
-        values = []
-    return values if len(values) == len(_DRIVER) else ["unknown"] * len(_DRIVER)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip().partition("\n")[0]
+
+
+def why_unusable() -> str:
+    """Return why torch cannot use the GPU of this machine; empty if it can, or if there is none or it is hidden."""
+    if torch.cuda.is_available() or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return ""
+    # "GPU 0: NVIDIA H100 PCIe (UUID: GPU-...)"
+    listed = _first_line_of_smi("-L").partition(" (UUID")[0].partition(": ")[2]
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return listed and f"nvidia-smi lists {listed}, and torch cannot use it: {error}"
+    return listed and f"nvidia-smi lists {listed}, and torch finds no GPU"
 
 
 if __name__ == "__main__":
+    if reason := why_unusable():
+        raise SystemExit(f"{' '.join(reason.split())} (with --cpu, stand-ins run on the CPU)")
     print(json.dumps(describe()))

@@ -21,7 +21,7 @@ from gpu_check.sharing import claim_host
 
 _RANK, _STORE = "GPU_CHECK_RANK", "GPU_CHECK_STORE"
 _GRACE = 5.0
-"""Seconds that ranks have to report after one of them failed."""
+"""Seconds that ranks have to report after one of them failed, and each to end after it was killed."""
 _TIMEOUT = timedelta(seconds=60)
 
 
@@ -72,7 +72,16 @@ def start_ranks(ranks: int, arguments: Sequence[str]) -> int:
             time.sleep(0.05)
         for process in processes:
             process.kill()
-        return max(abs(process.wait()) for process in processes)
+        return max(abs(_status_of(process)) for process in processes)
+
+
+def _status_of(killed: subprocess.Popen[bytes]) -> int:
+    """Return the exit status of a process that was killed, 1 if it does not end: its driver may hold it."""
+    try:
+        return killed.wait(_GRACE)
+    except subprocess.TimeoutExpired:
+        print(f"process {killed.pid} could not be killed", flush=True)
+        return 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

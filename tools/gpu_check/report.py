@@ -39,7 +39,9 @@ def report_of(machine: Mapping[str, str], commit: str, notes: Sequence[str], out
 
 
 def _row(outcome: Outcome) -> tuple[str, ...]:
-    verdict = f"{outcome.verdict}: {outcome.detail}" if outcome.detail else outcome.verdict
+    # A reason may be what a program printed.
+    detail = outcome.detail[:300].replace("|", "/")
+    verdict = f"{outcome.verdict}: {detail}" if detail else outcome.verdict
     return outcome.name, outcome.title, verdict, f"{outcome.seconds:.0f}"
 
 

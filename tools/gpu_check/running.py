@@ -13,32 +13,36 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from gpu_check.steps import NO_GPU, ROOT, VERSIONS, Command, Step, pythonpath
+from gpu_check.sharing import SHARED
+from gpu_check.steps import FULL, NO_GPU, ROOT, VERSIONS, Command, Step, pythonpath
 
 Verdict = Literal["passed", "failed", "timed out", "skipped"]
 _GRACE = 5.0
 """Seconds that a program has after an interrupt, in which pytest lists the failures so far."""
+_DEAD = 10.0
+"""Seconds that a process has to end after it was killed: its driver may hold it."""
 _LEAST = 10.0
-"""Seconds of the budget without which no step begins."""
+"""Seconds without which no step begins."""
 _TAIL = 15
 _MOST_LINES = 40
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a process ended: its status, None if it ran out of time, all it printed, and its seconds."""
+    """How a process ended: its status, None if it ran out of time, all it printed, its seconds, whether it is gone."""
 
     status: int | None
     output: str
     seconds: float
+    is_gone: bool = True
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a step.
+    """The result of a step.
 
     Attributes:
         name: the step's.
@@ -47,6 +51,7 @@ class Outcome:
         detail: counts of tests, or the reason.
         seconds: that it took.
         body: Markdown for the report.
+        is_hopeless: whether none of it worked, or NCCL refused two ranks on one GPU.
     """
 
     name: str
@@ -55,6 +60,7 @@ class Outcome:
     detail: str = ""
     seconds: float = 0.0
     body: str = ""
+    is_hopeless: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,8 +79,13 @@ class Budget:
 
     @property
     def left(self) -> float:
-        """Seconds that are left."""
-        return self.seconds - (time.monotonic() - self.began)
+        """Seconds that a step may take now."""
+        return self.seconds - (time.monotonic() - self.began) - _GRACE
+
+    def limit_of(self, step: Step) -> float:
+        """Return the seconds that a step has: less than in the table if the budget is, so that others have some too."""
+        scaled = step.limit * self.slow * min(1.0, self.seconds / FULL)
+        return min(max(scaled, min(step.limit, _LEAST)), self.left)
 
 
 def run_process(command: Command, limit: float, environment: Mapping[str, str]) -> Ended:
@@ -100,9 +111,11 @@ def run_process(command: Command, limit: float, environment: Mapping[str, str]) 
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_DEAD)
         output.seek(0)
-        return Ended(status, output.read().decode(errors="replace"), time.monotonic() - began)
+        is_gone = process.returncode is not None
+        return Ended(status, output.read().decode(errors="replace"), time.monotonic() - began, is_gone)
 
 
 @dataclass
@@ -111,13 +124,13 @@ class Run:
 
     Attributes:
         budget: how much time there is.
-        took_place: called with each outcome and all output of its step.
+        record_outcome: called with each outcome and all output of its step.
         machine: what `gpu_check.machine.describe` found, empty before `find_machine`.
         outcomes: of the steps so far.
     """
 
     budget: Budget
-    took_place: Callable[[Outcome, str], object]
+    record_outcome: Callable[[Outcome, str], object]
     machine: Mapping[str, str] = field(default_factory=dict)
     outcomes: list[Outcome] = field(default_factory=list)
 
@@ -130,8 +143,14 @@ class Run:
         """Run the first step."""
         reason = self._why_not(VERSIONS)
         outcome, output = (_skipped(VERSIONS, reason), "") if reason else self._run(VERSIONS, {})
+        lines = output.splitlines()
         if outcome.verdict == "passed":
-            self.machine = json.loads(output.splitlines()[-1])
+            try:
+                self.machine = json.loads([line for line in lines if line.startswith("{")][-1])
+            except (IndexError, ValueError):
+                outcome = replace(outcome, verdict="failed", detail="no JSON", body=body_of(output, is_well=False))
+        elif outcome.verdict == "failed" and lines:
+            outcome = replace(outcome, detail=f"{outcome.detail}: {lines[-1]}")
         self._end(outcome, output)
 
     def run(self, steps: Iterable[Step], share: Callable[[], Mapping[str, str]]) -> None:
@@ -149,27 +168,35 @@ class Run:
             elif shutil.which(chosen.command[0]) is None:
                 self._end(_skipped(step, f"{chosen.command[0]} is not installed"), "")
             else:
-                self._end(*self._run(chosen, share() if self.has_gpu and step.shares else {}))
+                shared = share() if self.has_gpu and SHARED in step.environment else {}
+                # That may have taken a minute.
+                reason = self._why_not(step)
+                self._end(*((_skipped(step, reason), "") if reason else self._run(chosen, shared)))
 
     def _why_not(self, step: Step) -> str:
         if self.budget.left < _LEAST:
             return f"the budget of {self.budget.seconds:g} s is spent"
         if not self.machine and step is not VERSIONS:
             return "step 1 failed"
-        hung = self.has_gpu and (step.after, "timed out") in ((each.name, each.verdict) for each in self.outcomes)
-        return f"step {step.after} timed out" if hung else ""
+        for each in self.outcomes:
+            is_needed = self.has_gpu and each.name in step.after
+            if is_needed and (each.verdict == "timed out" or (each.verdict == "failed" and each.is_hopeless)):
+                return f"step {each.name} {each.verdict}"
+        return ""
 
     def _run(self, step: Step, shared: Mapping[str, str]) -> tuple[Outcome, str]:
         base = {"PYTHONPATH": pythonpath(), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
-        limit = max(min(step.limit * self.budget.slow, self.budget.left - _GRACE), 0.0)
+        limit = self.budget.limit_of(step)
         ended = run_process(step.command, limit, {**base, **step.environment, **shared})
         verdict, detail = judge(ended, limit, counts_tests="pytest" in step.command)
         body = body_of(ended.output, is_well=verdict == "passed")
-        return Outcome(step.name, step.title, verdict, detail, ended.seconds, body), ended.output
+        worked = any(line.endswith("| ok |") for line in ended.output.splitlines()) or "passed" in detail
+        is_hopeless = not worked or "Duplicate GPU" in ended.output
+        return Outcome(step.name, step.title, verdict, detail, ended.seconds, body, is_hopeless), ended.output
 
     def _end(self, outcome: Outcome, output: str) -> None:
         self.outcomes.append(outcome)
-        self.took_place(outcome, output)
+        self.record_outcome(outcome, output)
 
 
 def _skipped(step: Step, reason: str) -> Outcome:
@@ -189,12 +216,20 @@ def find_tests(output: str) -> list[tuple[str, str]]:
     return [(match[1] or match[4], (match[2] or match[3]).strip()) for match in found]
 
 
+def find_unfinished(output: str) -> list[str]:
+    """Return the tests that began and have no outcome: those that ran when ``pytest -v`` was interrupted."""
+    begun = [line.strip() for line in output.splitlines() if re.match(r"\S+\.py::", line) and not _TEST.match(line)]
+    ended = {name for _, name in find_tests(output)}
+    return [name for name in dict.fromkeys(begun) if name not in ended]
+
+
 def judge(ended: Ended, limit: float, *, counts_tests: bool) -> tuple[Verdict, str]:
     """Return the verdict of a process, and its reason or the counts of its tests."""
     counts = Counter(outcome.lower() for outcome, _ in find_tests(ended.output)) if counts_tests else Counter[str]()
     told = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
     if ended.status is None:
-        return "timed out", f"after {limit:.0f} s" + (f": {told}" if told else "")
+        held = "" if ended.is_gone else " and could not be killed"
+        return "timed out", f"after {limit:.0f} s{held}" + (f": {told}" if told else "")
     if ended.status:
         how = f"exit status {ended.status}" if ended.status > 0 else f"killed by {signal.Signals(-ended.status).name}"
         return "failed", f"{how}: {told}" if told else how
@@ -204,13 +239,14 @@ def judge(ended: Ended, limit: float, *, counts_tests: bool) -> tuple[Verdict, s
 
 
 def body_of(output: str, *, is_well: bool) -> str:
-    """Return the tables of an output, its failed and skipped tests, and the end of it unless all is well."""
+    """Return the tables of an output, tests that did not pass, and unless all is well, what was running and its end."""
     lines = output.splitlines()
     tables = [line if line.startswith("| ") else "" for line in lines]
     parts = re.split(r"\n{2,}", "\n".join(tables).strip("\n")) if any(tables) else []
     # The summary has causes; a run that was killed has none.
     wrong = [line for line in lines if line.startswith(("FAILED ", "ERROR "))]
     wrong = wrong or [" ".join(found) for found in find_tests(output) if found[0] in ("FAILED", "ERROR")]
+    wrong = [f"running: {name}" for name in find_unfinished(output) if not is_well] + wrong
     wrong += [line for line in lines if line.startswith("SKIPPED [") or "NCCL WARN" in line]
     parts += [_fenced(wrong[:_MOST_LINES])] if wrong else []
     parts += [] if is_well else [_fenced(lines[-_TAIL:])]

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -37,6 +39,8 @@ ENVIRONMENT: Mapping[str, str] = {
     "NCCL_DEBUG": "WARN",
 }
 _ALLOWED_FROM = (2, 30)
+_PATIENCE = 10.0
+"""Seconds that MPS has to quit."""
 
 
 def claim_host() -> None:
@@ -48,29 +52,55 @@ def claim_host() -> None:
 
 
 @contextmanager
-def served_by_mps() -> Iterator[tuple[Mapping[str, str], str]]:
+def served_by_mps(notes: list[str]) -> Iterator[Mapping[str, str]]:
     """Run NVIDIA's MPS during the block, if it is installed and works.
 
+    Args:
+        notes: takes sentences for the report.
+
     Yields:
-        The environment variables of its clients, empty without MPS, and a sentence for the report.
+        The environment variables of its clients, empty without MPS.
     """
     program = shutil.which("nvidia-cuda-mps-control")
     if program is None:
-        yield {}, "MPS is not installed: kernels of the two ranks take turns."
+        notes.append("MPS is not installed: kernels of the two ranks take turns.")
+        yield {}
         return
     # The daemon may still write to it while it ends.
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as pipes:
         served = {"CUDA_MPS_PIPE_DIRECTORY": pipes, "CUDA_MPS_LOG_DIRECTORY": pipes}
         try:
-            if _starts(program, served):
-                yield served, "MPS serves the steps on two NCCL ranks."
-            else:
-                yield {}, "MPS is installed and does not work: kernels of the two ranks take turns."
+            works = _starts(program, served)
+            refused = "is installed and does not work: kernels of the two ranks take turns"
+            notes.append(f"MPS {'serves the steps on two NCCL ranks' if works else refused}.")
+            yield served if works else {}
         finally:
-            with suppress(OSError, subprocess.SubprocessError):
-                subprocess.run(
-                    [program], input=b"quit\n", env=os.environ | served, timeout=10, check=False, capture_output=True
-                )
+            notes += _quit(program, served)
+
+
+def _quit(program: str, served: Mapping[str, str]) -> list[str]:
+    """End the daemon, by force if it does not quit; return a sentence for the report if so."""
+    pid, deadline = 0, time.monotonic() + _PATIENCE
+    with suppress(OSError, ValueError):
+        pid = int(Path(served["CUDA_MPS_PIPE_DIRECTORY"], "nvidia-cuda-mps-control.pid").read_text())
+    with suppress(OSError, subprocess.SubprocessError):
+        environment = os.environ | served
+        subprocess.run([program], input=b"quit\n", env=environment, timeout=_PATIENCE, check=False, capture_output=True)
+    while pid and is_alive(pid):
+        if time.monotonic() > deadline:
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+            return ["MPS did not quit and was killed."]
+        time.sleep(0.05)
+    return []
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs: one that has ended may still wait for its parent to look."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def _starts(program: str, served: Mapping[str, str]) -> bool:

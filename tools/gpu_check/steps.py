@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -42,7 +43,8 @@ class Step:
         command: the program and its arguments.
         without_gpu: what runs without a GPU, or why nothing does; None if the same command does.
         environment: variables beside those of the driver.
-        after: name of a step that shows whether this one can work: it is skipped if that one timed out.
+        after: names of steps that show whether this one can work: if one timed out, or nothing in it worked, this is
+            skipped.
     """
 
     name: str
@@ -51,12 +53,7 @@ class Step:
     command: Command
     without_gpu: Substitute | str | None
     environment: Mapping[str, str] = field(default_factory=dict)
-    after: str = ""
-
-    @property
-    def shares(self) -> bool:
-        """Whether two NCCL ranks share the GPU."""
-        return ENVIRONMENT.items() <= self.environment.items()
+    after: tuple[str, ...] = ()
 
     def on_cpu(self) -> Step | str:
         """Return the step that runs without a GPU, under a title that names the substitute, or why none does."""
@@ -66,10 +63,12 @@ class Step:
         return replace(self, title=title, command=self.without_gpu.command, limit=limit, without_gpu=None)
 
 
-VERSIONS = Step("1", "versions", 90, (sys.executable, "-m", "gpu_check.machine"), None)
+VERSIONS = Step("1", "versions", 80, (sys.executable, "-m", "gpu_check.machine"), None)
 """The first step. It tells whether there is a GPU."""
+FULL = 480.0
+"""Seconds in which 7c begins, if 2b and 3c take all of their limits below and the others half of theirs."""
 NO_GPU = "none"
-"""What it tells where there is none."""
+"""The value of `GPU` if there is none."""
 
 
 def table(workers: int) -> list[Step]:
@@ -79,7 +78,9 @@ def table(workers: int) -> list[Step]:
         workers: how many tests run at a time, if pytest-xdist is installed.
     """
     gloo, nccl = ("--ranks-backend=gloo-cuda",), ("--ranks-backend=nccl",)
-    emulated = _tests(workers, "--ranks-backend=emulated", "-m", "exhaustive or not exhaustive", "-k", _PARITY, _HOOKS)
+    emulated = _tests(workers, "--ranks-backend=emulated", "--ranks-timeout=60", "-m", _ALL, "-k", _PARITY, _HOOKS)
+    title = "torch's sanitizer of streams, one of 2 ranks"
+    streams = _measure("8a", title, 40, "iterations", 2, "fake", without_gpu="no GPU, and sanitizers look at CUDA")
     return [
         Step(
             "2a",
@@ -89,6 +90,10 @@ def table(workers: int) -> list[Step]:
             # Its extension may have to be compiled.
             Substitute("stand-in: the emulated device", emulated, 180),
         ),
+        Step("3a", "NCCL at one rank: tests", 60, _tests(workers, *nccl, "-k", "1-nccl", "tests"), _NO_NCCL),
+        _measure("3b", "two NCCL ranks share the GPU: delayed streams, host waits", 60, "parity,waits", 2, "nccl"),
+        _measure("4", "host waits at one rank: every hook, clipping, unscaling", 40, "waits", 1, "nccl"),
+        # The two after these quick ones may take all of their time.
         Step(
             "2b",
             "two ranks on one GPU over gloo: tests of the CPU",
@@ -98,61 +103,47 @@ def table(workers: int) -> list[Step]:
             {ALSO_ON: "gloo-cuda"},
         ),
         Step(
-            "3a",
-            "NCCL at one rank: tests",
-            60,
-            _tests(workers, *nccl, "-k", "1-nccl", "tests"),
-            "no GPU, and NCCL needs one",
-        ),
-        _measure("3b", "two NCCL ranks share the GPU: delayed streams, host waits", 70, "parity,waits", 2, "nccl"),
-        Step(
             "3c",
             "two NCCL ranks share the GPU: tests",
-            80,
-            _tests(1, *nccl, "--ranks-timeout=30", "-k", "2-nccl", _HOOKS, *_TRANSFERS),
-            "no GPU, and NCCL needs one",
+            60,
+            _tests(1, *nccl, "-k", "2-nccl", _HOOKS, *_TRANSFERS),
+            _NO_NCCL,
             ENVIRONMENT,
-            after="3b",
+            after=("3b",),
         ),
-        _measure("4", "host waits at one rank: every hook, clipping, unscaling", 40, "waits", 1, "nccl"),
-        _measure("5a", "memory of a 1.3B model, one of 8 ranks", 50, "memory", 8, "fake", "--model=1.3B"),
+        _measure("5a", "memory of a 1.3B model, one of 8 ranks", 40, "memory", 8, "fake", "--model=1.3B"),
         _measure("5b", "memory of a 1.3B model, one rank", 40, "memory", 1, "nccl", "--model=1.3B"),
-        _measure("5c", "memory of GPT-2 124M, two ranks over gloo", 50, "memory", 2, "gloo"),
-        _measure("6a", "time of GPT-2 124M, one rank", 50, "times", 1, "nccl"),
-        _measure("6b", "time of GPT-2 124M, one of 8 ranks, without the exchange", 50, "times", 8, "fake"),
-        _measure("6c", "time of GPT-2 124M, two ranks over gloo", 60, "times", 2, "gloo", *_ONCE),
+        _measure("5c", "memory of GPT-2 124M, two ranks over gloo", 40, "memory", 2, "gloo"),
+        _measure("6a", "time of GPT-2 124M, one rank", 40, "times", 1, "nccl"),
+        _measure("6b", "time of GPT-2 124M, one of 8 ranks, without the exchange", 40, "times", 8, "fake"),
+        _measure("6c", "time of GPT-2 124M, two ranks over gloo", 40, "times", 2, "gloo", *_ONCE),
         _measure("7a", "CUDA graph of step() at one rank", 30, "graph", 1, "nccl", without_gpu=_NO_GRAPHS),
         _measure(
-            "7b", "CUDA graph of step() on two NCCL ranks", 40, "graph", 2, "nccl", without_gpu=_NO_GRAPHS, after="3b"
+            "7b",
+            "CUDA graph of step(), two NCCL ranks",
+            40,
+            "graph",
+            2,
+            "nccl",
+            without_gpu=_NO_GRAPHS,
+            after=("3b", "3c"),
         ),
         _measure("7c", "CUDA graph of step() over gloo: refused", 30, "graph", 2, "gloo", without_gpu=_NO_GRAPHS),
-        _measure(
-            "8a",
-            "torch's sanitizer of streams, one of 2 ranks",
-            40,
-            "iterations",
-            2,
-            "fake",
-            without_gpu="no GPU, and the sanitizer looks at CUDA's streams",
-            environment={"TORCH_CUDA_SANITIZER": "1"},
-        ),
-        _measure(
-            "8b",
-            "compute-sanitizer, one of 2 ranks",
-            90,
-            "iterations",
-            2,
-            "fake",
-            without_gpu="no GPU, and the sanitizer looks at CUDA's kernels",
-            started_by=("compute-sanitizer", "--error-exitcode=9"),
+        replace(streams, environment={"TORCH_CUDA_SANITIZER": "1"}),
+        replace(
+            streams,
+            name="8b",
+            title="compute-sanitizer, one of 2 ranks",
+            limit=90,
+            command=("compute-sanitizer", "--error-exitcode=9", *streams.command),
         ),
     ]
 
 
 def pythonpath() -> str:
-    """Return what ``PYTHONPATH`` needs so that nothing of the checkout has to be installed."""
+    """Return ``PYTHONPATH`` with what it needs so that nothing of the checkout has to be installed, in front."""
     folders = [*sorted(ROOT.glob("packages/*/src")), ROOT / "tests", ROOT / "tools"]
-    return ":".join(map(str, folders))
+    return ":".join(filter(None, [*map(str, folders), os.environ.get("PYTHONPATH", "")]))
 
 
 def select(steps: Sequence[Step], names: Sequence[str]) -> list[Step]:
@@ -170,10 +161,10 @@ def select(steps: Sequence[Step], names: Sequence[str]) -> list[Step]:
 
 
 _HOOKS = "tests/test_ddp_cuda.py"
-_PARITY = "test_parity and views"
+_PARITY, _ALL = "test_parity and views", "exhaustive or not exhaustive"
 _TRANSFERS = ("tests/test_state_transfer.py", "tests/test_implementations.py")
 _ONCE = ("--iterations=1", "--rounds=1")
-_NO_GRAPHS = "no GPU, and the CPU has no CUDA graphs"
+_NO_NCCL, _NO_GRAPHS = "no GPU, and NCCL needs one", "no GPU, and the CPU has no CUDA graphs"
 
 
 def _measure(
@@ -185,9 +176,7 @@ def _measure(
     backend: str,
     *options: str,
     without_gpu: str = "",
-    environment: Mapping[str, str] | None = None,
-    started_by: Command = (),
-    after: str = "",
+    after: tuple[str, ...] = (),
 ) -> Step:
     """Return a step of ``gpu_check.measure``; without a GPU it runs on the CPU, or not if `without_gpu` says why."""
 
@@ -195,16 +184,9 @@ def _measure(
         return (sys.executable, "-m", "gpu_check.measure", what, f"--ranks={ranks}", f"--backend={chosen}", *options)
 
     on_cpu = "gloo" if backend == "nccl" else backend
+    substitute = without_gpu or Substitute(f"stand-in: {on_cpu}, CPU, a tiny model", on(on_cpu))
     shared = ENVIRONMENT if backend == "nccl" and ranks > 1 else {}
-    return Step(
-        name,
-        title,
-        limit,
-        (*started_by, *on(backend)),
-        without_gpu or Substitute(f"stand-in: {on_cpu}, CPU, a tiny model", on(on_cpu)),
-        {**shared, **(environment or {})},
-        after,
-    )
+    return Step(name, title, limit, on(backend), substitute, shared, after)
 
 
 # Loaded once by the process that ranks are forked from.
@@ -221,7 +203,8 @@ def _tests(workers: int, *arguments: str) -> Command:
         plugins.append("zeroshard_testing.plugin")
     has_xdist = workers > 1 and importlib.util.find_spec("xdist") is not None
     at_a_time = [f"-n{workers}", "--dist=load"] if has_xdist else []
-    loaded = [argument for plugin in plugins for argument in ("-p", plugin)]
-    start: Sequence[str] = [sys.executable, "-m", "pytest", "-v", "--tb=short", "-rs", "-p", "no:cacheprovider"]
+    loaded = [argument for plugin in ("no:cacheprovider", *plugins) for argument in ("-p", plugin)]
+    start: Sequence[str] = [sys.executable, "-m", "pytest", "-v", "--tb=short", "-rfEs", "--disable-warnings", *loaded]
     # A module that this machine lacks must not keep the other files from running.
-    return (*start, "--continue-on-collection-errors", *loaded, *at_a_time, "--ranks-timeout=60", *arguments)
+    # A test that hangs must leave time to the others of its step.
+    return (*start, "--continue-on-collection-errors", *at_a_time, "--ranks-timeout=20", *arguments)

@@ -8,8 +8,6 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-_LONGEST = 300
-
 
 class Table:
     """Prints a table row by row, so that a killed measurement leaves the rows that it finished.
@@ -45,12 +43,7 @@ class Table:
             yield found
         except Exception as error:  # noqa: BLE001 - the other rows are still worth measuring
             traceback.print_exc()
-            self.row(*cells, code(f"{type(error).__name__}: {error}"), failed=True)
+            said = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
+            self.row(*cells, f"`{said.replace('`', chr(39)).replace('|', '/')}`", failed=True)
         else:
             self.row(*cells, *(found or ["ok"]))
-
-
-def code(text: str) -> str:
-    """Return the first line of a text as inline code that fits into a cell."""
-    first = (text.splitlines() or [""])[0]
-    return f"`{first[:_LONGEST].replace('`', chr(39)).replace('|', '/')}`"

@@ -11,10 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from gpu_check import cli, machine, running, sharing
-from gpu_check.report import report_of, slug
+from gpu_check import cli, machine, measure, running, sharing
+from gpu_check.report import report_of
 from gpu_check.running import Budget, Ended, Outcome, Run, body_of, find_tests, judge, run_process
-from gpu_check.steps import NO_GPU, ROOT, VERSIONS, Step, Substitute, pythonpath, select, table
+from gpu_check.sharing import is_alive
+from gpu_check.steps import FULL, NO_GPU, ROOT, VERSIONS, Step, Substitute, pythonpath, select, table
 
 SCRIPT = ROOT / "tools" / "gpu_check" / "gpu_check.sh"
 ON_GPU = {"GPU": "NVIDIA H100 PCIe", "torch": "2.11.0", "CUDA": "13.0", "NCCL": "2.28.9"}
@@ -39,14 +40,6 @@ def verdicts(run):
     return {outcome.name: f"{outcome.verdict}: {outcome.detail}".rstrip(": ") for outcome in run.outcomes}
 
 
-def is_alive(pid):
-    try:
-        # A process that was killed may still wait for its parent to look.
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 @pytest.mark.parametrize(("leader", "limit", "status"), [("time.sleep(60)", 3, None), ("pass", 30, 0)])
 def test_the_process_group_of_a_step_ends_with_it(monkeypatch, leader, limit, status):
@@ -63,6 +56,89 @@ def test_the_process_group_of_a_step_ends_with_it(monkeypatch, leader, limit, st
     while is_alive(int(ended.output)) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not is_alive(int(ended.output))
+
+
+def test_a_step_that_cannot_be_killed_does_not_hold_the_run(monkeypatch):
+    # Given a process that ends by no signal, as one in the driver's hands,
+    monkeypatch.setattr(running, "_GRACE", 0.01)
+    monkeypatch.setattr(running, "_DEAD", 0.01)
+    monkeypatch.setattr(running.os, "killpg", lambda *_: None)
+    # when it is ended,
+    ended = run_process(("sh", "-c", "trap '' INT; sleep 2"), 0.2, {})
+    # then the run goes on, and says so.
+    assert judge(ended, 1, counts_tests=False) == ("timed out", "after 1 s and could not be killed")
+
+
+def test_a_rank_that_cannot_be_killed_fails(monkeypatch, capsys):
+    class Stuck:
+        pid = 7
+
+        def __init__(self, *_, **__): ...
+
+        def poll(self):
+            return 1
+
+        def kill(self): ...
+
+        def wait(self, timeout):
+            raise subprocess.TimeoutExpired("rank", timeout)
+
+    monkeypatch.setattr(measure.subprocess, "Popen", Stuck)
+    assert measure.start_ranks(1, []) == 1
+    assert capsys.readouterr().out == "process 7 could not be killed\n"
+
+
+def test_a_step_finds_the_modules_of_the_caller_too(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/of/the/caller:/second")
+    run = run_of([step("2", "import sys; print('|', '/second' in sys.path, '|')")])
+    assert run.outcomes[0].body == "| True |"
+    monkeypatch.delenv("PYTHONPATH")
+    assert pythonpath().endswith("/tools")
+
+
+def first_step(monkeypatch, code):
+    monkeypatch.setattr(running, "VERSIONS", replace(VERSIONS, command=python(code)))
+    run = Run(Budget(FULL), lambda *_: None)
+    run.find_machine()
+    return run
+
+
+def test_the_machine_is_the_last_line_of_json_among_others(monkeypatch):
+    run = first_step(monkeypatch, 'print(\'{"GPU": "none"}\\nWARNING: a leak\')')
+    assert (verdicts(run), run.machine) == ({"1": "passed"}, {"GPU": NO_GPU})
+
+
+@pytest.mark.parametrize(
+    ("code", "detail"),
+    [
+        ("print('hello')", "no JSON"),
+        ("print('{hello')", "no JSON"),
+        ("raise SystemExit('no torch')", "exit status 1: no torch"),
+    ],
+)
+def test_a_machine_that_cannot_be_told_is_a_step_that_failed(monkeypatch, code, detail):
+    run = first_step(monkeypatch, code)
+    run.run([step("2")], dict)
+    assert verdicts(run) == {"1": f"failed: {detail}", "2": "skipped: step 1 failed"}
+    assert "```text" in run.outcomes[0].body
+
+
+def test_a_gpu_that_torch_cannot_use_is_an_error_unless_it_is_hidden(tmp_path, monkeypatch):
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H100 PCIe (UUID: GPU-0)'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(machine.torch.cuda, "is_available", lambda: False)
+
+    def init():
+        raise RuntimeError("the driver is too old")
+
+    monkeypatch.setattr(machine.torch.cuda, "init", init)
+    reason = "nvidia-smi lists NVIDIA H100 PCIe, and torch cannot use it: the driver is too old"
+    assert machine.why_unusable() == reason
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert machine.why_unusable() == ""
 
 
 def test_the_run_goes_on_after_steps_that_fail_and_hang():
@@ -89,6 +165,40 @@ def test_no_step_begins_once_the_budget_is_spent():
     run.find_machine()
     run.run([step("2"), step("3")], dict)
     assert verdicts(run) == dict.fromkeys("123", "skipped: the budget of 9 s is spent")
+
+
+def test_no_step_begins_if_sharing_has_used_up_the_budget():
+    steps = [step("3b", environment=sharing.ENVIRONMENT)]
+    run = Run(Budget(30.0), lambda *_: None, machine=ON_GPU)
+
+    def share():
+        run.budget = Budget(9.0)
+        return {}
+
+    run.run(steps, share)
+    assert verdicts(run) == {"3b": "skipped: the budget of 9 s is spent"}
+
+
+@pytest.mark.parametrize("budget", [FULL, 360.0])
+def test_slow_tests_leave_time_for_all_steps_up_to_captures(budget):
+    # Given that two steps take all of their time, and are ended late, and the others half of theirs,
+    told = Budget(budget)
+    spent = 0.0
+    for each in [VERSIONS, *table(2)]:
+        if each.name == "7c":
+            break
+        limit = told.limit_of(each)
+        assert limit >= 10
+        spent += limit + 5 if each.name in ("2b", "3c") else limit / 2
+    # then there is time for the last of them.
+    assert spent <= budget - 15
+
+
+def test_limits_shrink_with_the_budget_and_grow_with_the_factor():
+    assert Budget(FULL).limit_of(step("2")) == 30
+    assert Budget(FULL / 2).limit_of(step("2")) == 15
+    assert Budget(FULL / 8).limit_of(step("2")) == 10
+    assert Budget(FULL, slow=4).limit_of(step("2")) == 120
 
 
 def test_without_a_machine_no_step_runs():
@@ -120,11 +230,17 @@ def test_on_a_gpu_the_steps_themselves_run_and_those_of_two_nccl_ranks_share():
 
 @pytest.mark.parametrize(
     ("first", "limit", "second"),
-    [("pass", 30, "passed"), ("1 / 0", 30, "passed"), ("while True: ...", 0.1, "skipped: step 3b timed out")],
+    [
+        ("pass", 30, "passed"),
+        ("while True: ...", 0.1, "skipped: step 3b timed out"),
+        ("print('| whole | ok |'); 1 / 0", 30, "passed"),
+        ("print('| whole | `no` |'); 1 / 0", 30, "skipped: step 3b failed"),
+        ("print('| whole | ok |\\nDuplicate GPU detected'); 1 / 0", 30, "skipped: step 3b failed"),
+    ],
 )
-def test_a_step_is_skipped_if_the_one_that_it_needs_hangs(first, limit, second):
-    run = run_of([step("3b", first, limit=limit), step("3c", after="3b")], found=ON_GPU)
-    assert verdicts(run)["3c"] == second
+def test_a_step_is_skipped_if_one_that_it_needs_hangs_or_does_not_work_at_all(first, limit, second):
+    run = run_of([step("3b", first, limit=limit), step("7b", after=("3b", "3c"))], found=ON_GPU)
+    assert verdicts(run)["7b"] == second
 
 
 VERBOSE = """\
@@ -153,6 +269,19 @@ def test_tests_are_counted_by_the_lines_of_pytest(output):
     assert judge(Ended(1, output, 1.0), 9, counts_tests=True) == ("failed", f"exit status 1: {counts}")
     assert judge(Ended(None, output, 9.0), 9, counts_tests=True) == ("timed out", f"after 9 s: {counts}")
     assert "FAILED tests/test_a.py::test_three" in body_of(output, is_well=False)
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        f"{VERBOSE}tests/test_a.py::test_four[a b] \n!!!!! KeyboardInterrupt !!!!!",
+        f"{WITH_XDIST}tests/test_a.py::test_four[a b] \n!!!!! KeyboardInterrupt !!!!!",
+    ],
+    ids=["verbose", "xdist"],
+)
+def test_the_report_names_the_tests_that_were_running(output):
+    body = body_of(output, is_well=False)
+    assert [line for line in body.splitlines() if "running" in line] == ["running: tests/test_a.py::test_four[a b]"]
 
 
 @pytest.mark.parametrize("output", ["", "tests/test_a.py::test_two SKIPPED (no CUDA device) [100%]"])
@@ -223,11 +352,33 @@ def test_mps_that_was_started_is_told_to_quit(tmp_path, monkeypatch, works):
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(sharing.sys, "executable", "true" if works else "false")
-    with sharing.served_by_mps() as (served, note):
+    notes = []
+    with sharing.served_by_mps(notes) as served:
         assert bool(served) is works
-        assert note.startswith("MPS serves" if works else "MPS is installed and does not work")
         assert log.read_text() == "started\n"
     assert log.read_text() == "started\nquit\n"
+    assert [note.partition(":")[0] for note in notes] == [
+        "MPS serves the steps on two NCCL ranks." if works else "MPS is installed and does not work"
+    ]
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+def test_mps_that_does_not_quit_is_killed(tmp_path, monkeypatch):
+    program, notes = tmp_path / "nvidia-cuda-mps-control", []
+    starts = 'sleep 60 & echo $! >"$CUDA_MPS_PIPE_DIRECTORY/nvidia-cuda-mps-control.pid"'
+    program.write_text(f'#!/bin/sh\n[ "$1" = -d ] || exit 0\n{starts}\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(sharing.sys, "executable", "true")
+    monkeypatch.setattr(sharing, "_PATIENCE", 0.2)
+    with sharing.served_by_mps(notes) as served:
+        pid = int(Path(served["CUDA_MPS_PIPE_DIRECTORY"], "nvidia-cuda-mps-control.pid").read_text())
+        assert is_alive(pid)
+    assert notes[1:] == ["MPS did not quit and was killed."]
+    deadline = time.monotonic() + 10
+    while is_alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not is_alive(pid)
 
 
 def test_tests_of_the_cpu_are_there_for_gloo_on_the_gpu():
@@ -245,7 +396,7 @@ def check(tmp_path, *arguments):
 
 
 def test_some_steps_without_a_gpu(tmp_path):
-    done = check(tmp_path, "--only=1,5c,7a", "--slow=4", "--keep")
+    done = check(tmp_path, "--only=1,5c,7a", "--slow=4")
 
     assert done.returncode == 0, done.stdout + done.stderr
     report = (tmp_path / "report.md").read_text()
@@ -254,7 +405,7 @@ def test_some_steps_without_a_gpu(tmp_path):
     assert "| 7a | CUDA graph of step() at one rank | skipped: no GPU, and the CPU has no CUDA graphs | 0 |" in report
     assert "| split | 2 |" in report
     assert "##### 1 versions" in (tmp_path / "log.txt").read_text()
-    assert "not kept: there is no GPU" in done.stdout
+    assert "to keep it" not in done.stdout
 
 
 def test_an_unknown_step_is_refused(tmp_path):
@@ -263,19 +414,21 @@ def test_an_unknown_step_is_refused(tmp_path):
     assert "gpu_check: no step 9; there are: 1, 2a" in done.stderr
 
 
-def test_a_report_of_a_gpu_is_kept_by_its_name_and_listed_on_the_page(tmp_path, monkeypatch):
+def test_a_report_of_a_gpu_is_kept_by_its_name_and_listed_on_the_page(tmp_path, monkeypatch, capsys):
     from benchmarks_page import gpus_of
 
     # Given a machine with a GPU,
-    monkeypatch.setattr(cli, "KEPT", tmp_path)
     monkeypatch.setattr(cli, "ROOT", tmp_path)
     monkeypatch.setattr(cli, "table", lambda workers: [step("4"), step("5", "1 / 0")])
     monkeypatch.setattr(running, "VERSIONS", replace(VERSIONS, command=python(f"print({json.dumps(ON_GPU)!r})")))
     assert "There is no report of a GPU yet." in gpus_of([])
-    # when its report is kept,
-    status = cli.main(["--out", str(tmp_path / "out"), "--keep", "--commit=0123abc"])
+    (tmp_path / "docs" / "measured").mkdir(parents=True)
+    # when its report is kept as the last line says,
+    status = cli.main(["--out", str(tmp_path / "out"), "--commit=0123abc"])
+    copy = capsys.readouterr().out.splitlines()[-1].partition(": ")[2].split()
+    subprocess.run(copy, check=True)
     # then it has the name of the device, and the page a row for it and a place in the contents.
-    kept = tmp_path / f"{slug('NVIDIA H100 PCIe')}.md"
+    kept = Path(copy[-1])
     section = gpus_of([kept])
     assert (status, kept.name) == (1, "nvidia-h100-pcie.md")
     row = "| [NVIDIA H100 PCIe](measured/nvidia-h100-pcie.md) | 2.11.0 | 13.0 | 2.28.9 | 0123abc | 2 passed, 1 failed |"
