@@ -184,9 +184,8 @@ class RankInspector:
 
     def _is_on_record(self, recorded: list[private.Recorded]) -> bool:
         """Whether a wait of this rank, a new group, or a collective that is issued or pending is on record."""
-        waits = any(wait is not None for wait in list(self._waits.current.values()))
-        begun = bool(self._waits.making) or any(list(self._waits.issuing.values()))
-        return waits or begun or any(one.operation.pending for one in recorded)
+        on_record = [*self._waits.current.values(), *self._waits.issuing.values(), *self._waits.making.values()]
+        return any(each is not None for each in on_record) or any(one.operation.pending for one in recorded)
 
     def _waiting(self) -> tuple[tuple[Awaited, ...], str]:
         """Return what all threads wait for, with a fingerprint; nothing if one of them may continue."""
