@@ -55,6 +55,7 @@ class RankInspector:
         self.run = -1
         """The number of the latest test."""
         self._threads_before: tuple[set[threading.Thread], int] = set(), 0
+        self._switches: dict[threading.Thread, str] = {}
         self._destroyed: dict[str, GroupState] = {}
         self._made_anew: Counter[str] = Counter()
         self._place = (0, 0)
@@ -67,6 +68,7 @@ class RankInspector:
         """Say that a test begins, which may take that many seconds, on one of so many ranks."""
         if self.run < 0:
             self._threads_before = _other_threads()
+        self._switches = {thread: _switches(thread) for thread in _other_threads()[0] - self._threads_before[0]}
         self._place = (rank, world_size)
         self._waits.begin_test()
         self.run = run
@@ -177,10 +179,14 @@ class RankInspector:
             return []
 
     def _threads_left(self) -> bool:
-        """Whether there are threads that were not there before the first test: they may still issue something."""
+        """Whether a thread may still issue something: one that is new since the test began, or has run since.
+
+        Those from before the first test, such as a conftest's, are left out.
+        """
         threads, others = _other_threads()
         before, others_before = self._threads_before
-        return not threads <= before or others > others_before
+        has_run = (self._switches.get(thread) != _switches(thread) for thread in threads - before)
+        return others > others_before or any(has_run)
 
     def _is_on_record(self, recorded: list[private.Recorded]) -> bool:
         """Whether a wait of this rank, a new group, or a collective that is issued or pending is on record."""
@@ -361,22 +367,27 @@ def _kernel_status(thread: int | str | None) -> dict[str, str]:
     return dict(line.split(":\t", 1) for line in lines if ":\t" in line)
 
 
+def _switches(thread: threading.Thread) -> str:
+    """Return how often the kernel has put a thread aside, which changes whenever it runs; empty if that is unknown."""
+    # In a process that was forked, the main thread's own attribute is still that of its parent.
+    native_id = os.getpid() if thread is threading.main_thread() else thread.native_id
+    try:
+        status = _kernel_status(native_id)
+    except OSError:
+        return ""
+    return f"{status['voluntary_ctxt_switches']} {status['nonvoluntary_ctxt_switches']}"
+
+
 def _stillness(threads: list[threading.Thread]) -> str | None:
     """Return a mark that stays the same as long as these threads sleep, or None unless all threads of the process do.
 
-    The kernel counts how often it has put a thread aside: a thread that is asleep at two moments with the same count
-    has not run in between. A device may wake a thread without this process, so with CUDA nothing is certain.
+    A device may wake a thread without this process, so with CUDA nothing is certain.
     """
     if torch.cuda.is_initialized() or not _sleeps():
         return None
-    marks = []
-    for thread in threads:
-        # In a process that was forked, the main thread's own attribute is still that of its parent.
-        native_id = os.getpid() if thread is threading.main_thread() else thread.native_id
-        try:
-            status = _kernel_status(native_id)
-        except OSError:
-            return None
-        switches = (status["voluntary_ctxt_switches"], status["nonvoluntary_ctxt_switches"])
-        marks.append(f"thread {native_id}: {' '.join(switches)}")
-    return ", ".join(sorted(marks))
+    counts = {thread.ident: _switches(thread) for thread in threads}
+    return (
+        ", ".join(f"thread {ident}: {count}" for ident, count in sorted(counts.items()))
+        if all(counts.values())
+        else None
+    )
