@@ -202,7 +202,7 @@ class RankInspector:
         threads = {thread.ident: thread for thread in threading.enumerate()}
         for ident, doing in _what_threads_do().items():
             thread = threads.get(ident)
-            if ident == threading.get_ident() or _is_own(thread):
+            if _is_own(thread):
                 continue
             wait = waits.get(ident)
             if wait is not None:
@@ -296,7 +296,7 @@ class _Doing(NamedTuple):
 
 
 def _what_threads_do() -> dict[int, _Doing]:
-    """Look at all threads, and keep none of their frames: these keep alive what a test has dropped."""
+    """Look at all other threads, and keep none of their frames: these keep alive what a test has dropped."""
     with frames_of_threads() as frames:
         return {ident: _Doing(_waits_natively(frame), _is_idle(frame)) for ident, frame in frames.items()}
 

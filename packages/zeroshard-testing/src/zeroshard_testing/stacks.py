@@ -29,7 +29,7 @@ _ABOVE_THE_WAIT = re.compile(r"[/\\]zeroshard_testing[/\\]wait_recorder\.py$")
 
 @contextmanager
 def frames_of_threads() -> Iterator[Mapping[int, FrameType]]:
-    """Yield the innermost frame of each thread, by `threading.get_ident`.
+    """Yield the innermost frame of each other thread, by `threading.get_ident`.
 
     Enter it only after every other thread was seen to sleep. In Python 3.11, asking for a frame allocates an object,
     and that may start a collection in this thread. If a destructor then releases the global interpreter lock, as a
@@ -42,7 +42,10 @@ def frames_of_threads() -> Iterator[Mapping[int, FrameType]]:
         # Not by gc.disable(), which tests use themselves.
         gc.set_threshold(0)
     try:
-        yield sys._current_frames()
+        frames = sys._current_frames()
+        # This function's own would keep all of them alive, in a cycle through its callers.
+        del frames[threading.get_ident()]
+        yield frames
     finally:
         if sys.version_info < (3, 12):
             gc.set_threshold(*thresholds)
@@ -60,7 +63,7 @@ def python_stacks() -> str:
     blocks = []
     for ident, found in sorted(places.items(), key=lambda item: item[0] != main):
         name = names.get(ident, f"thread {ident}")
-        if ident == threading.get_ident() or name.startswith(OWN_THREADS):
+        if name.startswith(OWN_THREADS):
             continue
         title = "" if ident == main else f"Thread {name!r}:\n"
         blocks.append(title + _render(traceback.StackSummary.extract(reversed(found))))
