@@ -1,3 +1,3 @@
-"""Communication hooks of DistributedDataParallel, Join and model averaging, for the optimizers of zeroshard."""
+"""Communication hooks of DistributedDataParallel and Join, for the optimizers of zeroshard."""
 
 __version__ = "0.1.0"

@@ -7,7 +7,6 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch._C import _distributed_c10d
 from torch.distributed.algorithms.join import Joinable, _JoinConfig
 from torch.futures import Future
@@ -33,7 +32,6 @@ USED: Mapping[str, str] = {
     f"{_REDUCER}._push_all_rebuilt_params": "the same",
     f"{_REDUCER}._get_local_used_map": "the same",
     f"{_REDUCER}._set_forward_pass_work_handle": "by how many ranks gradients are divided",
-    "torch.distributed.distributed_c10d._World.pg_names": "torch numbers a group that only its ranks make",
     "torch._disable_dynamo": "torch.compile is not to look into our code; torch.compiler.disable imports the compiler",
     "torch.distributed.algorithms.join.Joinable._join_config": "how a joinable learns whether it is in a Join context",
     "torch.distributed.algorithms.join._JoinConfig": "the same; what a joinable outside of any context has",
@@ -52,11 +50,6 @@ comm_hooks: Callable[[DistributedDataParallel], Sequence[tuple[Callable[..., Any
 has_rebuilt_buckets: Callable[[DistributedDataParallel], bool] = attrgetter("_has_rebuilt_buckets")
 disable_dynamo: Callable[[Callable[..., None]], Callable[..., None]] = vars(torch)["_disable_dynamo"]
 JoinConfig = _JoinConfig
-
-
-def groups_here() -> int:
-    """Count the process groups that this rank is in; ranks that differ in it cannot make a group by themselves."""
-    return len(dist.distributed_c10d._world.pg_names)
 
 
 def has_comm_hook(ddp: DistributedDataParallel) -> bool:

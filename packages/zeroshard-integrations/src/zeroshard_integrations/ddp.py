@@ -288,7 +288,10 @@ def _after_ddp(call: Callable[[], None]) -> None:
 def _check_same_ranks(group: dist.ProcessGroup, optimizers: dist.ProcessGroup, what: str) -> None:
     theirs, ours = dist.get_process_group_ranks(group), dist.get_process_group_ranks(optimizers)
     if theirs != ours:
-        raise ValueError(f"{what} {theirs}, and the optimizer works on {ours}: give both the same process group")
+        raise ValueError(
+            f"{what} {theirs}, and the optimizer works on {ours}: give both the same process group; for post-local "
+            f"SGD, leave the hook out, and register torch's post_localSGD_hook"
+        )
 
 
 def _check_model(
