@@ -26,7 +26,7 @@ from zeroshard_testing import assert_replicas_equal
 HOOKS = ("none", "owner", "behind", "interleaved")
 """No communication hook, and those of zeroshard_integrations.ddp; the last two step during backward."""
 
-PARTITIONS = ("whole", "split", "hybrid")
+PARTITIONS = ("whole", "split")
 NORM = 0.05
 BOUND = 1e-12
 

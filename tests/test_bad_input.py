@@ -19,7 +19,7 @@ from zeroshard_comm import DisagreementError, PeerLostError
 from zeroshard_testing import assert_replicas_equal
 
 WHERE = pytest.mark.parametrize("where", ["on all ranks", "on rank 1"])
-PARTITIONS = pytest.mark.parametrize("partition", ["whole", "split", "hybrid"])
+PARTITIONS = pytest.mark.parametrize("partition", ["whole", "split"])
 VIEWS = pytest.mark.parametrize("as_bucket_view", [False, True], ids=["params", "views"])
 
 

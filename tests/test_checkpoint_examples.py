@@ -108,7 +108,7 @@ def test_saved_while_training_goes_on(saved: Path, uninterrupted: dict[str, Any]
     assert_same(read(tmp_path / "000010"), uninterrupted, 0)
 
 
-@pytest.mark.parametrize("partition", ["whole", "split", pytest.param("hybrid", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("partition", ["whole", "split"])
 def test_safetensors(partition: str, uninterrupted: dict[str, Any], tmp_path: Path) -> None:
     expected = uninterrupted["model"] | {
         f"state.{name}.{key}": value

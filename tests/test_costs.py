@@ -19,7 +19,7 @@ from zeroshard_comm.process_memory import SWITCH
 from zeroshard_comm.same_host import all_read
 
 VIEWS = pytest.mark.parametrize("as_bucket_view", [False, True], ids=["params", "views"])
-PARTITIONS = pytest.mark.parametrize("partition", ["whole", "split", "hybrid"])
+PARTITIONS = pytest.mark.parametrize("partition", ["whole", "split"])
 
 
 def layers() -> nn.Module:

@@ -500,7 +500,7 @@ def convolution() -> nn.Module:
 @pytest.mark.ranks(1, 2, backend=EVERYWHERE)
 @EVERY_HOOK
 @VIEWS
-@pytest.mark.parametrize("partition", ["whole", "split", "hybrid"])
+@pytest.mark.parametrize("partition", ["whole", "split"])
 def test_other_memory_formats(hook: str, partition: str, views: bool) -> None:
     twins = Twins(
         hook,

@@ -58,7 +58,7 @@ def test_gradients_of_a_small_model_are_added_up_without_a_thread(
 
 @pytest.mark.ranks(2, 3, backend=EVERYWHERE)
 @EVERY_HOOK
-@pytest.mark.parametrize("partition", ["whole", "split", "hybrid"])
+@pytest.mark.parametrize("partition", ["whole", "split"])
 def test_parameters_in_flat_buffers(hook: str, partition: str) -> None:
     train(Twins(hook, partition=partition, parameters_as_bucket_view=True), last=5)
 

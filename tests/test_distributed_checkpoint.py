@@ -57,7 +57,7 @@ def loaded(
     )
 
 
-ALL_PARTITIONS = ("whole", "split", "hybrid")
+ALL_PARTITIONS = ("whole", "split")
 RUNS: dict[str, tuple[type[optim.Optimizer], dict[str, Any], tuple[str, ...]]] = {
     "AdamW": (optim.AdamW, {}, ALL_PARTITIONS),
     "SGD": (optim.SGD, {"lr": 0.1, "momentum": 0.9}, ALL_PARTITIONS),

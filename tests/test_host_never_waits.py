@@ -23,7 +23,7 @@ WARM_UP = 3
 """Iterations before these, in which the host may wait: DDP rebuilds its buckets after the first one."""
 
 pytestmark = pytest.mark.ranks(2, backend="emulated")
-PARTITIONS = pytest.mark.parametrize("partition", ["whole", "split", "hybrid"])
+PARTITIONS = pytest.mark.parametrize("partition", ["whole", "split"])
 
 
 class Training:

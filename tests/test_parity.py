@@ -54,12 +54,11 @@ def test_whole_tensors(rank: int, name: str, as_bucket_view: bool) -> None:
 
 @pytest.mark.exhaustive_at(4)
 @pytest.mark.ranks(2, 3, 4, backend=EVERYWHERE)
-@pytest.mark.parametrize("partition", ["split", "hybrid"])
 @pytest.mark.parametrize("as_bucket_view", [False, True], ids=["params", "views"])
 @pytest.mark.parametrize("name", ELEMENTWISE_OPTIMIZERS)
-def test_cut_tensors(rank: int, name: str, partition: str, as_bucket_view: bool) -> None:
+def test_cut_tensors(rank: int, name: str, as_bucket_view: bool) -> None:
     optimizer_class, settings = ELEMENTWISE_OPTIMIZERS[name]
-    check_parity(optimizer_class, settings, rank, partition=partition, parameters_as_bucket_view=as_bucket_view)
+    check_parity(optimizer_class, settings, rank, partition="split", parameters_as_bucket_view=as_bucket_view)
 
 
 @pytest.mark.exhaustive_at(4)
@@ -104,7 +103,7 @@ def test_sparse_gradients(optimizer_class: type[optim.Optimizer]) -> None:
 
 
 @pytest.mark.ranks(4, backend=EVERYWHERE)
-@pytest.mark.parametrize("partition", ["whole", "split", "hybrid"])
+@pytest.mark.parametrize("partition", ["whole", "split"])
 @pytest.mark.parametrize("as_bucket_view", [False, True], ids=["params", "views"])
 def test_more_ranks_than_tensors(world_size: int, rank: int, partition: str, as_bucket_view: bool) -> None:
     model, reference = twins(lambda: torch.nn.Linear(5, 3))

@@ -25,7 +25,7 @@ from zeroshard import ZeroRedundancyOptimizer
 from zeroshard_comm import DisagreementError
 
 pytestmark = pytest.mark.usefixtures("tensors_on_the_device")
-PARTITIONS = ["whole", "split", "hybrid"]
+PARTITIONS = ["whole", "split"]
 CLASSES: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
     "AdamW-fused": (optim.AdamW, {"fused": True}),
     "SGD": (optim.SGD, {"lr": 0.1, "momentum": 0.9}),

@@ -27,7 +27,7 @@ from training import EVERYWHERE, assert_bitwise_equal, assert_same_state, set_gr
 from two_classes import groups_of, language_model, parted, separate, sharded, small_gpt, step_all
 from zeroshard import AveragedParameters, ZeroRedundancyOptimizer, split_state_dict
 from zeroshard.plan import layout
-from zeroshard_core import level, table
+from zeroshard_core import level
 from zeroshard_integrations.join import Join
 from zeroshard_testing import assert_replicas_equal
 
@@ -469,10 +469,10 @@ BAD_GROUPS: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]]
         TypeError,
         "should be a number, but is 'heavy'",
     ),
-    "a table without the tensor": (
-        lambda: {"params": matrices(4), "optimizer_class": optim.Muon, "cost": table({})},
+    "a dict of costs without the tensor": (
+        lambda: {"params": matrices(4), "optimizer_class": optim.Muon, "cost": {}},
         ValueError,
-        "the table of costs has no tensor",
+        "the dict of costs has no tensor",
     ),
     "arguments that its class does not take": (
         lambda: {"params": matrices(4), "optimizer_class": optim.Muon, "optimizer_defaults": {"betas": (0, 0)}},

@@ -19,7 +19,7 @@ from zeroshard_comm import DisagreementError
 from zeroshard_testing import assert_replicas_equal
 
 pytestmark = pytest.mark.usefixtures("tensors_on_the_device")
-PARTITIONS = pytest.mark.parametrize("partition", ["whole", "split", "hybrid"])
+PARTITIONS = pytest.mark.parametrize("partition", ["whole", "split"])
 VIEWS = pytest.mark.parametrize("as_bucket_view", [False, True], ids=["params", "views"])
 
 

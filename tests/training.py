@@ -13,7 +13,7 @@ import torch
 import torch._dynamo.compiled_autograd
 from torch import nn, optim
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
-from zeroshard_core import Strategy, hybrid, split
+from zeroshard_core import Strategy, split
 
 EVERYWHERE = ["gloo", "emulated"]
 """Backends of tests that run on the CPU and, with the fixture ``tensors_on_the_device``, on the emulated device."""
@@ -49,8 +49,7 @@ def consolidate_torchs(optimizer: TorchZero, to: int) -> None:
 
 def cutting(partition: str) -> str | Strategy:
     """Return the strategy of this name, made to cut small models too, of which it would leave every tensor whole."""
-    named = {"split": split, "hybrid": hybrid}.get(partition)
-    return partition if named is None else functools.partial(named, smallest_part=64)
+    return functools.partial(split, smallest_part=64) if partition == "split" else partition
 
 
 def small_model() -> nn.Sequential:

@@ -43,7 +43,7 @@ of `torch.optim`.
 
 | partition | what it means |
 | --- | --- |
-| `"split"` | it is elementwise: `"split"`, `"hybrid"` and `"level"` may cut its tensors |
+| `"split"` | it is elementwise: `"split"` and `"level"` may cut its tensors |
 | `"level"` | it needs whole tensors: `"level"` and `"whole"` do not cut them; `"level"` balances several classes |
 | `"whole"` | it has state that belongs to no tensor, so it is not cut, and cannot be one of several classes |
 | refused | it couples tensors |
@@ -52,8 +52,11 @@ Matrices are often given to one class and the rest to AdamW: a param group may [
 `cost` says what its updates take. `"level"` balances these, and cuts AdamW's tensors where state is missing:
 
 ```python
+def soap(spec):
+    return 4.0 * spec.numel * sum(spec.shape)  # products with a preconditioner for each dimension
+
 optimizer = ZeroRedundancyOptimizer(
-    [{"params": matrices, "optimizer_class": pytorch_optimizer.SOAP, "lr": 3e-3, "cost": shampoo(block=1024, every=10)},
+    [{"params": matrices, "optimizer_class": pytorch_optimizer.SOAP, "lr": 3e-3, "cost": soap},
      {"params": rest, "lr": 3e-4}],
     torch.optim.AdamW, partition="level")
 ```

@@ -127,7 +127,7 @@ def check_optimizer(text: str, partition: str | None, lr: float | None = None) -
         raise InputError(f"there is no partition {chosen!r}; choose one of {', '.join(PARTITIONS)}")
     for group in groups:
         name = group.optimizer_class.__name__
-        if chosen in ("split", "hybrid") and group.optimizer_class not in ELEMENTWISE:
+        if chosen == "split" and group.optimizer_class not in ELEMENTWISE:
             raise InputError(
                 f"--partition {chosen} cuts tensors, but {name} may look at a whole tensor to update one element; "
                 f"choose --partition {'level' if len(groups) > 1 else 'whole'}"

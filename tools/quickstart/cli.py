@@ -61,7 +61,7 @@ def quickstart(
     partition: Annotated[
         str | None,
         typer.Option(
-            help="whole: each tensor has one owner. split: each is cut evenly. hybrid: only large ones are cut. "
+            help="whole: each tensor has one owner. split: each is cut evenly. "
             "level: whole by work of the update, or cut to even out the state, as each class allows.",
             show_default="whole; level with several classes",
         ),

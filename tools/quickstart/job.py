@@ -25,7 +25,7 @@ class Job:
         seed: of weights and batches.
         optimizer: classes and their parameters, see :mod:`zeroshard.plan.choices`.
         lr: learning rate of the only class; None for the default.
-        partition: "whole", "split", "hybrid" or "level".
+        partition: "whole", "split" or "level".
         bucket_views: whether parameters are packed into flat buffers.
     """
 

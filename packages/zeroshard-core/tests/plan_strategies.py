@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 from hypothesis import strategies as st
-from zeroshard_core import TensorSpec, hybrid, nbytes, numel, partition, split, whole
+from zeroshard_core import TensorSpec, nbytes, numel, partition, split, whole
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.complex64]
 SHAPES = st.one_of(
@@ -14,7 +14,7 @@ SHAPES = st.one_of(
 )
 STRIDES = st.sampled_from(["contiguous", "transposed"])
 BOOLEANS = st.booleans()
-SMALL_PARTS = {"whole": whole, "split": partial(split, smallest_part=4), "hybrid": partial(hybrid, smallest_part=4)}
+SMALL_PARTS = {"whole": whole, "split": partial(split, smallest_part=4)}
 """The strategies by name, cutting tensors that are small enough to be drawn by the thousand."""
 WORLD_SIZES = st.integers(1, 9)
 

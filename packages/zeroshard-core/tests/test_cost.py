@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from zeroshard_core import TensorSpec, adam, newton_schulz, partition, shampoo, state_bytes, table
+from zeroshard_core import TensorSpec, adam, newton_schulz, partition, state_bytes
 
 SHAPES = [(), (9,), (4, 6), (2, 3, 4), (2, 3, 4, 5), (2, 1, 3, 2, 2), (2, 1, 3, 2, 2, 2)]
 
@@ -92,24 +92,8 @@ def test_newton_schulz_takes_what_is_no_matrix(shape):
     assert work(newton_schulz(), *shape) >= work(newton_schulz(), 0, 0) > 0
 
 
-def test_shampoo_counts_blocks_and_decompositions():
-    calls = work(shampoo(8, 1), 0, 0)
-    often, seldom = (work(shampoo(8, every), 16, 24) - calls for every in (1, 10))
-    # Six blocks of 8 x 8, each with two products and two decompositions.
-    assert often == 6 * (4 * 64 * 16 + 18 * 2 * 8**3)
-    assert seldom == pytest.approx(6 * (4 * 64 * 16 + 18 * 2 * 8**3 / 10))
-    assert work(shampoo(1024, 1), 16, 24) - calls == pytest.approx(4 * 384 * 40 + 18 * (16**3 + 24**3))
-    assert work(shampoo(8, 1)) == 0
-
-
-@pytest.mark.parametrize("arguments", [(0, 1), (1, 0), (-3, 5)])
-def test_shampoo_without_blocks_or_steps_is_refused(arguments):
-    with pytest.raises(ValueError, match="`block` and `every` should be at least 1, but are"):
-        shampoo(*arguments)
-
-
-def test_a_table_gives_its_numbers_and_names_what_it_lacks():
+def test_a_dict_gives_its_numbers_and_names_the_tensor_that_it_lacks():
     specs = [TensorSpec(name, (3,), torch.float32) for name in ("a", "b")]
-    assert partition(specs, 2, cost=table({"a": 2, "b": 5})).loads == (5.0, 2.0)
-    with pytest.raises(ValueError, match="the table of costs has no tensor 'b'"):
-        partition(specs, 2, cost=table({"a": 2}))
+    assert partition(specs, 2, cost={"a": 2, "b": 5}).loads == (5.0, 2.0)
+    with pytest.raises(ValueError, match="the dict of costs has no tensor 'b'"):
+        partition(specs, 2, cost={"a": 2})

@@ -205,31 +205,6 @@ def test_split_balances_a_language_model(world_size, bound):
     assert partition(specs_of_gpt2, world_size, strategy="split").imbalance <= bound
 
 
-def test_hybrid_cuts_what_is_larger_than_a_fair_share():
-    plan = partition(vectors(10_000, 100, 100, 100, 100), 4, strategy=SMALL_PARTS["hybrid"])
-    assert [plan.is_cut(index) for index in range(5)] == [True, False, False, False, False]
-    assert plan.imbalance < 1.01
-
-
-@given(tensors=specs(), world_size=WORLD_SIZES)
-def test_hybrid_is_whole_where_everything_fits(tensors, world_size):
-    plan = partition(tensors, world_size, strategy=SMALL_PARTS["hybrid"])
-    if not any(plan.is_cut(index) for index in range(len(tensors))):
-        assert plan == partition(tensors, world_size)
-
-
-def test_hybrid_looks_again_at_what_remains_after_a_cut():
-    # 4,000 of 20,000 elements are less than a rank's 5,000, but a rank has 1,000 left beside its part of the first.
-    plan = partition(vectors(16_000, 4_000), 4, strategy=SMALL_PARTS["hybrid"])
-    assert plan.is_cut(0)
-    assert plan.is_cut(1)
-
-
-def test_hybrid_cuts_nothing_that_would_make_small_parts():
-    plan = partition(vectors(2 * SMALLEST_PART - 1), 4, strategy="hybrid")
-    assert not plan.is_cut(0)
-
-
 @names
 def test_one_rank_owns_everything_whole(name):
     plan = partition(vectors(1_000, 3), 1, strategy=SMALL_PARTS[name])
@@ -246,15 +221,18 @@ def test_frozen_tensors_weigh_nothing_but_have_an_owner(name):
 
 
 def test_an_unknown_strategy_is_refused_with_the_choices():
-    with pytest.raises(
-        ValueError, match="unknown strategy 'best'; choose one of 'whole', 'split', 'hybrid', 'level', or a f"
-    ):
+    with pytest.raises(ValueError, match="unknown strategy 'best'; choose one of 'whole', 'split', 'level', or a f"):
         partition([], 1, strategy="best")
+
+
+def test_the_strategy_hybrid_is_withdrawn():
+    with pytest.raises(ValueError, match='the strategy "hybrid" is withdrawn: use "level"'):
+        partition(vectors(3), 2, strategy="hybrid")
 
 
 @pytest.mark.parametrize("strategy", [3, None, ["whole"]])
 def test_a_strategy_that_is_neither_a_name_nor_a_function_is_refused_with_the_choices(strategy):
-    with pytest.raises(TypeError, match="must be one of 'whole', 'split', 'hybrid', 'level', or a function, but is"):
+    with pytest.raises(TypeError, match="must be one of 'whole', 'split', 'level', or a function, but is"):
         partition(vectors(3), 2, strategy=strategy)
 
 
@@ -296,8 +274,8 @@ def test_a_cost_that_is_no_number_is_refused_by_the_tensor_s_name(weight):
         partition(vectors(3), 2, cost=lambda _: weight)
 
 
-def test_a_cost_that_is_no_function_is_refused():
-    with pytest.raises(TypeError, match=r"the cost must be a function .* but is 3 \(int\)"):
+def test_a_cost_that_is_neither_a_function_nor_a_dict_is_refused():
+    with pytest.raises(TypeError, match=r"the cost must be a function .* or a dict by name, but is 3 \(int\)"):
         partition(vectors(3), 2, cost=3)
 
 

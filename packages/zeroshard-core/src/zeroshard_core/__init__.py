@@ -24,7 +24,7 @@ True
 """
 
 from zeroshard_core.bucket import BucketLayout, Run, Slot, bucket_layouts
-from zeroshard_core.cost import Cost, GroupCost, adam, nbytes, newton_schulz, numel, shampoo, state_bytes, table
+from zeroshard_core.cost import Cost, GroupCost, adam, cost_function, nbytes, newton_schulz, numel, state_bytes
 from zeroshard_core.flat import FlatBuffer, is_dense, storage_view
 from zeroshard_core.level import Level, level
 from zeroshard_core.partition import (
@@ -32,7 +32,6 @@ from zeroshard_core.partition import (
     STRATEGIES,
     Owners,
     Strategy,
-    hybrid,
     partition,
     repartition,
     split,
@@ -68,8 +67,8 @@ __all__ = [
     "TensorSpec",
     "adam",
     "bucket_layouts",
+    "cost_function",
     "cut_state",
-    "hybrid",
     "is_dense",
     "level",
     "nbytes",
@@ -79,12 +78,10 @@ __all__ = [
     "predict",
     "probe",
     "repartition",
-    "shampoo",
     "split",
     "state_bytes",
     "storage_view",
     "strides_are_dense",
-    "table",
     "to_indices",
     "to_names",
     "update_bytes",

@@ -5,7 +5,6 @@ A FLOP-equivalent is the time of one operation of a matrix product, so that upda
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -125,54 +124,24 @@ def newton_schulz(steps: int = 5) -> Cost:
     return work
 
 
-def shampoo(block: int, every: int) -> Cost:
-    """Weigh a tensor by the work of Shampoo or SOAP, with the decompositions of preconditioners spread over steps.
+def cost_function(cost: Cost | Mapping[str, float]) -> Cost:
+    """Return a cost that is a function; a dict has the cost of each tensor by its name.
 
-    A block has a d x d preconditioner for each dimension, d being its size there. To update and to apply it takes 4 d
-    operations per element (V. Gupta, T. Koren and Y. Singer, Shampoo, 2018), its eigendecomposition 9 d^3 (G. Golub and
-    C. Van Loan, Matrix computations, 8.3), counted twice: it runs at half the speed of products. An incomplete block
-    counts in proportion.
-
-    >>> shampoo(block=128, every=12)(TensorSpec("weight", (128, 256), torch.float32))
-    66137344.0
-
-    Args:
-        block: largest size of a block, in elements of a dimension.
-        every: steps from one decomposition to the next.
-
-    Returns:
-        The cost, in FLOP-equivalents, with 1e7 for each dimension for the calls of operators.
-
-    Raises:
-        ValueError: if ``block`` or ``every`` is less than 1.
-    """
-    if block < 1 or every < 1:
-        raise ValueError(f"`block` and `every` should be at least 1, but are {block} and {every}")
-
-    def work(spec: TensorSpec) -> float:
-        sizes = [min(size, block) for size in spec.shape]
-        roots = 18.0 * sum(size**3 for size in sizes) / max(1, math.prod(sizes)) / every
-        return spec.numel * (4.0 * sum(sizes) + roots) + 10 * _CALL * len(sizes)
-
-    return work
-
-
-def table(costs: Mapping[str, float]) -> Cost:
-    """Weigh tensors by numbers of the caller's, which must be the same on every rank.
-
-    >>> table({"weight": 3.5})(TensorSpec("weight", (4,), torch.float32))
+    >>> cost_function({"weight": 3.5})(TensorSpec("weight", (4,), torch.float32))
     3.5
 
     Args:
-        costs: by name of a tensor, its cost, in any unit.
+        cost: a function, which is returned, or a dict, which must be equal on all ranks.
 
     Returns:
-        The cost, in this unit. It raises ValueError for a tensor that the table does not have.
+        The function. It raises ValueError for a tensor that the dict does not have.
     """
+    if not isinstance(cost, Mapping):
+        return cost
 
     def weigh(spec: TensorSpec) -> float:
-        if spec.name not in costs:
-            raise ValueError(f"the table of costs has no tensor {spec.name!r}")
-        return costs[spec.name]
+        if spec.name not in cost:
+            raise ValueError(f"the dict of costs has no tensor {spec.name!r}")
+        return cost[spec.name]
 
     return weigh

@@ -14,7 +14,7 @@ from functools import partial
 from itertools import pairwise, repeat
 from types import MappingProxyType
 
-from zeroshard_core.cost import Cost, GroupCost, numel
+from zeroshard_core.cost import Cost, GroupCost, cost_function, numel
 from zeroshard_core.level import Level, fill_ranks, least_rows
 from zeroshard_core.plan import Plan, cuts
 from zeroshard_core.spec import TensorSpec
@@ -34,7 +34,7 @@ def partition(
     world_size: int,
     *,
     strategy: str | Strategy | Level = "whole",
-    cost: Cost = numel,
+    cost: Cost | Mapping[str, float] = numel,
     smallest_part: int = SMALLEST_PART,
     groups: Sequence[GroupCost] = (),
 ) -> Plan:
@@ -48,9 +48,10 @@ def partition(
     Args:
         tensors: what to place.
         world_size: number of ranks.
-        strategy: ``"whole"``, ``"split"``, ``"hybrid"``, ``"level"`` (see the functions of these names), the value of
-            :func:`level`, or a function.
-        cost: what a tensor weighs; frozen ones do not count. A part of a cut tensor weighs its share of the elements.
+        strategy: ``"whole"``, ``"split"``, ``"level"`` (see the functions of these names), the value of :func:`level`,
+            or a function.
+        cost: what a tensor weighs, a function or a dict by name; frozen ones do not count. A part of a cut tensor
+            weighs its share of the elements.
         smallest_part: least number of elements of a part of a cut tensor, but for ``"whole"`` and functions.
         groups: instead of ``cost``, what the tensors of each ``TensorSpec.group`` cost; ``"level"`` needs it.
 
@@ -83,7 +84,7 @@ def repartition(
     *,
     place: Collection[int],
     strategy: str | Strategy | Level = "whole",
-    cost: Cost = numel,
+    cost: Cost | Mapping[str, float] = numel,
     smallest_part: int = SMALLEST_PART,
     groups: Sequence[GroupCost] = (),
 ) -> Plan:
@@ -226,44 +227,7 @@ def split(
     return [_deal(spec, heap, cost(spec), smallest_part) for spec in tensors]
 
 
-def hybrid(
-    tensors: Sequence[TensorSpec], loads: Sequence[float], cost: Cost, *, smallest_part: int = SMALLEST_PART
-) -> list[Owners]:
-    """Give each tensor to one rank, but cut those larger than a rank's fair share; for elementwise optimizers.
-
-    A tensor is cut, as in :func:`split`, if the rank with the least load could not take it without going beyond the
-    mean load of all ranks, everything counted: what they held before, and all of ``tensors``. So the fair share of the
-    first tensor is the mean, and the share of each later one is what the tensors cut before it left of the mean. The
-    heaviest is asked first; the first that fits ends it, and the rest is placed as in :func:`whole`, on top of these
-    loads.
-
-    Args:
-        tensors: what to place.
-        loads: cost per rank so far.
-        cost: what a tensor weighs.
-        smallest_part: as for :func:`split`.
-
-    Returns:
-        The owners of each tensor.
-    """
-    weights = [cost(spec) for spec in tensors]
-    mean = (math.fsum(loads) + math.fsum(weights)) / len(loads)
-    heap = [(load, rank) for rank, load in enumerate(loads)]
-    heapq.heapify(heap)
-    owners: list[Owners] = [()] * len(tensors)
-    for position in sorted(range(len(tensors)), key=weights.__getitem__, reverse=True):
-        if heap[0][0] + weights[position] <= mean:
-            break
-        if least_rows(tensors[position], smallest_part) and len(loads) > 1:
-            owners[position] = _deal(tensors[position], heap, weights[position], smallest_part)
-    rest = [position for position, ranks in enumerate(owners) if not ranks]
-    reached = [load for load, _ in sorted(heap, key=lambda item: item[1])]
-    for position, ranks in zip(rest, whole([tensors[position] for position in rest], reached, cost), strict=True):
-        owners[position] = ranks
-    return owners
-
-
-STRATEGIES: Mapping[str, Strategy] = MappingProxyType({"whole": whole, "split": split, "hybrid": hybrid})
+STRATEGIES: Mapping[str, Strategy] = MappingProxyType({"whole": whole, "split": split})
 """The strategies that have names, except ``"level"``, which places by more than one cost: see :func:`level`."""
 
 
@@ -301,17 +265,20 @@ def _loads(plan: Plan, weights: Sequence[float]) -> tuple[float, ...]:
     return tuple(loads)
 
 
-def _weight(cost: Cost, name: str = "cost") -> Cost:
+def _weight(cost: Cost | Mapping[str, float], name: str = "cost") -> Cost:
     if cost is numel:
         # The default needs no check, and is called often.
         return lambda spec: spec.numel if spec.trainable else 0
-    if not callable(cost):
-        raise TypeError(f"the cost must be a function from a tensor's spec to a number, but is {_described(cost)}")
+    weigh = cost_function(cost)
+    if not callable(weigh):
+        raise TypeError(
+            f"the cost must be a function from a tensor's spec to a number or a dict by name, but is {_described(cost)}"
+        )
 
     def weight(spec: TensorSpec) -> float:
         if not spec.trainable:
             return 0.0
-        weighed = cost(spec)
+        weighed = weigh(spec)
         try:
             is_weight = 0 <= weighed < math.inf
         except TypeError as error:
@@ -331,10 +298,11 @@ def _placed(
     """Ask a strategy, and make sure that one of the caller's own returns owners."""
     choices = ", ".join(map(repr, [*STRATEGIES, "level"]))
     if isinstance(strategy, str):
+        if strategy == "hybrid":
+            raise ValueError('the strategy "hybrid" is withdrawn: use "level"')
         if strategy not in STRATEGIES:
             raise ValueError(f"unknown strategy {strategy!r}; choose one of {choices}, or a function")
-        cutting = {"split": split, "hybrid": hybrid}.get(strategy)
-        named = whole if cutting is None else partial(cutting, smallest_part=smallest_part)
+        named = partial(split, smallest_part=smallest_part) if strategy == "split" else whole
         return list(named(tensors, loads, cost))
     if not callable(strategy):
         raise TypeError(f"a strategy must be one of {choices}, or a function, but is {_described(strategy)}")

@@ -61,11 +61,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             copying. ``param.data`` then points into a buffer.
         overlap_with_ddp: whether a communication hook of ``zeroshard_integrations.ddp`` steps it during backward.
         partition: ``"whole"`` (each tensor has one owner), ``"split"`` (large tensors are cut evenly; elementwise
-            optimizers only), ``"hybrid"`` (whole, except tensors larger than a fair share; elementwise only),
-            ``"level"`` or :func:`zeroshard_core.level` (tensors of classes that are not elementwise whole, by work; the
-            others cut where state is missing), or a function of your own, see :data:`zeroshard_core.Strategy`.
-        cost: what a tensor weighs when tensors are partitioned. By default its number of elements; with several
-            classes, or ``"level"``, the work of its update, where its class is known.
+            optimizers only), ``"level"`` or :func:`zeroshard_core.level` (tensors of classes that are not elementwise
+            whole, by work; the others cut where state is missing), or a function of your own, see
+            :data:`zeroshard_core.Strategy`.
+        cost: what a tensor weighs when tensors are partitioned, a function or a dict by name. By default its number of
+            elements; with several classes, or ``"level"``, the work of its update, where its class is known.
         elementwise: declares that ``optimizer_class`` is elementwise, if zeroshard does not know it.
         objects: ``"leave out"`` omits state entries that are not tensors, numbers, strings, lists or dicts from
             checkpoints; by default the step that adds one raises.
@@ -106,8 +106,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         parameters_as_bucket_view: bool = False,
         overlap_with_ddp: bool = False,
         *,
-        partition: Literal["whole", "split", "hybrid", "level"] | Strategy | Level = "whole",
-        cost: Cost | None = None,
+        partition: Literal["whole", "split", "level"] | Strategy | Level = "whole",
+        cost: Cost | Mapping[str, float] | None = None,
         elementwise: bool = False,
         objects: Objects = "refuse",
         coupled: Coupled = "refuse",

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 from torch import optim
-from zeroshard_core import Cost, GroupCost, TensorSpec, adam, newton_schulz, numel, state_bytes
+from zeroshard_core import Cost, GroupCost, TensorSpec, adam, cost_function, newton_schulz, numel, state_bytes
 
 from zeroshard.plan.eligibility import ELEMENTWISE, class_of
 from zeroshard.plan.group_classes import GroupClass
@@ -47,7 +47,7 @@ def stepped_spec(spec: TensorSpec, *, master_weights: bool) -> TensorSpec:
 
 
 def _cost_of(policy: Policy, chosen: GroupClass, group: ParamGroup, *, strict: bool) -> GroupCost:
-    given = chosen.cost or policy.cost
+    given = policy.cost if chosen.cost is None else chosen.cost
     known = _known_work(class_of(chosen.factory), {**chosen.arguments, **hyperparameters_of(group)})
     measured = state_bytes(builder(chosen, group))
 
@@ -61,9 +61,8 @@ def _cost_of(policy: Policy, chosen: GroupClass, group: ParamGroup, *, strict: b
             own = stepped.nbytes
         return own + stepped.nbytes * (stepped is not spec)
 
-    return GroupCost(
-        chosen.name, given or known or numel, state, chosen.may_be_cut, is_assumed=given is None and known is None
-    )
+    work = cost_function(given) if given is not None else known or numel
+    return GroupCost(chosen.name, work, state, chosen.may_be_cut, is_assumed=given is None and known is None)
 
 
 def _known_work(kind: object, settings: ParamGroup) -> Cost | None:

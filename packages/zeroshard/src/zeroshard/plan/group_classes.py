@@ -29,13 +29,13 @@ class GroupClass:
         factory: the class, or a ``functools.partial`` of it.
         defaults: keyword arguments that its constructor gets beside the partial's.
         elementwise: whether the user declared it elementwise, for this group.
-        cost: what a tensor of this group weighs; None for the optimizer's.
+        cost: what a tensor of this group weighs, a function or a dict by name; None for the optimizer's.
     """
 
     factory: OptimizerFactory
     defaults: Mapping[str, Any]
     elementwise: bool = False
-    cost: Cost | None = None
+    cost: Cost | Mapping[str, float] | None = None
 
     @property
     def name(self) -> str:
@@ -102,8 +102,8 @@ def take_class(group: ParamGroup, constructors: GroupClass) -> tuple[ParamGroup,
     if MEMBERS & given.keys():
         raise TypeError(f"`optimizer_defaults` of a param group has the key {min(MEMBERS & given.keys())!r}")
     cost, elementwise = options.get("cost"), options.get("elementwise", False)
-    if cost is not None and not callable(cost):
-        raise TypeError(f"`cost` of a param group must be a function from a tensor's spec to a number, but is {cost!r}")
+    if not (cost is None or callable(cost) or isinstance(cost, Mapping)):
+        raise TypeError(f"`cost` of a param group must be a function or a dict by name, but is {cost!r}")
     if not isinstance(elementwise, bool):
         raise TypeError(f"`elementwise` of a param group must be True or False, but is {elementwise!r}")
     is_constructors = class_of(factory) is class_of(constructors.factory)

@@ -41,8 +41,8 @@ class Policy:
     """How this optimizer is partitioned; fixed at construction, but for the names.
 
     Attributes:
-        strategy: ``"whole"``, ``"split"``, ``"hybrid"``, ``"level"``, a :class:`zeroshard_core.Level` or a callable.
-        cost: what a tensor weighs; None for what is usual.
+        strategy: ``"whole"``, ``"split"``, ``"level"``, a :class:`zeroshard_core.Level` or a callable.
+        cost: what a tensor weighs, a function or a dict by name; None for what is usual.
         classes: the optimizer class of each param group, which decides whether its tensors may be cut.
         costs: what the tensors of each param group cost.
         as_bucket_view: whether parameters become views of flat buffers, which changes the messages.
@@ -56,7 +56,7 @@ class Policy:
     """
 
     strategy: Partition
-    cost: Cost | None
+    cost: Cost | Mapping[str, float] | None
     as_bucket_view: bool
     world_size: int
     objects: Objects = "refuse"
@@ -91,8 +91,9 @@ class Policy:
         how: dict[str, Any] = {"strategy": self.strategy, "smallest_part": self._smallest_part(specs)}
         if self.strategy == "level" or isinstance(self.strategy, Level):
             return {**how, "groups": self.costs}
-        is_by_group = any(each.cost for each in self.classes) or (self.has_several and self.cost is None)
-        return {**how, "cost": (lambda spec: self.costs[spec.group].work(spec)) if is_by_group else self.cost or numel}
+        if any(each.cost is not None for each in self.classes) or (self.has_several and self.cost is None):
+            return {**how, "cost": lambda spec: self.costs[spec.group].work(spec)}
+        return {**how, "cost": numel if self.cost is None else self.cost}
 
     def _smallest_part(self, specs: Sequence[TensorSpec]) -> int:
         """Return the least number of elements of a part of a cut tensor.
@@ -176,7 +177,7 @@ def with_work(policy: Policy, plan: Plan) -> Plan:
 def _check_cuts(policy: Policy, plan: Plan) -> None:
     """Raise a ValueError if a tensor is cut whose class may not be elementwise, or would be if it were larger."""
     cut = {plan.tensors[index].group for index, ranks in enumerate(plan.owners) if len(ranks) > 1}
-    cuts_any = policy.has_several and policy.strategy in ("split", "hybrid")
+    cuts_any = policy.has_several and policy.strategy == "split"
     for number, each in enumerate(policy.classes):
         if not each.may_be_cut and (cuts_any or number in cut):
             raise not_elementwise(each.name, policy.name, number if policy.has_several else None)

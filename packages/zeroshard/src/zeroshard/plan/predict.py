@@ -47,7 +47,7 @@ class Planner:
         buffers: int = 0,
         order: Iterable[torch.Tensor] = (),
         backend: Backend | None = None,
-        cost: Cost | None = None,
+        cost: Cost | Mapping[str, float] | None = None,
         elementwise: bool = False,
         master_weights: bool = False,
         grad_dtype: torch.dtype | None = None,

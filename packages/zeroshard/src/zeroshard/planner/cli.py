@@ -44,7 +44,7 @@ def plan(
     model: Annotated[str, typer.Argument(help="module:function, config.json or its folder, or .safetensors")],
     optimizer: Annotated[list[str] | None, typer.Option("-o", help="e.g. Muon:matrices+AdamW:rest")] = None,
     ranks: Annotated[str, typer.Option(help="numbers of ranks, e.g. 2,4,8")] = "8",
-    partition: Annotated[str, typer.Option(help="of whole, split, hybrid, level")] = ",".join(PARTITIONS),
+    partition: Annotated[str, typer.Option(help="of whole, split, level")] = ",".join(PARTITIONS),
     backend: Annotated[Literal["gloo", "nccl"], typer.Option(help="nccl stands for all that use collectives")] = "nccl",
     hook: Annotated[bool, typer.Option(help="whether a hook sends gradients to their owners")] = True,
     dtype: Annotated[Dtype | None, typer.Option(help="of parameters")] = None,
