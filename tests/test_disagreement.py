@@ -114,8 +114,6 @@ def test_settings_that_differ_are_named(rank: int) -> None:
         ZeroRedundancyOptimizer(small_model().parameters(), optim.AdamW if rank else optim.Adam)
     with pytest.raises(DisagreementError, match="parameters_as_bucket_view is False on rank 0"):
         ZeroRedundancyOptimizer(small_model().parameters(), optim.Adam, parameters_as_bucket_view=rank == 1)
-    with pytest.raises(DisagreementError, match="objects is 'leave out' on rank 0"):
-        ZeroRedundancyOptimizer(small_model().parameters(), optim.Adam, objects="refuse" if rank else "leave out")
 
 
 HYPERPARAMETERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {

@@ -72,9 +72,10 @@ optimizer = ZeroRedundancyOptimizer(
 ```
 
 8-bit classes scale blocks of elements together, so their tensors stay whole. torchao keeps state in tensors of its own
-kind: `consolidate_state_dict()` refuses to send these, and leaves them out with `objects="leave out"`. heavyball keeps
-counts outside of the state of its tensors, which checkpoints do not hold: a warning says so, and a run that resumes
-may differ.
+kind: `consolidate_state_dict()` refuses to send these. heavyball keeps counts outside of the state of its tensors,
+which checkpoints do not hold: a warning says so, and a run that resumes may differ. `AdaShift`, `AggMo`, `Conda` and
+`ScalableShampoo` of pytorch_optimizer keep objects in their state that cannot be moved without pickle: the first step
+raises.
 """
 
 

@@ -30,7 +30,7 @@ from zeroshard.local.optimizer import Closure, sync_groups
 from zeroshard.plan.eligibility import Coupled, OptimizerFactory, check_shardable, name_of
 from zeroshard.plan.group_classes import GroupClass, assign, names_of, take_class
 from zeroshard.plan.groups import ParamGroup, read_group, read_groups
-from zeroshard.plan.layout import Objects, Policy
+from zeroshard.plan.layout import Policy
 from zeroshard.state.classes import with_part
 from zeroshard.state.listing import StateDict, list_state
 from zeroshard.state.names import Keys, check_keys, key_by_index, key_by_name
@@ -67,8 +67,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         cost: what a tensor weighs when tensors are partitioned, a function or a dict by name. By default its number of
             elements; with several classes, or ``"level"``, the work of its update, where its class is known.
         elementwise: declares that ``optimizer_class`` is elementwise, if zeroshard does not know it.
-        objects: ``"leave out"`` omits state entries that are not tensors, numbers, strings, lists or dicts from
-            checkpoints; by default the step that adds one raises.
         coupled: ``"allow"`` accepts an optimizer class that couples tensors; each rank then sees only its own tensors.
         master_weights: step float32 copies of float16 and bfloat16 parameters; entry ``"master_param"`` of the state.
         **defaults: arguments of ``optimizer_class``, for groups of this class.
@@ -109,7 +107,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         partition: Literal["whole", "split", "level"] | Strategy | Level = "whole",
         cost: Cost | Mapping[str, float] | None = None,
         elementwise: bool = False,
-        objects: Objects = "refuse",
         coupled: Coupled = "refuse",
         master_weights: bool = False,
         **defaults: Any,  # noqa: ANN401 - arguments of any optimizer class
@@ -125,7 +122,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             cost,
             views,
             ranks.world_size,
-            objects,
             coupled,
             master_weights,
             by_messages=("cpu",) if ranks.sends_tagged(torch.device("cpu")) else (),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,6 @@ from zeroshard.plan.group_classes import GroupClass, assign, names_of
 from zeroshard.plan.groups import ParamGroup, active_mask, check_memory, parameters_of, specs_of
 from zeroshard.plan.hyperparameters import to_text
 
-Objects = Literal["refuse", "leave out"]
 Partition = str | Strategy | Level
 
 
@@ -47,7 +46,6 @@ class Policy:
         costs: what the tensors of each param group cost.
         as_bucket_view: whether parameters become views of flat buffers, which changes the messages.
         world_size: number of ranks.
-        objects: whether state may hold objects that cannot be sent; checkpoints omit them.
         coupled: whether the class may couple tensors.
         master_weights: whether the owners of parameters in half precision step float32 copies of them.
         names: of parameters that were passed without names.
@@ -59,7 +57,6 @@ class Policy:
     cost: Cost | Mapping[str, float] | None
     as_bucket_view: bool
     world_size: int
-    objects: Objects = "refuse"
     coupled: Coupled = "refuse"
     master_weights: bool = False
     classes: Sequence[GroupClass] = ()
@@ -124,8 +121,6 @@ class Layout:
 
 def first_layout(policy: Policy, groups: Sequence[ParamGroup]) -> Layout:
     """Plan for the first time."""
-    if policy.objects not in get_args(Objects):
-        raise ValueError(f"`objects` must be one of {get_args(Objects)}, but got {policy.objects!r}")
     return next_layout(policy, None, groups)
 
 
@@ -153,7 +148,6 @@ def next_layout(policy: Policy, layout: Layout | None, groups: Sequence[ParamGro
         "optimizer": policy.class_names,
         **({"optimizer_defaults": to_text([each.arguments for each in policy.classes])} if policy.has_several else {}),
         "parameters_as_bucket_view": policy.as_bucket_view,
-        "objects": policy.objects,
         "coupled": policy.coupled,
         "master_weights": policy.master_weights,
         "TORCH_DISTRIBUTED_DEBUG=DETAIL": policy.debug_level == "DETAIL",

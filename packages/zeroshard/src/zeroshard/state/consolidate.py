@@ -41,7 +41,7 @@ class Consolidated:
 def consolidate(engine: Engine, target: int, to: object) -> Consolidated | None:
     """Return the state of all ranks on rank ``target`` (-1 if ``to`` is none), None on the others. Collective."""
     operation, plan, coordinator = f"consolidate_state_dict(to={target})", engine.layout.plan, engine.coordinator
-    groups, drops_objects = engine.groups, engine.policy.objects == "leave out"
+    groups = engine.groups
     with agreed(coordinator, operation) as proposal:
         proposal.set(engine.layout.config)
         if not 0 <= target < plan.world_size:
@@ -49,7 +49,7 @@ def consolidate(engine: Engine, target: int, to: object) -> Consolidated | None:
                 f"consolidate_state_dict(to={to!r}): `to` must be a group rank from 0 to {plan.world_size - 1}"
             )
         sync_groups(groups, engine.local.optim.param_groups)
-        manifest = _describe(engine, plan, drops_objects=drops_objects)
+        manifest = _describe(engine, plan)
         # state_dict() does so on the target alone; what cannot be copied is an error on every rank.
         copy_groups(pack_groups(groups))
     engine.metadata.drop_consolidated()
@@ -58,12 +58,12 @@ def consolidate(engine: Engine, target: int, to: object) -> Consolidated | None:
     return assembler.consolidated() if coordinator.ranks.rank == target else None
 
 
-def _describe(engine: Engine, plan: Plan, *, drops_objects: bool) -> Manifest:
+def _describe(engine: Engine, plan: Plan) -> Manifest:
     """Describe all state of this rank: of each of its shards, of no parameter, and what was written to groups."""
     local, tensors, owned = engine.local, list[torch.Tensor](), []
     for index, shard in local.shards.items():
         entries, name = local.state_of(shard) or {}, plan.tensors[index].name
-        owned.append(describe_entries(shard, entries, name, tensors, drops_objects=drops_objects))
+        owned.append(describe_entries(shard, entries, name, tensors))
     others = {
         key: write_value(value, tensors, f"state entry {key!r}")
         for key, value in local.optim.state.items()

@@ -93,10 +93,11 @@ class StateMetadata:
             entries = local.state_of(shard)
             if entries is not None:
                 kinds = map_leaves(entries, self._kind)
-                described[index] = describe_entries(shard, kinds, tensors[index].name, [], drops_objects=False)
+                described[index] = describe_entries(shard, kinds, tensors[index].name, [])
         return json.dumps(described)
 
-    def _kind(self, value: Any) -> Any:  # noqa: ANN401 - a state entry
+    @staticmethod
+    def _kind(value: Any) -> Any:  # noqa: ANN401 - a state entry
         """The value, with a tensor in place of a number or text, whose values are not exchanged."""
         if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
             return torch.empty((), dtype=value.dtype, device=value.device).expand(value.shape)
@@ -104,8 +105,7 @@ class StateMetadata:
             return inner_tensors(value) or value
         if isinstance(value, (bool, int, float)):
             return torch.tensor(value, device="cpu")
-        is_kept = isinstance(value, str) or self._engine.policy.objects == "leave out"
-        return torch.empty((), dtype=torch.uint8, device="cpu") if is_kept else value
+        return torch.empty((), dtype=torch.uint8, device="cpu") if isinstance(value, str) else value
 
     def _values(self) -> list[Any]:
         """The entries of this rank's state."""

@@ -89,7 +89,7 @@ def read_value(written: Any, make: MakeTensor) -> Any:  # noqa: ANN401 - JSON in
 
 
 def describe_entries(
-    shard: LocalShard, entries: Mapping[Any, Any], name: str, tensors: list[torch.Tensor], *, drops_objects: bool
+    shard: LocalShard, entries: Mapping[Any, Any], name: str, tensors: list[torch.Tensor]
 ) -> Described:
     """Describe a shard's state: ``{"part": dtype}`` where a cut tensor has a value per element, else the value."""
     described: Described = []
@@ -98,7 +98,7 @@ def describe_entries(
     for key, value in entries.items():
         if not is_key(key):
             raise StateMapError(f"the state of {name!r} has the key {key!r}; only strings and integers can be saved")
-        where, found = f"state entry {key!r} of {name!r}", list[torch.Tensor]()
+        where = f"state entry {key!r} of {name!r}"
         if shard.is_cut and isinstance(value, torch.Tensor) and value.dim() > 0 and not inner_tensors(value):
             tensors.append(_laid_out_as(shard.tensor, value, where))
             described.append((key, {"part": dtype_name(value)}))
@@ -108,13 +108,7 @@ def describe_entries(
                 f"{where} consists of several tensors, so it is not elementwise and cannot be joined; use "
                 f"partition='whole' for this optimizer"
             )
-        try:
-            described.append((key, write_value(value, found, where)))
-        except StateMapError as error:
-            if not drops_objects:
-                raise StateMapError(f"{error}. With objects='leave out' checkpoints omit such entries") from None
-            continue
-        tensors += found
+        described.append((key, write_value(value, tensors, where)))
     return described
 
 
