@@ -34,7 +34,7 @@ class Rule:
 RULES: Mapping[str, Rule] = {
     "zeroshard_core": Rule(frozenset(), frozenset({"torch"})),
     "zeroshard_comm": Rule(frozenset({"zeroshard_core"}), frozenset({"torch"})),
-    # But for rich, which tables are printed by, the command `zeroshard plan` alone uses the optional ones.
+    # The command `zeroshard plan` alone uses the optional ones.
     "zeroshard": Rule(
         frozenset({"zeroshard_core", "zeroshard_comm"}),
         frozenset({"torch"}),

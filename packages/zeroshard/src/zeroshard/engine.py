@@ -109,7 +109,7 @@ class Engine:
         self.debugging = step_debugging(weak)
         self._schema = StateSchema()
         if _logger.isEnabledFor(logging.INFO):
-            _logger.info("%s", describe(self).summary)
+            _logger.info("%s", describe(self).to_text())
 
     # ------------------------------------------------------------------ what every collective call begins with
 

@@ -374,7 +374,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def describe(self) -> OptimizerDescription:
         """Return who owns what, the buckets of a communication hook, and what was sent so far. Not collective.
 
-        ``print()`` it, or ``rich.print()`` it as tables; ``dataclasses.asdict()`` makes a dict of it.
+        ``print(optimizer)`` shows it as text; ``dataclasses.asdict()`` makes a dict of it.
         """
         return describe(self._engine)
 
@@ -528,7 +528,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if not hasattr(self, "_engine"):
             # Its constructor has raised.
             return object.__repr__(self)
-        return f"{type(self).__name__} of {describe(self._engine).summary}"
+        return f"{type(self).__name__} of {describe(self._engine).to_text()}"
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:  # noqa: ANN401 - as in object
         """Refuse pickling and deep copies: a process group cannot be copied.

@@ -1,8 +1,8 @@
-"""What an optimizer is and has done, as a value: for ``repr()``, for logs, and for programs. Without communication."""
+"""What an optimizer is and has done, as a value: for ``print()``, for logs, and for programs. Without communication."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -15,11 +15,8 @@ from zeroshard.plan.group_classes import names_of
 from zeroshard.state.placeholder import leaves
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from zeroshard.engine import Engine
 
-_BUCKETS_SHOWN = 16
 _NOTHING = GroupBytes(lambda _: 0, lambda _: 0, lambda _: 0)
 
 
@@ -64,7 +61,7 @@ class BucketDescription:
 
 @dataclass(frozen=True)
 class OptimizerDescription:
-    """A sharded optimizer, as one rank sees it. Printed by ``str()``, and as tables by ``rich.print()``.
+    """A sharded optimizer, as one rank sees it; ``print(optimizer)`` shows :meth:`to_text`.
 
     ``dataclasses.asdict`` makes a dict of it that ``json.dumps`` accepts.
 
@@ -96,32 +93,24 @@ class OptimizerDescription:
     backward_bytes: int
     traffic: Mapping[str, Volume]
 
-    @property
-    def summary(self) -> str:
-        """A few lines: which rank this is, what it owns, and how large its state and the state of all ranks is."""
+    def to_text(self) -> str:
+        """Return a few lines: which rank this is, what it owns, the size of the state, and what was sent so far."""
         owned = sum(self.rank in tensor.owners for tensor in self.tensors)
         everything = sum(tensor.nbytes for tensor in self.tensors)
         everywhere = sum(tensor.state_bytes for tensor in self.tensors)
-        tensors = f"{owned} of {len(self.tensors)} tensors"
         here = f"state here: {format_bytes(self.state_bytes_here)} of {format_bytes(everywhere)}"
         lines = [
             f"{self.optimizer}, rank {self.rank} of {self.world_size}, partition {self.partition!r}",
-            f"parameters here: {tensors}, {format_bytes(self.owned_bytes)} of {format_bytes(everything)}",
+            f"parameters here: {owned} of {len(self.tensors)} tensors, {format_bytes(self.owned_bytes)} of "
+            f"{format_bytes(everything)}",
             here if everywhere else "state: none yet",
             *[f"group {number}: {group}" for number, group in enumerate(self.groups)],
+            f"a step sends from here: {format_bytes(self.step_bytes)}",
         ]
-        return "\n  ".join(lines)
-
-    def __str__(self) -> str:
-        """Return :attr:`summary`, the buckets and the traffic."""
-        lines = [self.summary]
-        for number, bucket in enumerate(self.buckets[:_BUCKETS_SHOWN]):
-            lines.append(
-                f"bucket {number}: {len(bucket.tensors)} tensors, {format_bytes(bucket.nbytes)}, of {_ranks(bucket)}"
-            )
-        if len(self.buckets) > _BUCKETS_SHOWN:
-            lines.append(f"and {len(self.buckets) - _BUCKETS_SHOWN} more buckets")
-        lines += [f"{what}: {size}" for what, size in self._predictions()]
+        if self.buckets:
+            nbytes = format_bytes(sum(bucket.nbytes for bucket in self.buckets))
+            lines.append(f"buckets: {len(self.buckets)}, {nbytes} in all")
+            lines.append(f"a backward sends from here: {format_bytes(self.backward_bytes)}")
         lines += [
             f"{kind} so far: {format_bytes(volume.bytes_sent)} sent, {format_bytes(volume.bytes_received)} received, "
             f"{volume.calls} calls"
@@ -129,38 +118,6 @@ class OptimizerDescription:
             if volume.calls
         ]
         return "\n  ".join(lines)
-
-    def __rich_console__(self, *_: object) -> Iterator[RenderableType]:
-        """Give ``rich`` the tables that it prints."""
-        # Only rich calls this.
-        from rich.table import Table
-
-        yield self.summary
-        tensors = Table("tensor", "name", "shape", "dtype", "owners", "size", "state here", "state", title="tensors")
-        for index, tensor in enumerate(self.tensors):
-            shape = " x ".join(map(str, tensor.shape))
-            sizes = map(format_bytes, (tensor.nbytes, tensor.state_bytes_here, tensor.state_bytes))
-            owners = ", ".join(map(str, tensor.owners)) if tensor.is_active else f"{_ranks(tensor)}, frozen"
-            tensors.add_row(str(index), tensor.name, shape, tensor.dtype, owners, *sizes)
-        yield tensors
-        if self.buckets:
-            buckets = Table("bucket", "tensors", "size", "owners", title="buckets")
-            for number, bucket in enumerate(self.buckets):
-                names = ", ".join(self.tensors[index].name for index in bucket.tensors)
-                buckets.add_row(str(number), names, format_bytes(bucket.nbytes), ", ".join(map(str, bucket.owners)))
-            yield buckets
-        traffic = Table("kind", "sent", "received", "calls", "waited", title="traffic so far")
-        for kind, volume in self.traffic.items():
-            sizes = map(format_bytes, (volume.bytes_sent, volume.bytes_received))
-            traffic.add_row(kind, *sizes, str(volume.calls), f"{volume.seconds_waited:.3g} s")
-        yield traffic
-        for what, size in self._predictions():
-            yield f"{what}: {size}"
-
-    def _predictions(self) -> Iterator[tuple[str, str]]:
-        yield "a step sends from here", format_bytes(self.step_bytes)
-        if self.buckets:
-            yield "a backward sends from here", format_bytes(self.backward_bytes)
 
 
 def describe(engine: Engine) -> OptimizerDescription:
@@ -226,7 +183,3 @@ def _nbytes(value: object) -> int:
     sparse = [tensor.coalesce() for tensor in tensors if tensor.layout is not torch.strided]
     parts = [part for tensor in sparse for part in (tensor.indices(), tensor.values())]
     return sum(tensor.nbytes for tensor in (*tensors, *parts) if tensor.layout is torch.strided)
-
-
-def _ranks(described: TensorDescription | BucketDescription) -> str:
-    return f"rank{'s' * (len(described.owners) != 1)} {', '.join(map(str, described.owners))}"

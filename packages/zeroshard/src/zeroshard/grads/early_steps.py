@@ -74,6 +74,8 @@ class EarlySteps:
             found = f"{backwards} backwards have stepped since the last call of step()"
         elif backwards and not self.has_same_hyperparameters():
             found = "a hyperparameter was changed after the backward that has stepped with it"
+        elif backwards and engine.debugging is not None and (edited := engine.debugging.edited_state()):
+            found = f"the state of {edited} was changed after the backward that has stepped with it"
         elif backwards and dropped:
             found = f"the gradient of {dropped} was removed or set to zero after the backward that has stepped with it"
         elif not backwards and any(type(param.grad) is GradPlaceholder for param in engine.params):
@@ -81,8 +83,8 @@ class EarlySteps:
         if found:
             engine.refused = (
                 f"{found}: this communication hook steps during backward, which is for exactly one backward outside of "
-                f"no_sync() per step(). Accumulate under no_sync(), and change hyperparameters and gradients after "
-                f"step(); or use reduce_to_owner_hook, which leaves stepping to step(). Parameters differ from a "
+                f"no_sync() per step(). Accumulate under no_sync(), and change hyperparameters, gradients and state "
+                f"after step(); or use reduce_to_owner_hook, which leaves stepping to step(). Parameters differ from a "
                 f"run without sharding: load a state before you go on"
             )
             raise RuntimeError(engine.refused)

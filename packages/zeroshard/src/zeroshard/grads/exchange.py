@@ -404,11 +404,6 @@ class GradExchange:
             return
         engine = self._engine
         seen = look(engine, in_backward=True)
-        if engine.debugging is not None:
-            try:
-                engine.debugging.before_update()
-            except Exception as error:  # noqa: BLE001 - the step that ends this backward raises it on every rank
-                seen = replace(seen, error=seen.error or error)
         is_alike = seen.error is None and seen.layout is engine.layout
         self._may_step = is_alike and self.uses_all and engine.local.may_step_in_parts
         self._steps_buckets = not engine.coordinator.agree("backward()", self._backwards, flag=not self._may_step)
