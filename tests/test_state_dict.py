@@ -289,22 +289,51 @@ def test_hyperparameters_that_are_written_after_a_consolidation_are_listed(rank:
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_a_placeholder_is_written_back_and_nothing_else(rank: int) -> None:
+@pytest.mark.parametrize("how", ["assign", "replace", "del", "pop", "clear"])
+def test_entries_are_assigned_and_removed_alike_on_all_ranks(how: str) -> None:
     pair = Pair()
     pair.step()
-    for param, entries in pair.sharded.state.items():
-        for key in entries:
-            entries[key] = entries[key].to("cpu")
-        pair.sharded.state[param] = {key: value.to("cpu") for key, value in entries.items()}
-    for index, param in enumerate(pair.model.parameters()):
-        if list(pair.sharded._param_to_rank.values())[index] != rank:
-            entries = pair.sharded.state[param]
-            with pytest.raises(RuntimeError, match="belongs to other ranks"):
-                entries["exp_avg"] = torch.zeros_like(param)
-            with pytest.raises(RuntimeError, match="belongs to other ranks"):
-                pair.sharded.state[param] = {"extra": 1}
-            with pytest.raises(RuntimeError, match="belongs to other ranks"):
-                del pair.sharded.state[param]
+    for model, optimizer in ((pair.model, pair.sharded), (pair.reference, pair.plain)):
+        state, first = optimizer.state, next(model.parameters())
+        if how == "assign":
+            state[first] = {key: value.clone() for key, value in state[first].items()} | {"more": torch.tensor(2.0)}
+        elif how == "replace":
+            kept = {param: entries for param, entries in state.items() if param is not first}
+            optimizer.state = defaultdict(dict, kept)
+        elif how == "del":
+            del state[first]
+        elif how == "pop":
+            assert set(state.pop(first)) == {"exp_avg", "exp_avg_sq", "step"}
+        else:
+            state.clear()
+    pair.step()
+    pair.check_listed()
+    pair.check_equal()
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_entries_of_other_ranks_refuse_to_be_changed(rank: int) -> None:
+    pair = Pair()
+    pair.step()
+    params = list(pair.model.parameters())
+    mine, others = (
+        [i for i, r in enumerate(pair.sharded._param_to_rank.values()) if (r == rank) == own] for own in (True, False)
+    )
+    assert all(pair.sharded.state[params[i]] is pair.sharded.optim.state[params[i]] for i in mine)
+    changes: list[Callable[[Any], object]] = [
+        lambda entries: entries.__setitem__("exp_avg", entries["exp_avg"]),
+        lambda entries: entries.update(exp_avg=1),
+        lambda entries: entries.setdefault("more", 1),
+        lambda entries: entries.pop("exp_avg"),
+        lambda entries: entries.clear(),
+    ]
+    for change in changes:
+        with pytest.raises(
+            RuntimeError, match=rf"state of tensor {others[0]} 'param.{others[0]}' belongs to other ranks"
+        ):
+            change(pair.sharded.state[params[others[0]]])
+    with pytest.raises(RuntimeError, match="popitem"):
+        pair.sharded.state.popitem()
     pair.step()
     pair.check_equal()
 

@@ -10,8 +10,8 @@ import torch
 
 from zeroshard.local.optimizer import LocalOptimizer
 from zeroshard.local.shard import LocalShard
+from zeroshard.plan.layout import label_in
 from zeroshard.state.listing import PartialState
-from zeroshard.state.placeholder import StatePlaceholder, map_leaves
 
 if TYPE_CHECKING:
     from zeroshard.engine import Engine
@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 class StateView(MutableMapping[Any, Any]):
     """The state of this rank's shards, which can be written, and placeholders for other ranks' shards.
 
-    Extra entries (master weights, averages) are merged into what is read; writes go to the optimizer class's own dict.
-    As with an optimizer's own ``state``, looking up what is not there puts an empty dict there, where this rank owns
-    the parameter. A copy of the view is a dict of its own.
+    A parameter's entries are assigned and removed as a whole by the same call on all ranks: its owner does it, and the
+    others do nothing. Extra entries (master weights, averages) are merged into what is read; writes go to the
+    optimizer class's own dict. As with an optimizer's own ``state``, looking up what is not there puts an empty dict
+    there, where this rank owns the parameter. A copy of the view is a dict of its own.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -31,34 +32,31 @@ class StateView(MutableMapping[Any, Any]):
         self._places: dict[torch.Tensor, LocalShard | int] = {}
 
     def __getitem__(self, key: Any) -> Any:  # noqa: ANN401 - state holds anything
-        others = self._others(key)
-        if others is not None:
-            return others
+        place = self._place(key)
+        if isinstance(place, int):
+            entries = _OthersEntries(self._engine.metadata.placeholders(place))
+            entries.title = label_in(self._engine.layout.plan, place)
+            return entries
         own, extra = self._state[self._local_key(key)], self._extra(key)
         return ChainMap(own, extra) if extra else own
 
     def __setitem__(self, key: Any, value: Any) -> None:  # noqa: ANN401 - state holds anything
-        others = self._others(key)
-        if others is None:
-            names = self._local.extra.names
-            if names and isinstance(value, Mapping):
-                value = {name: entry for name, entry in value.items() if name not in names}
-            self._state[self._local_key(key)] = value
+        if isinstance(self._place(key), int):
             return
-        if not isinstance(value, Mapping):
-            others.refuse()
-        for each, written in value.items():
-            others[each] = written
+        names = self._local.extra.names
+        if names and isinstance(value, Mapping):
+            value = {name: entry for name, entry in value.items() if name not in names}
+        self._state[self._local_key(key)] = value
 
     def __delitem__(self, key: Any) -> None:  # noqa: ANN401 - state holds anything
-        others, place = self._others(key), self._place(key)
-        if others is not None:
-            others.refuse()
-        if isinstance(place, LocalShard) and self._extra(key):
+        place = self._place(key)
+        if key not in self:
+            raise KeyError(key)
+        if isinstance(place, int):
+            return
+        if isinstance(place, LocalShard):
             self._local.extra.drop_entries(place)
-            self._state.pop(place.tensor, None)
-        else:
-            del self._state[self._local_key(key)]
+        self._state.pop(self._local_key(key), None)
 
     def __iter__(self) -> Iterator[Any]:
         # Over the keys there are now: entries may be replaced meanwhile.
@@ -92,10 +90,14 @@ class StateView(MutableMapping[Any, Any]):
         return self[key]
 
     def clear(self) -> None:
-        """Drop the state of what this rank owns; other ranks drop their own."""
+        """Drop the state of what this rank owns."""
         self._state.clear()
         for shard in self._local.shards.values():
             self._local.extra.drop_entries(shard)
+
+    def popitem(self) -> NoReturn:
+        """Refuse: what other ranks own would be returned again and again."""
+        raise RuntimeError("optimizer.state.popitem() is not supported: call pop(param) on all ranks, or clear()")
 
     def pop(self, key: Any, *default: Any) -> Any:  # noqa: ANN401 - state holds anything
         """Remove and return the entries of ``key``, or return ``default``; a KeyError if neither is there."""
@@ -112,12 +114,10 @@ class StateView(MutableMapping[Any, Any]):
         return self[key]
 
     def replace(self, value: Mapping[Any, Any]) -> None:
-        """Take over another state of what this rank owns; entries of other ranks are left out."""
-        replaced: defaultdict[Any, Any] = defaultdict(dict)
-        for key, entries in value.items():
-            if not isinstance(self._place(key), int):
-                replaced[self._local_key(key)] = entries
-        self._local.optim.state = replaced
+        """Replace the state of what this rank owns."""
+        given = [*value.items()]
+        self._local.optim.state = defaultdict(dict)
+        self.update(given)
 
     @property
     def _local(self) -> LocalOptimizer:
@@ -144,31 +144,17 @@ class StateView(MutableMapping[Any, Any]):
         place = self._place(key)
         return self._local.extra.entries(place) if isinstance(place, LocalShard) else {}
 
-    def _others(self, key: object) -> _OthersEntries | None:
-        """The entries of a parameter that belongs to other ranks."""
-        place = self._place(key)
-        return _OthersEntries(self._engine.metadata.placeholders(place)) if isinstance(place, int) else None
-
 
 class _OthersEntries(PartialState):
-    """Placeholders for the state of a parameter of other ranks; one for the same entry may be written back."""
+    """Placeholders for the state of a parameter of other ranks, which this rank cannot write to."""
 
-    def __setitem__(self, key: Any, value: Any) -> None:  # noqa: ANN401 - state holds anything
-        held = self.get(key, self)
-        if held is self or _shapes(value) != _shapes(held):
-            self.refuse()
-        super().__setitem__(key, value)
+    title = "this parameter"
 
-    def refuse(self, *_: object, **__: object) -> NoReturn:
-        """Raise the error for what cannot be written here."""
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise RuntimeError(
-            "the optimizer state of this parameter belongs to other ranks, and cannot be changed on this one: load a "
-            "changed state dict with load_state_dict()"
+            f"the optimizer state of {self.title} belongs to other ranks, and its entries cannot be changed on this "
+            f"one: assign optimizer.state[param] = {{...}} as a whole on all ranks, of which its owner takes it; or "
+            f"change optimizer.optim.state on every rank, which has this rank's own entries"
         )
 
-    __delitem__ = __ior__ = pop = popitem = clear = setdefault = update = refuse
-
-
-def _shapes(value: object) -> object:
-    """What a placeholder must have to be written back: the shapes of the one that is there, in the same containers."""
-    return map_leaves(value, lambda leaf: leaf.shape if isinstance(leaf, StatePlaceholder) else leaf is None)
+    __setitem__ = __delitem__ = __ior__ = pop = popitem = clear = setdefault = update = _refuse
