@@ -1,7 +1,7 @@
 """Plans, buckets and state maps for sharding optimizer state: values and pure functions, without a process group.
 
-Describe tensors, partition them, and ask the plan who owns what. A plan is a value: it can be printed, compared, and
-written to a file.
+Describe tensors, partition them, and ask the plan which rank owns which rows. A plan is a value: it can be printed,
+compared and written to a file.
 
 >>> import torch
 >>> from zeroshard_core import Plan, TensorSpec, partition

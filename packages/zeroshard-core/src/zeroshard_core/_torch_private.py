@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 try:
-    # Sees what an optimizer asks of tensors without values, and what it allocates.
+    # `probe` uses it to supply the values that meta tensors do not have, and to count allocations.
     from torch.utils._python_dispatch import TorchDispatchMode
 
     DispatchMode = TorchDispatchMode

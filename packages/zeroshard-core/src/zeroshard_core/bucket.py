@@ -1,4 +1,4 @@
-"""Bucket layouts: the places of whole tensors in flat buffers, as numbers without any data."""
+"""Bucket layouts: where whole tensors lie in flat buffers. Plain numbers, without data."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Run:
         rank: the owner.
         start: first element, counted from the bucket's start.
         stop: one past the last element.
-        is_part: whether they are of a tensor that is cut over several ranks.
+        is_part: whether the elements belong to a tensor that is cut over several ranks.
     """
 
     rank: int
@@ -67,11 +67,11 @@ def bucket_layouts(plan: Plan, *, tensors: Collection[int] | None = None) -> tup
     owner lie side by side. Every slot starts at a multiple of :data:`ALIGNMENT` elements.
 
     Args:
-        plan: who owns what.
+        plan: which rank owns which elements.
         tensors: indices of the tensors to lay out; all if ``None``.
 
     Returns:
-        The layouts, by first appearance of device and dtype among the tensors. None of them is empty of slots.
+        The layouts, in the order in which their device and dtype first appear. Each has at least one slot.
 
     Raises:
         IndexError: if there is no such tensor.

@@ -1,6 +1,6 @@
-"""What a tensor weighs when owners are chosen. Nothing is timed: every rank must find the same.
+"""Cost models: what a tensor weighs when owners are chosen. They time nothing, so all ranks compute the same cost.
 
-A FLOP-equivalent is the time of one operation of a matrix product, so that updates bound by memory compare with these.
+A FLOP-equivalent is the time of one operation of a matrix product, a unit for memory-bound updates as well.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from zeroshard_core.probe import probe
 from zeroshard_core.spec import TensorSpec
 
 Cost = Callable[[TensorSpec], float]
-"""From a tensor to its weight: finite, not negative, in any unit. Frozen tensors do not count."""
+"""A function that returns the weight of a tensor: finite, not negative, in any unit. Frozen tensors do not count."""
 
 _CALL = 1e6
-"""FLOP-equivalents of the call of an operator: 5 us on a CPU that makes 200 GFLOP/s in matrix products."""
+"""Cost of calling an operator, in FLOP-equivalents: 5 us on a CPU that computes matrix products at 200 GFLOP/s."""
 
 
 @dataclass(frozen=True)
 class GroupCost:
-    """What the tensors of one param group cost, and whether they may be cut.
+    """The costs of the tensors of one param group, and whether the tensors may be cut.
 
     Attributes:
-        name: of the optimizer class, for reports.
-        work: of an update, in FLOP-equivalents.
-        state: bytes of optimizer state of a whole tensor.
-        elementwise: whether an element's update depends on this element alone, so that tensors may be cut.
-        is_assumed: whether the class is not known, and ``work`` is only :func:`numel`.
+        name: the name of the optimizer class, for reports.
+        work: the cost of updating a tensor, in FLOP-equivalents.
+        state: the size of the optimizer state of a whole tensor, in bytes.
+        elementwise: whether the update of an element depends on this element alone, so that tensors may be cut.
+        is_assumed: whether the class is unknown, so that ``work`` is :func:`numel`.
     """
 
     name: str
@@ -41,7 +41,7 @@ class GroupCost:
 
 
 def numel(spec: TensorSpec) -> float:
-    """Weigh a tensor by its number of elements: the default, and right where all tensors have one dtype."""
+    """Weigh a tensor by its number of elements. This is the default, for tensors of one dtype."""
     return spec.numel
 
 
@@ -59,11 +59,11 @@ def state_bytes(optimizer_class: Callable[..., torch.optim.Optimizer], **default
 
     Args:
         optimizer_class: the class to measure.
-        **defaults: its arguments, as in ``optimizer_class(params, **defaults)``.
+        **defaults: the arguments of the class, as in ``optimizer_class(params, **defaults)``.
 
     Returns:
-        The cost, in bytes. 0.0 everywhere for a class without state, such as plain SGD: weigh by :func:`numel` then,
-        or nothing will be balanced. It raises ValueError if the class cannot be stepped on such a tensor.
+        The cost, in bytes. For a class without state, such as plain SGD, it is 0.0 for every tensor: use
+        :func:`numel` instead, or nothing is balanced. The cost raises ValueError if the class cannot step a tensor.
     """
     known: dict[tuple[tuple[int, ...], torch.dtype], float] = {}
 
@@ -84,17 +84,17 @@ def state_bytes(optimizer_class: Callable[..., torch.optim.Optimizer], **default
 
 
 def adam(per_element: float = 800.0) -> Cost:
-    """Weigh a tensor by the work of an elementwise update such as AdamW's, which is bound by memory.
+    """Weigh a tensor by the work of a memory-bound elementwise update, such as the update of AdamW.
 
     >>> adam(120)(TensorSpec("bias", (1000,), torch.float32))
     5120000.0
 
     Args:
-        per_element: FLOP-equivalents per element. Measured on CPUs: 600 to 1,000 in torch's default implementation, 100
-            to 140 with ``fused=True`` (0.65 ns, where :class:`torch.optim.Muon` makes 190 GFLOP/s).
+        per_element: FLOP-equivalents per element. On CPUs we measured 600 to 1,000 for torch's default implementation
+            and 100 to 140 with ``fused=True`` (0.65 ns, on a CPU where :class:`torch.optim.Muon` reaches 190 GFLOP/s).
 
     Returns:
-        The cost, in FLOP-equivalents, with 5e6 for each tensor for the calls of its operators.
+        The cost, in FLOP-equivalents. It includes 5e6 per tensor for calling the operators.
     """
     return lambda spec: per_element * spec.numel + 5 * _CALL
 
@@ -102,9 +102,9 @@ def adam(per_element: float = 800.0) -> Cost:
 def newton_schulz(steps: int = 5) -> Cost:
     """Weigh a tensor by the work of orthogonalising it by Newton-Schulz iterations, as Muon does.
 
-    An iteration of an l x s matrix X, s being the smaller size, takes 2 l s^2 operations for A = X X^T, 2 s^3 for A A,
-    2 l s^2 to multiply X by their sum (K. Jordan and others, Muon: an optimizer for hidden layers in neural networks,
-    2024). Three dimensions are a stack of matrices; more are a convolution, flattened to (out, rest).
+    An iteration of an l x s matrix X, where s is the smaller size, takes 2 l s^2 operations for A = X X^T, 2 s^3 for
+    A A, and 2 l s^2 to multiply X by their sum (K. Jordan and others, Muon: an optimizer for hidden layers in neural
+    networks, 2024). Three dimensions count as a stack of matrices, more as a convolution, flattened to (out, rest).
 
     >>> newton_schulz()(TensorSpec("weight", (100, 200), torch.float32))
     65000000.0
@@ -113,7 +113,7 @@ def newton_schulz(steps: int = 5) -> Cost:
         steps: number of iterations.
 
     Returns:
-        The cost, steps x 2 s^2 (2 l + s) FLOP-equivalents, with 3e6 for each step for the calls of its operators.
+        The cost, steps x 2 s^2 (2 l + s) FLOP-equivalents. It includes 3e6 per step for calling the operators.
     """
 
     def work(spec: TensorSpec) -> float:

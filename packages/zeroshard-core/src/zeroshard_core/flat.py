@@ -13,18 +13,18 @@ from zeroshard_core.spec import TensorSpec, strides_are_dense
 class FlatBuffer:
     """One flat tensor that holds others as views.
 
-    Only :meth:`adopt` and :meth:`release` change which tensors are views of it. The elements may be written by anyone
-    who holds the storage, a view or an adopted tensor: they are the same memory. Writing through one does not advance
-    the version counters of the others; a caller whose writes autograd does not see advances them itself.
+    Only :meth:`adopt` and :meth:`release` change which tensors are views of it. The storage, its views and the adopted
+    tensors share memory, so any code that holds one of them may write the elements. Writing through one does not
+    advance the version counters of the others. A caller must advance them itself if autograd does not see its writes.
 
     Args:
         layout: where tensors lie.
         specs: the tensors of the plan that the layout was made for, by tensor index.
-        device: where to allocate.
+        device: the device on which to allocate the storage.
 
     Attributes:
         layout: where tensors lie.
-        storage: the flat tensor, 1-D, of ``layout.numel`` elements; zero at first, padding included.
+        storage: the flat tensor, 1-D, of ``layout.numel`` elements. It starts as zeros, also in the padding.
     """
 
     def __init__(self, layout: BucketLayout, specs: Sequence[TensorSpec], device: torch.device) -> None:
@@ -35,7 +35,7 @@ class FlatBuffer:
         self._adopted: dict[int, tuple[torch.Tensor, tuple[object, ...]]] = {}
 
     def view(self, tensor: int) -> torch.Tensor:
-        """Return the view of a tensor's place, of its spec's shape and strides.
+        """Return the view of a tensor's place, with the shape and strides of its spec.
 
         Raises:
             ValueError: if the layout has no place for this tensor.
@@ -51,16 +51,16 @@ class FlatBuffer:
     def adopt(self, tensors: Mapping[int, torch.Tensor]) -> None:
         """Copy tensors in, and make each a view of its place (``tensor.data = view``).
 
-        Values are unchanged, and the memory format becomes the spec's. Strides of dimensions of size 1 stay:
-        they do not say where elements lie, but may tell kernels which format is meant. A tensor that was adopted before
-        may be adopted again, for instance after its ``.data`` was rebound.
+        Values do not change; the memory format becomes the format of the spec. Dimensions of size 1 keep their strides:
+        these do not say where elements lie, but may tell kernels the memory format. A tensor may be adopted again, for
+        instance after its ``.data`` was rebound.
 
         Args:
             tensors: tensors by index.
 
         Raises:
-            ValueError: if a tensor has no place here, or its shape, dtype or device is not what the place is for; then
-                no tensor is changed.
+            ValueError: if the layout has no place for a tensor, or the tensor's shape, dtype or device differs from the
+                spec. No tensor is changed then.
         """
         views = {index: _restrided(self.view(index), tensor) for index, tensor in tensors.items()}
         for index, tensor in tensors.items():
@@ -72,16 +72,16 @@ class FlatBuffer:
             self._adopted[index] = (tensor, _place(tensor))
 
     def rebound(self) -> tuple[int, ...]:
-        """List adopted tensors whose ``.data`` is no longer the view, by address, dtype, shape, strides and device.
+        """List the adopted tensors whose ``.data`` is no longer the view.
 
-        Reads a few attributes per tensor and no data.
+        Compares address, dtype, shape, strides and device of each tensor, and reads no data.
         """
         return tuple([index for index, (tensor, place) in self._adopted.items() if _place(tensor) != place])
 
     def release(self) -> None:
-        """Give all adopted tensors storage of their own again, with values and memory format kept.
+        """Give each adopted tensor a storage of its own again, with the same values and memory format.
 
-        Those whose ``.data`` was rebound are forgotten and not changed.
+        Tensors whose ``.data`` was rebound are forgotten and not changed.
         """
         while self._adopted:
             _, (tensor, place) = self._adopted.popitem()
@@ -113,7 +113,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def storage_view(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a 1-D alias of a dense tensor, its elements in the order in which they lie in memory.
+    """Return a 1-D alias of a dense tensor, with the elements in the order in which they lie in memory.
 
     >>> storage_view(torch.tensor([[1, 2], [3, 4]]).t())
     tensor([1, 2, 3, 4])
@@ -132,7 +132,7 @@ def storage_view(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _restrided(view: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The same view with the strides of ``like``, if they differ only in dimensions of size 1."""
+    """Return the view, with the strides of ``like`` if they differ only in dimensions of size 1."""
     if like.layout is not torch.strided or like.shape != view.shape or like.stride() == view.stride():
         return view
     if all(size == 1 or a == b for size, a, b in zip(view.shape, like.stride(), view.stride(), strict=True)):
@@ -141,7 +141,7 @@ def _restrided(view: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def _place(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Where a tensor's data lies, and how it is read."""
+    """Return where the data of a tensor lies, and how the tensor reads it."""
     if tensor.layout is not torch.strided:
         return (tensor.layout,)
     return (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)

@@ -1,4 +1,4 @@
-"""The strategy for several optimizer classes: whole tensors by work, then rows of the others where state is missing."""
+"""The strategy ``"level"``: balances the work of whole tensors, then evens out state by cutting the other tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zeroshard_core.spec import TensorSpec
 
 @dataclass(frozen=True)
 class Level:
-    """The strategy that :func:`level` returns, with its argument."""
+    """The strategy that :func:`level` returns, with the argument of the call."""
 
     state_cap: float = 1.02
 
@@ -23,24 +23,24 @@ class Level:
 
 
 def level(state_cap: float = 1.02) -> Level:
-    """Balance the work of tensors that stay whole, and fill the ranks with state by those that may be cut.
+    """Balance the work of tensors that stay whole, and even out state with the tensors that may be cut.
 
-    Tensors of groups that are not elementwise or have no state stay whole: the heaviest first, each to the rank with
-    the least work among those with room. Then each elementwise tensor, the largest first, is poured into the rank with
-    the least state, up to the level to which all of them fill the ranks, and cut between rows there. Those that
-    cannot be cut come last, each to the rank with the least state, even beyond the cap.
+    Tensors of groups that are not elementwise or have no state stay whole. The heaviest is placed first, each on the
+    rank with the least work among those that have room. Then come the elementwise tensors, the largest first: each
+    fills the rank with the least state up to the common level, is cut between rows there, and continues on the next
+    rank. Tensors that cannot be cut come last, each on the rank with the least state, even beyond the cap.
 
     >>> level(state_cap=1.1)
     Level(state_cap=1.1)
 
     Args:
-        state_cap: bytes of state that a rank has room for, as a multiple of the mean, or of what whole tensors force if
-            that is more: the largest, or k + 1 of the k N + 1 largest on one of N ranks. Without room, whole tensors
+        state_cap: the most bytes of state of a rank, as a multiple of the mean, or of what whole tensors force if that
+            is more: the largest, or k + 1 of the k N + 1 largest on one of N ranks. If no rank has room, whole tensors
             are placed by state instead of work; if that exceeds the cap too, :func:`partition` raises ValueError.
 
     Returns:
-        The strategy, for :func:`partition` and :func:`repartition`. ``"level"`` means ``level()``, with a cap that is
-        exceeded, and not an error, if tensors that stay whole do not fit under it.
+        The strategy, for :func:`partition` and :func:`repartition`. ``"level"`` means ``level()``, but exceeds the cap
+        instead of raising if the tensors that stay whole do not fit under it.
 
     Raises:
         ValueError: if ``state_cap`` is less than 1 or not finite.
@@ -49,7 +49,7 @@ def level(state_cap: float = 1.02) -> Level:
 
 
 Parts = tuple[tuple[int, ...], tuple[int, ...]]
-"""The owners of a tensor, and the first row of each part; no rows if it is whole."""
+"""The owners of a tensor, and the first row of each part. There are no rows if the tensor is whole."""
 
 
 def fill_ranks(
@@ -62,10 +62,10 @@ def fill_ranks(
     state_cap: float,
     must_fit: bool,
 ) -> list[Parts]:
-    """Place tensors; ``least`` says how many rows a part has at least: 0 if it is too small for two, None if whole."""
+    """Place tensors. ``least`` is the fewest rows of a part: 0 for a tensor too small to cut, None for a whole one."""
     whole = [index for index, rows in enumerate(least) if rows is None]
     forced = min(held) + least_largest([sizes[index] for index in whole], len(held))
-    # Sums in another order may differ in the last digits.
+    # The last digits of a sum depend on its order.
     limit = state_cap * max((math.fsum(held) + math.fsum(sizes)) / len(held), forced) * (1 + 1e-9)
     parts: list[Parts] = [((), ())] * len(specs)
     filled, full = list(held), list[tuple[float, float, int]]()
@@ -110,7 +110,7 @@ def fill_ranks(
 
 
 def _pour(spec: TensorSpec, size: float, least: int, heap: list[tuple[float, int]], water: float, cap: float) -> Parts:
-    """Cut a tensor for the ranks that hold the least, up to the level, but into no part that is too small."""
+    """Cut a tensor for the ranks that hold the least: fill each up to the level, and make no part too small."""
     row, rows, step, start = size / spec.rows, spec.rows, spec.cut_step, 0
     starts, after = list[int](), list[tuple[float, int]]()
     while start < rows:
@@ -118,7 +118,7 @@ def _pour(spec: TensorSpec, size: float, least: int, heap: list[tuple[float, int
         left = rows - start
         take = max(least, math.ceil((water - fill) / row / step) * step)
         if not heap or left - take < least:
-            # What is left makes no part: it is taken too, if that stays under the cap, or this part is made smaller.
+            # The rest is too small for a part: add it to this part if that stays under the cap, else shrink this part.
             fits = not heap or left < 2 * least or fill + left * row <= cap
             take = left if fits else (left - least) // step * step
         after.append((fill + take * row, rank))
@@ -130,7 +130,7 @@ def _pour(spec: TensorSpec, size: float, least: int, heap: list[tuple[float, int
 
 
 def least_rows(spec: TensorSpec, smallest_part: int) -> int:
-    """Return how many rows a part of a tensor has at least, a multiple of the step of cuts; 0 if it cannot be cut."""
+    """Return the fewest rows of a part of a tensor, a multiple of its ``cut_step``; 0 if the tensor cannot be cut."""
     if smallest_part < 1:
         raise ValueError(f"the smallest part of a cut tensor should have at least 1 element, but has {smallest_part}")
     if spec.numel < 2 * smallest_part:

@@ -1,6 +1,6 @@
-"""Choosing owners: strategies that place tensors on ranks, and the resulting plans.
+"""Chooses owners: strategies that place tensors on ranks, and the functions that make plans of the result.
 
-Everything here is deterministic and depends only on its arguments, so every rank computes the same plan by itself.
+Every function is deterministic and depends only on its arguments, so every rank computes the same plan.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from zeroshard_core.plan import Plan, cuts
 from zeroshard_core.spec import TensorSpec
 
 Owners = tuple[int, ...]
-"""The ranks that own a tensor, in the order of their rows: one of them, or as many as it is cut into parts."""
+"""The ranks that own a tensor, in the order of their rows: one rank, or one for each part of a cut tensor."""
 
 Strategy = Callable[[Sequence[TensorSpec], Sequence[float], Cost], Sequence[Owners]]
 """A function of (tensors to place, loads so far per rank, cost) that returns the owners of each of these tensors."""
 
 SMALLEST_PART = 16_384
-"""Strategies that cut make no part of fewer elements: it would cost more in calls than it evens out."""
+"""Fewest elements of a part of a cut tensor. Smaller parts would cost more in calls than they even out."""
 
 
 def partition(
@@ -50,21 +50,21 @@ def partition(
         world_size: number of ranks.
         strategy: ``"whole"``, ``"split"``, ``"level"`` (see the functions of these names), the value of :func:`level`,
             or a function.
-        cost: what a tensor weighs, a function or a dict by name; frozen ones do not count. A part of a cut tensor
+        cost: the weight of a tensor, a function or a dict by name; frozen tensors do not count. A part of a tensor
             weighs its share of the elements.
-        smallest_part: least number of elements of a part of a cut tensor, but for ``"whole"`` and functions.
-        groups: instead of ``cost``, what the tensors of each ``TensorSpec.group`` cost; ``"level"`` needs it.
+        smallest_part: fewest elements of a part of a cut tensor; ``"whole"`` and functions ignore it.
+        groups: replaces ``cost``: the costs of the tensors of each ``TensorSpec.group``. ``"level"`` needs it.
 
     Returns:
-        The plan. It takes O(T log N) for T tensors on N ranks with ``"whole"``. ``"level"`` warns if N is more than
+        The plan. With ``"whole"`` it takes O(T log N) for T tensors on N ranks. ``"level"`` warns if N is more than
         :attr:`Plan.useful_ranks`.
 
     Raises:
         ValueError: if ``world_size`` or ``smallest_part`` is less than 1, the strategy's name is unknown, a cost is
-            negative or not finite, the strategy's owners make no valid plan, both ``cost`` and ``groups`` are given, a
-            tensor's group is not there, or ``"level"`` has no ``groups`` or a cap that cannot be met.
-        TypeError: if the strategy is neither a name nor a function, or one that does not return a sequence of ranks for
-            each tensor, or the cost is no function, or one that does not return numbers.
+            negative or not finite, the owners that the strategy returns are no valid plan, both ``cost`` and ``groups``
+            are passed, ``groups`` lacks the group of a tensor, or ``"level"`` has no ``groups`` or cannot meet its cap.
+        TypeError: if the strategy is neither a name nor a function, does not return a sequence of ranks for each
+            tensor, or the cost is not a function or does not return numbers.
     """
     empty = Plan(world_size, (), (), (0.0,) * max(0, world_size))
     plan = repartition(
@@ -88,13 +88,13 @@ def repartition(
     smallest_part: int = SMALLEST_PART,
     groups: Sequence[GroupCost] = (),
 ) -> Plan:
-    """Place some tensors again, on top of the loads of the others, which keep their owners.
+    """Place some tensors again. The other tensors keep their owners, and their loads count.
 
     Args:
         plan: the plan so far.
         tensors: the new full list: the tensors of ``plan`` at their places, perhaps frozen, unfrozen or of another
-            dtype, and more after them.
-        place: indices to place again. Tensors beyond ``plan`` are placed whether named here or not.
+            dtype, and any new tensors after them.
+        place: indices of the tensors to place again. New tensors are always placed.
         strategy: as for :func:`partition`; it sees only the tensors to place, in order.
         cost: as for :func:`partition`.
         smallest_part: as for :func:`partition`.
@@ -105,7 +105,7 @@ def repartition(
 
     Raises:
         TypeError: as :func:`partition`.
-        ValueError: as :func:`partition`, or if tensors of ``plan`` are missing, or one that is to keep its owners has
+        ValueError: as :func:`partition`, or if tensors of ``plan`` are missing, or a tensor that keeps its owners has
             another number of elements.
         IndexError: if an index in ``place`` is out of range.
     """
@@ -138,7 +138,7 @@ def repartition(
     if strategy == "level" or isinstance(strategy, Level):
         if not groups:
             raise ValueError('the strategy "level" needs `groups`: what the tensors of each param group cost')
-        # If no class has state, the bytes of the parameters stand for it.
+        # If no class has state, balance the bytes of the parameters instead.
         sizes = states if any(states) else [float(spec.nbytes * spec.trainable) for spec in specs]
         may_cut = [sizes[index] > 0 and groups[specs[index].group].elementwise for index in placed]
         found = fill_ranks(
@@ -156,7 +156,7 @@ def repartition(
     owners, starts = ([*kept, *[()] * (len(specs) - len(kept))] for kept in (plan.owners, plan.starts))
     for index, (ranks, rows) in zip(placed, found, strict=True):
         owners[index], starts[index] = ranks, rows
-    # Checked before it is weighed: a strategy of the caller's may return ranks that are not there.
+    # Validate the owners before weighing them: the caller's strategy may return ranks that do not exist.
     after = Plan(plan.world_size, specs, tuple(owners), (0.0,) * plan.world_size, starts=tuple(starts))
     return replace(
         after,
@@ -171,10 +171,10 @@ def repartition(
 def whole(tensors: Sequence[TensorSpec], loads: Sequence[float], cost: Cost) -> list[Owners]:
     """Give each tensor to one rank: the heaviest first, each to the rank with the least load so far.
 
-    Param groups are placed one after the other, in order of first appearance; the sort is stable, and among ranks
-    with equal loads the lowest is chosen. Weighed by :func:`zeroshard_core.numel`, this gives the owners that
-    ``torch.distributed.optim.ZeroRedundancyOptimizer`` chooses, for trainable tensors; with a heap instead of a scan of
-    all ranks, in O(T log N). The rule is longest-processing-time-first (R. L. Graham, Bounds on multiprocessing timing
+    Param groups are placed one after the other, in order of first appearance. The sort is stable, and the lowest of
+    several ranks with equal loads is chosen. With :func:`zeroshard_core.numel` as the cost, trainable tensors get the
+    owners that ``torch.distributed.optim.ZeroRedundancyOptimizer`` chooses. A heap replaces its scan of all ranks, so
+    this takes O(T log N). The rule is longest-processing-time-first (R. L. Graham, Bounds on multiprocessing timing
     anomalies, 1969).
 
     Args:
@@ -203,12 +203,12 @@ def whole(tensors: Sequence[TensorSpec], loads: Sequence[float], cost: Cost) -> 
 def split(
     tensors: Sequence[TensorSpec], loads: Sequence[float], cost: Cost, *, smallest_part: int = SMALLEST_PART
 ) -> list[Owners]:
-    """Cut every tensor that is large enough, between rows, in the order given; for elementwise optimizers.
+    """Cut every tensor that is large enough, between rows, in the order of ``tensors``; for elementwise optimizers.
 
     A tensor is cut into ``min(N, rows // ceil(smallest_part / elements of a row))`` parts, at least one, for that many
-    of the N ranks: those with the least load so far, of which the least loaded gets the largest part. (Where a row is
-    no multiple of :data:`zeroshard_core.ALIGNMENT` elements, as many rows as are stand for one.) In the order of the
-    parameters, so that the ranks share every bucket of DistributedDataParallel evenly.
+    of the N ranks: those with the least load so far, of which the least loaded gets the largest part. (If a row is not
+    a multiple of :data:`zeroshard_core.ALIGNMENT` elements, the smallest number of rows that is one counts as a row.)
+    The order of the parameters lets the ranks share every bucket of DistributedDataParallel evenly.
 
     Args:
         tensors: what to place.
@@ -228,11 +228,11 @@ def split(
 
 
 STRATEGIES: Mapping[str, Strategy] = MappingProxyType({"whole": whole, "split": split})
-"""The strategies that have names, except ``"level"``, which places by more than one cost: see :func:`level`."""
+"""The named strategies, except ``"level"``, which uses more than one cost: see :func:`level`."""
 
 
 def _deal(spec: TensorSpec, heap: list[tuple[float, int]], weight: float, smallest_part: int) -> Owners:
-    """Give a tensor to the ranks with the least load, adding to the loads in the heap."""
+    """Place a tensor on the ranks with the least load, and add its weight to their loads in the heap."""
     least = least_rows(spec, smallest_part)
     parts = min(len(heap), spec.rows // least) if least else 1
     if parts == 1:
@@ -242,7 +242,7 @@ def _deal(spec: TensorSpec, heap: list[tuple[float, int]], weight: float, smalle
     ranks = [heapq.heappop(heap) for _ in range(parts)]
     shares = _shares(spec, weight, parts)
     owners = [0] * parts
-    # The larger the part, the less its rank holds so far.
+    # The rank with the least load gets the largest part.
     for place, (load, rank) in zip(sorted(range(parts), key=shares.__getitem__, reverse=True), ranks, strict=True):
         owners[place] = rank
         heapq.heappush(heap, (load + shares[place], rank))
@@ -250,7 +250,7 @@ def _deal(spec: TensorSpec, heap: list[tuple[float, int]], weight: float, smalle
 
 
 def _shares(spec: TensorSpec, weight: float, parts: int, starts: Sequence[int] = ()) -> list[float]:
-    """What each part of a tensor weighs, in the order of the rows."""
+    """Return the weight of each part of a tensor, in the order of the rows."""
     return [weight * (stop - start) / spec.rows for start, stop in pairwise(cuts(spec, parts, starts))]
 
 
@@ -267,7 +267,7 @@ def _loads(plan: Plan, weights: Sequence[float]) -> tuple[float, ...]:
 
 def _weight(cost: Cost | Mapping[str, float], name: str = "cost") -> Cost:
     if cost is numel:
-        # The default needs no check, and is called often.
+        # The default needs no check and is called often.
         return lambda spec: spec.numel if spec.trainable else 0
     weigh = cost_function(cost)
     if not callable(weigh):
@@ -295,7 +295,7 @@ def _weight(cost: Cost | Mapping[str, float], name: str = "cost") -> Cost:
 def _placed(
     strategy: str | Strategy, tensors: Sequence[TensorSpec], loads: Sequence[float], cost: Cost, smallest_part: int
 ) -> list[Owners]:
-    """Ask a strategy, and make sure that one of the caller's own returns owners."""
+    """Return the owners that a strategy chooses; raise TypeError if a function of the caller returns no owners."""
     choices = ", ".join(map(repr, [*STRATEGIES, "level"]))
     if isinstance(strategy, str):
         if strategy == "hybrid":

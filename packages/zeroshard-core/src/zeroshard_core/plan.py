@@ -1,4 +1,4 @@
-"""The plan: which rank owns which rows of which tensor. An immutable value, without a process group."""
+"""The plan: an immutable value that says which rank owns which rows of which tensor. It needs no process group."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from zeroshard_core.spec import ALIGNMENT, Shard, TensorSpec
 class Plan:
     """Which rank owns which rows of which tensor.
 
-    A tensor has one owner, or is cut between rows (see :class:`Shard`) into one part for each of several owners. The
-    parts differ by at most one row, where a row is a multiple of :data:`ALIGNMENT` elements, else by at most
-    :attr:`TensorSpec.cut_step` rows; the first owners have the larger parts. Or ``starts`` says where they begin.
+    A tensor has one owner, or is cut between rows (see :class:`Shard`) into one part for each of several owners. Parts
+    begin at the rows in ``starts``. Without them they differ by at most :attr:`TensorSpec.cut_step` rows (one row, if a
+    row is a multiple of :data:`ALIGNMENT` elements), and the first owners have the larger parts.
 
     >>> import torch
     >>> plan = Plan(2, (TensorSpec("weight", (3, 64), torch.float32),), ((1, 0),), (64.0, 128.0))
@@ -41,7 +41,7 @@ class Plan:
 
     Attributes:
         world_size: number of ranks.
-        tensors: what is owned; a tensor's index is its position here.
+        tensors: the tensors that are owned; the index of a tensor is its position here.
         owners: for each tensor the ranks that own it, in the order of their rows.
         loads: cost per rank, as the partition counted it.
         heaviest: cost of the heaviest tensor that has one owner, as the partition counted it.
@@ -52,8 +52,8 @@ class Plan:
         classes: optimizer class of each param group, and whether its cost is only assumed; ``()`` if not known.
 
     Raises:
-        ValueError: if a tensor has no owner, one twice, one out of range or more than it can be cut for, is cut where
-            it cannot be, or a number is negative or not finite; the message names the tensor and the rank.
+        ValueError: if a tensor has no owner, one twice, one out of range or more owners than parts, is cut where it
+            cannot be, or a number is negative or not finite. The message names the tensor and the rank.
     """
 
     world_size: int
@@ -91,7 +91,7 @@ class Plan:
 
     @property
     def shards(self) -> tuple[Shard, ...]:
-        """All parts, by tensor and row. They are made when asked for: millions, for a large model on many ranks."""
+        """All parts, by tensor and row. Each access makes them: a large model on many ranks has millions."""
         return tuple([shard for tensor in range(len(self.tensors)) for shard in self.of_tensor(tensor)])
 
     def of_rank(self, rank: int) -> tuple[Shard, ...]:
@@ -124,18 +124,18 @@ class Plan:
 
     @cached_property
     def imbalance(self) -> float:
-        """The largest load over the mean load; 1.0 when nothing weighs anything."""
+        """The largest load divided by the mean load; 1.0 if all loads are 0."""
         return _imbalance(self.loads)
 
     @property
     def imbalances(self) -> Mapping[str, float]:
-        """The largest over the mean of ``"work"``, the loads; of ``"state"``, if its bytes are known; of ``"sent"``."""
+        """The largest value divided by the mean, of ``"work"`` (the loads), ``"sent"``, and ``"state"`` if known."""
         known = {"work": self.loads, "state": self.state_loads, "sent": self.sent_loads}
         return {name: _imbalance(loads) for name, loads in known.items() if loads}
 
     @cached_property
     def sent_loads(self) -> tuple[int, ...]:
-        """Bytes of trainable parameters that each rank owns, whose new values it sends in every step."""
+        """The bytes of trainable parameters that each rank owns. It sends their new values in every step."""
         loads = [0] * self.world_size
         for index, spec in enumerate(self.tensors):
             for shard in self.of_tensor(index) if spec.trainable else ():
@@ -144,7 +144,7 @@ class Plan:
 
     @cached_property
     def lower_bound(self) -> float:
-        """The largest load is at least this: the mean, an uncut tensor, or k + 1 of the k N + 1 heaviest uncut ones."""
+        """A lower bound of the largest load: the mean, an uncut tensor, or k + 1 of the k N + 1 heaviest uncut ones."""
         whole = [weight for weight, ranks in zip(self.weights, self.owners, strict=False) if len(ranks) == 1]
         return max(math.fsum(self.loads) / self.world_size, self.heaviest, least_largest(whole, self.world_size))
 
@@ -155,33 +155,33 @@ class Plan:
 
     @property
     def useful_ranks(self) -> int | None:
-        """How many ranks are useful: with more, the heaviest uncut tensor costs more than the mean. None if it is 0."""
+        """The most ranks with which the heaviest uncut tensor costs at most the mean; None if it costs nothing."""
         return int(math.fsum(self.loads) / self.heaviest) if self.heaviest else None
 
     def fingerprint(self) -> str:
         """Return 64 hex digits (SHA-256) that are equal for plans of equal world size, tensors, owners and rows.
 
-        Loads do not count: they follow from the cost, and change nothing about who owns what. The value depends on
-        neither process, hash seed nor Python version.
+        Loads do not count, because they do not change which rank owns what. The value does not depend on the process,
+        the hash seed or the Python version.
         """
         return self._fingerprint
 
     def difference(self, other: Plan) -> str | None:
         """Describe the first difference, from this plan's point of view; ``None`` if the fingerprints are equal.
 
-        The order of comparison is world size, tensors, owners, rows where tensors are cut.
+        Compares the world size, the tensors, the owners and the rows of cut tensors, in this order.
         """
         if self.world_size != other.world_size:
             return f"world size {self.world_size} here, {other.world_size} there"
         return tensor_difference(self.tensors, other.tensors) or owner_difference(self, other)
 
     def to_json(self) -> str:
-        """Return the plan as JSON text, which :meth:`from_json` reads back to an equal plan."""
+        """Return the plan as JSON text, from which :meth:`from_json` makes an equal plan."""
         return write_json(self)
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        """Read a plan from the text of :meth:`to_json`.
+        """Make a plan from the text that :meth:`to_json` returned.
 
         Raises:
             ValueError: if the text is damaged, of another format or version, or describes no valid plan.
@@ -242,16 +242,16 @@ def _imbalance(loads: Sequence[float]) -> float:
 
 
 def least_largest(weights: Sequence[float], world_size: int) -> float:
-    """Return what the largest load is at least: of the k N + 1 heaviest tensors, k + 1 share one of N ranks."""
+    """Return a lower bound of the largest load: of the k N + 1 heaviest tensors, k + 1 share one of N ranks."""
     sums = [0.0, *accumulate(sorted(weights, reverse=True))]
     shared = range((len(weights) - 1) // world_size + 1)
     return max((sums[k * world_size + 1] - sums[k * world_size - k] for k in shared), default=0.0)
 
 
 def cuts(spec: TensorSpec, parts: int, starts: Sequence[int] = ()) -> list[int]:
-    """Return where a tensor is cut for so many owners: the first row of each part, and the number of rows at the end.
+    """Return the bounds of the parts of a tensor: the first row of each part, then the number of rows.
 
-    At ``starts``, or evenly if there are none.
+    The parts begin at ``starts``; if that is empty, the tensor is cut evenly.
 
     >>> import torch
     >>> cuts(TensorSpec("weight", (100, 64), torch.float32), 3), cuts(TensorSpec("bias", (200,), torch.float32), 3)
@@ -282,7 +282,7 @@ def _check_owners(index: int, spec: TensorSpec, ranks: tuple[int, ...], world_si
 
 
 def _uneven(index: int, spec: TensorSpec, ranks: tuple[int, ...], starts: tuple[int, ...]) -> tuple[int, ...]:
-    """Check where a tensor is cut, and return it; () if the parts are even."""
+    """Check the first rows of the parts of a tensor, and return them; () if the parts are even."""
     if not starts:
         return ()
     named, step = f"tensor {index} {spec.name!r}", spec.cut_step

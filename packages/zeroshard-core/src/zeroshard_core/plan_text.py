@@ -1,4 +1,4 @@
-"""A plan as text: JSON for files, the bytes that its fingerprint is taken over, and the difference of two plans."""
+"""Plans as text: JSON for files, the bytes that a fingerprint covers, and the difference of two plans."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 FORMAT = "zeroshard-plan"
 VERSION = 2
-"""Version 1 listed ranges of elements, whose bounds could lie inside rows; such a plan is refused by its version."""
+"""Reading a plan of version 1 raises: it listed ranges of elements, whose bounds could lie inside rows."""
 
 UNEVEN = 3
-"""The version of plans with ``starts``, which older releases must refuse, as they would cut evenly. Other plans keep
-version 2: what it has gained besides may be ignored."""
+"""The version of plans with ``starts``. Older releases must refuse these, because they would cut evenly. Other plans
+keep version 2: older releases may ignore the fields that were added."""
 
 _FIELDS = tuple(field.name for field in fields(TensorSpec) if field.compare and field.name != "name")
 
 
 def canonical_bytes(plan: Plan) -> bytes:
-    """Return one byte string per value of who owns what: ASCII JSON without spaces, every field in fixed order."""
+    """Return bytes that are equal for plans with equal owners: ASCII JSON without spaces, fields in a fixed order."""
     tensors = [[*_fields(spec).values()] for spec in plan.tensors]
     content = [FORMAT, VERSION, plan.world_size, tensors, plan.owners]
     if plan.starts:
@@ -39,7 +39,7 @@ def canonical_bytes(plan: Plan) -> bytes:
 
 
 def write_json(plan: Plan) -> str:
-    """Return a plan as JSON text; :func:`read_json` gives its fields back exactly."""
+    """Return a plan as JSON text, from which :func:`read_json` returns the same fields."""
     content: dict[str, Any] = {"format": FORMAT, "version": UNEVEN if plan.starts else VERSION}
     content |= {"world_size": plan.world_size, "heaviest": plan.heaviest}
     content |= {name: getattr(plan, name) for name in _LISTS if name in _ALWAYS or getattr(plan, name)}
@@ -48,7 +48,7 @@ def write_json(plan: Plan) -> str:
 
 
 def read_json(text: str) -> dict[str, Any]:
-    """Read the fields of a plan, which may not fit each other yet; ValueError if the text is damaged."""
+    """Read the fields of a plan, which may be inconsistent; raise ValueError if the text is damaged."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -68,8 +68,8 @@ def read_json(text: str) -> dict[str, Any]:
 def tensor_difference(here: Sequence[TensorSpec], there: Sequence[TensorSpec]) -> str | None:
     """Name the first tensor that differs, and how; ``None`` if all are equal.
 
-    A tensor whose name is at another position on the other side is reported as another order, one whose name is
-    not there at all as missing.
+    If the other side has the name at another position, the text reports another order; if it lacks the name, a missing
+    tensor.
     """
     for position, (ours, theirs) in enumerate(zip(here, there, strict=False)):
         if ours.name != theirs.name:
@@ -86,7 +86,7 @@ def tensor_difference(here: Sequence[TensorSpec], there: Sequence[TensorSpec]) -
 
 
 def owner_difference(here: Plan, there: Plan) -> str | None:
-    """Name the first tensor whose owners, or the rows of whose parts, differ between two plans for the same tensors."""
+    """Name the first tensor that has other owners or other parts in another plan for the same tensors."""
     for index, (ours, theirs) in enumerate(zip(here.owners, there.owners, strict=True)):
         if ours != theirs:
             named = f"tensor {index} {here.tensors[index].name!r}"
@@ -99,14 +99,14 @@ def owner_difference(here: Plan, there: Plan) -> str | None:
 
 
 def ranks_to_text(ranks: Sequence[int]) -> str:
-    """Return text such as ``"rank 3"`` or ``"ranks 0, 2, 1"``, in the order given; at most the first eight."""
+    """Return text such as ``"rank 3"`` or ``"ranks 0, 2, 1"``. It keeps the order, and names at most eight ranks."""
     shown = ", ".join(map(str, ranks[:8]))
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}{more}"
 
 
 def _fields(spec: TensorSpec) -> dict[str, Any]:
-    """What is written of a tensor: in this order, in which it goes into the fingerprint too."""
+    """The fields of a tensor in JSON. The fingerprint covers them in this order."""
     return {
         "name": spec.name,
         "shape": spec.shape,
@@ -140,7 +140,7 @@ def _dtype(item: object, where: str) -> torch.dtype:
 
 
 def _typed(item: object, where: str, *, kind: Any, expected: str) -> Any:  # noqa: ANN401 - of that kind
-    # bool is an int to Python, but true is no number in JSON.
+    # bool is a subclass of int, but true is not a number in JSON.
     if not isinstance(item, kind) or (isinstance(item, bool) and kind is not bool):
         raise _damaged(where, expected, item)
     return item
@@ -186,4 +186,4 @@ def _name_difference(position: int, here: Sequence[TensorSpec], there: Sequence[
 
 _ALWAYS: Mapping[str, Any] = {"tensors": _spec, "owners": _integers, "loads": _number}
 _LISTS = {**_ALWAYS, "starts": _integers, "state_loads": _number, "weights": _number, "classes": _text}
-"""The lists of a plan, of which older ones do not have all, and how an item of each is read."""
+"""The lists of a plan, and how to read an item of each. Plans of older releases lack some of them."""

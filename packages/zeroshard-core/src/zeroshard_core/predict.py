@@ -1,4 +1,4 @@
-"""What each rank of a plan holds and sends: bytes by kind, from shapes alone."""
+"""Predicts how many bytes each rank of a plan holds and sends, by kind, from shapes alone."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from zeroshard_core.spec import Shard, TensorSpec
 
 @dataclass(frozen=True)
 class GroupBytes:
-    """What the optimizer of a param group allocates for a tensor, or for a part of one, in bytes.
+    """The memory that the optimizer of a param group allocates for a tensor, or for a part of one, in bytes.
 
     Attributes:
-        state: kept, with copies of parameters in another dtype.
-        gradients: copies of gradients in another dtype, of all tensors while a step lasts.
-        update: beside these, at the highest within an update.
-        is_foreach: whether an update works on all tensors of the group at a time, so that ``update`` adds up.
+        state: the optimizer state, and copies of parameters in another dtype.
+        gradients: copies of gradients in another dtype, which a step holds for all tensors until it ends.
+        update: the peak of the temporaries of an update, besides these copies.
+        is_foreach: whether an update works on all tensors of the group at once, so that ``update`` adds up.
     """
 
     state: Cost
@@ -31,15 +31,15 @@ class GroupBytes:
 
 @dataclass(frozen=True)
 class RankBytes:
-    """What one rank holds at the peak of an iteration after the first, in bytes, activations apart.
+    """The memory of one rank at the peak of an iteration after the first, in bytes, without activations.
 
     Attributes:
-        parameters: of the model, frozen ones too.
-        buffers: of the model.
-        gradients: in DDP's buckets; ``.grad`` are views of these with ``gradient_as_bucket_view=True``.
-        state: of the optimizer.
-        staging: of collectives, kept from the first iteration on.
-        temporaries: of an update.
+        parameters: the parameters of the model, frozen ones included.
+        buffers: the buffers of the model.
+        gradients: DDP's buckets. With ``gradient_as_bucket_view=True`` every ``.grad`` is a view of one.
+        state: the optimizer state.
+        staging: the staging buffers of collectives, which exist from the first iteration on.
+        temporaries: the temporaries of an update.
     """
 
     parameters: int
@@ -51,17 +51,17 @@ class RankBytes:
 
     @property
     def total(self) -> int:
-        """The sum."""
+        """The sum of all kinds, in bytes."""
         return self.parameters + self.buffers + self.gradients + self.state + self.staging + self.temporaries
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the ranks of a plan hold and send.
+    """The bytes that the ranks of a plan hold and send.
 
     Attributes:
-        plan: who owns what.
-        ranks: what each rank holds.
+        plan: which rank owns which elements.
+        ranks: the memory of each rank.
         sent_in_backward: bytes of gradients that each rank sends in an iteration with one backward.
         sent_in_step: bytes of parameters that each rank sends in a step.
     """
@@ -73,12 +73,12 @@ class Prediction:
 
     @property
     def sent(self) -> tuple[int, ...]:
-        """Bytes that each rank sends in an iteration; agreements, of some bytes, apart."""
+        """The bytes that each rank sends in an iteration, without the few bytes of agreements."""
         return tuple(map(sum, zip(self.sent_in_backward, self.sent_in_step, strict=True)))
 
     @property
     def largest(self) -> RankBytes:
-        """What the rank holds that holds most."""
+        """The memory of the rank that holds the most bytes."""
         return max(self.ranks, key=lambda rank: rank.total)
 
 
@@ -100,16 +100,16 @@ def predict(
     (1024, 512, 1024)
 
     Args:
-        plan: who owns what. On one rank nothing is sent.
-        groups: what each param group allocates.
-        buffers: bytes of the model's buffers.
-        staging: bytes in which cut tensors travel, on each rank.
-        reduces_to_owner: whether a communication hook sends each gradient to its owner alone; if not, DDP reduces
-            gradients to all ranks: 2 (N - 1) / N of their bytes by each of N ranks, in a ring.
-        grad_dtype: of gradients; None for the parameters' own.
+        plan: which rank owns which elements. A single rank sends nothing.
+        groups: the memory that each param group allocates.
+        buffers: the size of the model's buffers, in bytes.
+        staging: the size of each rank's staging buffers for cut tensors, in bytes.
+        reduces_to_owner: whether a communication hook sends each gradient to its owner alone. If not, DDP all-reduces
+            gradients in a ring: each of N ranks sends 2 (N - 1) / N of their bytes.
+        grad_dtype: the dtype of gradients; None for the dtype of each parameter.
 
     Raises:
-        ValueError: if a class cannot be stepped on one of the tensors.
+        ValueError: if an optimizer class cannot step one of the tensors.
     """
     ranks = range(plan.world_size)
     trained = [(index, spec) for index, spec in enumerate(plan.tensors) if spec.trainable]

@@ -1,4 +1,4 @@
-"""Which state an optimizer class keeps for a tensor, and what its update allocates: found by stepping it."""
+"""Measures which state an optimizer class keeps for a tensor, and how much its update allocates, by stepping it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zeroshard_core._torch_private import ATEN_ITEM, DispatchMode
 from zeroshard_core.spec import TensorSpec
 
 _IMPLEMENTATIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
-"""Hyperparameters of torch's optimizers that choose how a step is computed, and not what it keeps."""
+"""Hyperparameters of torch's optimizers that choose the implementation of a step and do not change its state."""
 
 _Factory = Callable[..., torch.optim.Optimizer]
 
@@ -24,9 +24,9 @@ class StateEntry:
     """One entry of the state of a tensor.
 
     Attributes:
-        shape: of a tensor; ``()`` for a number, and None for anything else.
-        dtype: of a tensor; else None.
-        nbytes: of all tensors in it, those that a quantised tensor or an object holds among them.
+        shape: the shape of a tensor; ``()`` for a number, None for any other value.
+        dtype: the dtype of a tensor, else None.
+        nbytes: the size of all tensors in it, including those that a quantised tensor or an object holds, in bytes.
     """
 
     shape: tuple[int, ...] | None
@@ -35,15 +35,15 @@ class StateEntry:
 
 
 Probed = dict[tuple[tuple[int, ...], torch.dtype], dict[str, StateEntry]]
-"""By shape and dtype of a tensor, the entries of its state."""
+"""The entries of the state of a tensor, by the shape and dtype of the tensor."""
 
 
 def probe(cls: _Factory, hyperparameters: Mapping[str, Any], tensors: Iterable[TensorSpec]) -> Probed:
     """Step an optimizer once for each distinct shape and dtype, with a gradient of ones, and return the state it keeps.
 
-    On the meta device, where nothing is allocated, and what is asked of a value is answered by 1, or by no; operators
-    that only write values are left out, so that they do not check shapes. Or, if the class refuses that, with a tensor
-    of zeros on the CPU, one shape after the other.
+    It steps tensors on the meta device, which allocates nothing. If the class reads a value there, it gets 1, or False
+    for a comparison, and operators that only write values do not run. If the class raises on the meta device, a tensor
+    of zeros on the CPU is stepped instead, one shape after the other.
 
     >>> found = probe(torch.optim.Adam, {"lr": 0.1}, [TensorSpec("weight", (10, 4), torch.float32)])
     >>> found[(10, 4), torch.float32]["exp_avg"]
@@ -51,18 +51,18 @@ def probe(cls: _Factory, hyperparameters: Mapping[str, Any], tensors: Iterable[T
 
     Args:
         cls: an optimizer class, or a function that builds an optimizer from a list of parameters.
-        hyperparameters: its keyword arguments. Those that only choose torch's implementation are left out.
-        tensors: what to step.
+        hyperparameters: the keyword arguments of ``cls``. Those that only choose torch's implementation are ignored.
+        tensors: the tensors to step.
 
     Raises:
-        Exception: what the class raises on a tensor of the CPU.
+        Exception: the error that the class raises for a tensor on the CPU.
     """
     kinds = {(spec.shape, spec.dtype): spec for spec in tensors}
     return {kind: _step(cls, hyperparameters, spec)[0] for kind, spec in kinds.items()}
 
 
 def update_bytes(cls: _Factory, hyperparameters: Mapping[str, Any], spec: TensorSpec, *, foreach: bool = False) -> int:
-    """Return how many bytes an update of a tensor allocates, at the highest, beside state: its temporaries.
+    """Return the peak of the temporaries of an update of a tensor, in bytes. State does not count.
 
     >>> spec = TensorSpec("weight", (10, 4), torch.float32)
     >>> update_bytes(torch.optim.Adam, {}, spec), update_bytes(torch.optim.Adam, {}, spec, foreach=True)
@@ -70,9 +70,9 @@ def update_bytes(cls: _Factory, hyperparameters: Mapping[str, Any], spec: Tensor
 
     Args:
         cls: as for :func:`probe`.
-        hyperparameters: as there.
-        spec: what to step, as there; twice, as the first update allocates the state.
-        foreach: whether torch's optimizers update all tensors at a time, so that the temporaries of all add up.
+        hyperparameters: as for :func:`probe`.
+        spec: the tensor to step. It is stepped twice, because the first update allocates the state.
+        foreach: whether torch's optimizers update all tensors at once, so that their temporaries add up.
 
     Raises:
         Exception: as :func:`probe`.
@@ -83,7 +83,7 @@ def update_bytes(cls: _Factory, hyperparameters: Mapping[str, Any], spec: Tensor
 def _step(
     cls: _Factory, hyperparameters: Mapping[str, Any], spec: TensorSpec, *, steps: int = 1, foreach: bool = False
 ) -> tuple[dict[str, StateEntry], int]:
-    """Return the state after so many steps, and what the last one allocated beside it at the highest."""
+    """Return the state after ``steps`` steps, and the peak of what the last step allocated besides it, in bytes."""
     given = {key: value for key, value in hyperparameters.items() if key not in _IMPLEMENTATIONS}
 
     def on(device: str) -> tuple[dict[str, StateEntry], int]:
@@ -92,9 +92,9 @@ def _step(
             param.grad = torch.ones(spec.shape, dtype=spec.dtype, device=device)
             optimizer = cls([param], **{k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in given.items()})
             for group in optimizer.param_groups:
-                # Also where the class, or a function that builds it, has chosen one by itself.
+                # The class, or the function that builds it, may have chosen an implementation itself.
                 group.update({key: foreach and key == "foreach" for key in _IMPLEMENTATIONS & group.keys()})
-            # Without the hooks that users register for all optimizers: torch marks the wrapper that calls them.
+            # Skip the hooks that users register for all optimizers: torch marks the wrapper that calls them.
             step: Any = type(optimizer).step
             step = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
             for _ in range(steps):
@@ -104,7 +104,7 @@ def _step(
 
     try:
         return on("meta")
-    except Exception:  # noqa: BLE001 - whatever it is, a tensor with values tells
+    except Exception:  # noqa: BLE001 - the step on the CPU shows whether it is an error of the class
         return on("cpu")
 
 
@@ -116,7 +116,7 @@ def _entry(value: object, param: torch.Tensor) -> StateEntry:
 
 
 def _tensors(value: object, seen: set[int]) -> Iterator[torch.Tensor]:
-    """Find the tensors in a value: in containers, in the attributes of objects, and those that a tensor wraps."""
+    """Yield the tensors in a value: in containers, in attributes of objects, and inside of tensor subclasses."""
     if id(value) in seen:
         return
     seen.add(id(value))
@@ -133,7 +133,7 @@ def _tensors(value: object, seen: set[int]) -> Iterator[torch.Tensor]:
 
 
 class _Allocations(DispatchMode):
-    """Counts the bytes of tensors that operators return, and answers what is asked of values that meta tensors lack."""
+    """Counts the bytes of tensors that operators return, and supplies values that meta tensors do not have."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # torch's
@@ -151,7 +151,7 @@ class _Allocations(DispatchMode):
             if func in _QUESTIONS:
                 return False
             if _writes_alone(func):
-                # A kernel for meta tensors would check shapes, which is most of the time of a step.
+                # A kernel for meta tensors would only check shapes, which takes most of the time of a step.
                 return None if written is args[0] else args[0]
         result = func(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, (list, tuple)) else [result]:
@@ -168,7 +168,7 @@ class _Allocations(DispatchMode):
 
 @cache
 def _writes_alone(func: Any) -> bool:  # noqa: ANN401 - an operator
-    """Whether an operator writes values to its first argument and changes nothing else of it."""
+    """Return True if an operator only writes values to its first argument."""
     name = str(func).split(".")[1]
     return name.endswith("_") and not name.endswith("__") and torch.Tag.inplace_view not in func.tags
 

@@ -1,4 +1,4 @@
-"""The items of a plan: tensors described only by numbers, and the rows of them that a rank owns."""
+"""The items of a plan: tensors described by numbers, and the rows of a tensor that a rank owns."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from operator import index
 import torch
 
 ALIGNMENT = 64
-"""Cuts lie at multiples of this many elements: vectorised kernels round the last, incomplete vector in another way, and
-an optimizer step of the parts must give the bits that a step of the whole tensor gives."""
+"""Cuts lie at multiples of this many elements. Vectorised kernels round an incomplete last vector in another way, but
+a step of the parts must give the same bits as a step of the whole tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor without its data.
+    """Describes a tensor without its data.
 
     >>> TensorSpec("head.weight", (3, 4), torch.float32).nbytes
     48
@@ -25,15 +25,15 @@ class TensorSpec:
         name: fully qualified name.
         shape: sizes, in elements.
         dtype: element type.
-        device: logical device, for example ``"cpu"`` or ``"cuda:0"``. The number is the order of appearance on the
-            rank, so that it is equal on all ranks.
-        trainable: whether it takes part in training; a frozen tensor does not count in a partition.
+        device: logical device, for example ``"cpu"`` or ``"cuda:0"``. Devices of a rank are numbered in the order in
+            which they appear, so that the number is equal on all ranks.
+        trainable: whether the tensor requires a gradient; a frozen tensor does not count in a partition.
         group: index of its param group.
-        stride: ``None`` if contiguous, else the strides (elements) of a non-overlapping and dense tensor.
-        numel: number of elements; follows from the shape.
+        stride: ``None`` if contiguous, else the strides (in elements) of a non-overlapping and dense tensor.
+        numel: number of elements, computed from the shape.
 
     Raises:
-        TypeError: if the dtype is no ``torch.dtype``.
+        TypeError: if the dtype is not a ``torch.dtype``.
         ValueError: if a size is negative, or the strides leave gaps or overlap.
     """
 
@@ -44,7 +44,7 @@ class TensorSpec:
     trainable: bool = True
     group: int = 0
     stride: tuple[int, ...] | None = None
-    # Kept rather than computed on demand: partitions ask for it many times.
+    # A field and not a property, because partitions read it many times.
     numel: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -53,7 +53,7 @@ class TensorSpec:
                 f"the dtype of tensor {self.name!r} should be a torch.dtype such as torch.float32, but is "
                 f"{self.dtype!r} ({type(self.dtype).__name__})"
             )
-        # torch.Size and numpy integers would compare equal but not serialize alike.
+        # torch.Size and numpy integers compare equal, but serialize differently.
         object.__setattr__(self, "shape", tuple([index(size) for size in self.shape]))
         object.__setattr__(self, "numel", math.prod(self.shape))
         if any(size < 0 for size in self.shape):
@@ -73,7 +73,7 @@ class TensorSpec:
 
     @property
     def cut_dim(self) -> int:
-        """The dimension along which the tensor may be cut: of those longer than 1 the one with the largest stride."""
+        """The dimension along which the tensor may be cut: of those longer than 1, the one with the largest stride."""
         stride = self.stride
         if stride is None and self.shape[:1] > (1,):
             return 0
@@ -82,16 +82,16 @@ class TensorSpec:
 
     @property
     def rows(self) -> int:
-        """Number of rows between which the tensor may be cut: its size along :attr:`cut_dim`; 1 if 0-dimensional."""
+        """The number of rows, between which cuts may lie: the size along :attr:`cut_dim`; 1 if 0-dimensional."""
         return self.shape[self.cut_dim] if self.shape else 1
 
     @property
     def cut_step(self) -> int:
-        """Cuts lie at multiples of this many rows, which are a multiple of :data:`ALIGNMENT` elements; 1 for most."""
+        """Cuts lie at multiples of this many rows, which are a multiple of :data:`ALIGNMENT` elements. Often 1."""
         return ALIGNMENT // math.gcd(ALIGNMENT, self.numel // self.rows) if self.numel else 1
 
     def shard(self, *, tensor: int, rank: int, start: int = 0, stop: int | None = None) -> Shard:
-        """Return rows ``start`` to ``stop`` (all by default) of this tensor, number ``tensor``, as a rank's own."""
+        """Return the shard of rows ``start`` to ``stop`` (all by default), for this tensor's index and an owner."""
         dim = self.cut_dim
         rows = self.shape[dim] if self.shape else 1
         return Shard(tensor, rank, dim, start, rows if stop is None else stop, self.numel // rows if rows else 0)
@@ -99,7 +99,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The part of a tensor that one rank owns: rows ``start`` to ``stop`` along one dimension, all of it if uncut.
+    """The part of a tensor that one rank owns: rows ``start`` to ``stop`` along one dimension, or the whole tensor.
 
     The dimension is the one with the largest stride (:attr:`TensorSpec.cut_dim`), so the rows are an n-dimensional box,
     and one unbroken range of the tensor's storage.
@@ -111,10 +111,10 @@ class Shard:
     Attributes:
         tensor: index of the tensor in its plan.
         rank: the owner.
-        dim: the dimension.
+        dim: the dimension along which rows are counted.
         start: first row.
         stop: one past the last row.
-        row_numel: elements of a row; 0 for a tensor without elements, which is owned too.
+        row_numel: number of elements of a row; 0 for an empty tensor, which has an owner too.
     """
 
     tensor: int
@@ -131,16 +131,16 @@ class Shard:
 
     @property
     def flat(self) -> slice:
-        """Its elements in the tensor's storage order, counted from the tensor's first element in memory."""
+        """The range of its elements in storage order, counted from the tensor's first element in memory."""
         return slice(self.start * self.row_numel, self.stop * self.row_numel)
 
     def narrow(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the view of its rows in the tensor, or in any other tensor of the same shape, whatever the strides."""
+        """Return the view of its rows in ``tensor``, which has the shape of the whole tensor and any strides."""
         return tensor.narrow(self.dim, self.start, self.stop - self.start) if tensor.dim() else tensor
 
 
 def strides_are_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Tell whether strides reach every element of one unbroken range exactly once.
+    """Return True if strides reach every element of one unbroken range exactly once.
 
     >>> strides_are_dense((2, 3), (1, 2)), strides_are_dense((2, 3), (4, 1))
     (True, False)
@@ -150,7 +150,7 @@ def strides_are_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
     if 0 in shape:
         return True
     expected = 1
-    # The stride of a dimension of size 1 is never used, so it may be anything.
+    # The stride of a dimension of size 1 is never used, so it may have any value.
     for step, size in sorted((step, size) for step, size in zip(stride, shape, strict=True) if size > 1):
         if step != expected:
             return False

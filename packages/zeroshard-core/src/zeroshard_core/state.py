@@ -1,6 +1,6 @@
-"""State maps: the optimizer state of whole tensors cut along shards, and keyed by names.
+"""State maps: functions that cut the optimizer state of whole tensors along shards, and key it by names.
 
-Pure functions over dicts of tensors. Arguments are not changed; results may alias them.
+The functions are pure: they do not modify their arguments. Results may alias the arguments.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from zeroshard_core.spec import Shard, TensorSpec
 
 
 class StateMapError(ValueError):
-    """Optimizer state that cannot be cut, joined or renamed; the message names the tensor and the entry."""
+    """Raised if optimizer state cannot be cut or renamed. The message names the tensor and the entry."""
 
 
 def cut_state(state: Mapping[str, Any], spec: TensorSpec, shard: Shard) -> dict[str, Any]:
@@ -23,12 +23,12 @@ def cut_state(state: Mapping[str, Any], spec: TensorSpec, shard: Shard) -> dict[
 
     Args:
         state: entries by name. An entry of the tensor's shape holds one value per element.
-        spec: the tensor.
+        spec: describes the whole tensor.
         shard: the elements to keep.
 
     Returns:
-        Entries with one value per element cut to the shard's rows, in the spec's strides; 0-dim tensors and plain
-        Python values unchanged. All entries unchanged if the shard is the whole tensor.
+        The entries. Those with one value per element are cut to the rows of the shard, with the strides of the spec;
+        0-dim tensors and plain Python values are unchanged. If the shard is the whole tensor, all are unchanged.
 
     Raises:
         StateMapError: if an entry has another shape, is not strided, or is a container that holds tensors.
@@ -56,8 +56,8 @@ def to_names(state_dict: Mapping[str, Any], names: Sequence[str]) -> dict[str, A
     {'state': {'head.bias': {}}, 'param_groups': [{'lr': 0.1, 'params': ['head.bias']}]}
 
     Args:
-        state_dict: as from ``torch.optim.Optimizer.state_dict()``: ``"state"`` by index, ``"param_groups"`` with lists
-            of indices under ``"params"``.
+        state_dict: the result of ``torch.optim.Optimizer.state_dict()``: ``"state"`` by index, ``"param_groups"`` with
+            lists of indices under ``"params"``.
         names: the name of each index.
 
     Returns:
@@ -71,10 +71,10 @@ def to_names(state_dict: Mapping[str, Any], names: Sequence[str]) -> dict[str, A
 
 
 def to_indices(state_dict: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Key a state dict by integers instead of names; the inverse of :func:`to_names`.
+    """Key a state dict by integers instead of names. This is the inverse of :func:`to_names`.
 
     Args:
-        state_dict: as from :func:`to_names`.
+        state_dict: the result of :func:`to_names`.
         names: the name of each index.
 
     Returns:
@@ -96,7 +96,7 @@ def _is_per_element(value: object, spec: TensorSpec) -> bool:
 
 
 def _travels(value: object) -> bool:
-    """Whether an entry goes with every shard as it is."""
+    """Return True if every shard gets an entry unchanged."""
     if isinstance(value, torch.Tensor):
         return value.dim() == 0
     inside: Iterable[object] = value if isinstance(value, (list, tuple, set, frozenset)) else ()
@@ -112,7 +112,7 @@ def _shape_to_text(value: object) -> str:
 
 
 def _laid_out(value: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """The same values in the spec's strides, which fused kernels take for granted."""
+    """Return the same values with the strides of the spec, which fused kernels require."""
     if spec.stride is None:
         return value.contiguous()
     # The stride of a dimension of size 1 does not matter.
